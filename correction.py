@@ -1,0 +1,729 @@
+"""Rollout correction: what to do when π_rollout, which sampled, is not π_old, which trains.
+
+This file decides three separate things, and never lets one change another:
+    weights      ρ = π_old/π_rollout (bypass mode: π_θ/π_rollout), aggregated per token, sequence or
+                 geometric mean; truncated at C or zeroed outside [lo, hi]; batch-normalised or not
+    mask         which tokens and sequences to reject; every criterion looks at the original mask
+    metrics      how far apart the two policies are, from raw and from applied weights
+The third thing that others mix in, the loss's denominator, is losses.py's.
+Bounds always bound ρ. Peers that bound 1/ρ are translated by `from_dialect`.
+Left out: percentiles, which cannot be merged over ranks. Derivation: math/.
+
+    config = RolloutCorrectionConfig.decoupled_seq_is_rs()
+    weights, mask, metrics = correct(old_log_prob, rollout_log_prob, response_mask, config)
+"""
+
+import difflib
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from estimators import (LEVELS, SAFETY_BOUND, Statistics, aggregate_log_ratio, exp_ratio,
+                        kl_estimate, masked_log_ratio)
+
+LOSS_TYPES = ("ppo_clip", "reinforce", "gspo", "cispo", "sapo")
+CRITERIA = tuple(f"{level}_k{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max")
+                 for k in (1, 2, 3)) + ("opsm",)
+GEO, SEQ, ICEPOP, VETO = (0.999, 1.001), (0.5, 2.0), (0.5, 5.0), (1e-4, None)
+
+
+# ------------------------------------------------------------------------------------ config
+
+def _nearest(word: Any, allowed) -> str:
+    close = difflib.get_close_matches(str(word), [str(a) for a in allowed], n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(map(str, allowed))}"
+
+
+def _number(key: str, value: Any) -> float:
+    """A positive number, or one sentence that names the key."""
+    try:
+        if not isinstance(value, (int, float, str)) or isinstance(value, bool):
+            raise TypeError
+        number = float(value)
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError(f"{key} must be a positive number, not {value!r}") from None
+    if not number > 0:
+        raise ValueError(f"{key} must be a positive number, not {value!r}")
+    return number
+
+
+def _interval(key: str, value: Any) -> tuple[float | None, float | None]:
+    """[lo, hi] with either end open (null), lo ≤ hi, at least one end given."""
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise ValueError(f"{key} must be a pair [lo, hi] of bounds on ρ, either may be null, not {value!r}")
+    lo, hi = (None if end is None else _number(key, end) for end in value)
+    if lo is None and hi is None:
+        raise ValueError(f"{key} must have at least one bound that is not null")
+    if lo is not None and hi is not None and lo > hi:
+        raise ValueError(f"{key} must have lo ≤ hi, not [{lo:g}, {hi:g}]")
+    return lo, hi
+
+
+def _choice(key: str, value: Any, allowed: tuple) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{key} cannot be {value!r}{_nearest(value, allowed)}")
+
+
+def _flag(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} must be true or false, not {value!r}")
+    return value
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """What to correct, and how. Frozen and validated: a wrong value is one ValueError sentence.
+
+    rollout_is                  level of ρ for the weights: None, "token", "sequence", "geometric"
+    rollout_is_threshold        C truncates, min(ρ, C) (eq:tis); a pair [lo, hi] zeroes outside (eq:mis)
+    rollout_is_batch_normalize  divide by the mean weight, after truncation (eq:self-normalised)
+    rollout_rs                  {criterion: bound}, all ANDed (eq:rejection): k1 criteria take a pair
+                                that bounds ρ itself (token ρ, Πρ for seq_sum, (Πρ)^{1/T} for seq_mean,
+                                every token's ρ for seq_max), k2 and k3 an upper bound in nats,
+                                opsm its δ in nats (eq:opsm)
+    bypass_mode                 False: three policies, decoupled PPO. True: two, π_old := π_rollout
+    loss_type                   ppo_clip, gspo, cispo, sapo; reinforce in bypass mode only
+
+    In bypass mode only reinforce takes the weights: the ratio of the others already is π_θ/π_rollout,
+    and weighting it once more would count it twice (eq:double-count).
+    """
+
+    rollout_is: str | None = None
+    rollout_is_threshold: float | tuple[float | None, float | None] = 2.0
+    rollout_is_batch_normalize: bool = False
+    rollout_rs: Mapping[str, float | tuple[float | None, float | None]] = field(default_factory=dict)
+    bypass_mode: bool = False
+    loss_type: str = "ppo_clip"
+
+    def __post_init__(self):
+        if self.rollout_is is not None:
+            _choice("rollout_is", self.rollout_is, LEVELS)
+        _flag("rollout_is_batch_normalize", self.rollout_is_batch_normalize)
+        _flag("bypass_mode", self.bypass_mode)
+        _choice("loss_type", self.loss_type, LOSS_TYPES)
+        if self.loss_type == "reinforce" and not self.bypass_mode:
+            raise ValueError("loss_type 'reinforce' needs bypass_mode true: without a clip there is "
+                             "no use for a third policy")
+        bound = self.rollout_is_threshold
+        read = _interval if isinstance(bound, (list, tuple)) else _number
+        object.__setattr__(self, "rollout_is_threshold", read("rollout_is_threshold", bound))
+        criteria = {} if self.rollout_rs is None else self.rollout_rs
+        if not isinstance(criteria, Mapping):
+            raise ValueError(f"rollout_rs must be a mapping from criterion to bound, such as "
+                             f"{{seq_mean_k3: 0.01}}, not {criteria!r}")
+        for name in criteria:
+            _choice("rollout_rs criterion", name, CRITERIA)
+        object.__setattr__(self, "rollout_rs", {
+            name: (_interval if name.endswith("k1") else _number)(f"rollout_rs.{name}", bound)
+            for name, bound in criteria.items()})
+
+    # Presets of the decoupled mode: three policies, ρ = π_old/π_rollout.
+    @classmethod
+    def decoupled_token_is(cls, threshold=2.0):
+        return cls("token", threshold)
+
+    @classmethod
+    def decoupled_seq_is(cls, threshold=2.0):
+        return cls("sequence", threshold)
+
+    @classmethod
+    def decoupled_seq_is_rs(cls, is_threshold=2.0, rs_threshold=SEQ):
+        return cls("sequence", is_threshold, rollout_rs={"seq_sum_k1": rs_threshold})
+
+    @classmethod
+    def decoupled_token_icepop(cls, threshold=ICEPOP[1], threshold_lower=ICEPOP[0]):
+        return cls("token", (threshold_lower, threshold))
+
+    @classmethod
+    def decoupled_geo_rs(cls, rs_threshold=GEO):
+        return cls(rollout_rs={"seq_mean_k1": rs_threshold})
+
+    @classmethod
+    def decoupled_geo_rs_seq_tis(cls, is_threshold=2.0, rs_threshold=GEO):
+        return cls("sequence", is_threshold, rollout_rs={"seq_mean_k1": rs_threshold})
+
+    @classmethod
+    def decoupled_geo_rs_token_tis(cls, is_threshold=2.0, rs_threshold=GEO):
+        return cls("token", is_threshold, rollout_rs={"seq_mean_k1": rs_threshold})
+
+    @classmethod
+    def decoupled_k3_rs(cls, rs_threshold=0.01):
+        return cls(rollout_rs={"seq_mean_k3": rs_threshold})
+
+    @classmethod
+    def decoupled_k3_rs_seq_tis(cls, is_threshold=2.0, rs_threshold=0.01):
+        return cls("sequence", is_threshold, rollout_rs={"seq_mean_k3": rs_threshold})
+
+    @classmethod
+    def decoupled_k3_rs_token_tis(cls, is_threshold=2.0, rs_threshold=0.01):
+        return cls("token", is_threshold, rollout_rs={"seq_mean_k3": rs_threshold})
+
+    # Presets of the bypass mode: two policies, ρ = π_θ/π_rollout; PPO clips against π_rollout …
+    @classmethod
+    def bypass_ppo_clip(cls):
+        return cls(bypass_mode=True)
+
+    @classmethod
+    def bypass_ppo_clip_geo_rs(cls, rs_threshold=GEO):
+        return cls(rollout_rs={"seq_mean_k1": rs_threshold}, bypass_mode=True)
+
+    @classmethod
+    def bypass_ppo_clip_k3_rs(cls, rs_threshold=0.01):
+        return cls(rollout_rs={"seq_mean_k3": rs_threshold}, bypass_mode=True)
+
+    # … or nothing is clipped, and ρ is an explicit weight: off-policy REINFORCE.
+    @classmethod
+    def bypass_pg_is(cls, threshold=2.0):
+        return cls("sequence", threshold, bypass_mode=True, loss_type="reinforce")
+
+    @classmethod
+    def bypass_pg_token_icepop(cls, threshold=ICEPOP[1], threshold_lower=ICEPOP[0]):
+        return cls("token", (threshold_lower, threshold), bypass_mode=True, loss_type="reinforce")
+
+    @classmethod
+    def bypass_pg_geo_rs(cls, rs_threshold=GEO):
+        return cls(rollout_rs={"seq_mean_k1": rs_threshold}, bypass_mode=True, loss_type="reinforce")
+
+    @classmethod
+    def bypass_pg_geo_rs_seq_tis(cls, is_threshold=2.0, rs_threshold=GEO):
+        return cls("sequence", is_threshold, False, {"seq_mean_k1": rs_threshold}, True, "reinforce")
+
+    @classmethod
+    def bypass_pg_geo_rs_token_tis(cls, is_threshold=2.0, rs_threshold=GEO):
+        return cls("token", is_threshold, False, {"seq_mean_k1": rs_threshold}, True, "reinforce")
+
+    @classmethod
+    def disabled(cls):
+        """Metrics only."""
+        return cls()
+
+    # What verl 0.6 called geo_rs and pg_rs also vetoed a sequence for one token below 1e-4.
+    @classmethod
+    def geo_rs(cls, rs_threshold=GEO, veto=VETO):
+        return cls(rollout_rs={"seq_mean_k1": rs_threshold, "seq_max_k1": veto})
+
+    @classmethod
+    def pg_rs(cls, rs_threshold=GEO, veto=VETO):
+        return replace(cls.geo_rs(rs_threshold, veto), bypass_mode=True, loss_type="reinforce")
+
+
+HISTORICAL = {"token_is": "decoupled_token_is", "token_tis": "decoupled_token_is",
+              "seq_is": "decoupled_seq_is", "seq_is_rs": "decoupled_seq_is_rs",
+              "seq_mis": "decoupled_seq_is_rs", "geo_mis": "geo_rs", "ppo_is_bypass": "bypass_ppo_clip",
+              "pure_is": "bypass_pg_is", "pg_is": "bypass_pg_is", "pure_rs": "pg_rs"}
+PRESETS = {name: getattr(RolloutCorrectionConfig, name)
+           for name, member in vars(RolloutCorrectionConfig).items() if isinstance(member, classmethod)}
+PRESETS |= {old: PRESETS[new] for old, new in HISTORICAL.items()}
+
+
+# --------------------------------------------------------------------------------- correction
+
+@dataclass(frozen=True)
+class Correction:
+    """What `correct` returns; unpacks into weights, mask, metrics.
+
+    weights [B, T]: detached, 0 on padding, None when rollout_is is None. mask [B, T]: response_mask
+    without the rejected, in its dtype. metrics: {"rollout_corr/…": 0-dim tensor}, still on the device.
+    """
+
+    weights: Tensor | None
+    mask: Tensor
+    statistics: Statistics
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        return {f"rollout_corr/{name}": value for name, value in self.statistics.metrics().items()}
+
+    def __iter__(self):
+        return iter((self.weights, self.mask, self.metrics))
+
+    def rows(self, index) -> "Correction":
+        """A micro-batch of it. The statistics stay those of the whole."""
+        return replace(self, weights=None if self.weights is None else self.weights[index],
+                       mask=self.mask[index])
+
+
+def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor,
+            config: RolloutCorrectionConfig, advantages: Tensor | None = None,
+            group=None) -> Correction:
+    """Weights, mask and metrics of one batch, from ρ = π_train/π_rollout.  (eq:correction)
+
+    `train_log_prob`: π_old in decoupled mode, the current π_θ in bypass mode. It, `rollout_log_prob`
+    and `response_mask`: [B, T]. `advantages` [B, T] is what the opsm criterion asks for. With `group`, a
+    torch.distributed process group, the batch normalisation is over all its ranks.
+    Raises ValueError: shapes that differ, no rollout_log_prob, opsm without advantages.
+    """
+    if rollout_log_prob is None:
+        raise ValueError("rollout_log_prob is missing: without the sampler's log-probs there is nothing to correct")
+    if not train_log_prob.shape == rollout_log_prob.shape == response_mask.shape:
+        raise ValueError(f"train_log_prob {tuple(train_log_prob.shape)}, rollout_log_prob "
+                         f"{tuple(rollout_log_prob.shape)} and response_mask {tuple(response_mask.shape)} "
+                         "must have one shape [B, T]")
+    valid = response_mask.bool()
+    train, rollout = train_log_prob.detach(), rollout_log_prob.detach()
+    log_ratio = masked_log_ratio(train, rollout, valid)
+    statistics = Statistics()
+    weights = None
+    if config.rollout_is is not None:
+        weights = importance_weights(log_ratio, valid, config.rollout_is, config.rollout_is_threshold)
+        _weight_statistics(statistics, log_ratio, weights, valid, config)
+        if config.rollout_is_batch_normalize:
+            weights = batch_normalize(weights, valid, config.rollout_is, statistics, group)
+    keep = rejection_mask(log_ratio, valid, config.rollout_rs, advantages, statistics)
+    _offpolicy_statistics(statistics, train, rollout, log_ratio, valid)
+    return Correction(weights, torch.where(keep, response_mask, torch.zeros_like(response_mask)), statistics)
+
+
+def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str, threshold) -> Tensor:
+    """min(ρ, C), or ρ·1[lo ≤ ρ ≤ hi] for a pair, at one level.  (eq:tis, eq:mis)
+
+    `log_ratio`: log ρ per token, [B, T] → [B, T], detached (eq:detached), 0 on padding. C = inf is
+    plain importance sampling. Truncation's bias is −E_μ[(ρ−C)₊ g]; sources: Ionides 2008, Yao et al.
+    2025 (TIS); Ring-1T 2510.18855 (IcePop: a pair at token level); Liu, Li et al. 2025 (MIS).
+    """
+    log_rho = aggregate_log_ratio(log_ratio.detach(), response_mask, level)
+    rho = torch.where(response_mask.bool(), exp_ratio(log_rho), 0.0)
+    if not isinstance(threshold, tuple):
+        return rho.clamp(max=threshold)
+    below, above = _outside(log_rho, *threshold)
+    return torch.where(below | above, 0.0, rho)
+
+
+def batch_normalize(weights: Tensor, response_mask: Tensor, level: str, statistics: Statistics,
+                    group=None) -> Tensor:
+    """w / mean(w): over tokens for token weights, over sequences for the others.  (eq:self-normalised)
+
+    [B, T] → [B, T]. All weights zero: unchanged. Bias O(1/N). Source: verl PR 3980; Owen 2013, ch. 9.
+    """
+    valid = response_mask.bool()
+    mean = Statistics()
+    if level == "token":
+        mean.add(weights, valid, mean="mean")
+    else:
+        mean.add(weights.amax(-1), valid.any(-1), mean="mean")      # one weight on a whole sequence
+    statistics.columns += mean.columns
+    statistics.outputs.append({"mean": "rollout_is_batch_norm_factor"})
+    factor = (mean.all_reduce(group) if group is not None else mean).metrics()["mean"].to(weights.dtype)
+    return weights / torch.where(factor > 0, factor, 1.0)
+
+
+def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[str, Any],
+                   advantages: Tensor | None = None, statistics: Statistics | None = None) -> Tensor:
+    """What every criterion keeps, each on the original mask: [B, T], bool.  (eq:rejection, eq:opsm)
+
+    token_*: the token alone. seq_sum_*, seq_mean_*, seq_max_*: the sequence, by the sum, mean or worst
+    token of the statistic, which is the estimate k1, k2 or k3 of KL(π_rollout‖π_old) in nats, from
+    log ρ_t limited to ±SAFETY_BOUND:
+        k1 = −log ρ       keep while lo ≤ ρ ≤ hi  (seq_sum: Πρ; seq_mean: (Πρ)^{1/T}; seq_max: all ρ_t)
+        k2 = (log ρ)²/2, k3 = ρ − 1 − log ρ        keep while ≤ bound
+    opsm: rejects tokens with A < 0 in sequences whose mean of −log ρ exceeds δ (DeepSeek-V3.2
+    2512.02556). A bound met exactly keeps. Other sources: Liu, Li et al. 2025 (geometric mean); 2512.23075
+    (worst token).
+    """
+    valid = response_mask.bool()
+    statistics = Statistics() if statistics is None else statistics
+    log_ratio = torch.where(valid, log_ratio, 0.0)
+    keep = valid
+    for name, bound in criteria.items():
+        if name == "opsm":
+            if advantages is None:
+                raise ValueError("rollout_rs.opsm needs the advantages: it rejects only where A < 0")
+            drift = aggregate_log_ratio(-log_ratio, valid, "geometric")
+            reject = (drift > bound) & (advantages < 0) & valid
+        else:
+            below, above = _criterion(statistics, name, bound, log_ratio, valid)
+            reject = (below | above) & valid
+        statistics.add(reject.float(), valid, mean=f"rollout_rs_{name}_masked_fraction")
+        statistics.add(reject.any(-1).float(), valid.any(-1), mean=f"rollout_rs_{name}_seq_masked_fraction")
+        keep = keep & ~reject
+    veto = criteria["seq_max_k1"][0] if "seq_max_k1" in criteria else None
+    catastrophic = _outside(log_ratio, veto, None)[0] & valid
+    statistics.add(catastrophic.float(), valid, mean="rollout_is_catastrophic_token_fraction")
+    statistics.add(catastrophic.any(-1).float(), valid.any(-1), mean="rollout_is_veto_fraction")
+    rejected = valid & ~keep
+    statistics.add(rejected.float(), valid, mean="rollout_rs_masked_fraction", min="all_rejected")
+    statistics.add(rejected.any(-1).float(), valid.any(-1), mean="rollout_rs_seq_masked_fraction")
+    return keep
+
+
+def _outside(log_value: Tensor, lo: float | None, hi: float | None) -> tuple[Tensor, Tensor]:
+    """Where a logarithm is below log lo, and where above log hi; an open end is never crossed."""
+    return (log_value < (-math.inf if lo is None else math.log(lo)),
+            log_value > (math.inf if hi is None else math.log(hi)))
+
+
+# ------------------------------------------------------------------------------------ metrics
+
+def offpolicy_metrics(train_log_prob: Tensor, rollout_log_prob: Tensor,
+                      response_mask: Tensor) -> dict[str, Tensor]:
+    """How far π_train is from π_rollout, with nothing corrected.  (eq:kl-estimators, eq:chi2, eq:perplexity)
+
+    [B, T] each → {"rollout_corr/kl", "…/k3_kl", "…/chi2_token", "…/chi2_seq", "…/ppl_ratio", …}.
+    """
+    return correct(train_log_prob, rollout_log_prob, response_mask, RolloutCorrectionConfig()).metrics
+
+
+def merge(corrections: list[Correction], group=None) -> dict[str, Tensor]:
+    """Metrics of several micro-batches, and of all ranks of `group`, exactly as of one batch.  (eq:merge)"""
+    statistics = corrections[0].statistics.merge([c.statistics for c in corrections[1:]])
+    if group is not None:
+        statistics = statistics.all_reduce(group)
+    return {f"rollout_corr/{name}": value for name, value in statistics.metrics().items()}
+
+
+def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """The metrics as floats, in one transfer from the device."""
+    tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
+    moved = torch.stack([v.detach().double() for v in tensors.values()]).tolist() if tensors else []
+    return {**metrics, **dict(zip(tensors, moved))}
+
+
+def _offpolicy_statistics(statistics, train, rollout, log_ratio, valid):
+    """verl's rollout_corr/* diagnostics; means over valid tokens or over non-empty sequences."""
+    zero, rows, length = torch.zeros_like(log_ratio), valid.any(-1), valid.sum(-1).clamp(min=1)
+    add = statistics.add
+    add(-log_ratio, valid, mean="kl")                               # KL(π_rollout‖π_train), by k1
+    add(kl_estimate(zero, log_ratio, "k3"), valid, mean="k3_kl")
+    add(torch.expm1(2 * log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)), valid, mean="chi2_token")
+    add(exp_ratio(log_ratio), valid, mean="is_ratio_mean", sample_std="is_ratio_std",
+        max="is_ratio_max", min="is_ratio_min")
+    total = log_ratio.sum(-1)                                                         # [B]
+    add(torch.expm1(2 * total.clamp(-SAFETY_BOUND, SAFETY_BOUND)), rows, mean="chi2_seq")
+    for name, log_prob in (("training", train), ("rollout", rollout)):
+        log_ppl = -torch.where(valid, log_prob.to(log_ratio.dtype), 0.0).sum(-1) / length
+        add(log_ppl, rows, mean=f"{name}_log_ppl")
+        add(log_ppl.exp(), rows, mean=f"{name}_ppl")
+    difference = -total / length                                    # log ppl_train − log ppl_rollout
+    add(difference, rows, mean="log_ppl_diff", max="log_ppl_diff_max", min="log_ppl_diff_min")
+    add(difference.abs(), rows, mean="log_ppl_abs_diff")
+    add(exp_ratio(difference), rows, mean="ppl_ratio")
+
+
+def _weight_statistics(statistics, log_ratio, weights, valid, config):
+    """rollout_is_*: of the applied weights; rollout_is_raw_*: of ρ before truncation or zeroing.
+
+    Two of verl's habits are kept under verl's names: above token level rollout_is_max and _min are
+    those of ρ, and the fractions beyond the bounds always are.
+    """
+    level, bound = config.rollout_is, config.rollout_is_threshold
+    lo, hi = bound if isinstance(bound, tuple) else (1 / bound, bound)
+    log_rho = aggregate_log_ratio(log_ratio, valid, level)
+    raw = torch.where(valid, exp_ratio(log_rho), 0.0)
+    _ratio_statistics(statistics, "rollout_is_raw", level, log_rho, raw, valid, lo, hi)
+    _ratio_statistics(statistics, "rollout_is", level, log_rho, weights, valid, lo, hi)
+    if isinstance(bound, tuple):
+        zeroed = (weights == 0) & valid
+        statistics.add(zeroed.float(), valid, mean=("rollout_is_masked_fraction", "rollout_is_oob_ratio"))
+        statistics.add(zeroed.any(-1).float(), valid.any(-1), mean="rollout_is_seq_masked_fraction")
+
+
+def _ratio_statistics(statistics, prefix, level, log_rho, weights, valid, lo, hi):
+    rows, add = valid.any(-1), statistics.add
+    below, above = _outside(log_rho, lo, hi)
+    add(weights, valid, mean=f"{prefix}_mean", std=f"{prefix}_std", ess=f"{prefix}_eff_sample_size")
+    add(weights if level == "token" else exp_ratio(log_rho), valid, max=f"{prefix}_max", min=f"{prefix}_min")
+    per_row = level == "sequence" or (level == "geometric" and prefix == "rollout_rs")
+    capped = {"token": "tis_token_clip_high_ratio", "sequence": "tis_seq_clip_high_ratio"}.get(level)
+    for outside, end in ((above, "high"), (below, "low")):
+        names = [f"{prefix}_ratio_fraction_{end}"]
+        if prefix == "rollout_is" and end == "high" and capped:
+            names.append(capped)                                    # SkyRL's name for the same share
+        outside = (outside & valid).any(-1) if per_row else outside
+        add(outside.float(), rows if per_row else valid, mean=tuple(names))
+    row = weights.sum(-1) / valid.sum(-1).clamp(min=1)                                # [B]
+    add(row, rows, mean=f"{prefix}_seq_mean", sample_std=f"{prefix}_seq_std", max=f"{prefix}_seq_max",
+        min=f"{prefix}_seq_min", ess=f"{prefix}_seq_eff_sample_size")
+    add((row - 1).abs(), rows, max=f"{prefix}_seq_max_deviation")
+    raw_row = torch.where(valid, exp_ratio(log_rho), 0.0).sum(-1) / valid.sum(-1).clamp(min=1)
+    add((raw_row > (math.inf if hi is None else hi)).float(), rows, mean=f"{prefix}_seq_fraction_high")
+    add((raw_row < (0.0 if lo is None else lo)).float(), rows, mean=f"{prefix}_seq_fraction_low")
+
+
+SKYRL_MASKS = {"seq_max_k1": "outlier_seq", "seq_sum_k1": "product_sequence_mask",
+               "seq_mean_k1": "geo_sequence_mask"}
+
+
+def _criterion(statistics, name, bound, log_ratio, valid) -> tuple[Tensor, Tensor]:
+    """Where one criterion's statistic is too small, and where too large: [B, T] each, bool."""
+    where, kind = name.rsplit("_", 1)
+    level = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "token"}[where]
+    limited = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    per_token = kl_estimate(torch.zeros_like(limited), limited, kind)                 # −x, x²/2, e^x−1−x
+    statistic = aggregate_log_ratio(per_token, valid, level)
+    lo, hi = bound if kind == "k1" else (None, None)
+    least, most = (-math.inf if hi is None else -math.log(hi),                        # −log ρ: ends swap
+                   math.inf if lo is None else -math.log(lo)) if kind == "k1" else (0.0, bound)
+    below, above = statistic < least, statistic > most
+    if where == "seq_max":
+        below, above = ((x & valid).any(-1, keepdim=True).expand_as(valid) for x in (below, above))
+        worst = torch.where(valid, statistic, -math.inf).amax(-1, keepdim=True)
+        statistic = torch.where(valid, worst, 0.0)
+    elif kind == "k1" and not any("rollout_rs_mean" in out.values() for out in statistics.outputs):
+        log_rho = aggregate_log_ratio(log_ratio, valid, level)      # verl 0.6's rollout_rs_*: ρ itself
+        rho = torch.where(valid, exp_ratio(log_rho), 0.0)
+        _ratio_statistics(statistics, "rollout_rs", level, log_rho, rho, valid, lo, hi)
+    _criterion_statistics(statistics, name, statistic, below, above, least, most, valid)
+    return below, above
+
+
+def _criterion_statistics(statistics, name, statistic, below, above, least, most, valid):
+    """rollout_rs_{criterion}_*, in nats. For k1, verl's "high" is a high −log ρ: a low ρ."""
+    prefix, add, rows = f"rollout_rs_{name}", statistics.add, valid.any(-1)
+    row = statistic.sum(-1) / valid.sum(-1).clamp(min=1)            # one value on a sequence: itself
+    add(statistic, valid, mean=f"{prefix}_mean", max=f"{prefix}_max", min=f"{prefix}_min")
+    add(statistic.clamp(least, most), valid, std=f"{prefix}_std")   # verl's: within the bounds
+    add(row, rows, mean=f"{prefix}_seq_mean", sample_std=f"{prefix}_seq_std",
+        max=f"{prefix}_seq_max", min=f"{prefix}_seq_min")
+    add(row.abs(), rows, max=f"{prefix}_seq_max_deviation")
+    for outside, end, far in ((above, "high", row > most), (below, "low", row < least)):
+        by_row = (outside & valid).any(-1)
+        per_token = name.startswith("token")
+        add((outside if per_token else by_row).float(), valid if per_token else rows,
+            mean=f"{prefix}_fraction_{end}")
+        add((far if per_token else by_row).float(), rows, mean=f"{prefix}_seq_fraction_{end}")
+        if name in SKYRL_MASKS:
+            ratio_end = "under_low" if end == "high" else "over_high"
+            add(by_row.float(), rows, mean=f"{SKYRL_MASKS[name]}_{ratio_end}_ratio")
+    rejected = (below | above) & valid
+    if name in SKYRL_MASKS:
+        add(rejected.any(-1).float(), rows, mean=f"{SKYRL_MASKS[name]}_masked_ratio")
+    if name == "token_k1":
+        add(rejected.float(), valid, mean="token_mask_ratio")
+
+
+# ----------------------------------------------------------------------------------- dialects
+
+WRAPPERS = ("trainer", "algorithm", "actor_rollout_ref", "actor", "rollout", "rollout_correction",
+            "off_policy_correction")
+VERL_TIS = ("use_tis", "tis_imp_ratio_cap")
+VERL_060 = ("rollout_is", "rollout_is_level", "rollout_is_mode", "rollout_is_threshold",
+            "rollout_is_threshold_lower", "rollout_is_veto_threshold", "rollout_is_batch_normalize")
+VERL = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs",
+        "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold",
+        "bypass_mode", "bypass_old_logprob_for_rollout", "loss_type", "use_policy_gradient",
+        "use_pure_rollout_correction")
+SKYRL = VERL_TIS + ("tis_ratio_type", "token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high",
+                    "sequence_mask_metric", "product_mask_low", "product_mask_high", "geo_mask_low",
+                    "geo_mask_high", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high",
+                    "token_mask_is_threshold_low", "token_mask_is_threshold_high")
+OWN = ("preset", *(f.name for f in fields(RolloutCorrectionConfig)))
+
+
+def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
+    """A configuration block of verl or SkyRL, as it stands in their documents, as ours.  (eq:correction)
+
+    Takes, flat or inside their sections (algorithm.rollout_correction, off_policy_correction, …):
+        verl PR 2953       tis_imp_ratio_cap
+        verl 0.6.0         rollout_is_level, rollout_is_mode, rollout_is_threshold(_lower), rollout_is_veto_threshold
+        verl 0.6.1         rollout_rs: token | sequence | geometric, rollout_rs_threshold(_lower), …
+        verl 0.9           rollout_rs: "token_k1,seq_mean_k3", rollout_rs_threshold: "0.5_2.0,0.01", …
+        SkyRL              tis_ratio_type, sequence_mask_metric, outlier_token_is_threshold_low, …, use_tis
+        this project       preset: NAME and/or the fields of RolloutCorrectionConfig
+    and reproduces what *they* do. verl 0.9's k1 bounds are on 1/ρ: they are inverted, with a warning
+    where that makes a difference. Raises ValueError, which names the key, for anything else.
+    """
+    block = _flatten(mapping, {})
+    keys = set(block) - {"calculate_log_probs"}
+    if "preset" in keys or isinstance(block.get("rollout_rs"), Mapping) \
+            or isinstance(block.get("rollout_is_threshold"), (list, tuple)):
+        read, allowed = _from_own, OWN
+    elif keys & set(SKYRL) - set(VERL_TIS) or "use_tis" in keys:
+        read, allowed = _from_skyrl, SKYRL
+    elif "tis_imp_ratio_cap" in keys:
+        read, allowed = _from_verl_tis, VERL_TIS
+    elif keys & set(VERL_060) - set(VERL) or isinstance(block.get("rollout_is"), bool):
+        read, allowed = _from_verl_060, VERL_060
+    else:
+        read, allowed = _from_verl, VERL
+    for key in keys:
+        if key not in allowed:
+            known = (*OWN, *VERL, *VERL_060, *SKYRL)
+            mixed = " here: it belongs to another dialect" if key in known else _nearest(key, known)
+            raise ValueError(f"correction has no key {key!r}{mixed}")
+    config = read(block)
+    if block.get("calculate_log_probs") is False and (config.rollout_is or config.rollout_rs or config.bypass_mode):
+        raise ValueError("calculate_log_probs is false, but a correction needs the rollout's log-probs")
+    return config
+
+
+def _flatten(mapping: Any, into: dict) -> dict:
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"correction must be a mapping of settings, not {mapping!r}")
+    for key, value in mapping.items():
+        if key in WRAPPERS:
+            _flatten({} if value is None else value, into)
+        elif not isinstance(key, str) or key in into:
+            raise ValueError(f"correction key {key!r} is {'given twice' if key in into else 'no name'}")
+        else:
+            into[key] = value
+    return into
+
+
+def _from_own(block: Mapping) -> RolloutCorrectionConfig:
+    config = RolloutCorrectionConfig()
+    if block.get("preset") is not None:
+        _choice("correction.preset", block["preset"], tuple(PRESETS))
+        config = PRESETS[block["preset"]]()
+    return replace(config, **{k: v for k, v in block.items() if k not in ("preset", "calculate_log_probs")})
+
+
+def _from_verl_tis(block: Mapping) -> RolloutCorrectionConfig:
+    cap = block["tis_imp_ratio_cap"]
+    off = cap is None or (isinstance(cap, (int, float)) and not isinstance(cap, bool) and cap <= 0)
+    return RolloutCorrectionConfig() if off else RolloutCorrectionConfig(
+        "token", _number("tis_imp_ratio_cap", cap))
+
+
+def _from_verl_060(block: Mapping) -> RolloutCorrectionConfig:
+    upper, lower = block.get("rollout_is_threshold"), block.get("rollout_is_threshold_lower")
+    veto, mode = block.get("rollout_is_veto_threshold"), block.get("rollout_is_mode", "truncate")
+    level = block.get("rollout_is_level", "token")
+    _choice("rollout_is_level", level, LEVELS)
+    _choice("rollout_is_mode", mode, ("truncate", "clip", "mask"))
+    normalize = _flag("rollout_is_batch_normalize", block.get("rollout_is_batch_normalize", False))
+    if upper is None or not _flag("rollout_is", block.get("rollout_is", True)):
+        return RolloutCorrectionConfig()                            # off, or metrics only
+    threshold = _number("rollout_is_threshold", upper)
+    if mode == "mask":
+        lower = 1 / threshold if lower is None else lower
+        threshold = _interval("rollout_is_threshold_lower", (lower, threshold))
+    veto = {} if veto is None else {"seq_max_k1": (_number("rollout_is_veto_threshold", veto), None)}
+    return RolloutCorrectionConfig(level, threshold, normalize, veto)
+
+
+def _from_verl(block: Mapping) -> RolloutCorrectionConfig:
+    get = block.get
+    level, threshold = get("rollout_is"), get("rollout_is_threshold", 2.0)
+    if isinstance(threshold, str) and "_" in threshold:
+        threshold = _interval("rollout_is_threshold", threshold.split("_"))
+    if threshold is None:
+        level, threshold = None, 2.0                                # verl: no threshold, no weights
+    bypass = any(_flag(key, get(key, False)) for key in ("bypass_mode", "bypass_old_logprob_for_rollout"))
+    loss_type = "ppo_clip" if get("loss_type") is None else get("loss_type")
+    for key in ("use_policy_gradient", "use_pure_rollout_correction"):
+        if _flag(key, get(key, False)):
+            if not bypass:
+                raise ValueError(f"{key} needs bypass_mode true")
+            loss_type = "reinforce"
+    return RolloutCorrectionConfig(level, threshold, get("rollout_is_batch_normalize", False),
+                                   _verl_rejection(block), bypass, loss_type)
+
+
+def _verl_rejection(block: Mapping) -> dict[str, Any]:
+    """rollout_rs of verl 0.6.1 (levels, bounds on ρ) or of 0.9 (criteria, k1 bounds on 1/ρ)."""
+    given, bound, lower = (block.get(k) for k in ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower"))
+    veto, criteria = block.get("rollout_token_veto_threshold"), {}
+    if given is not None:
+        if not isinstance(given, str) or not given.replace(",", "").strip():
+            raise ValueError(f"rollout_rs must name its criteria, such as 'token_k1,seq_mean_k3', not {given!r}")
+        if bound is None:
+            raise ValueError(f"rollout_rs is {given!r}, but rollout_rs_threshold is missing")
+        levels = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+        if given in levels:
+            upper = _number("rollout_rs_threshold", bound)
+            lower = 1 / upper if lower is None else lower
+            criteria[levels[given]] = _interval("rollout_rs_threshold_lower", (lower, upper))
+        elif lower is not None:
+            raise ValueError("rollout_rs_threshold_lower goes with rollout_rs: token, sequence or geometric")
+        else:
+            names = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
+            bounds = [part.strip() for part in str(bound).split(",") if part.strip()]
+            if len(bounds) not in (1, len(names)):
+                raise ValueError(f"rollout_rs_threshold needs one bound or {len(names)}, one for each "
+                                 f"of rollout_rs, not {bound!r}")
+            for name, text in zip(names, bounds * (len(names) if len(bounds) == 1 else 1)):
+                _choice("rollout_rs", name, tuple(c for c in CRITERIA if c not in ("opsm", "seq_max_k1"))
+                        + tuple(levels))
+                if name in levels:
+                    raise ValueError(f"rollout_rs: {name!r} of verl 0.6 stands alone, not in a list")
+                criteria[name] = _on_rho(text) if name.endswith("k1") else _number("rollout_rs_threshold", text)
+    if veto is not None:
+        criteria["seq_max_k1"] = (_number("rollout_token_veto_threshold", veto), None)
+    return criteria
+
+
+def _on_rho(text: str) -> tuple[float, float]:
+    """verl 0.9 bounds −log ρ by (log lo, log hi): on ρ that is [1/hi, 1/lo]."""
+    lo, hi = text.split("_", 1) if "_" in text else (1 / _number("rollout_rs_threshold", text), text)
+    lo, hi = _interval("rollout_rs_threshold", (lo, hi))
+    if not math.isclose(lo * hi, 1, rel_tol=1e-9):
+        warnings.warn(f"rollout_rs_threshold {text!r}: verl 0.9 bounds 1/ρ with it, which on ρ is "
+                      f"[{1 / hi:.6g}, {1 / lo:.6g}]; write rollout_rs as a mapping to bound ρ itself", stacklevel=2)
+    return 1 / hi, 1 / lo
+
+
+def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
+    get, criteria, level, cap = block.get, {}, block.get("tis_ratio_type"), 2.0
+    if _flag("use_tis", get("use_tis", False)):
+        level, cap = "token", _number("tis_imp_ratio_cap", get("tis_imp_ratio_cap"))
+    elif level is not None:
+        _choice("tis_ratio_type", level, ("token", "sequence"))
+        key, default = {"token": ("token_tis_ratio_clip_high", 2.0),
+                        "sequence": ("sequence_tis_ratio_clip_high", 5.0)}[level]
+        cap = _number(key, get(key, default))
+    low, high = get("outlier_token_is_threshold_low"), get("outlier_token_is_threshold_high")
+    if low is not None or high is not None:
+        criteria["seq_max_k1"] = _interval("outlier_token_is_threshold_low", (low, high))
+    low, high = get("token_mask_is_threshold_low"), get("token_mask_is_threshold_high")
+    if low is not None and high is not None:
+        criteria["token_k1"] = _interval("token_mask_is_threshold_low", (low, high))
+    elif low is not None or high is not None:
+        raise ValueError("token_mask_is_threshold_low and token_mask_is_threshold_high go together: SkyRL "
+                         "ignores one alone")
+    if get("sequence_mask_metric") is not None:
+        _choice("sequence_mask_metric", get("sequence_mask_metric"), ("product", "geometric"))
+        name, prefix, default = {"product": ("seq_sum_k1", "product_mask", SEQ),
+                                 "geometric": ("seq_mean_k1", "geo_mask", (0.99, 1.01))}[get("sequence_mask_metric")]
+        criteria[name] = _interval(f"{prefix}_low", (get(f"{prefix}_low", default[0]), get(f"{prefix}_high", default[1])))
+    return RolloutCorrectionConfig(level, cap, rollout_rs=criteria)
+
+
+# ----------------------------------------------------------------------------------- diagnosis
+
+# metric, healthy from, to, what it means to be outside, what to turn. Limits: verl's and SkyRL's documents.
+HEALTHY = (
+    ("all_rejected", 0, 0, "every token was rejected, so the step taught nothing",
+     "widen the bounds of rollout_rs, or look for a bug that makes the two policies differ"),
+    ("rollout_is_mean", 0.5, 2, "the mean weight is far from 1, so ρ is systematically off",
+     "check that both log-probs are processed ones at the sampling temperature, then lower rollout.staleness"),
+    ("rollout_is_raw_eff_sample_size", 0.3, 1, "few samples carry all the weight",
+     "use token instead of sequence weights, reject outliers with seq_mean_k1, or lower rollout.staleness"),
+    ("rollout_is_std", 0, 1, "the weights scatter widely, so the gradient is noisy",
+     "lower rollout_is_threshold, or use rollout_is: token"),
+    ("rollout_is_catastrophic_token_fraction", 0, 0.01, "many tokens are near impossible under the trained policy",
+     "compare the engine's log-probs with the trainer's on one prompt: a template, dtype or temperature differs"),
+    ("rollout_is_veto_fraction", 0, 0.1, "the veto rejects many sequences",
+     "check the log-probs first; then lower the bound of seq_max_k1 (1e-4 → 1e-6)"),
+    ("rollout_rs_seq_masked_fraction", 0, 0.5, "more than half of the sequences lose tokens to rejection",
+     "widen the bounds of rollout_rs: 0.1 % (0.999–1.001) suits long responses and small mismatch only"),
+    ("k3_kl", 0, 0.1, "π_rollout and π_old are far apart",
+     "lower rollout.staleness, raise rollout.dtype or rollout.quantize_bits"),
+    ("chi2_token", -1, 1, "a severe shift: at χ² = 1 half of the samples are lost",
+     "lower rollout.staleness, or truncate with rollout_is_threshold"),
+    ("ppl_ratio", 0.8, 1.25, "the two policies differ in confidence, not only in noise",
+     "check temperature, top-p and top-k on both sides"),
+)
+
+
+def diagnose(metrics: Mapping[str, Any]) -> list[str]:
+    """What looks wrong in these metrics, and which knob to turn; [] when nothing does.  (eq:ess, eq:chi2)
+
+    `metrics`: as `correct` returns them, tensors or floats, with or without "rollout_corr/"; metrics that
+    are missing are not judged. A value that is not finite is always named.
+    """
+    values = {name.removeprefix("rollout_corr/"): value for name, value in to_host(metrics).items()}
+    found = []
+    for name, low, high, meaning, remedy in HEALTHY:
+        value = values.get(name)
+        if value is not None and not low <= value <= high:
+            found.append(f"{name} is {value:.3g} (healthy: {low:g} to {high:g}): {meaning}; {remedy}.")
+    known = {row[0] for row in HEALTHY}
+    found += [f"{name} is {value}: a log-prob was not finite; look at the engine's output first."
+              for name, value in values.items()
+              if name not in known and isinstance(value, float) and not math.isfinite(value)]
+    return found

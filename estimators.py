@@ -1,0 +1,283 @@
+"""What is estimated: log-ratios, KL divergences, the quality of importance weights, advantages.
+
+This file decides: every log-probability is in nats, at the sampling temperature, of one sampled
+token; every function takes [B, T] tensors beside a mask that is 1 on response tokens; whatever
+stands in the padding (NaN included) is replaced by 0 before anything is computed from it.
+Left out: critics and GAE. A group of samples is the baseline here.
+
+ρ = π_old/π_rollout and r = π_θ/π_old are both ratios of this kind; ℓ = log π_θ − log π_ref is
+the log-ratio of the KL term. The derivation is in math/, whose labels (eq:…) stand in the
+docstrings. Only torch is needed.
+"""
+
+import torch
+from torch import Tensor
+
+# The only clamp in this project, in nats: a log-ratio is limited to ±20 before it is
+# exponentiated. e^20 ≈ 4.9e8 is no ratio to compute with, but a token or sequence to reject;
+# its square, which χ² and ESS need, still fits a float32.
+SAFETY_BOUND = 20.0
+
+LEVELS = ("token", "sequence", "geometric")
+KL_KINDS = ("k1", "k2", "k3", "abs")
+
+
+# ------------------------------------------------------------------------------- log-ratios
+
+def masked_log_ratio(log_prob: Tensor, other_log_prob: Tensor, response_mask: Tensor) -> Tensor:
+    """log(π/π') per token, 0 on padding, in float32 at least.  (eq:ratio)
+
+    `log_prob`, `other_log_prob`, `response_mask`: [B, T] → [B, T]. The mask is applied before
+    the subtraction, so that NaN or ±inf in the padding can reach neither value nor gradient.
+    """
+    mask = response_mask.bool()
+    dtype = torch.promote_types(log_prob.dtype, torch.float32)
+    zero = log_prob.new_zeros((), dtype=dtype)
+    return (torch.where(mask, log_prob.to(dtype), zero)
+            - torch.where(mask, other_log_prob.to(dtype), zero))
+
+
+def exp_ratio(log_ratio: Tensor) -> Tensor:
+    """ρ = exp(log ρ), with log ρ limited to ±SAFETY_BOUND: finite for every finite input.  (eq:ratio)"""
+    return log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+
+
+def aggregate_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) -> Tensor:
+    """log ρ of a token, of its sequence, or their geometric mean, on every token.  (eq:levels)
+
+        token:      log ρ_t
+        sequence:   Σ_s log ρ_s            the product of ratios: exp of the sum, never a sum of exps
+        geometric:  (1/|y|) Σ_s log ρ_s    the length-normalised ratio, (Π ρ)^{1/|y|}
+
+    `log_ratio`, `response_mask`: [B, T] → [B, T], 0 on padding. Raises ValueError on another level.
+    """
+    mask = response_mask.bool()
+    log_ratio = torch.where(mask, log_ratio, 0.0)
+    if level == "token":
+        return log_ratio
+    total = log_ratio.sum(-1, keepdim=True)                                      # [B, 1]
+    if level == "sequence":
+        return torch.where(mask, total, 0.0)
+    if level == "geometric":
+        return torch.where(mask, total / mask.sum(-1, keepdim=True).clamp(min=1), 0.0)
+    raise ValueError(f"level must be one of {', '.join(LEVELS)}, not {level!r}")
+
+
+# ------------------------------------------------------------------- Kullback–Leibler, per token
+
+def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
+    """Estimates KL(π_θ‖π_ref) per token from tokens sampled from π_θ, in nats.  (eq:kl-estimators)
+
+    With ℓ = log π_θ − log π_ref:
+        k1 = ℓ                  unbiased, may be negative
+        k2 = ℓ²/2               biased, ≥ 0
+        k3 = e^{−ℓ} − 1 + ℓ     unbiased, ≥ 0
+        abs = |ℓ|
+    The value of an estimator and the gradient of its value are two things. A "+" keeps the value
+    and takes the gradient of k2, ℓ∇log π_θ, by the straight-through form (eq:straight-through):
+        k+ = k2 − sg(k2) + sg(k)
+    For one action, E_π[∇k2] = ∇KL exactly. Over tokens it is only the per-token part of the
+    gradient: how a token changes the KL of later states is missing (eq:kl-gradient).
+
+    `log_prob`, `ref_log_prob`: [B, T] → [B, T], in the dtype of the inputs' difference. Only e^{−ℓ}
+    is limited (at ±SAFETY_BOUND), so that no value is cut. Raises ValueError on another kind.
+    Source: Schulman, "Approximating KL divergence" (values); Tang & Munos 2506.09477 (gradients).
+    """
+    base = kind[:-1] if kind.endswith("+") else kind
+    ell = log_prob - ref_log_prob
+    if base == "k1":
+        value = ell
+    elif base == "k2":
+        value = ell.square() / 2
+    elif base == "k3":
+        value = exp_ratio(-ell) - 1 + ell
+    elif base == "abs":
+        value = ell.abs()
+    else:
+        raise ValueError(f"kind must be one of {', '.join(KL_KINDS)}, each with an optional '+', "
+                         f"not {kind!r}")
+    if kind == base:
+        return value
+    k2 = ell.square() / 2
+    return k2 - k2.detach() + value.detach()
+
+
+# --------------------------------------------------------------- how good are the weights?
+
+def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
+    """Kish's effective sample size as a share of the N valid entries.  (eq:ess)
+
+        ESS/N = (Σw)² / (N Σw²)  ∈ [1/N, 1];   → 1/(1 + χ²) as N grows
+
+    `weights`, `mask`: any one shape → scalar. All weights zero (nothing is left): 0, not NaN.
+    Source: Kish 1965; Martino et al. 1602.03572; χ² link 1809.04129.
+    """
+    weights = torch.where(mask.bool(), weights, 0.0)
+    tiny = torch.finfo(weights.dtype).tiny
+    weights = weights / weights.abs().amax().clamp(min=tiny)   # ESS is scale-free: no overflow in w²
+    count = mask.bool().sum().clamp(min=1)
+    return weights.sum().square() / (count * weights.square().sum()).clamp(min=tiny)
+
+
+def chi_square(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """χ²(π‖μ) = E_μ[ρ²] − 1, the variance of the weights, from samples of μ.  (eq:chi2)
+
+    `log_ratio`, `mask`: any one shape → scalar. expm1 keeps a χ² of 1e-6 from drowning in the 1.
+    """
+    excess = torch.expm1(2 * torch.where(mask.bool(), log_ratio, 0.0).clamp(-SAFETY_BOUND, SAFETY_BOUND))
+    return excess.sum() / mask.bool().sum().clamp(min=1)
+
+
+def perplexity(log_prob: Tensor, response_mask: Tensor) -> Tensor:
+    """exp(−mean log-prob) of each sequence.  (eq:perplexity)
+
+    [B, T] → [B]. Of two policies, ppl_old/ppl_rollout = 1/(geometric mean of ρ).
+    """
+    mask = response_mask.bool()
+    mean = torch.where(mask, log_prob, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
+    return exp_ratio(-mean)
+
+
+class Statistics:
+    """Means, spreads and extremes of many quantities that merge exactly.  (eq:merge)
+
+    A mean over micro-batches or ranks is not the mean of their means. What does add up is
+    (n, Σx, Σx²) and what does compare is (max x, max −x); so these five numbers of every quantity
+    are kept, merged, and turned into metrics at the very end. No value leaves the device before.
+
+        add(x, mask, mean="kl", std=("kl_std", "alias"))    which reductions, and their names
+        merge(others); all_reduce(group); metrics() → {name: 0-dim tensor}
+
+    Reductions: mean; std (n below it); sample_std (n − 1 below it); min; max; ess, (Σx)²/(nΣx²).
+    Of nothing at all they are 0. Sums are kept in float64, since var = Σx²/n − mean² cancels.
+    """
+
+    def __init__(self):
+        self.outputs: list[dict[str, str | tuple[str, ...]]] = []
+        self.columns: list[Tensor] = []                 # each [5]: n, Σx, Σx², max x, max −x
+
+    def add(self, values: Tensor, mask: Tensor, **outputs: str | tuple[str, ...]) -> None:
+        """Reduces `values` over the entries where `mask` is true; only what `outputs` asks for."""
+        mask = mask.bool()
+        values = torch.where(mask, values.detach().to(torch.promote_types(values.dtype, torch.float32)), 0.0)
+        zero, low = values.new_zeros((), dtype=torch.float64), values.new_full((), -torch.inf, dtype=torch.float64)
+        squares = values.square().sum(dtype=torch.float64) if {"std", "sample_std", "ess"} & outputs.keys() else zero
+        top = torch.where(mask, values, -torch.inf).amax().double() if "max" in outputs and mask.numel() else low
+        bottom = torch.where(mask, -values, -torch.inf).amax().double() if "min" in outputs and mask.numel() else low
+        self.columns.append(torch.stack([mask.sum(dtype=torch.float64), values.sum(dtype=torch.float64),
+                                         squares, top, bottom]))
+        self.outputs.append(outputs)
+
+    def merge(self, others: "list[Statistics]") -> "Statistics":
+        """These statistics and those of other parts of the batch, as if computed on all at once."""
+        merged, parts = Statistics(), torch.stack([torch.stack(part.columns) for part in [self, *others]])
+        merged.outputs = self.outputs
+        merged.columns = list(torch.cat([parts[..., :3].sum(0), parts[..., 3:].amax(0)], -1))
+        return merged
+
+    def all_reduce(self, group) -> "Statistics":
+        """The same over the ranks of a process group: one sum and one maximum for everything."""
+        columns = torch.stack(self.columns)
+        sums, peaks = columns[:, :3].contiguous(), columns[:, 3:].contiguous()
+        torch.distributed.all_reduce(sums, group=group)
+        torch.distributed.all_reduce(peaks, torch.distributed.ReduceOp.MAX, group=group)
+        merged = Statistics()
+        merged.outputs, merged.columns = self.outputs, list(torch.cat([sums, peaks], -1))
+        return merged
+
+    def metrics(self) -> dict[str, Tensor]:
+        n, total, squares, top, bottom = torch.stack(self.columns).unbind(-1)    # each [quantities]
+        count = n.clamp(min=1)
+        mean = total / count
+        variance = (squares / count - mean.square()).clamp(min=0)
+        reduced = {
+            "mean": mean,
+            "std": variance.sqrt(),
+            "sample_std": (variance * count / (count - 1).clamp(min=1)).sqrt(),
+            "ess": torch.where(squares > 0, total.square() / (count * squares), 0.0),
+            "max": torch.where(n > 0, top, 0.0),
+            "min": torch.where(n > 0, -bottom, 0.0),
+        }
+        return {name: reduced[how][i] for i, outputs in enumerate(self.outputs)
+                for how, names in outputs.items()
+                for name in ((names,) if isinstance(names, str) else names)}
+
+
+def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
+                       top_p: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The distribution actually sampled from, and the mass that survived.  (eq:sampling)
+
+        q = softmax(logits/τ);   μ(v) = q(v)·1[v kept] / Σ_kept q
+
+    Top-k keeps the k likeliest; top-p then the fewest whose mass reaches p. A trainer that scores
+    with log q while the engine sampled from μ is off by log(surviving mass) on every token.
+
+    `logits`: [..., V] → log μ [..., V] (−inf where nothing is sampled) and the mass [...], in (0, 1].
+    Raises ValueError for a temperature ≤ 0, a negative top_k or a top_p outside (0, 1].
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, not {temperature!r}")
+    if top_k < 0 or not 0 < top_p <= 1:
+        raise ValueError(f"top_k must be ≥ 0 and top_p in (0, 1], not {top_k!r} and {top_p!r}")
+    log_q = torch.log_softmax(logits / temperature, -1)
+    ordered, order = log_q.sort(-1, descending=True)
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if top_k:
+        keep[..., top_k:] = False
+    kept = torch.where(keep, ordered.exp(), 0.0)
+    kept = kept / kept.sum(-1, keepdim=True)
+    keep &= kept.cumsum(-1) - kept < top_p                  # the mass before this token is short of p
+    keep = torch.zeros_like(keep).scatter(-1, order, keep)
+    log_mass = torch.where(keep, log_q, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.where(keep, log_q - log_mass, -torch.inf), log_mass.squeeze(-1).exp()
+
+
+# ------------------------------------------------------------------------------- advantages
+
+def _group_sums(values: Tensor, groups: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of each row's group: how many rows count, and the sum of their values.  [B], [B] → [B], [B]"""
+    same = (groups[:, None] == groups[None, :])                                  # [B, B]
+    if keep is not None:
+        same = same & keep.bool()[None, :]
+    same = same.to(values.dtype)
+    return same.sum(-1), same @ values
+
+
+def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
+                    keep: Tensor | None = None) -> Tensor:
+    """Group-relative advantages: A_i = (R_i − mean_g) / std_g.  (eq:baseline)
+
+    `rewards`: [B]; `groups`: [B], equal for samples of one prompt → [B]. `normalize_std=False` is
+    Dr. GRPO's A_i = R_i − mean_g. The standard deviation has n − 1 below it and 1e-6 added to it.
+    A group of one has no baseline: A = R. With `keep` [B], only those rows make up the baseline.
+    The mean includes R_i itself, so A is (n−1)/n of RLOO's: a shorter step, the same direction.
+    Source: Shao et al. 2402.03300; Liu et al. 2503.20783.
+    """
+    count, total = _group_sums(rewards, groups, keep)
+    mean = torch.where(count > 1, total / count.clamp(min=1), 0.0)
+    advantages = rewards - mean
+    if not normalize_std:
+        return advantages
+    _, squares = _group_sums(advantages.square(), groups, keep)
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    return torch.where(count > 1, advantages / (std + 1e-6), advantages)
+
+
+def rloo_advantages(rewards: Tensor, groups: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Leave-one-out: A_i = R_i − mean of the group's other rewards. Unbiased.  (eq:baseline)
+
+    `rewards`, `groups`: [B] → [B]. No other sample: A = R. With `keep` [B], only those rows count
+    as others. Source: Kool et al. 2019; Ahmadian et al. 2402.14740.
+    """
+    count, total = _group_sums(rewards, groups, keep)
+    own = torch.ones_like(rewards) if keep is None else keep.to(rewards.dtype)
+    others = count - own
+    return rewards - (total - own * rewards) / others.clamp(min=1)
+
+
+def reinforce_advantages(rewards: Tensor, keep: Tensor | None = None) -> Tensor:
+    """REINFORCE with the batch mean for a baseline: A_i = R_i − mean(R).  (eq:baseline)
+
+    `rewards`: [B] → [B]. With `keep` [B], the mean is over those rows. Source: Williams 1992.
+    """
+    return grpo_advantages(rewards, torch.zeros_like(rewards), normalize_std=False, keep=keep)
