@@ -42,8 +42,8 @@ def _nearest(word: Any, allowed) -> str:
 def _number(key: str, value: Any) -> float:
     """A positive number, or one sentence that names the key."""
     try:
-        if not isinstance(value, (int, float, str)) or isinstance(value, bool):
-            raise TypeError
+        if not isinstance(value, (int, float, str)) or isinstance(value, bool) or "_" in str(value):
+            raise TypeError                                         # float("0.5_2") would be 0.52
         number = float(value)
     except (ValueError, TypeError, OverflowError):
         raise ValueError(f"{key} must be a positive number, not {value!r}") from None
@@ -353,7 +353,7 @@ def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[s
 
 def _outside(log_value: Tensor, lo: float | None, hi: float | None) -> tuple[Tensor, Tensor]:
     """Where a logarithm is below log lo, and where above log hi; an open end is never crossed."""
-    return (log_value < (-math.inf if lo is None else math.log(lo)),
+    return (log_value < (math.log(lo) if lo else -math.inf),
             log_value > (math.inf if hi is None else math.log(hi)))
 
 
