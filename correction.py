@@ -298,7 +298,9 @@ def batch_normalize(weights: Tensor, response_mask: Tensor, level: str, statisti
                     group=None) -> Tensor:
     """w / mean(w): over tokens for token weights, over sequences for the others.  (eq:self-normalised)
 
-    [B, T] → [B, T]. All weights zero: unchanged. Bias O(1/N). Source: verl PR 3980; Owen 2013, ch. 9.
+    [B, T] → [B, T]. Unchanged where the mean is below 1e-8: all weights are zero or at the floor
+    e^−SAFETY_BOUND then, and dividing would make 1 of nothing. Bias O(1/N). Source: verl PR 3980;
+    Owen 2013, ch. 9.
     """
     valid = response_mask.bool()
     mean = Statistics()
@@ -309,7 +311,7 @@ def batch_normalize(weights: Tensor, response_mask: Tensor, level: str, statisti
     statistics.columns += mean.columns
     statistics.outputs.append({"mean": "rollout_is_batch_norm_factor"})
     factor = (mean.all_reduce(group) if group is not None else mean).metrics()["mean"].to(weights.dtype)
-    return weights / torch.where(factor > 0, factor, 1.0)
+    return weights / torch.where(factor > 1e-8, factor, 1.0)
 
 
 def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[str, Any],
@@ -397,11 +399,11 @@ def _offpolicy_statistics(statistics, train, rollout, log_ratio, valid):
     for name, log_prob in (("training", train), ("rollout", rollout)):
         log_ppl = -torch.where(valid, log_prob.to(log_ratio.dtype), 0.0).sum(-1) / length
         add(log_ppl, rows, mean=f"{name}_log_ppl")
-        add(log_ppl.exp(), rows, mean=f"{name}_ppl")
+        add(exp_ratio(log_ppl, 4 * SAFETY_BOUND), rows, mean=f"{name}_ppl")      # never squared
     difference = -total / length                                    # log ppl_train − log ppl_rollout
     add(difference, rows, mean="log_ppl_diff", max="log_ppl_diff_max", min="log_ppl_diff_min")
     add(difference.abs(), rows, mean="log_ppl_abs_diff")
-    add(exp_ratio(difference), rows, mean="ppl_ratio")
+    add(exp_ratio(difference, 4 * SAFETY_BOUND), rows, mean="ppl_ratio")
 
 
 def _weight_statistics(statistics, log_ratio, weights, valid, config):

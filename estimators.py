@@ -37,9 +37,9 @@ def masked_log_ratio(log_prob: Tensor, other_log_prob: Tensor, response_mask: Te
             - torch.where(mask, other_log_prob.to(dtype), zero))
 
 
-def exp_ratio(log_ratio: Tensor) -> Tensor:
-    """ρ = exp(log ρ), with log ρ limited to ±SAFETY_BOUND: finite for every finite input.  (eq:ratio)"""
-    return log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+def exp_ratio(log_ratio: Tensor, bound: float = SAFETY_BOUND) -> Tensor:
+    """ρ = exp(log ρ), with log ρ limited to ±bound: finite for every finite input.  (eq:ratio)"""
+    return log_ratio.clamp(-bound, bound).exp()
 
 
 def aggregate_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) -> Tensor:
@@ -135,7 +135,7 @@ def perplexity(log_prob: Tensor, response_mask: Tensor) -> Tensor:
     """
     mask = response_mask.bool()
     mean = torch.where(mask, log_prob, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
-    return exp_ratio(-mean)
+    return exp_ratio(-mean, 4 * SAFETY_BOUND)           # never squared: e^80 still fits a float32
 
 
 class Statistics:

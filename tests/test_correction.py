@@ -107,9 +107,9 @@ def test_verl_0_6_1_is_reproduced_with_raw_weights_under_raw_names():
                 assert (same(clamped[1], theirs) if name.endswith("size") else same_std(clamped[0], theirs, upper))
                 honest = metrics[name.replace("rollout_is", "rollout_is_raw")]
                 assert honest == pytest.approx(spread(rho, mask)[name.endswith("size")], rel=1e-6, abs=1e-9)
-            elif name == "rollout_rs_masked_fraction":      # deviation: theirs leaves the veto out
-                criterion = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-                assert same(metrics[f"rollout_rs_{criterion[config['rollout_rs']]}_masked_fraction"], theirs)
+            elif name.endswith("masked_fraction"):          # deviation: theirs leaves the veto out
+                criterion = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[config["rollout_rs"]]
+                assert same(metrics[name.replace("rollout_rs", f"rollout_rs_{criterion}")], theirs)
             else:
                 raw = name.replace("rollout_is_", "rollout_is_raw_")
                 assert same(metrics.get(raw, metrics.get(name)), theirs), (name, config)
@@ -261,8 +261,8 @@ def test_splitting_and_merging_is_exact(batch, config, at):
     assert torch.equal(torch.cat([p.mask for p in parts]), whole.mask)
     if whole.weights is not None:                           # normalised by the parts' means, then by all's
         factor = "rollout_corr/rollout_is_batch_norm_factor"
-        undo = [p.weights * (p.metrics.get(factor, 1.0) or 1.0) for p in parts]
-        weights = torch.cat(undo) / (merged.get(factor, 1.0) or 1.0)
+        used = [mean if (mean := to_host(p.metrics).get(factor, 0)) > 1e-8 else 1 for p in (*parts, whole)]
+        weights = torch.cat([p.weights * mean for p, mean in zip(parts, used)]) / used[-1]
         torch.testing.assert_close(weights, whole.weights, rtol=1e-6, atol=1e-12)
 
 
@@ -330,11 +330,13 @@ def test_batch_normalised_weights_have_mean_one_at_their_own_level(batch, level)
     if not mask.any():
         return
     own = weights[mask] if level == "token" else weights.amax(-1)[mask.any(-1)]
+    if own.max() <= 2 * math.exp(-SAFETY_BOUND):            # nothing but floors: left alone
+        return
     assert own.mean().item() == pytest.approx(1, rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [1.0, 100.0, 1e4])
+@pytest.mark.parametrize("size", [1.0, 100.0, 1e4, -1e4])
 def test_half_and_single_precision_stay_finite(dtype, size):
     train = (torch.tensor([[-1.0, 0.5, 1.0], [1.0, 1.0, 1.0]]) * size).to(dtype)
     mask = torch.ones(2, 3)
