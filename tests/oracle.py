@@ -19,6 +19,10 @@ import torch
 from torch import Tensor
 
 
+def f64(values) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
 class Policy:
     """π(y) = Π_t softmax(logits[prefix])[y_t]: every prefix has its own row of logits.
 
@@ -38,7 +42,7 @@ class Policy:
         pad = [0] * T
         self.tokens = torch.tensor([[*y, *pad][:T] for y in sequences])
         self.mask = torch.tensor([[t < len(y) for t in range(T)] for y in sequences])
-        self.states = torch.tensor([[row.get(y[:t], 0) if t < len(y) else 0 for t in range(T)]
+        self.states = torch.tensor([[row[y[:t]] if t < len(y) else 0 for t in range(T)]
                                     for y in sequences])
         logits = scale * torch.randn(len(prefixes), V, generator=generator, dtype=torch.float64)
         self.logits = logits.requires_grad_()
@@ -130,6 +134,13 @@ def estimator_moments(policy: Policy, mu: Policy, loss, batch: int = 1) -> Momen
     gradients = torch.stack([exact_gradient(policy, loss(i)) for i in batches])
     mean = prob @ gradients
     return Moments(mean, prob @ (gradients - mean).square().sum(-1), gradients)
+
+
+def close(value, expected, tolerance: float = 1e-12) -> bool:
+    """Equal to rounding: the largest difference against the largest number (or 1)."""
+    value, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (value, expected))
+    size = max(1.0, expected.abs().max().item())
+    return value.shape == expected.shape and bool((value - expected).abs().max() <= tolerance * size)
 
 
 class MarkovPolicy:
