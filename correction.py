@@ -379,7 +379,7 @@ def merge(corrections: list[Correction], group=None) -> dict[str, Tensor]:
 
 
 def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """The metrics as floats, in one transfer from the device."""
+    """The metrics as floats, in one transfer from the device for all of them.  (eq:merge)"""
     tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
     moved = torch.stack([v.detach().double() for v in tensors.values()]).tolist() if tensors else []
     return {**metrics, **dict(zip(tensors, moved))}

@@ -139,7 +139,8 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor, rollout_log_prob: Tensor
     `correction`: as `correct` gave it for these rows; when None it is computed here, from old_log_prob
     (decoupled) or from this log_prob (bypass). `denominator`: "fixed" counts the response mask, "kept"
     what rejection left; `counts` likewise, for the whole mini-batch. Everything rejected: a zero loss
-    whose graph is attached. With `counts`, loss and loss/* metrics are summands.
+    whose graph is attached. With `counts`, loss and loss/* metrics are summands. The metrics of a
+    correction made here (rollout_corr/*) are among those returned.
     Raises ValueError: unknown mode or denominator, shapes that differ.
     """
     if denominator not in ("fixed", "kept"):
@@ -148,10 +149,11 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor, rollout_log_prob: Tensor
     log_prob, rollout_log_prob, advantages = (
         torch.where(valid, x, 0.0) for x in (log_prob, rollout_log_prob, advantages))
     anchor = rollout_log_prob if config.bypass_mode else torch.where(valid, old_log_prob, 0.0)
-    anchor = anchor.detach()
+    anchor, corrected_here = anchor.detach(), {}
     if correction is None:
-        corrected = log_prob if config.bypass_mode else anchor
-        correction = correct(corrected, rollout_log_prob, response_mask, config, advantages)
+        train_log_prob = log_prob if config.bypass_mode else anchor
+        correction = correct(train_log_prob, rollout_log_prob, response_mask, config, advantages)
+        corrected_here = correction.metrics
     if config.loss_type == "reinforce":
         loss = reinforce_loss(log_prob, advantages)
     elif config.loss_type == "ppo_clip":
@@ -177,7 +179,7 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor, rollout_log_prob: Tensor
         leaves = torch.where(advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
         metrics = {"loss/policy": total.detach(), "loss/ratio": mean(ratio), "loss/approx_kl": mean(-log_r),
                    "loss/clip_fraction": mean((leaves & (advantages != 0)).to(ratio.dtype))}
-    return total, {**metrics, **correction.metrics}
+    return total, {**metrics, **corrected_here}
 
 
 def kl_loss(log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, kind: str = "k3+",

@@ -267,6 +267,13 @@ def test_splitting_and_merging_is_exact(batch, config, at):
 
 
 @given(batches(), configs())
+def test_an_empty_row_changes_nothing(batch, config):
+    train, rollout, mask, advantages = (torch.cat([x, torch.zeros_like(x[:1])]) for x in batch)
+    with_row = correct(train, rollout, mask, config, advantages)
+    assert_equal(with_row.rows(slice(0, -1)), correct(*batch[:3], config, batch[3]), rtol=1e-12, atol=0)
+
+
+@given(batches(), configs())
 def test_criteria_are_anded_in_any_order_each_on_the_original_mask(batch, config):
     together = correct(*batch[:3], config, batch[3]).mask
     backwards = replace(config, rollout_rs=dict(reversed(config.rollout_rs.items())))
@@ -427,6 +434,16 @@ def test_metrics_agree_with_the_estimators_of_the_same_name():
     assert raw["rollout_corr/rollout_is_raw_eff_sample_size"] < raw["rollout_corr/rollout_is_eff_sample_size"]
 
 
+def test_an_open_end_is_never_crossed():
+    metrics = to_host(correct(RHO.log(), RHO.log() * 0, torch.ones(2, 3), Config("token", (None, 1.5))).metrics)
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_low"] == metrics["rollout_corr/rollout_is_seq_fraction_low"] == 0
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(2 / 6)
+    assert metrics["rollout_corr/rollout_is_seq_fraction_high"] == 0.5      # row means 7/6 and 2
+    metrics = to_host(correct(RHO.log(), RHO.log() * 0, torch.ones(2, 3), Config("token", (1.2, None))).metrics)
+    assert metrics["rollout_corr/rollout_is_seq_fraction_high"] == 0
+    assert metrics["rollout_corr/rollout_is_seq_fraction_low"] == 0.5
+
+
 def test_the_gradient_never_flows_through_a_weight():
     train = RHO.log().requires_grad_()
     assert not correct(train, RHO.log() * 0, torch.ones(2, 3), Config("sequence", math.inf, True)).weights.requires_grad
@@ -490,6 +507,9 @@ def test_presets_by_todays_and_historical_names():
      Config("geometric", rollout_rs={"seq_max_k1": (1e-4, None)})),
     ({"tis_imp_ratio_cap": 2.0}, Config("token", 2.0)),
     ({"tis_imp_ratio_cap": -1}, Config()),
+    ({"tis_imp_ratio_cap": 0}, Config()),
+    ({"tis_imp_ratio_cap": None}, Config()),
+    ({"rollout_rs": "token_k2, token_k3", "rollout_rs_threshold": 0.25}, Config(rollout_rs={"token_k2": 0.25, "token_k3": 0.25})),
     ({"use_tis": True, "tis_imp_ratio_cap": 3.0}, Config("token", 3.0)),
     ({"use_tis": False, "tis_imp_ratio_cap": -1.0}, Config()),
     ({"rollout_is": True, "rollout_is_level": "sequence", "rollout_is_mode": "mask", "rollout_is_threshold": 2.0},
@@ -599,6 +619,17 @@ def test_diagnose_is_silent_when_nothing_is_wrong_and_names_metric_and_knob_othe
             assert sentence.startswith(name) and remedy in sentence and sentence.endswith(".")
         assert diagnose({name: low}) == diagnose({name: torch.tensor(high, dtype=torch.float64)}) == []
     assert "not finite" in diagnose({"rollout_corr/kl": math.nan})[0]
+
+
+@pytest.mark.parametrize("name, well, ill", [
+    ("all_rejected", 0, 1), ("rollout_is_mean", 0.51, 0.49), ("rollout_is_mean", 1.99, 2.01),
+    ("rollout_is_raw_eff_sample_size", 0.31, 0.29), ("rollout_is_std", 0.99, 1.01),
+    ("rollout_is_catastrophic_token_fraction", 0.009, 0.011), ("rollout_is_veto_fraction", 0.09, 0.11),
+    ("rollout_rs_seq_masked_fraction", 0.49, 0.51), ("k3_kl", 0.09, 0.11), ("chi2_token", 0.99, 1.01),
+    ("chi2_token", -0.9, 1.01), ("ppl_ratio", 0.81, 0.79), ("ppl_ratio", 1.24, 1.26),
+])
+def test_the_limits_of_health(name, well, ill):
+    assert diagnose({name: well}) == [] and len(diagnose({name: ill})) == 1
 
 
 def test_one_constant_limits_every_ratio():
