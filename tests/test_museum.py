@@ -1,0 +1,304 @@
+"""The museum: wrong forms that really shipped, each in a line or two beside the right one.
+
+An exhibit returns (wrong, right, exact): `wrong` as it shipped, `right` from this project's public
+functions, `exact` from the oracle or by hand. The one test demands right = exact, and of wrong an
+error that is no rounding. `pytest -s tests/test_museum.py` prints the catalogue with every error.
+"""
+
+import math
+
+import pytest
+import torch
+from oracle import (Policy, close, estimator_moments, exact_gradient, expectation, f64, grad_J, kl, rewards, scores,
+                    token_kl)
+
+from correction import RolloutCorrectionConfig as Config
+from correction import correct
+from estimators import (Statistics, aggregate_log_ratio, effective_sample_size, exp_ratio, kl_estimate,
+                        rloo_advantages, sampling_log_probs)
+from losses import aggregate_loss, count, kl_loss, policy_loss, ppo_clip_loss, reinforce_loss
+
+PI = Policy(3, 3, seed=0)
+MU, REF = PI.perturbed(1, 0.5), PI.perturbed(3, 0.7)
+MASK, R = PI.mask, rewards(PI)
+A, LP = R.expand(-1, 3), PI.log_probs()
+MU_LP, REF_LP = MU.log_probs().detach(), REF.log_probs().detach()
+LIVE = (LP - MU_LP).exp()                                           # ρ_t with its graph
+WHOLE = LIVE.detach().prod(-1, keepdim=True)
+SUM, UP = "seq-mean-token-sum", -grad_J(PI, R)
+REVERSE, FORWARD = (exact_gradient(PI, token_kl(*pq, PI)) for pq in ((PI, REF), (REF, PI)))
+SEQUENCE_IS = Config("sequence", math.inf, bypass_mode=True, loss_type="reinforce")
+EXHIBITS = {}
+
+
+def exhibit(where, equation):
+    """Files a function under its name, with its source and the equation it violates."""
+    return lambda f: EXHIBITS.setdefault(f.__name__, (f, where, equation))
+
+
+def mean(per_token, sampler=MU):
+    """The expected gradient of Σ_t per_token[t] over sequences of the sampler."""
+    return estimator_moments(PI, sampler, lambda i: (per_token[i] * MASK[i]).sum()).mean
+
+
+def ours(config, sampler=MU, batch=1, old=None, **options):
+    """The expected gradient of policy_loss on sequences of the sampler; π_old = π_θ unless given."""
+    mu_lp, old_lp = sampler.log_probs().detach(), LP.detach() if old is None else old
+    return estimator_moments(PI, sampler, lambda i: policy_loss(
+        LP[i], old_lp[i], mu_lp[i], A[i], MASK[i], config, **{"mode": SUM, **options})[0], batch).mean
+
+
+def kl_mean(kind, sampler=PI, ratio=None):
+    return estimator_moments(PI, sampler, lambda i: kl_loss(
+        LP[i], REF_LP[i], MASK[i], kind, SUM, ratio=None if ratio is None else ratio[i])).mean
+
+
+def attempt(f):
+    """What f gives, or NaN when it raises: a crash is an error of any size."""
+    try:
+        return f()
+    except (ArithmeticError, AssertionError, ValueError):
+        return math.nan
+
+
+# ------------------------------------------------------------------------------- weights
+
+@exhibit("verl: https://github.com/verl-project/verl/pull/4105", "eq:detached")
+def weight_with_its_graph():
+    """The gradient also flows through π_θ/μ: another objective."""
+    return mean(LIVE.cumprod(-1)[:, -1:] * reinforce_loss(LP, A)), ours(SEQUENCE_IS), UP
+
+
+@exhibit("verl-omni: https://github.com/verl-project/verl-omni/pull/93", "eq:double-count")
+def weight_applied_twice():
+    """Bypass mode's PPO ratio is π_θ/μ already, and was multiplied by it once more. (clip off, one token)"""
+    pi = Policy(5, 1, seed=4)
+    mu, r, lp = pi.perturbed(5, 0.6), rewards(pi), pi.log_probs()
+    old = mu.log_probs().detach()
+    twice = estimator_moments(pi, mu, lambda i: ((lp - old).exp().detach()[i] * ppo_clip_loss(
+        lp[i], old[i], r[i], 1.0, 1e9)).sum()).mean
+    config = Config("token", math.inf, bypass_mode=True)
+    once = estimator_moments(pi, mu, lambda i: policy_loss(
+        lp[i], old[i], old[i], r[i], pi.mask[i], config, clip_low=1.0, clip_high=1e9)[0]).mean
+    return twice, once, -grad_J(pi, r)
+
+
+@exhibit("the usual PPO: https://fengyao.notion.site/off-policy-rl", "eq:decoupled-ppo")
+def old_policy_taken_for_the_sampler():
+    """π_old is recomputed by the trainer and believed to be what sampled: no weight at all."""
+    return mean(reinforce_loss(LP, A)), ours(Config("sequence", math.inf)), UP
+
+
+@exhibit("unsloth-zoo: https://github.com/unslothai/unsloth-zoo/pull/870", "eq:levels")
+def sequence_ratio_as_a_sum_of_exps():
+    """Σ_t ρ_t instead of Π_t ρ_t: E_μ of a ratio of probabilities is 1, of the sum the mean length."""
+    right = exp_ratio(aggregate_log_ratio(LP - MU_LP, MASK, "sequence"))[:, 0]
+    return expectation(MU, (LIVE * MASK).sum(-1)), expectation(MU, right), 1.0
+
+
+@exhibit("verl's document calls truncated Seq-TIS unbiased: docs/algo/rollout_corr_math.md", "eq:tis")
+def truncated_called_unbiased():
+    """The bias is −E_μ[(ρ−C)₊ g], here at C = 1; the config without a cap is what is unbiased."""
+    return ours(Config("sequence", 1.0)), ours(Config("sequence", math.inf)), UP
+
+
+@exhibit("verl's document prints Geo-RS-Token-TIS with Π min(ρ_t, C): docs/algo/rollout_corr_math.md", "eq:levels")
+def product_of_truncated_token_weights():
+    """Token weights are one per token, not their product."""
+    exact = LIVE.detach().clamp(max=1.2) * MASK
+    return (exact.where(MASK, 1.0).prod(-1, keepdim=True) * MASK,
+            correct(LP, MU_LP, MASK, Config.decoupled_geo_rs_token_tis(1.2)).weights, exact)
+
+
+# ------------------------------------------------------------------------------- rejection
+
+@exhibit("verl 0.9.1: https://github.com/verl-project/verl/pull/6377", "eq:rejection")
+def k1_bounds_on_minus_log_rho():
+    """“0.6_1.4” was compared with −log ρ: rejects ρ = 0.65, keeps 1.6."""
+    rho, lo, hi = f64([[0.65, 1.6, 1.0]]), 0.6, 1.4
+    k1 = -rho.log()
+    right = correct(rho.log(), 0 * rho, torch.ones(1, 3), Config(rollout_rs={"token_k1": (lo, hi)})).mask
+    return ((k1 >= math.log(lo)) & (k1 <= math.log(hi))).double(), right, (rho >= lo) & (rho <= hi)
+
+
+@exhibit("verl: https://github.com/verl-project/verl/pull/3984, https://github.com/verl-project/verl/issues/5859", "eq:rejection")
+def nothing_survives_and_the_mean_is_0_over_0():
+    """All rejected: AssertionError, or 0/0 in the loss. Here 0, with the graph attached."""
+    config = Config(rollout_rs={"token_k1": (1e6, None)})
+    right = policy_loss(LP, LP, MU_LP, A, MASK, config, denominator="kept")[0]
+    kept = correct(LP, MU_LP, MASK, config).mask
+    return (reinforce_loss(LP, A) * kept).sum() / kept.sum(), right, 0.0
+
+
+@exhibit("verl 0.9.1's rollout_corr_helper.py", "eq:ess")
+def effective_sample_size_of_no_weight():
+    """IcePop zeroed every weight: 1/mean((w/mean w)²) divides by zero."""
+    w = [0.0, 0.0]
+    return (attempt(lambda: 1 / (sum((x / (sum(w) / 2)) ** 2 for x in w) / 2)),
+            effective_sample_size(f64(w), torch.ones(2)), 0.0)
+
+
+@exhibit("SkyRL: https://github.com/NovaSky-AI/SkyRL/pull/849", "eq:rejection")
+def masks_one_after_another():
+    """The geometric mean was taken over what the token mask had left, so that the order decided."""
+    rho, one = f64([[1.0, 1.0, 9.0]]), torch.ones(1, 3)
+    first = ((rho >= 0.5) & (rho <= 2)).double()
+    geometric = ((rho.log() * first).sum() / first.sum()).exp()     # 1: the outlier is gone already
+    config = Config(rollout_rs={"token_k1": (0.5, 2.0), "seq_mean_k1": (0.9, 1.1)})
+    return first * ((geometric >= 0.9) & (geometric <= 1.1)), correct(rho.log(), 0 * rho, one, config).mask, 0 * rho
+
+
+@exhibit("verl: https://github.com/verl-project/verl/issues/4852; slime: https://github.com/THUDM/slime/issues/657", "eq:aggregation")
+def denominator_shrinks_with_rejection():
+    """Dividing by what is left makes the step longer, the more is rejected. (pairs of sequences)"""
+    inside = ((WHOLE >= 0.7) & (WHOLE <= 1.6)).double()
+    config = Config(rollout_rs={"seq_sum_k1": (0.7, 1.6)})
+    exact = -expectation(MU, (scores(PI) * (inside * A)[..., None]).sum(1))
+    return ours(config, batch=2, denominator="kept"), ours(config, batch=2), exact
+
+
+@exhibit("verl: https://github.com/verl-project/verl/issues/6375", "eq:baseline")
+def rejected_rows_in_the_baseline():
+    """A rejected reward of 100 turned the advantage 1.0 into −49.5."""
+    r, keep = f64([1.0, 100.0]), torch.tensor([True, False])
+    return (r - r.mean())[keep], rloo_advantages(r, torch.zeros(2), keep)[keep], [1.0]
+
+
+# ------------------------------------------------------------------------------- aggregation and metrics
+
+VALUES, ROWS = f64([[1.0, 2.0, 3.0, 4.0], [9.0, 0.0, 0.0, 0.0]]), torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])
+
+
+@exhibit("verl: https://github.com/verl-project/verl/issues/5203", "eq:aggregation")
+def mean_of_micro_batch_means():
+    """Each micro-batch divided by its own token count; the split decides what a token weighs."""
+    parts = [aggregate_loss(VALUES[i:i + 1], ROWS[i:i + 1], "token-mean", counts=count(ROWS)) for i in (0, 1)]
+    return (VALUES.sum(-1) / ROWS.sum(-1)).mean(), sum(parts), 19 / 5
+
+
+@exhibit("verl: https://github.com/verl-project/verl/issues/4294", "eq:merge")
+def mean_of_the_ranks_deviations():
+    """Metrics averaged over ranks: the mean of deviations is not the deviation."""
+    first, second = Statistics(), Statistics()
+    first.add(VALUES[:1], ROWS[:1], std="std")
+    second.add(VALUES[1:], ROWS[1:], std="std")
+    std = torch.stack([first.metrics()["std"], second.metrics()["std"]]).mean()
+    return std, first.merge([second]).metrics()["std"], f64([1, 2, 3, 4, 9]).std(correction=0)
+
+
+@exhibit("SkyRL: https://github.com/NovaSky-AI/SkyRL/pull/849", "eq:merge")
+def minimum_and_deviation_over_padding():
+    """The padding's zeros are smaller than any ratio, and counted in the spread."""
+    statistics = Statistics()
+    statistics.add(VALUES, ROWS, min="min", std="std")
+    return (torch.stack([VALUES.min(), VALUES.std(correction=0)]), torch.stack([*statistics.metrics().values()]),
+            [1.0, f64([1, 2, 3, 4, 9]).std(correction=0).item()])
+
+
+@exhibit("TRL: https://github.com/huggingface/trl/issues/5231; verl: https://github.com/verl-project/verl/issues/6806", "eq:ess")
+def sample_size_of_the_truncated_weights():
+    """After min(ρ, 2) the weights look healthy; the degeneracy is in ρ."""
+    rho, one = f64([[0.5], [0.8], [1.0], [12.0]]), torch.ones(4, 1)
+    metrics = correct(rho.log(), 0 * rho, one, Config.decoupled_token_is(2.0)).metrics
+    return (effective_sample_size(rho.clamp(max=2.0), one), metrics["rollout_corr/rollout_is_raw_eff_sample_size"],
+            14.3 ** 2 / (4 * (0.25 + 0.64 + 1 + 144)))
+
+
+@exhibit("verl: https://github.com/verl-project/verl/pull/4070", "eq:bypass")
+def mismatch_measured_against_itself():
+    """In bypass mode π_old is a copy of μ, and was compared with μ: always 0."""
+    one = torch.ones_like(MU_LP)
+    wrong = correct(MU_LP, MU_LP, one, Config()).metrics["rollout_corr/kl"]
+    right = policy_loss(LP, MU_LP, MU_LP, A, MASK, Config(bypass_mode=True))[1]["rollout_corr/kl"]
+    return wrong, right, (MU_LP - LP)[MASK].mean()
+
+
+@exhibit("verl: https://github.com/verl-project/verl/issues/6349", "eq:ratio")
+def nan_times_zero():
+    """A mask that multiplies does not remove NaN; nor exp of a large number: ∞ × 0."""
+    junk = torch.where(MASK, LP.detach(), math.nan)
+    right = policy_loss(junk, junk, torch.where(MASK, MU_LP, -math.inf), A, MASK, Config())[0]
+    return ((-A * (junk - junk).exp()) * MASK).sum() / MASK.sum(), right, -A[MASK].mean()
+
+
+# ------------------------------------------------------------------------------- the sampling distribution
+
+LOGITS = f64([2.0, 1.0, 0.0, -1.0])
+
+
+@exhibit("TRL: https://github.com/huggingface/trl/issues/4159; verl: https://github.com/verl-project/verl/issues/4755", "eq:sampling")
+def log_probs_at_another_temperature():
+    """Sampled at τ = 0.6, scored at 1: a mismatch of log-probs between two equal models."""
+    sampled = (LOGITS / 0.6).log_softmax(-1)
+    return LOGITS.log_softmax(-1) - sampled, sampling_log_probs(LOGITS, 0.6)[0] - sampled, 0 * LOGITS
+
+
+@exhibit("TRL: https://github.com/huggingface/trl/issues/6789", "eq:sampling")
+def surviving_mass_left_out():
+    """Sampled with top-p, scored without: every ratio is off by the kept mass."""
+    kept = LOGITS.log_softmax(-1)[:2]                               # top-p 0.8 keeps two of four
+    sampled = kept - kept.logsumexp(-1)
+    return (kept - sampled).exp(), (sampling_log_probs(LOGITS, top_p=0.8)[0][:2] - sampled).exp(), [1.0, 1.0]
+
+
+# ------------------------------------------------------------------------------- KL
+
+@exhibit("GRPO's KL term; verl before https://github.com/verl-project/verl/pull/2953", "eq:kl-gradient")
+def k3_as_a_loss():
+    """Its value is KL(π‖ref), its gradient that of KL(ref‖π)."""
+    assert close(kl_mean("k3"), FORWARD)
+    return kl_mean("k3"), kl_mean("k3+"), REVERSE
+
+
+@exhibit("OpenRLHF: https://github.com/OpenRLHF/OpenRLHF/pull/1309", "eq:kl-gradient")
+def k1_as_a_loss():
+    """An unbiased value whose gradient is zero in expectation: noise and no penalty."""
+    assert close(kl_mean("k1"), 0 * REVERSE)
+    return kl_mean("k1"), kl_mean("k1+"), REVERSE
+
+
+@exhibit("slime: https://github.com/THUDM/slime/pull/1004", "eq:kl-ratio")
+def ratio_times_k2_not_detached():
+    """ratio·k3 needs the ratio's graph, ratio·k2 must not have it: coefficient ℓ + ℓ²/2."""
+    exact = exact_gradient(PI, token_kl(PI, REF, MU))
+    assert close(kl_mean("k3", MU, LIVE), exact)
+    return kl_mean("k2", MU, LIVE), kl_mean("k2", MU, LIVE.detach()), exact
+
+
+@exhibit("off-policy KL without a ratio; OpenRLHF: https://github.com/OpenRLHF/OpenRLHF/pull/1309", "eq:kl-ratio")
+def k2_off_policy_without_a_ratio():
+    """Right on-policy, biased as soon as μ sampled."""
+    exact = exact_gradient(PI, token_kl(PI, REF, MU))
+    return kl_mean("k2", MU), kl_mean("k2", MU, LIVE.detach()), exact
+
+
+@exhibit("verl's low_var_kl: clamp(kl, −10, 10), verl/trainer/ppo/core_algos.py", "eq:kl-estimators")
+def k3_clamped_at_ten():
+    """The large values are rare and carry the mean: E_π[min(k3, 10)] is no KL."""
+    pi = Policy(3, 3, seed=0, scale=2.0)
+    ref = pi.perturbed(5, 4.0)
+    k3 = kl_estimate(pi.log_probs(), ref.log_probs(), "k3")
+    value = [expectation(pi, (x * pi.mask).sum(-1)) for x in (k3.clamp(-10, 10), k3)]
+    return *value, kl(pi, ref)
+
+
+@exhibit("k3 in the reward; see https://arxiv.org/abs/2512.21852", "eq:kl-gradient")
+def k3_in_the_reward():
+    """A REINFORCE cost of Σk3 misses the other direction's gradient; Σk1 is exact."""
+    cost = {k: (kl_estimate(LP, REF_LP, k) * MASK).sum(-1, keepdim=True).detach() for k in ("k1", "k3")}
+    return mean(LP * cost["k3"], PI), mean(LP * cost["k1"], PI), exact_gradient(PI, kl(PI, REF))
+
+
+@pytest.mark.parametrize("name", EXHIBITS)
+def test_exhibit(name):
+    """right = exact to rounding; wrong is off by more than 1 %, or not a number."""
+    function, where, equation = EXHIBITS[name]
+    wrong, right, exact = (torch.as_tensor(x, dtype=torch.float64).detach() for x in function())
+    error = (wrong - exact).abs().max().item()
+    print(f"\n{name.replace('_', ' ')} ({equation}; {where}): off by {error:.3g}, numbers up to {exact.abs().max():.3g}")
+    assert close(right, exact)
+    assert not error <= 0.01 * max(exact.abs().max().item(), 0.1)
+
+
+def test_the_museum_is_large_enough():
+    assert len(EXHIBITS) >= 15 and all(function.__doc__ for function, _, _ in EXHIBITS.values())
