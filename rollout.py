@@ -2,12 +2,12 @@
 
 What this file decides
 * A sample carries log μ of the distribution its tokens were DRAWN from: temperature applied,
-  normalised in float32 over the whole vocabulary. Top-p, top-k and penalties are off, whatever the
-  model's generation_config.json says, so that μ = softmax(logits / temperature).
+  normalised in float32 over the whole vocabulary. Top-p, top-k and penalties are off, whatever
+  the model's generation_config.json says, so that μ = softmax(logits / temperature).
 * One seed per sample. A sample depends on its prompt, its seed and the weights, not on its batch.
 * Weights enter the running engine in place, by Hugging Face name, and every one has to arrive.
-* μ differs from π_old for three reasons, each a setting: the engine's arithmetic (`dtype`), rounded
-  weights (`quantize_bits`) and late weights (`staleness`).
+* μ differs from π_old for three reasons, each a setting: the engine's arithmetic (`dtype`),
+  rounded weights (`quantize_bits`) and late weights (`staleness`).
 What it leaves out: tensor parallelism (every rank holds a whole engine), LoRA, image inputs, and
 models whose modules and checkpoints name or shape their weights differently (fused experts).
 
@@ -55,10 +55,8 @@ def make_engine(
     most samples at a time. Under torchrun, call `init_process_group` before and `close` the engine
     before `destroy_process_group`.
     """
-    for name, value, known in [
-        ("engine", kind, ["auto", "vllm", "transformers"]),
-        ("dtype", dtype, list(DTYPES)),
-    ]:
+    kinds = ["auto", "vllm", "transformers"]
+    for name, value, known in [("engine", kind, kinds), ("dtype", dtype, list(DTYPES))]:
         if value not in known:
             nearest = difflib.get_close_matches(str(value), known, n=1, cutoff=0)[0]
             raise ValueError(f"rollout.{name}={value!r} is unknown; did you mean {nearest!r}?")
@@ -107,24 +105,17 @@ class TransformersEngine:
         width, device = max(map(len, prompts)), self.model.device
         ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])  # [B, P], padded
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])  # on the left
+        config = GenerationConfig(do_sample=False, max_new_tokens=max_tokens, pad_token_id=0,
+                                  eos_token_id=list(eos_ids) or None)
         sampler = GumbelMax(seeds, temperature, device)
-        output = self.model.generate(
-            ids.to(device),
-            attention_mask=mask.to(device),
-            logits_processor=[sampler],
-            generation_config=GenerationConfig(
-                do_sample=False,
-                max_new_tokens=max_tokens,
-                eos_token_id=list(eos_ids) or None,
-                pad_token_id=0,
-            ),
-        )
+        output = self.model.generate(ids.to(device), attention_mask=mask.to(device),
+                                     generation_config=config, logits_processor=[sampler])
+        tokens, log_probs = output[:, width:], torch.stack(sampler.log_probs, dim=1)  # [B, T]
         samples = []
-        log_probs = torch.stack(sampler.log_probs, dim=1)  # [B, T]
-        for tokens, row in zip(output[:, width:].tolist(), log_probs.tolist(), strict=True):
-            ends = [t for t, token in enumerate(tokens) if token in eos_ids]
-            length = ends[0] + 1 if ends else len(tokens)  # what follows the end token is padding
-            samples.append(Sample(tokens[:length], row[:length], finished=bool(ends)))
+        for row, values in zip(tokens.tolist(), log_probs.tolist(), strict=True):
+            ends = [t for t, token in enumerate(row) if token in eos_ids]
+            length = ends[0] + 1 if ends else len(row)  # what follows the end token is padding
+            samples.append(Sample(row[:length], values[:length], finished=bool(ends)))
         return samples
 
     @torch.no_grad()
@@ -171,70 +162,58 @@ class VllmEngine:
 
     name = "vllm"
 
-    def __init__(
-        self, path, *, dtype, max_model_len, gpu_memory_utilization, device, batch_size
-    ):
-        LLM, self._params = _import_vllm()
+    def __init__(self, path, *, dtype, max_model_len, gpu_memory_utilization, device, batch_size):
+        LLM, self.SamplingParams = _import_vllm()
         self.llm, self.max_model_len, self.asleep = None, max_model_len, False
         self.on_gpu = torch.device(device).type == "cuda"
         self.group_is_ours = not dist.is_initialized()
-        with torch.device("meta"):  # names and shapes alone, no memory
+        # Under torchrun vLLM has to be told that the other ranks are not its workers.
+        alone = self.group_is_ours or dist.get_world_size() == 1
+        with torch.device("meta"):  # names and shapes of the weights, without the weights
             self.layout = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-        ranks = 1 if self.group_is_ours else dist.get_world_size()
         with _as_guest():
             self.llm = LLM(
-                str(path),
-                dtype=dtype,
-                max_model_len=max_model_len,
-                max_num_seqs=batch_size,
+                str(path), dtype=dtype, max_model_len=max_model_len,
+                max_num_seqs=min(batch_size, 1024),
                 logprobs_mode="processed_logprobs",  # after the temperature, not before it
                 generation_config="vllm",  # the model's own top-p, top-k and penalties stay out
                 enable_prefix_caching=False,  # a cached prefix would outlive its weights
-                skip_tokenizer_init=True,  # token ids in, token ids out
-                tensor_parallel_size=1,
-                # Under torchrun vLLM has to be told that the other ranks are not its workers.
-                distributed_executor_backend="external_launcher" if ranks > 1 else None,
+                enable_chunked_prefill=self.on_gpu,  # on a CPU it fails where requests have seeds
                 enforce_eager=True,  # on a GPU, False is faster per token and slower to start
-                enable_sleep_mode=self.on_gpu,
-                gpu_memory_utilization=gpu_memory_utilization,
-                disable_log_stats=True,
-            )
+                enable_sleep_mode=self.on_gpu, gpu_memory_utilization=gpu_memory_utilization,
+                distributed_executor_backend=None if alone else "external_launcher",
+                tensor_parallel_size=1, skip_tokenizer_init=True, disable_log_stats=True)
 
     def generate(self, prompts, seeds, *, temperature, max_tokens, eos_ids, progress=None):
         """As TransformersEngine.generate; vLLM batches by itself, so progress comes at the end."""
         _check_request(prompts, seeds, temperature, max_tokens, self.max_model_len)
         self.wake()
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         params = [
-            self._params(
-                seed=seed,
-                temperature=temperature,
-                top_p=1.0,
-                top_k=0,
-                max_tokens=max_tokens,
+            self.SamplingParams(
+                seed=seed, temperature=temperature, top_p=1.0, top_k=0, max_tokens=max_tokens,
                 logprobs=0,  # of the drawn token and no other
-                stop_token_ids=list(eos_ids),
-                ignore_eos=True,  # the model's own idea of an end token; eos_ids is ours
-                detokenize=False,
-            )
+                stop_token_ids=list(eos_ids), ignore_eos=True,  # ours, not the model's idea of them
+                detokenize=False)
             for seed in seeds
         ]
-        ids = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        # Compiling vLLM's one compiled function takes 3 s and a C++ compiler, and saves nothing.
+        # Compiling the one small function that vLLM still compiles takes 3 s and a C++ compiler.
         with torch.compiler.set_stance("force_eager"):
-            outputs = [request.outputs[0] for request in self.llm.generate(ids, params, use_tqdm=False)]
+            outputs = self.llm.generate(requests, params, use_tqdm=False)
         if progress is not None:
             progress(len(outputs))
         return [
-            Sample(
-                list(output.token_ids),
-                [step[t].logprob for t, step in zip(output.token_ids, output.logprobs, strict=True)],
-                finished=output.finish_reason == "stop",
-            )
-            for output in outputs
+            Sample(list(o.token_ids),
+                   [step[t].logprob for t, step in zip(o.token_ids, o.logprobs, strict=True)],
+                   finished=o.finish_reason == "stop")
+            for o in (request.outputs[0] for request in outputs)
         ]
 
     def update_weights(self, named_tensors):
-        """Load full tensors through vLLM's own loader, which fuses, repacks and casts them."""
+        """Load full tensors through vLLM's own loader, which fuses, repacks and casts them.
+
+        They may come from a generator, one at a time; if it fails halfway, so has the engine.
+        """
         self.wake()
         weights = _every_weight_once(named_tensors, self.layout)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -263,8 +242,8 @@ class VllmEngine:
         core, self.llm = self.llm.llm_engine.engine_core, None
         destroy = dist.destroy_process_group
 
-        def destroy_ours(group=None):  # vLLM takes the default group for its own
-            if group is not None or self.group_is_ours:
+        def destroy_ours(group=None):  # vLLM would destroy the default group as its own
+            if (group is not None or self.group_is_ours) and dist.is_initialized():
                 destroy(group)
 
         with mock.patch.object(dist, "destroy_process_group", destroy_ours):
@@ -287,11 +266,10 @@ class WeightSync:
         self.waiting = deque(maxlen=staleness + 1)  # the latest pushes, oldest first
 
     def push(self, named_tensors):
-        """Call with the policy's full weights once at the start, also of a resumed run, and after
-        every update."""
+        """To be called with the policy's full weights at the start, also of a resumed run, and
+        after every update."""
         if self.staleness > 0:
-            copy = {name: t.detach().to("cpu", copy=True) for name, t in named_tensors}
-            self.waiting.append(copy)
+            self.waiting.append({n: t.detach().to("cpu", copy=True) for n, t in named_tensors})
             named_tensors = self.waiting[0].items()
         self.engine.update_weights(quantize_weights(named_tensors, self.bits))
 
@@ -307,9 +285,9 @@ class WeightSync:
 def quantize_weights(named_tensors, bits=None):
     """Round matrices to `bits` bits and back: w → s·round(w/s), s = max|w| / (2^(bits-1) - 1).
 
-    One step s for each output channel (every index but the last), symmetric, at most 2^bits - 1
-    levels, error at most s/2. Embeddings are rounded like any matrix. Vectors (norms, biases) are
-    left alone, and so is everything when bits is None.
+    One step s per output channel (all indices but the last): symmetric, at most 2^bits - 1 levels,
+    error at most s/2. Embeddings are matrices like any other. Vectors (norms, biases) are left
+    alone, and everything is when bits is None.
     """
     if bits is not None and bits not in range(2, 17):
         raise ValueError(f"rollout.quantize_bits={bits} must be null or a number from 2 to 16.")
@@ -339,10 +317,8 @@ def _check_request(prompts, seeds, temperature, max_tokens, max_model_len):
         if len(prompt) == 0:
             raise ValueError(f"prompt {index} is empty: there is nothing to continue.")
         if len(prompt) + max_tokens > max_model_len:
-            raise ValueError(
-                f"prompt {index} has {len(prompt)} tokens, which leaves no room for max_tokens="
-                f"{max_tokens} within max_model_len={max_model_len}."
-            )
+            raise ValueError(f"prompt {index} has {len(prompt)} tokens, which leaves no room for "
+                             f"max_tokens={max_tokens} within max_model_len={max_model_len}.")
 
 
 def _every_weight_once(named_tensors, model):
@@ -359,9 +335,7 @@ def _every_weight_once(named_tensors, model):
             raise ValueError(f"the engine's model has no weight named {name!r}.")
         target, shape = names[name]
         if tensor.shape != shape:
-            raise ValueError(
-                f"weight {name!r} has shape {list(tensor.shape)}, the engine's {list(shape)}."
-            )
+            raise ValueError(f"weight {name!r} has shape {list(tensor.shape)}, not {list(shape)}.")
         if target in left:
             left.remove(target)
             yield target, tensor
@@ -378,41 +352,34 @@ def _repack_head(model):
 def _import_vllm():
     """vLLM's two classes, imported with the settings that an engine inside a trainer needs."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: weights by reference
-    for name, value in {
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the threads are the trainer's too
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-    }.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the threads are the trainer's
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
         from vllm import LLM, SamplingParams
     except Exception as error:  # a vLLM built for other hardware fails with more than ImportError
-        raise ImportError(
-            f"vLLM does not import ({error}); install requirements-vllm.txt on a GPU or "
-            "requirements-vllm-cpu.txt on a CPU."
-        ) from error
+        raise ImportError(f"vLLM does not import ({error}); install requirements-vllm.txt on a GPU "
+                          "or requirements-vllm-cpu.txt on a CPU.") from error
     return LLM, SamplingParams
 
 
 @contextmanager
 def _as_guest():
-    """Start vLLM without a trace: it expects a process of its own, and so it reseeds every
-    generator, replaces `torch.set_num_threads` and prints warnings past Python's own.
-
-    What is printed is shown after all if the start fails, or if VLLM_LOGGING_LEVEL asks for more.
-    """
+    """Start vLLM without a trace: it expects a process of its own, so it reseeds every generator,
+    replaces `torch.set_num_threads`, and prints warnings from C++ (shown if the start fails)."""
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     seeds = random.getstate(), numpy.random.get_state()
-    quiet = os.environ["VLLM_LOGGING_LEVEL"] == "ERROR"
     with torch.random.fork_rng(devices=gpus), tempfile.TemporaryFile() as held:
         sys.stderr.flush()
         stderr = os.dup(2)
-        if quiet:
+        if os.environ["VLLM_LOGGING_LEVEL"] == "ERROR":
             os.dup2(held.fileno(), 2)
         try:
-            yield
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
         except BaseException:
             held.seek(0)
             os.write(stderr, held.read())

@@ -1,4 +1,4 @@
-"""Fixtures shared by the test files: a tiny model made from a seed, and the guard of the vLLM tests.
+"""Fixtures shared by the test files: a tiny model from a seed, and the guard of the vLLM tests.
 
 `.pytest.ini` puts the repository root on `sys.path`; nothing here needs a download or a GPU.
 """
@@ -48,7 +48,7 @@ def tiny_model(tmp_path_factory):
     return directory
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def vllm_required():
     """Skip where vLLM is missing; fail instead where THREE_POLICIES_REQUIRE_VLLM=1, as in CI."""
     if importlib.util.find_spec("vllm") is None:

