@@ -36,7 +36,9 @@ GEO, SEQ, ICEPOP, VETO = (0.999, 1.001), (0.5, 2.0), (0.5, 5.0), (1e-4, None)
 
 def _nearest(word: Any, allowed) -> str:
     close = difflib.get_close_matches(str(word), [str(a) for a in allowed], n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(map(str, allowed))}"
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; allowed: {', '.join(map(str, allowed))}"
 
 
 def _number(key: str, value: Any) -> float:
@@ -55,7 +57,8 @@ def _number(key: str, value: Any) -> float:
 def _interval(key: str, value: Any) -> tuple[float | None, float | None]:
     """[lo, hi] with either end open (null), lo ≤ hi, at least one end given."""
     if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise ValueError(f"{key} must be a pair [lo, hi] of bounds on ρ, either may be null, not {value!r}")
+        raise ValueError(f"{key} must be a pair [lo, hi] of bounds on ρ, either of which may be "
+                         f"null, not {value!r}")
     lo, hi = (None if end is None else _number(key, end) for end in value)
     if lo is None and hi is None:
         raise ValueError(f"{key} must have at least one bound that is not null")
@@ -80,23 +83,23 @@ class RolloutCorrectionConfig:
     """What to correct, and how. Frozen and validated: a wrong value is one ValueError sentence.
 
     rollout_is                  level of ρ for the weights: None, "token", "sequence", "geometric"
-    rollout_is_threshold        C truncates, min(ρ, C) (eq:tis); a pair [lo, hi] zeroes outside (eq:mis)
+    rollout_is_threshold        C truncates, min(ρ, C) (eq:tis); [lo, hi] zeroes outside (eq:mis)
     rollout_is_batch_normalize  divide by the mean weight, after truncation (eq:self-normalised)
-    rollout_rs                  {criterion: bound}, all ANDed (eq:rejection): k1 criteria take a pair
-                                that bounds ρ itself (token ρ, Πρ for seq_sum, (Πρ)^{1/T} for seq_mean,
-                                every token's ρ for seq_max), k2 and k3 an upper bound in nats,
-                                opsm its δ in nats (eq:opsm)
+    rollout_rs                  {criterion: bound}, all ANDed (eq:rejection): k1 ones take a pair
+                                that bounds ρ itself (token ρ, Πρ for seq_sum, (Πρ)^{1/T} for
+                                seq_mean, every token's ρ for seq_max), k2 and k3 an upper bound
+                                in nats, opsm its δ in nats (eq:opsm)
     bypass_mode                 False: three policies, decoupled PPO. True: two, π_old := π_rollout
     loss_type                   ppo_clip, gspo, cispo, sapo; reinforce in bypass mode only
 
-    In bypass mode only reinforce takes the weights: the ratio of the others already is π_θ/π_rollout,
-    and weighting it once more would count it twice (eq:double-count).
+    In bypass mode only reinforce takes the weights: the ratio of the others already is
+    π_θ/π_rollout, and weighting it once more would count it twice (eq:double-count).
     """
 
     rollout_is: str | None = None
     rollout_is_threshold: float | tuple[float | None, float | None] = 2.0
     rollout_is_batch_normalize: bool = False
-    rollout_rs: Mapping[str, float | tuple[float | None, float | None]] = field(default_factory=dict)
+    rollout_rs: Mapping[str, Any] = field(default_factory=dict)
     bypass_mode: bool = False
     loss_type: str = "ppo_clip"
 
@@ -107,8 +110,8 @@ class RolloutCorrectionConfig:
         _flag("bypass_mode", self.bypass_mode)
         _choice("loss_type", self.loss_type, LOSS_TYPES)
         if self.loss_type == "reinforce" and not self.bypass_mode:
-            raise ValueError("loss_type 'reinforce' needs bypass_mode true: without a clip there is "
-                             "no use for a third policy")
+            raise ValueError("loss_type 'reinforce' needs bypass_mode true: without a clip there "
+                             "is no use for a third policy")
         bound = self.rollout_is_threshold
         read = _interval if isinstance(bound, (list, tuple)) else _number
         object.__setattr__(self, "rollout_is_threshold", read("rollout_is_threshold", bound))
@@ -187,11 +190,12 @@ class RolloutCorrectionConfig:
 
     @classmethod
     def bypass_pg_geo_rs(cls, rs_threshold=GEO):
-        return cls(rollout_rs={"seq_mean_k1": rs_threshold}, bypass_mode=True, loss_type="reinforce")
+        return cls(None, 2.0, False, {"seq_mean_k1": rs_threshold}, True, "reinforce")
 
     @classmethod
     def bypass_pg_geo_rs_seq_tis(cls, is_threshold=2.0, rs_threshold=GEO):
-        return cls("sequence", is_threshold, False, {"seq_mean_k1": rs_threshold}, True, "reinforce")
+        criteria = {"seq_mean_k1": rs_threshold}
+        return cls("sequence", is_threshold, False, criteria, True, "reinforce")
 
     @classmethod
     def bypass_pg_geo_rs_token_tis(cls, is_threshold=2.0, rs_threshold=GEO):
@@ -214,10 +218,12 @@ class RolloutCorrectionConfig:
 
 HISTORICAL = {"token_is": "decoupled_token_is", "token_tis": "decoupled_token_is",
               "seq_is": "decoupled_seq_is", "seq_is_rs": "decoupled_seq_is_rs",
-              "seq_mis": "decoupled_seq_is_rs", "geo_mis": "geo_rs", "ppo_is_bypass": "bypass_ppo_clip",
-              "pure_is": "bypass_pg_is", "pg_is": "bypass_pg_is", "pure_rs": "pg_rs"}
+              "seq_mis": "decoupled_seq_is_rs", "geo_mis": "geo_rs",
+              "ppo_is_bypass": "bypass_ppo_clip", "pure_is": "bypass_pg_is",
+              "pg_is": "bypass_pg_is", "pure_rs": "pg_rs"}
 PRESETS = {name: getattr(RolloutCorrectionConfig, name)
-           for name, member in vars(RolloutCorrectionConfig).items() if isinstance(member, classmethod)}
+           for name, member in vars(RolloutCorrectionConfig).items()
+           if isinstance(member, classmethod)}
 PRESETS |= {old: PRESETS[new] for old, new in HISTORICAL.items()}
 
 
@@ -228,7 +234,7 @@ class Correction:
     """What `correct` returns; unpacks into weights, mask, metrics.
 
     weights [B, T]: detached, 0 on padding, None when rollout_is is None. mask [B, T]: response_mask
-    without the rejected, in its dtype. metrics: {"rollout_corr/…": 0-dim tensor}, still on the device.
+    without the rejected, in its dtype. metrics: {"rollout_corr/…": 0-dim tensor}, on the device.
     """
 
     weights: Tensor | None
@@ -253,38 +259,41 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
             group=None) -> Correction:
     """Weights, mask and metrics of one batch, from ρ = π_train/π_rollout.  (eq:correction)
 
-    `train_log_prob`: π_old in decoupled mode, the current π_θ in bypass mode. It, `rollout_log_prob`
-    and `response_mask`: [B, T]. `advantages` [B, T] is what the opsm criterion asks for. With `group`, a
-    torch.distributed process group, the batch normalisation is over all its ranks.
-    Raises ValueError: shapes that differ, no rollout_log_prob, opsm without advantages.
+    `train_log_prob`: π_old in decoupled mode, the current π_θ in bypass mode. It,
+    `rollout_log_prob` and `response_mask`: [B, T]. `advantages` [B, T] is what the opsm criterion
+    asks for. With `group`, a torch.distributed process group, the batch normalisation is over all
+    its ranks. Raises ValueError: shapes that differ, no rollout_log_prob, opsm without advantages.
     """
     if rollout_log_prob is None:
-        raise ValueError("rollout_log_prob is missing: without the sampler's log-probs there is nothing to correct")
+        raise ValueError("rollout_log_prob is missing: without the sampler's log-probs there is "
+                         "nothing to correct")
     if not train_log_prob.shape == rollout_log_prob.shape == response_mask.shape:
         raise ValueError(f"train_log_prob {tuple(train_log_prob.shape)}, rollout_log_prob "
-                         f"{tuple(rollout_log_prob.shape)} and response_mask {tuple(response_mask.shape)} "
-                         "must have one shape [B, T]")
+                         f"{tuple(rollout_log_prob.shape)} and response_mask "
+                         f"{tuple(response_mask.shape)} must have one shape [B, T]")
     valid = response_mask.bool()
     train, rollout = train_log_prob.detach(), rollout_log_prob.detach()
     log_ratio = masked_log_ratio(train, rollout, valid)
     statistics = Statistics()
     weights = None
     if config.rollout_is is not None:
-        weights = importance_weights(log_ratio, valid, config.rollout_is, config.rollout_is_threshold)
+        weights = importance_weights(log_ratio, valid, config.rollout_is,
+                                     config.rollout_is_threshold)
         _weight_statistics(statistics, log_ratio, weights, valid, config)
         if config.rollout_is_batch_normalize:
             weights = batch_normalize(weights, valid, config.rollout_is, statistics, group)
     keep = rejection_mask(log_ratio, valid, config.rollout_rs, advantages, statistics)
     _offpolicy_statistics(statistics, train, rollout, log_ratio, valid)
-    return Correction(weights, torch.where(keep, response_mask, torch.zeros_like(response_mask)), statistics)
+    mask = torch.where(keep, response_mask, torch.zeros_like(response_mask))
+    return Correction(weights, mask, statistics)
 
 
 def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str, threshold) -> Tensor:
     """min(ρ, C), or ρ·1[lo ≤ ρ ≤ hi] for a pair, at one level.  (eq:tis, eq:mis)
 
     `log_ratio`: log ρ per token, [B, T] → [B, T], detached (eq:detached), 0 on padding. C = inf is
-    plain importance sampling. Truncation's bias is −E_μ[(ρ−C)₊ g]; sources: Ionides 2008, Yao et al.
-    2025 (TIS); Ring-1T 2510.18855 (IcePop: a pair at token level); Liu, Li et al. 2025 (MIS).
+    plain importance sampling. Truncation's bias is −E_μ[(ρ−C)₊ g]. Sources: Ionides 2008, Yao et
+    al. 2025 (TIS); Ring-1T 2510.18855 (IcePop: a pair at token level); Liu, Li et al. 2025 (MIS).
     """
     log_rho = aggregate_log_ratio(log_ratio.detach(), response_mask, level)
     rho = torch.where(response_mask.bool(), exp_ratio(log_rho), 0.0)
@@ -296,7 +305,7 @@ def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str, thr
 
 def batch_normalize(weights: Tensor, response_mask: Tensor, level: str, statistics: Statistics,
                     group=None) -> Tensor:
-    """w / mean(w): over tokens for token weights, over sequences for the others.  (eq:self-normalised)
+    """w / mean(w): over tokens for token weights, over sequences for others.  (eq:self-normalised)
 
     [B, T] → [B, T]. Unchanged where the mean is below 1e-8: all weights are zero or at the floor
     e^−SAFETY_BOUND then, and dividing would make 1 of nothing. Bias O(1/N). Source: verl PR 3980;
@@ -310,22 +319,25 @@ def batch_normalize(weights: Tensor, response_mask: Tensor, level: str, statisti
         mean.add(weights.amax(-1), valid.any(-1), mean="mean")      # one weight on a whole sequence
     statistics.columns += mean.columns
     statistics.outputs.append({"mean": "rollout_is_batch_norm_factor"})
-    factor = (mean.all_reduce(group) if group is not None else mean).metrics()["mean"].to(weights.dtype)
+    mean = mean if group is None else mean.all_reduce(group)
+    factor = mean.metrics()["mean"].to(weights.dtype)
     return weights / torch.where(factor > 1e-8, factor, 1.0)
 
 
 def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[str, Any],
-                   advantages: Tensor | None = None, statistics: Statistics | None = None) -> Tensor:
+                   advantages: Tensor | None = None,
+                   statistics: Statistics | None = None) -> Tensor:
     """What every criterion keeps, each on the original mask: [B, T], bool.  (eq:rejection, eq:opsm)
 
-    token_*: the token alone. seq_sum_*, seq_mean_*, seq_max_*: the sequence, by the sum, mean or worst
-    token of the statistic, which is the estimate k1, k2 or k3 of KL(π_rollout‖π_old) in nats, from
-    log ρ_t limited to ±SAFETY_BOUND:
-        k1 = −log ρ       keep while lo ≤ ρ ≤ hi  (seq_sum: Πρ; seq_mean: (Πρ)^{1/T}; seq_max: all ρ_t)
+    token_*: the token alone. seq_sum_*, seq_mean_*, seq_max_*: the sequence, by the sum, mean or
+    worst token of the statistic, which is the estimate k1, k2 or k3 of KL(π_rollout‖π_old) in nats,
+    from log ρ_t limited to ±SAFETY_BOUND:
+        k1 = −log ρ       keep while lo ≤ ρ ≤ hi
+                          (seq_sum: Πρ; seq_mean: (Πρ)^{1/T}; seq_max: every ρ_t)
         k2 = (log ρ)²/2, k3 = ρ − 1 − log ρ        keep while ≤ bound
     opsm: rejects tokens with A < 0 in sequences whose mean of −log ρ exceeds δ (DeepSeek-V3.2
-    2512.02556). A bound met exactly keeps. Other sources: Liu, Li et al. 2025 (geometric mean); 2512.23075
-    (worst token).
+    2512.02556). A bound met exactly keeps. Other sources: Liu, Li et al. 2025 (geometric mean);
+    2512.23075 (worst token).
     """
     valid = response_mask.bool()
     statistics = Statistics() if statistics is None else statistics
@@ -334,14 +346,15 @@ def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[s
     for name, bound in criteria.items():
         if name == "opsm":
             if advantages is None:
-                raise ValueError("rollout_rs.opsm needs the advantages: it rejects only where A < 0")
+                raise ValueError("rollout_rs.opsm needs the advantages: it looks at A < 0 alone")
             drift = aggregate_log_ratio(-log_ratio, valid, "geometric")
             reject = (drift > bound) & (advantages < 0) & valid
         else:
             below, above = _criterion(statistics, name, bound, log_ratio, valid)
             reject = (below | above) & valid
         statistics.add(reject.float(), valid, mean=f"rollout_rs_{name}_masked_fraction")
-        statistics.add(reject.any(-1).float(), valid.any(-1), mean=f"rollout_rs_{name}_seq_masked_fraction")
+        statistics.add(reject.any(-1).float(), valid.any(-1),
+                       mean=f"rollout_rs_{name}_seq_masked_fraction")
         keep = keep & ~reject
     veto = criteria["seq_max_k1"][0] if "seq_max_k1" in criteria else None
     catastrophic = _outside(log_ratio, veto, None)[0] & valid
@@ -363,15 +376,17 @@ def _outside(log_value: Tensor, lo: float | None, hi: float | None) -> tuple[Ten
 
 def offpolicy_metrics(train_log_prob: Tensor, rollout_log_prob: Tensor,
                       response_mask: Tensor) -> dict[str, Tensor]:
-    """How far π_train is from π_rollout, with nothing corrected.  (eq:kl-estimators, eq:chi2, eq:perplexity)
+    """How far π_train is from π_rollout, with nothing corrected.
 
     [B, T] each → {"rollout_corr/kl", "…/k3_kl", "…/chi2_token", "…/chi2_seq", "…/ppl_ratio", …}.
+    (eq:kl-estimators, eq:chi2, eq:perplexity)
     """
-    return correct(train_log_prob, rollout_log_prob, response_mask, RolloutCorrectionConfig()).metrics
+    nothing = RolloutCorrectionConfig()
+    return correct(train_log_prob, rollout_log_prob, response_mask, nothing).metrics
 
 
 def merge(corrections: list[Correction], group=None) -> dict[str, Tensor]:
-    """Metrics of several micro-batches, and of all ranks of `group`, exactly as of one batch.  (eq:merge)"""
+    """Metrics of several micro-batches and all ranks of `group`, as of one batch.  (eq:merge)"""
     statistics = corrections[0].statistics.merge([c.statistics for c in corrections[1:]])
     if group is not None:
         statistics = statistics.all_reduce(group)
@@ -400,7 +415,7 @@ def _offpolicy_statistics(statistics, train, rollout, log_ratio, valid):
         log_ppl = -torch.where(valid, log_prob.to(log_ratio.dtype), 0.0).sum(-1) / length
         add(log_ppl, rows, mean=f"{name}_log_ppl")
         add(exp_ratio(log_ppl, 4 * SAFETY_BOUND), rows, mean=f"{name}_ppl")      # never squared
-    difference = -total / length                                    # log ppl_train − log ppl_rollout
+    difference = -total / length                                # log ppl_train − log ppl_rollout
     add(difference, rows, mean="log_ppl_diff", max="log_ppl_diff_max", min="log_ppl_diff_min")
     add(difference.abs(), rows, mean="log_ppl_abs_diff")
     add(exp_ratio(difference, 4 * SAFETY_BOUND), rows, mean="ppl_ratio")
@@ -420,7 +435,8 @@ def _weight_statistics(statistics, log_ratio, weights, valid, config):
     _ratio_statistics(statistics, "rollout_is", level, log_rho, weights, valid, lo, hi)
     if isinstance(bound, tuple):
         zeroed = (weights == 0) & valid
-        statistics.add(zeroed.float(), valid, mean=("rollout_is_masked_fraction", "rollout_is_oob_ratio"))
+        statistics.add(zeroed.float(), valid,
+                       mean=("rollout_is_masked_fraction", "rollout_is_oob_ratio"))
         statistics.add(zeroed.any(-1).float(), valid.any(-1), mean="rollout_is_seq_masked_fraction")
 
 
@@ -428,22 +444,25 @@ def _ratio_statistics(statistics, prefix, level, log_rho, weights, valid, lo, hi
     rows, add = valid.any(-1), statistics.add
     below, above = _outside(log_rho, lo, hi)
     add(weights, valid, mean=f"{prefix}_mean", std=f"{prefix}_std", ess=f"{prefix}_eff_sample_size")
-    add(weights if level == "token" else exp_ratio(log_rho), valid, max=f"{prefix}_max", min=f"{prefix}_min")
+    rho = exp_ratio(log_rho)
+    add(weights if level == "token" else rho, valid, max=f"{prefix}_max", min=f"{prefix}_min")
     per_row = level == "sequence" or (level == "geometric" and prefix == "rollout_rs")
-    capped = {"token": "tis_token_clip_high_ratio", "sequence": "tis_seq_clip_high_ratio"}.get(level)
+    capped = {"token": "tis_token_clip_high_ratio",
+              "sequence": "tis_seq_clip_high_ratio"}.get(level)     # SkyRL's name for it
     for outside, end in ((above, "high"), (below, "low")):
         names = [f"{prefix}_ratio_fraction_{end}"]
         if prefix == "rollout_is" and end == "high" and capped:
-            names.append(capped)                                    # SkyRL's name for the same share
+            names.append(capped)
         outside = (outside & valid).any(-1) if per_row else outside
         add(outside.float(), rows if per_row else valid, mean=tuple(names))
     row = weights.sum(-1) / valid.sum(-1).clamp(min=1)                                # [B]
-    add(row, rows, mean=f"{prefix}_seq_mean", sample_std=f"{prefix}_seq_std", max=f"{prefix}_seq_max",
-        min=f"{prefix}_seq_min", ess=f"{prefix}_seq_eff_sample_size")
+    add(row, rows, mean=f"{prefix}_seq_mean", sample_std=f"{prefix}_seq_std",
+        max=f"{prefix}_seq_max", min=f"{prefix}_seq_min", ess=f"{prefix}_seq_eff_sample_size")
     add((row - 1).abs(), rows, max=f"{prefix}_seq_max_deviation")
-    raw_row = torch.where(valid, exp_ratio(log_rho), 0.0).sum(-1) / valid.sum(-1).clamp(min=1)
-    add((raw_row > (math.inf if hi is None else hi)).float(), rows, mean=f"{prefix}_seq_fraction_high")
-    add((raw_row < (0.0 if lo is None else lo)).float(), rows, mean=f"{prefix}_seq_fraction_low")
+    raw_row = torch.where(valid, rho, 0.0).sum(-1) / valid.sum(-1).clamp(min=1)
+    far = (raw_row > (math.inf if hi is None else hi)), (raw_row < (0.0 if lo is None else lo))
+    add(far[0].float(), rows, mean=f"{prefix}_seq_fraction_high")
+    add(far[1].float(), rows, mean=f"{prefix}_seq_fraction_low")
 
 
 SKYRL_MASKS = {"seq_max_k1": "outlier_seq", "seq_sum_k1": "product_sequence_mask",
@@ -453,20 +472,23 @@ SKYRL_MASKS = {"seq_max_k1": "outlier_seq", "seq_sum_k1": "product_sequence_mask
 def _criterion(statistics, name, bound, log_ratio, valid) -> tuple[Tensor, Tensor]:
     """Where one criterion's statistic is too small, and where too large: [B, T] each, bool."""
     where, kind = name.rsplit("_", 1)
-    level = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "token"}[where]
+    level = {"seq_sum": "sequence", "seq_mean": "geometric"}.get(where, "token")
     limited = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    per_token = kl_estimate(torch.zeros_like(limited), limited, kind)                 # −x, x²/2, e^x−1−x
+    per_token = kl_estimate(torch.zeros_like(limited), limited, kind)       # −x, x²/2, e^x − 1 − x
     statistic = aggregate_log_ratio(per_token, valid, level)
-    lo, hi = bound if kind == "k1" else (None, None)
-    least, most = (-math.inf if hi is None else -math.log(hi),                        # −log ρ: ends swap
-                   math.inf if lo is None else -math.log(lo)) if kind == "k1" else (0.0, bound)
+    least, most = 0.0, bound
+    if kind == "k1":
+        lo, hi = bound                                              # on ρ; on −log ρ the ends swap
+        least = -math.inf if hi is None else -math.log(hi)
+        most = math.inf if lo is None else -math.log(lo)
     below, above = statistic < least, statistic > most
     if where == "seq_max":
         below, above = ((x & valid).any(-1, keepdim=True).expand_as(valid) for x in (below, above))
         worst = torch.where(valid, statistic, -math.inf).amax(-1, keepdim=True)
         statistic = torch.where(valid, worst, 0.0)
     elif kind == "k1" and not any("rollout_rs_mean" in out.values() for out in statistics.outputs):
-        log_rho = aggregate_log_ratio(log_ratio, valid, level)      # verl 0.6's rollout_rs_*: ρ itself
+        # verl 0.6's rollout_rs_*, statistics of ρ itself: those of the first such criterion.
+        log_rho = aggregate_log_ratio(log_ratio, valid, level)
         rho = torch.where(valid, exp_ratio(log_rho), 0.0)
         _ratio_statistics(statistics, "rollout_rs", level, log_rho, rho, valid, lo, hi)
     _criterion_statistics(statistics, name, statistic, below, above, least, most, valid)
@@ -476,7 +498,7 @@ def _criterion(statistics, name, bound, log_ratio, valid) -> tuple[Tensor, Tenso
 def _criterion_statistics(statistics, name, statistic, below, above, least, most, valid):
     """rollout_rs_{criterion}_*, in nats. For k1, verl's "high" is a high −log ρ: a low ρ."""
     prefix, add, rows = f"rollout_rs_{name}", statistics.add, valid.any(-1)
-    row = statistic.sum(-1) / valid.sum(-1).clamp(min=1)            # one value on a sequence: itself
+    row = statistic.sum(-1) / valid.sum(-1).clamp(min=1)        # one value on a sequence: itself
     add(statistic, valid, mean=f"{prefix}_mean", max=f"{prefix}_max", min=f"{prefix}_min")
     add(statistic.clamp(least, most), valid, std=f"{prefix}_std")   # verl's: within the bounds
     add(row, rows, mean=f"{prefix}_seq_mean", sample_std=f"{prefix}_seq_std",
@@ -509,25 +531,26 @@ VERL = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rol
         "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold",
         "bypass_mode", "bypass_old_logprob_for_rollout", "loss_type", "use_policy_gradient",
         "use_pure_rollout_correction")
-SKYRL = VERL_TIS + ("tis_ratio_type", "token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high",
-                    "sequence_mask_metric", "product_mask_low", "product_mask_high", "geo_mask_low",
-                    "geo_mask_high", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high",
-                    "token_mask_is_threshold_low", "token_mask_is_threshold_high")
+SKYRL = VERL_TIS + (
+    "tis_ratio_type", "token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high",
+    "sequence_mask_metric", "product_mask_low", "product_mask_high", "geo_mask_low",
+    "geo_mask_high", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high",
+    "token_mask_is_threshold_low", "token_mask_is_threshold_high")
 OWN = ("preset", *(f.name for f in fields(RolloutCorrectionConfig)))
 
 
 def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
-    """A configuration block of verl or SkyRL, as it stands in their documents, as ours.  (eq:correction)
+    """A configuration block of verl or SkyRL, as their documents have it, as ours.  (eq:correction)
 
     Takes, flat or inside their sections (algorithm.rollout_correction, off_policy_correction, …):
-        verl PR 2953       tis_imp_ratio_cap
-        verl 0.6.0         rollout_is_level, rollout_is_mode, rollout_is_threshold(_lower), rollout_is_veto_threshold
-        verl 0.6.1         rollout_rs: token | sequence | geometric, rollout_rs_threshold(_lower), …
-        verl 0.9           rollout_rs: "token_k1,seq_mean_k3", rollout_rs_threshold: "0.5_2.0,0.01", …
-        SkyRL              tis_ratio_type, sequence_mask_metric, outlier_token_is_threshold_low, …, use_tis
-        this project       preset: NAME and/or the fields of RolloutCorrectionConfig
-    and reproduces what *they* do. verl 0.9's k1 bounds are on 1/ρ: they are inverted, with a warning
-    where that makes a difference. Raises ValueError, which names the key, for anything else.
+        verl PR 2953   tis_imp_ratio_cap
+        verl 0.6.0     rollout_is_level, rollout_is_mode, rollout_is_threshold(_lower), …
+        verl 0.6.1     rollout_rs: token | sequence | geometric, rollout_rs_threshold(_lower), …
+        verl 0.9       rollout_rs: "token_k1,seq_mean_k3", rollout_rs_threshold: "0.5_2.0,0.01"
+        SkyRL          tis_ratio_type, sequence_mask_metric, outlier_token_is_threshold_low, …
+        this project   preset: NAME and/or the fields of RolloutCorrectionConfig
+    and reproduces what *they* do. verl 0.9's k1 bounds are on 1/ρ: they are inverted, with a
+    warning where that makes a difference. Raises ValueError, naming the key, for anything else.
     """
     block = _flatten(mapping, {})
     keys = set(block) - {"calculate_log_probs"}
@@ -548,8 +571,10 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
             mixed = " here: it belongs to another dialect" if key in known else _nearest(key, known)
             raise ValueError(f"correction has no key {key!r}{mixed}")
     config = read(block)
-    if block.get("calculate_log_probs") is False and (config.rollout_is or config.rollout_rs or config.bypass_mode):
-        raise ValueError("calculate_log_probs is false, but a correction needs the rollout's log-probs")
+    corrects = config.rollout_is or config.rollout_rs or config.bypass_mode
+    if block.get("calculate_log_probs") is False and corrects:
+        raise ValueError("calculate_log_probs is false, but a correction needs the rollout's "
+                         "log-probs")
     return config
 
 
@@ -560,7 +585,8 @@ def _flatten(mapping: Any, into: dict) -> dict:
         if key in WRAPPERS:
             _flatten({} if value is None else value, into)
         elif not isinstance(key, str) or key in into:
-            raise ValueError(f"correction key {key!r} is {'given twice' if key in into else 'no name'}")
+            fault = "given twice" if isinstance(key, str) else "no name"
+            raise ValueError(f"correction key {key!r} is {fault}")
         else:
             into[key] = value
     return into
@@ -571,7 +597,7 @@ def _from_own(block: Mapping) -> RolloutCorrectionConfig:
     if block.get("preset") is not None:
         _choice("correction.preset", block["preset"], tuple(PRESETS))
         config = PRESETS[block["preset"]]()
-    return replace(config, **{k: v for k, v in block.items() if k not in ("preset", "calculate_log_probs")})
+    return replace(config, **{key: block[key] for key in OWN[1:] if key in block})
 
 
 def _from_verl_tis(block: Mapping) -> RolloutCorrectionConfig:
@@ -594,8 +620,10 @@ def _from_verl_060(block: Mapping) -> RolloutCorrectionConfig:
     if mode == "mask":
         lower = 1 / threshold if lower is None else lower
         threshold = _interval("rollout_is_threshold_lower", (lower, threshold))
-    veto = {} if veto is None else {"seq_max_k1": (_number("rollout_is_veto_threshold", veto), None)}
-    return RolloutCorrectionConfig(level, threshold, normalize, veto)
+    criteria = {}
+    if veto is not None:
+        criteria["seq_max_k1"] = (_number("rollout_is_veto_threshold", veto), None)
+    return RolloutCorrectionConfig(level, threshold, normalize, criteria)
 
 
 def _from_verl(block: Mapping) -> RolloutCorrectionConfig:
@@ -605,7 +633,8 @@ def _from_verl(block: Mapping) -> RolloutCorrectionConfig:
         threshold = _interval("rollout_is_threshold", threshold.split("_"))
     if threshold is None:
         level, threshold = None, 2.0                                # verl: no threshold, no weights
-    bypass = any(_flag(key, get(key, False)) for key in ("bypass_mode", "bypass_old_logprob_for_rollout"))
+    bypass = any([_flag(key, get(key, False))
+                  for key in ("bypass_mode", "bypass_old_logprob_for_rollout")])
     loss_type = "ppo_clip" if get("loss_type") is None else get("loss_type")
     for key in ("use_policy_gradient", "use_pure_rollout_correction"):
         if _flag(key, get(key, False)):
@@ -618,49 +647,64 @@ def _from_verl(block: Mapping) -> RolloutCorrectionConfig:
 
 def _verl_rejection(block: Mapping) -> dict[str, Any]:
     """rollout_rs of verl 0.6.1 (levels, bounds on ρ) or of 0.9 (criteria, k1 bounds on 1/ρ)."""
-    given, bound, lower = (block.get(k) for k in ("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower"))
-    veto, criteria = block.get("rollout_token_veto_threshold"), {}
+    given, bound = block.get("rollout_rs"), block.get("rollout_rs_threshold")
+    lower, veto = block.get("rollout_rs_threshold_lower"), block.get("rollout_token_veto_threshold")
+    criteria = {}
     if given is not None:
         if not isinstance(given, str) or not given.replace(",", "").strip():
-            raise ValueError(f"rollout_rs must name its criteria, such as 'token_k1,seq_mean_k3', not {given!r}")
+            raise ValueError(f"rollout_rs must name its criteria, such as 'token_k1,seq_mean_k3', "
+                             f"not {given!r}")
         if bound is None:
             raise ValueError(f"rollout_rs is {given!r}, but rollout_rs_threshold is missing")
-        levels = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-        if given in levels:
+        if given in VERL_061_LEVELS:
             upper = _number("rollout_rs_threshold", bound)
             lower = 1 / upper if lower is None else lower
-            criteria[levels[given]] = _interval("rollout_rs_threshold_lower", (lower, upper))
+            pair = _interval("rollout_rs_threshold_lower", (lower, upper))
+            criteria[VERL_061_LEVELS[given]] = pair
         elif lower is not None:
-            raise ValueError("rollout_rs_threshold_lower goes with rollout_rs: token, sequence or geometric")
+            raise ValueError("rollout_rs_threshold_lower goes with rollout_rs: token, sequence or "
+                             "geometric alone")
         else:
-            names = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
-            bounds = [part.strip() for part in str(bound).split(",") if part.strip()]
-            if len(bounds) not in (1, len(names)):
-                raise ValueError(f"rollout_rs_threshold needs one bound or {len(names)}, one for each "
-                                 f"of rollout_rs, not {bound!r}")
-            for name, text in zip(names, bounds * (len(names) if len(bounds) == 1 else 1)):
-                _choice("rollout_rs", name, tuple(c for c in CRITERIA if c not in ("opsm", "seq_max_k1"))
-                        + tuple(levels))
-                if name in levels:
-                    raise ValueError(f"rollout_rs: {name!r} of verl 0.6 stands alone, not in a list")
-                criteria[name] = _on_rho(text) if name.endswith("k1") else _number("rollout_rs_threshold", text)
+            criteria = _verl_criteria(given, str(bound))
     if veto is not None:
         criteria["seq_max_k1"] = (_number("rollout_token_veto_threshold", veto), None)
     return criteria
 
 
+VERL_061_LEVELS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+VERL_CRITERIA = tuple(name for name in CRITERIA if name not in ("opsm", "seq_max_k1"))
+
+
+def _verl_criteria(names: str, bounds: str) -> dict[str, Any]:
+    """"token_k1,seq_mean_k3" and "0.5_2.0,0.01", or one bound for all of them."""
+    names = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    parts = [part.strip() for part in bounds.split(",") if part.strip()]
+    if len(parts) == 1:
+        parts = parts * len(names)
+    if len(parts) != len(names):
+        raise ValueError(f"rollout_rs_threshold needs one bound or {len(names)}, one for each of "
+                         f"rollout_rs, not {bounds!r}")
+    for name in names:
+        _choice("rollout_rs", name, VERL_CRITERIA)
+    return {name: _on_rho(part) if name.endswith("k1") else _number("rollout_rs_threshold", part)
+            for name, part in zip(names, parts)}
+
+
 def _on_rho(text: str) -> tuple[float, float]:
     """verl 0.9 bounds −log ρ by (log lo, log hi): on ρ that is [1/hi, 1/lo]."""
-    lo, hi = text.split("_", 1) if "_" in text else (1 / _number("rollout_rs_threshold", text), text)
-    lo, hi = _interval("rollout_rs_threshold", (lo, hi))
+    key = "rollout_rs_threshold"
+    lo, hi = text.split("_", 1) if "_" in text else (1 / _number(key, text), text)
+    lo, hi = _interval(key, (lo, hi))
     if not math.isclose(lo * hi, 1, rel_tol=1e-9):
-        warnings.warn(f"rollout_rs_threshold {text!r}: verl 0.9 bounds 1/ρ with it, which on ρ is "
-                      f"[{1 / hi:.6g}, {1 / lo:.6g}]; write rollout_rs as a mapping to bound ρ itself", stacklevel=2)
+        warnings.warn(f"{key} {text!r}: verl 0.9 bounds 1/ρ with it, which on ρ is [{1 / hi:.6g}, "
+                      f"{1 / lo:.6g}]; write rollout_rs as a mapping to bound ρ itself",
+                      stacklevel=2)
     return 1 / hi, 1 / lo
 
 
 def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
-    get, criteria, level, cap = block.get, {}, block.get("tis_ratio_type"), 2.0
+    get, criteria, cap = block.get, {}, 2.0
+    level, metric = get("tis_ratio_type"), get("sequence_mask_metric")
     if _flag("use_tis", get("use_tis", False)):
         level, cap = "token", _number("tis_imp_ratio_cap", get("tis_imp_ratio_cap"))
     elif level is not None:
@@ -675,34 +719,42 @@ def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
     if low is not None and high is not None:
         criteria["token_k1"] = _interval("token_mask_is_threshold_low", (low, high))
     elif low is not None or high is not None:
-        raise ValueError("token_mask_is_threshold_low and token_mask_is_threshold_high go together: SkyRL "
-                         "ignores one alone")
-    if get("sequence_mask_metric") is not None:
-        _choice("sequence_mask_metric", get("sequence_mask_metric"), ("product", "geometric"))
-        name, prefix, default = {"product": ("seq_sum_k1", "product_mask", SEQ),
-                                 "geometric": ("seq_mean_k1", "geo_mask", (0.99, 1.01))}[get("sequence_mask_metric")]
-        criteria[name] = _interval(f"{prefix}_low", (get(f"{prefix}_low", default[0]), get(f"{prefix}_high", default[1])))
+        raise ValueError("token_mask_is_threshold_low and token_mask_is_threshold_high go "
+                         "together: SkyRL ignores one alone")
+    if metric is not None:
+        _choice("sequence_mask_metric", metric, ("product", "geometric"))
+        name, prefix, low, high = {"product": ("seq_sum_k1", "product_mask", *SEQ),
+                                   "geometric": ("seq_mean_k1", "geo_mask", 0.99, 1.01)}[metric]
+        pair = get(f"{prefix}_low", low), get(f"{prefix}_high", high)
+        criteria[name] = _interval(f"{prefix}_low", pair)
     return RolloutCorrectionConfig(level, cap, rollout_rs=criteria)
 
 
 # ----------------------------------------------------------------------------------- diagnosis
 
-# metric, healthy from, to, what it means to be outside, what to turn. Limits: verl's and SkyRL's documents.
+# Metric, healthy from, to, what it means to be outside, what to turn; the limits are verl's. Its
+# advice to raise the veto's bound when it rejects too much is the wrong way round: lower it.
 HEALTHY = (
     ("all_rejected", 0, 0, "every token was rejected, so the step taught nothing",
      "widen the bounds of rollout_rs, or look for a bug that makes the two policies differ"),
     ("rollout_is_mean", 0.5, 2, "the mean weight is far from 1, so ρ is systematically off",
-     "check that both log-probs are processed ones at the sampling temperature, then lower rollout.staleness"),
+     "check that both log-probs are processed ones at the sampling temperature, then lower "
+     "rollout.staleness"),
     ("rollout_is_raw_eff_sample_size", 0.3, 1, "few samples carry all the weight",
-     "use token instead of sequence weights, reject outliers with seq_mean_k1, or lower rollout.staleness"),
+     "use token instead of sequence weights, reject outliers with seq_mean_k1, or lower "
+     "rollout.staleness"),
     ("rollout_is_std", 0, 1, "the weights scatter widely, so the gradient is noisy",
      "lower rollout_is_threshold, or use rollout_is: token"),
-    ("rollout_is_catastrophic_token_fraction", 0, 0.01, "many tokens are near impossible under the trained policy",
-     "compare the engine's log-probs with the trainer's on one prompt: a template, dtype or temperature differs"),
+    ("rollout_is_catastrophic_token_fraction", 0, 0.01,
+     "many tokens are near impossible under the trained policy",
+     "compare the engine's log-probs with the trainer's on one prompt: a template, dtype or "
+     "temperature differs"),
     ("rollout_is_veto_fraction", 0, 0.1, "the veto rejects many sequences",
      "check the log-probs first; then lower the bound of seq_max_k1 (1e-4 → 1e-6)"),
-    ("rollout_rs_seq_masked_fraction", 0, 0.5, "more than half of the sequences lose tokens to rejection",
-     "widen the bounds of rollout_rs: 0.1 % (0.999–1.001) suits long responses and small mismatch only"),
+    ("rollout_rs_seq_masked_fraction", 0, 0.5,
+     "more than half of the sequences lose tokens to rejection",
+     "widen the bounds of rollout_rs: 0.1 % (0.999–1.001) suits long responses and small mismatch "
+     "only"),
     ("k3_kl", 0, 0.1, "π_rollout and π_old are far apart",
      "lower rollout.staleness, raise rollout.dtype or rollout.quantize_bits"),
     ("chi2_token", -1, 1, "a severe shift: at χ² = 1 half of the samples are lost",
@@ -713,17 +765,18 @@ HEALTHY = (
 
 
 def diagnose(metrics: Mapping[str, Any]) -> list[str]:
-    """What looks wrong in these metrics, and which knob to turn; [] when nothing does.  (eq:ess, eq:chi2)
+    """What looks wrong, and which knob to turn; [] when nothing does.  (eq:ess, eq:chi2)
 
-    `metrics`: as `correct` returns them, tensors or floats, with or without "rollout_corr/"; metrics that
-    are missing are not judged. A value that is not finite is always named.
+    `metrics`: as `correct` returns them, tensors or floats, with or without "rollout_corr/"; those
+    that are missing are not judged. A value that is not finite is always named.
     """
     values = {name.removeprefix("rollout_corr/"): value for name, value in to_host(metrics).items()}
     found = []
     for name, low, high, meaning, remedy in HEALTHY:
         value = values.get(name)
         if value is not None and not low <= value <= high:
-            found.append(f"{name} is {value:.3g} (healthy: {low:g} to {high:g}): {meaning}; {remedy}.")
+            found.append(f"{name} is {value:.3g} (healthy: {low:g} to {high:g}): {meaning}; "
+                         f"{remedy}.")
     known = {row[0] for row in HEALTHY}
     found += [f"{name} is {value}: a log-prob was not finite; look at the engine's output first."
               for name, value in values.items()

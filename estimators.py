@@ -38,7 +38,7 @@ def masked_log_ratio(log_prob: Tensor, other_log_prob: Tensor, response_mask: Te
 
 
 def exp_ratio(log_ratio: Tensor, bound: float = SAFETY_BOUND) -> Tensor:
-    """ρ = exp(log ρ), with log ρ limited to ±bound: finite for every finite input.  (eq:ratio)"""
+    """ρ = exp(log ρ), log ρ limited to ±bound: finite for every finite input.  (eq:ratio)"""
     return log_ratio.clamp(-bound, bound).exp()
 
 
@@ -46,7 +46,7 @@ def aggregate_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) ->
     """log ρ of a token, of its sequence, or their geometric mean, on every token.  (eq:levels)
 
         token:      log ρ_t
-        sequence:   Σ_s log ρ_s            the product of ratios: exp of the sum, never a sum of exps
+        sequence:   Σ_s log ρ_s            the product of ratios: exp of the sum, not sum of exps
         geometric:  (1/|y|) Σ_s log ρ_s    the length-normalised ratio, (Π ρ)^{1/|y|}
 
     `log_ratio`, `response_mask`: [B, T] → [B, T], 0 on padding. Raises ValueError on another level.
@@ -114,7 +114,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
     """
     weights = torch.where(mask.bool(), weights, 0.0)
     tiny = torch.finfo(weights.dtype).tiny
-    weights = weights / weights.abs().amax().clamp(min=tiny)   # ESS is scale-free: no overflow in w²
+    weights = weights / weights.abs().amax().clamp(min=tiny)   # scale-free, and w² stays finite
     count = mask.bool().sum().clamp(min=1)
     return weights.sum().square() / (count * weights.square().sum()).clamp(min=tiny)
 
@@ -124,8 +124,8 @@ def chi_square(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
     `log_ratio`, `mask`: any one shape → scalar. expm1 keeps a χ² of 1e-6 from drowning in the 1.
     """
-    excess = torch.expm1(2 * torch.where(mask.bool(), log_ratio, 0.0).clamp(-SAFETY_BOUND, SAFETY_BOUND))
-    return excess.sum() / mask.bool().sum().clamp(min=1)
+    log_ratio = torch.where(mask.bool(), log_ratio, 0.0).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    return torch.expm1(2 * log_ratio).sum() / mask.bool().sum().clamp(min=1)
 
 
 def perplexity(log_prob: Tensor, response_mask: Tensor) -> Tensor:
@@ -158,19 +158,25 @@ class Statistics:
 
     def add(self, values: Tensor, mask: Tensor, **outputs: str | tuple[str, ...]) -> None:
         """Reduces `values` over the entries where `mask` is true; only what `outputs` asks for."""
-        mask = mask.bool()
-        values = torch.where(mask, values.detach().to(torch.promote_types(values.dtype, torch.float32)), 0.0)
-        zero, low = values.new_zeros((), dtype=torch.float64), values.new_full((), -torch.inf, dtype=torch.float64)
-        squares = values.square().sum(dtype=torch.float64) if {"std", "sample_std", "ess"} & outputs.keys() else zero
-        top = torch.where(mask, values, -torch.inf).amax().double() if "max" in outputs and mask.numel() else low
-        bottom = torch.where(mask, -values, -torch.inf).amax().double() if "min" in outputs and mask.numel() else low
-        self.columns.append(torch.stack([mask.sum(dtype=torch.float64), values.sum(dtype=torch.float64),
-                                         squares, top, bottom]))
+        mask, wide = mask.bool(), dict(dtype=torch.float64)
+        values = values.detach().to(torch.promote_types(values.dtype, torch.float32))
+        values = torch.where(mask, values, 0.0)
+        squares = values.new_zeros((), **wide)
+        top = bottom = values.new_full((), -torch.inf, **wide)
+        if {"std", "sample_std", "ess"} & outputs.keys():
+            squares = values.double().square().sum()            # 1 ± 1e-5: squared in float32, all 1
+        if "max" in outputs and mask.numel():
+            top = torch.where(mask, values, -torch.inf).amax().double()
+        if "min" in outputs and mask.numel():
+            bottom = torch.where(mask, -values, -torch.inf).amax().double()
+        column = torch.stack([mask.sum(**wide), values.sum(**wide), squares, top, bottom])
+        self.columns.append(column)
         self.outputs.append(outputs)
 
     def merge(self, others: "list[Statistics]") -> "Statistics":
-        """These statistics and those of other parts of the batch, as if computed on all at once."""
-        merged, parts = Statistics(), torch.stack([torch.stack(part.columns) for part in [self, *others]])
+        """These statistics and those of other parts of the batch, as if computed at once."""
+        parts = torch.stack([torch.stack(part.columns) for part in [self, *others]])
+        merged = Statistics()
         merged.outputs = self.outputs
         merged.columns = list(torch.cat([parts[..., :3].sum(0), parts[..., 3:].amax(0)], -1))
         return merged
@@ -212,7 +218,7 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
     Top-k keeps the k likeliest; top-p then the fewest whose mass reaches p. A trainer that scores
     with log q while the engine sampled from μ is off by log(surviving mass) on every token.
 
-    `logits`: [..., V] → log μ [..., V] (−inf where nothing is sampled) and the mass [...], in (0, 1].
+    `logits`: [..., V] → log μ [..., V] (−inf where never sampled), and the mass [...] in (0, 1].
     Raises ValueError for a temperature ≤ 0, a negative top_k or a top_p outside (0, 1].
     """
     if not temperature > 0:
@@ -224,9 +230,10 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if top_k:
         keep[..., top_k:] = False
-    kept = torch.where(keep, ordered.exp(), 0.0)
-    kept = kept / kept.sum(-1, keepdim=True)
-    keep &= kept.cumsum(-1) - kept < top_p                  # the mass before this token is short of p
+    if top_p < 1:
+        kept = torch.where(keep, ordered.exp(), 0.0)
+        kept = kept / kept.sum(-1, keepdim=True)
+        keep &= kept.cumsum(-1) - kept < top_p                 # the mass before this token < p
     keep = torch.zeros_like(keep).scatter(-1, order, keep)
     log_mass = torch.where(keep, log_q, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.where(keep, log_q - log_mass, -torch.inf), log_mass.squeeze(-1).exp()
@@ -235,7 +242,7 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
 # ------------------------------------------------------------------------------- advantages
 
 def _group_sums(values: Tensor, groups: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of each row's group: how many rows count, and the sum of their values.  [B], [B] → [B], [B]"""
+    """Of each row's group: how many rows count, and the sum of their values; [B] each."""
     same = (groups[:, None] == groups[None, :])                                  # [B, B]
     if keep is not None:
         same = same & keep.bool()[None, :]

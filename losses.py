@@ -1,8 +1,8 @@
 """From REINFORCE to decoupled PPO: each loss differs from the one above by what its equation adds.
 
-This file decides: a loss is a [B, T] tensor of per-token terms, to be minimised; weights multiply the
-terms, the rejection mask leaves terms out, and the denominator is chosen separately. `policy_loss`
-puts them together for every mode:
+This file decides: a loss is a [B, T] tensor of per-token terms, to be minimised; weights multiply
+the terms, the rejection mask leaves terms out, and the denominator is chosen separately.
+`policy_loss` puts them together for every mode:
     decoupled   w(π_old/π_rollout) · PPO(π_θ/π_old)      three policies
     bypass      PPO(π_θ/π_rollout), no weight            two policies
     reinforce   w(π_θ/π_rollout) · REINFORCE             two policies, no clip
@@ -17,10 +17,11 @@ from torch import Tensor
 from correction import Correction, RolloutCorrectionConfig, correct
 from estimators import aggregate_log_ratio, exp_ratio, kl_estimate
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
+                "seq-mean-token-sum-norm")
 
 
-# ------------------------------------------------------- per token: [B, T] → [B, T], to be minimised
+# ------------------------------------------------- per token: [B, T] → [B, T], to be minimised
 
 def reinforce_loss(log_prob: Tensor, advantages: Tensor) -> Tensor:
     """−A log π_θ: its gradient is −A ∇log π_θ.  (eq:reinforce)
@@ -34,9 +35,10 @@ def ppo_clip_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, cl
                   clip_high: float = 0.2, dual_clip: float | None = None) -> Tensor:
     """−min(rA, clip(r, 1−ε_low, 1+ε_high)A), r = π_θ/π_old.  (eq:ppo-clip)
 
-    The gradient vanishes where r has left the interval in the direction that A asks for. `dual_clip` c > 1
-    bounds the loss for A < 0 by −cA, where r alone would not (eq:dual-clip). Sources: Schulman et al.
-    1707.06347; Ye et al. 1912.09729 (dual clip, c = 3); DAPO 2503.14476 (ε_high > ε_low).
+    The gradient vanishes where r has left the interval in the direction that A asks for.
+    `dual_clip` c > 1 bounds the loss for A < 0 by −cA, where r alone would not (eq:dual-clip).
+    Sources: Schulman et al. 1707.06347; Ye et al. 1912.09729 (dual clip, c = 3); DAPO 2503.14476
+    (ε_high > ε_low).
     """
     ratio = exp_ratio(log_prob - old_log_prob)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -47,11 +49,12 @@ def ppo_clip_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, cl
 
 
 def gspo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
-              clip_low: float = 3e-4, clip_high: float = 4e-4, dual_clip: float | None = None) -> Tensor:
+              clip_low: float = 3e-4, clip_high: float = 4e-4,
+              dual_clip: float | None = None) -> Tensor:
     """PPO's clip on the sequence's s = (π_θ/π_old)^{1/T} instead of the token's r.  (eq:gspo)
 
-    To be aggregated by seq-mean-token-mean. At T = 1 it is PPO. Source: Zheng et al. 2507.18071, whose
-    clip range is that narrow because s is a geometric mean.
+    To be aggregated by seq-mean-token-mean. At T = 1 it is PPO. Source: Zheng et al. 2507.18071,
+    whose clip range is that narrow because s is a geometric mean.
     """
     log_s = aggregate_log_ratio(log_prob - old_log_prob, response_mask, "geometric")
     return ppo_clip_loss(log_s, torch.zeros_like(log_s), advantages, clip_low, clip_high, dual_clip)
@@ -59,9 +62,9 @@ def gspo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, respon
 
 def cispo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_low: float = 0.2,
                clip_high: float = 0.2) -> Tensor:
-    """−sg(clip(r, 1−ε_low, 1+ε_high)) A log π_θ: the clip bounds the weight, no token's gradient vanishes.
+    """−sg(clip(r, 1−ε_low, 1+ε_high)) A log π_θ: the clip bounds the weight.  (eq:cispo)
 
-    (eq:cispo) At r = 1 it is REINFORCE. Source: MiniMax-M1 2506.13585.
+    No token's gradient vanishes. At r = 1 it is REINFORCE. Source: MiniMax-M1 2506.13585.
     """
     weight = exp_ratio(log_prob - old_log_prob).clamp(1 - clip_low, 1 + clip_high)
     return -weight.detach() * advantages * log_prob
@@ -74,14 +77,15 @@ def sapo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, tau_po
     The gate's slope at r = 1 is 1, so the first step is PPO's. Source: 2511.20347.
     """
     ratio = exp_ratio(log_prob - old_log_prob)
-    tau = torch.where(advantages > 0, tau_positive, tau_negative)
+    tau = torch.where(advantages > 0, ratio.new_full((), tau_positive),
+                      ratio.new_full((), tau_negative))
     return -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
 
 
 # ---------------------------------------------------------------------------------- aggregation
 
 class Counts(NamedTuple):
-    """How many tokens and non-empty sequences a batch has; add them up over ranks and micro-batches."""
+    """Tokens and non-empty sequences of a batch; to be added up over ranks and micro-batches."""
 
     tokens: Tensor
     sequences: Tensor
@@ -93,20 +97,21 @@ def count(mask: Tensor) -> Counts:
     return Counts(mask.sum().float(), mask.any(-1).sum().float())
 
 
-def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *, denominator_mask: Tensor | None = None,
+def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
+                   denominator_mask: Tensor | None = None,
                    counts: Counts | None = None, horizon: int | None = None) -> Tensor:
     """Per-token values to one scalar.  (eq:aggregation)
 
         token-mean               Σ_i Σ_t x / Σ_i |y_i|            every token weighs the same
-        seq-mean-token-sum       (1/N) Σ_i Σ_t x                  the policy gradient; long weighs more
+        seq-mean-token-sum       (1/N) Σ_i Σ_t x                  the policy gradient: long > short
         seq-mean-token-mean      (1/N) Σ_i (1/|y_i|) Σ_t x        every sequence weighs the same
-        seq-mean-token-sum-norm  (1/N) Σ_i (1/H) Σ_t x            H = horizon, by default T: Dr. GRPO
+        seq-mean-token-sum-norm  (1/N) Σ_i (1/H) Σ_t x            H = horizon, default T: Dr. GRPO
 
-    `values`, `mask`: [B, T]; `mask` says which terms are summed. `denominator_mask` (default: mask) says
-    what |y_i| and N count, so that rejection need not change the step's length. `counts`: those numbers
-    for the whole mini-batch, over ranks and micro-batches; the results of its parts then add up to the
-    full batch's. Nothing to sum: 0, with the graph attached. N counts non-empty sequences.
-    Raises ValueError on another mode.
+    `values`, `mask`: [B, T]; `mask` says which terms are summed. `denominator_mask` (default: mask)
+    says what |y_i| and N count, so that rejection need not change the step's length. `counts`:
+    those numbers for the whole mini-batch, over ranks and micro-batches; the results of its parts
+    then add up to the full batch's. Nothing to sum: 0, with the graph attached. N counts non-empty
+    sequences. Raises ValueError on another mode.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"mode must be one of {', '.join(AGGREGATIONS)}, not {mode!r}")
@@ -125,26 +130,36 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *, denominator_mask:
 
 # ------------------------------------------------------------------------------------- the losses
 
-def policy_loss(log_prob: Tensor, old_log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tensor,
-                response_mask: Tensor, config: RolloutCorrectionConfig, *,
-                correction: Correction | None = None, clip_low: float = 0.2, clip_high: float = 0.2,
-                dual_clip: float | None = None, mode: str = "token-mean", denominator: str = "fixed",
-                counts: Counts | None = None, horizon: int | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of one batch in any mode, and its metrics.  (eq:decoupled-ppo, eq:bypass, eq:off-policy)
+def policy_loss(log_prob: Tensor, old_log_prob: Tensor, rollout_log_prob: Tensor,
+                advantages: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig, *,
+                correction: Correction | None = None, clip_low: float = 0.2,
+                clip_high: float = 0.2, dual_clip: float | None = None, mode: str = "token-mean",
+                denominator: str = "fixed", counts: Counts | None = None,
+                horizon: int | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of one batch in any mode, and its metrics.
+
+    (eq:decoupled-ppo, eq:bypass, eq:off-policy)
 
         decoupled: E_μ[ w(π_old/μ) · L(π_θ/π_old) ]     bypass: E_μ[ L(π_θ/μ) ]
         reinforce: E_μ[ w(π_θ/μ) · (−A log π_θ) ]
 
     All tensors [B, T]. In bypass mode `old_log_prob` is not looked at: π_rollout takes its place.
-    `correction`: as `correct` gave it for these rows; when None it is computed here, from old_log_prob
-    (decoupled) or from this log_prob (bypass). `denominator`: "fixed" counts the response mask, "kept"
-    what rejection left; `counts` likewise, for the whole mini-batch. Everything rejected: a zero loss
-    whose graph is attached. With `counts`, loss and loss/* metrics are summands. The metrics of a
-    correction made here (rollout_corr/*) are among those returned.
-    Raises ValueError: unknown mode or denominator, shapes that differ.
+    `correction`: as `correct` gave it for these rows; when None it is computed here, from
+    old_log_prob (decoupled) or from this log_prob (bypass), and its metrics (rollout_corr/*) are
+    among those returned. `denominator`: "fixed" counts the response mask, "kept" what rejection
+    left; `counts` likewise, for the whole mini-batch: loss and loss/* metrics are then summands.
+    Everything rejected: a zero loss whose graph is attached.
+    Raises ValueError: unknown mode or denominator, a tensor missing, shapes that differ.
     """
     if denominator not in ("fixed", "kept"):
         raise ValueError(f"denominator must be fixed or kept, not {denominator!r}")
+    for name, x in (("log_prob", log_prob), ("old_log_prob", old_log_prob),
+                    ("rollout_log_prob", rollout_log_prob), ("advantages", advantages)):
+        if x is None and not (name == "old_log_prob" and config.bypass_mode):
+            raise ValueError(f"{name} is missing")
+        if x is not None and x.shape != response_mask.shape:
+            raise ValueError(f"{name} {tuple(x.shape)} and response_mask "
+                             f"{tuple(response_mask.shape)} must have one shape [B, T]")
     valid = response_mask.bool()
     log_prob, rollout_log_prob, advantages = (
         torch.where(valid, x, 0.0) for x in (log_prob, rollout_log_prob, advantages))
@@ -165,20 +180,22 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor, rollout_log_prob: Tensor
     else:
         loss = sapo_loss(log_prob, anchor, advantages)
     ratio_is_the_weight = config.bypass_mode and config.loss_type != "reinforce"
-    if correction.weights is not None and not ratio_is_the_weight:       # else counted twice: eq:double-count
+    if correction.weights is not None and not ratio_is_the_weight:      # or eq:double-count
         loss = loss * correction.weights
     counted = valid if denominator == "fixed" else correction.mask
 
     def mean(x: Tensor, how: str = "token-mean") -> Tensor:
-        return aggregate_loss(x, correction.mask, how, denominator_mask=counted, counts=counts, horizon=horizon)
+        return aggregate_loss(x, correction.mask, how, denominator_mask=counted, counts=counts,
+                              horizon=horizon)
 
     total = mean(loss, mode)
     with torch.no_grad():
         log_r = log_prob - anchor
         ratio = exp_ratio(log_r)
-        leaves = torch.where(advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
-        metrics = {"loss/policy": total.detach(), "loss/ratio": mean(ratio), "loss/approx_kl": mean(-log_r),
-                   "loss/clip_fraction": mean((leaves & (advantages != 0)).to(ratio.dtype))}
+        left = torch.where(advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
+        metrics = {"loss/policy": total.detach(), "loss/ratio": mean(ratio),
+                   "loss/approx_kl": mean(-log_r),
+                   "loss/clip_fraction": mean((left & (advantages != 0)).to(ratio.dtype))}
     return total, {**metrics, **corrected_here}
 
 
@@ -187,13 +204,15 @@ def kl_loss(log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, kind:
             horizon: int | None = None) -> Tensor:
     """KL(π_θ‖π_ref) as a loss, aggregated.  (eq:kl-gradient, eq:kl-ratio)
 
-    `log_prob`, `ref_log_prob`, `response_mask`: [B, T]; `kind` as in `kl_estimate`: prefer k2 or a "+", whose
-    gradient is the per-token reverse KL's; k1's is zero in expectation and k3's is KL(π_ref‖π_θ)'s.
-    `ratio` [B, T] multiplies the estimate when samples come from μ: detached with k2 or "+", or π_θ/μ with its
-    graph with k1 or k3 (DeepSeek-V3.2 2512.02556: ∇(ratio·k3) = sg(ratio)·∇k2, sample by sample).
+    `log_prob`, `ref_log_prob`, `response_mask`: [B, T]; `kind` as in `kl_estimate`: prefer k2 or a
+    "+", whose gradient is the per-token reverse KL's; k1's is zero in expectation and k3's is
+    KL(π_ref‖π_θ)'s. `ratio` [B, T] multiplies the estimate when samples come from μ: detached with
+    k2 or "+", or π_θ/μ with its graph with k1 or k3 (DeepSeek-V3.2 2512.02556: ∇(ratio·k3) =
+    sg(ratio)·∇k2, sample by sample).
     """
     valid = response_mask.bool()
-    values = kl_estimate(torch.where(valid, log_prob, 0.0), torch.where(valid, ref_log_prob, 0.0), kind)
+    log_prob, ref_log_prob = (torch.where(valid, x, 0.0) for x in (log_prob, ref_log_prob))
+    values = kl_estimate(log_prob, ref_log_prob, kind)
     if ratio is not None:
         values = values * torch.where(valid, ratio, 0.0)
     return aggregate_loss(values, valid, mode, counts=counts, horizon=horizon)
