@@ -34,7 +34,7 @@ class Policy:
         self.V, self.T = V, T
         generator = torch.Generator().manual_seed(seed)
         prefixes, sequences = [()], []
-        for prefix in prefixes:                                     # grows while it is walked through
+        for prefix in prefixes:                                     # grows while it is walked
             for token in range(V):
                 longer = (*prefix, token)
                 (prefixes if token and len(longer) < T else sequences).append(longer)
@@ -91,7 +91,7 @@ def scores(policy: Policy) -> Tensor:
 
 
 def J(policy: Policy, reward: Tensor) -> Tensor:
-    """The objective J = E_π[R], differentiable: the sum itself is differentiated, not an estimator."""
+    """The objective J = E_π[R], differentiable: the sum itself, not an estimator of it."""
     return (policy.probs() * reward.squeeze(-1)).sum()
 
 
@@ -107,8 +107,8 @@ def kl(p: Policy, q: Policy) -> Tensor:
 def token_kl(p: Policy, q: Policy, visits: Policy) -> Tensor:
     """Σ_t E_visits[KL(p(·|y_<t)‖q(·|y_<t))]: the exact KL of each step, under frozen visits.
 
-    token_kl(p, q, p) has the value of kl(p, q). Its gradient lacks how p changes the visits: it is the
-    "frozen state", per-token part of the gradient.
+    token_kl(p, q, p) has the value of kl(p, q). Its gradient lacks how p changes the visits: it is
+    the "frozen state", per-token part of the gradient.
     """
     log_p, log_q = p.step_log_probs(), q.step_log_probs()
     step = (log_p.exp() * (log_p - log_q)).sum(-1)                                     # [S]
@@ -127,9 +127,9 @@ class Moments(NamedTuple):
 
 
 def estimator_moments(policy: Policy, mu: Policy, loss, batch: int = 1) -> Moments:
-    """Exact mean and variance of ∇loss(i), where the sequence i (or `batch` of them) comes from μ."""
+    """Exact mean and variance of ∇loss(i), the sequence i (or `batch` of them) being μ's."""
     grids = torch.meshgrid(*[torch.arange(len(mu.tokens))] * batch, indexing="ij")
-    batches = torch.stack(grids, -1).reshape(-1, batch)                                # [N^batch, batch]
+    batches = torch.stack(grids, -1).reshape(-1, batch)                       # [N^batch, batch]
     prob = mu.probs().detach()[batches].prod(-1)
     gradients = torch.stack([exact_gradient(policy, loss(i)) for i in batches])
     mean = prob @ gradients
@@ -140,14 +140,14 @@ def close(value, expected, tolerance: float = 1e-12) -> bool:
     """Equal to rounding: the largest difference against the largest number (or 1)."""
     value, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (value, expected))
     size = max(1.0, expected.abs().max().item())
-    return value.shape == expected.shape and bool((value - expected).abs().max() <= tolerance * size)
+    return value.shape == expected.shape and bool(((value - expected).abs() <= tolerance * size).all())
 
 
 class MarkovPolicy:
     """A policy too large to enumerate (16^12 sequences), whose J is exact all the same.
 
     The next token depends on the last one alone, and the reward is Σ_t values[y_t], so that J is a
-    recursion over T steps. logits [V, V]: row 0 is the start (token 0 ends, and is never a last one).
+    recursion over T steps. logits [V, V]: row 0 is the start (token 0 ends: it is never the last).
     """
 
     def __init__(self, V: int = 16, T: int = 12, seed: int = 0, scale: float = 1.0):
@@ -164,7 +164,8 @@ class MarkovPolicy:
         tokens = torch.zeros(n, self.T + 1, dtype=torch.long)       # the first column is the start
         mask, alive = torch.zeros(n, self.T, dtype=torch.bool), torch.ones(n, dtype=torch.bool)
         for t in range(self.T):
-            drawn = self.logits.detach().softmax(-1)[tokens[:, t]].multinomial(1, generator=generator)
+            probs = self.logits.detach().softmax(-1)[tokens[:, t]]
+            drawn = probs.multinomial(1, generator=generator)
             tokens[:, t + 1], mask[:, t] = torch.where(alive, drawn.squeeze(-1), 0), alive
             alive = tokens[:, t + 1] > 0
         return tokens[:, 1:], mask

@@ -306,6 +306,8 @@ def test_perplexity_ratio_is_the_inverse_geometric_mean():
     one = torch.tensor([[1, 1, 1, 0]])
     assert close(perplexity(f64([[-1, -2, -1.5, 9]]), one), [math.exp(1.5)])
     assert perplexity(X, GOOD)[3] == 1
+    assert close(perplexity(f64([[-1e4]]), torch.ones(1, 1)), [math.exp(80)])
+    assert perplexity(torch.tensor([[-1e4]]), torch.ones(1, 1)).isfinite()
 
 
 # --------------------------------------------------------------------------------------- statistics
