@@ -139,8 +139,8 @@ def estimator_moments(policy: Policy, mu: Policy, loss, batch: int = 1) -> Momen
 def close(value, expected, tolerance: float = 1e-12) -> bool:
     """Equal to rounding: the largest difference against the largest number (or 1)."""
     value, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (value, expected))
-    size = max(1.0, expected.abs().max().item())
-    return value.shape == expected.shape and bool(((value - expected).abs() <= tolerance * size).all())
+    limit = tolerance * max(1.0, expected.abs().max().item())
+    return value.shape == expected.shape and bool(((value - expected).abs() <= limit).all())
 
 
 class MarkovPolicy:

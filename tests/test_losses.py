@@ -394,7 +394,7 @@ SPLITS = ([[0, 1, 2, 3, 4, 5]], [[0], [1, 2, 3], [4, 5]], [[5, 0], [3], [1, 4], 
 @every_denominator
 @every_aggregation
 def test_micro_batches_add_up_to_the_full_batch(mode, denominator, how):
-    """eq:aggregation: with `counts`, any split's losses, metrics and gradients sum to the whole's."""
+    """eq:aggregation: with `counts`, any split's losses, metrics, gradients sum to the whole's."""
     config = config_of(mode, "token", 1.5, True, {"token_k1": (0.5, 1.8), "seq_mean_k2": 0.2})
     lp, old, mu, advantages, mask = batch()
     correction = correct(lp if config.bypass_mode else old, mu, mask, config)

@@ -9,13 +9,13 @@ import math
 
 import pytest
 import torch
-from oracle import (Policy, close, estimator_moments, exact_gradient, expectation, f64, grad_J, kl, rewards, scores,
-                    token_kl)
+from oracle import (Policy, close, estimator_moments, exact_gradient, expectation, f64, grad_J, kl,
+                    rewards, scores, token_kl)
 
 from correction import RolloutCorrectionConfig as Config
 from correction import correct
-from estimators import (Statistics, aggregate_log_ratio, effective_sample_size, exp_ratio, kl_estimate,
-                        rloo_advantages, sampling_log_probs)
+from estimators import (Statistics, aggregate_log_ratio, effective_sample_size, exp_ratio,
+                        kl_estimate, rloo_advantages, sampling_log_probs)
 from losses import aggregate_loss, count, kl_loss, policy_loss, ppo_clip_loss, reinforce_loss
 
 PI = Policy(3, 3, seed=0)
@@ -41,11 +41,11 @@ def mean(per_token, sampler=MU):
     return estimator_moments(PI, sampler, lambda i: (per_token[i] * MASK[i]).sum()).mean
 
 
-def ours(config, sampler=MU, batch=1, old=None, **options):
-    """The expected gradient of policy_loss on sequences of the sampler; π_old = π_θ unless given."""
-    mu_lp, old_lp = sampler.log_probs().detach(), LP.detach() if old is None else old
+def ours(config, sampler=MU, batch=1, **options):
+    """The expected gradient of policy_loss on sequences of the sampler; π_old = π_θ."""
+    mu_lp = sampler.log_probs().detach()
     return estimator_moments(PI, sampler, lambda i: policy_loss(
-        LP[i], old_lp[i], mu_lp[i], A[i], MASK[i], config, **{"mode": SUM, **options})[0], batch).mean
+        LP[i], LP[i], mu_lp[i], A[i], MASK[i], config, mode=SUM, **options)[0], batch).mean
 
 
 def kl_mean(kind, sampler=PI, ratio=None):
@@ -61,7 +61,7 @@ def attempt(f):
         return math.nan
 
 
-# ------------------------------------------------------------------------------- weights
+# ------------------------------------------------------------------------------------------ weights
 
 @exhibit("verl: https://github.com/verl-project/verl/pull/4105", "eq:detached")
 def weight_with_its_graph():
@@ -71,7 +71,7 @@ def weight_with_its_graph():
 
 @exhibit("verl-omni: https://github.com/verl-project/verl-omni/pull/93", "eq:double-count")
 def weight_applied_twice():
-    """Bypass mode's PPO ratio is π_θ/μ already, and was multiplied by it once more. (clip off, one token)"""
+    """Bypass mode's PPO ratio is π_θ/μ already; it was multiplied by it once more. (T = 1)"""
     pi = Policy(5, 1, seed=4)
     mu, r, lp = pi.perturbed(5, 0.6), rewards(pi), pi.log_probs()
     old = mu.log_probs().detach()
@@ -91,18 +91,21 @@ def old_policy_taken_for_the_sampler():
 
 @exhibit("unsloth-zoo: https://github.com/unslothai/unsloth-zoo/pull/870", "eq:levels")
 def sequence_ratio_as_a_sum_of_exps():
-    """Σ_t ρ_t instead of Π_t ρ_t: E_μ of a ratio of probabilities is 1, of the sum the mean length."""
+    """Σ_t ρ_t instead of Π_t ρ_t: E_μ of the product is 1, of the sum the mean length."""
     right = exp_ratio(aggregate_log_ratio(LP - MU_LP, MASK, "sequence"))[:, 0]
     return expectation(MU, (LIVE * MASK).sum(-1)), expectation(MU, right), 1.0
 
 
-@exhibit("verl's document calls truncated Seq-TIS unbiased: docs/algo/rollout_corr_math.md", "eq:tis")
+@exhibit("verl's document calls truncated Seq-TIS unbiased: docs/algo/rollout_corr_math.md",
+         "eq:tis")
 def truncated_called_unbiased():
     """The bias is −E_μ[(ρ−C)₊ g], here at C = 1; the config without a cap is what is unbiased."""
     return ours(Config("sequence", 1.0)), ours(Config("sequence", math.inf)), UP
 
 
-@exhibit("verl's document prints Geo-RS-Token-TIS with Π min(ρ_t, C): docs/algo/rollout_corr_math.md", "eq:levels")
+@exhibit("verl's document prints Geo-RS-Token-TIS with Π min(ρ_t, C): "
+         "docs/algo/rollout_corr_math.md",
+         "eq:levels")
 def product_of_truncated_token_weights():
     """Token weights are one per token, not their product."""
     exact = LIVE.detach().clamp(max=1.2) * MASK
@@ -110,18 +113,21 @@ def product_of_truncated_token_weights():
             correct(LP, MU_LP, MASK, Config.decoupled_geo_rs_token_tis(1.2)).weights, exact)
 
 
-# ------------------------------------------------------------------------------- rejection
+# ---------------------------------------------------------------------------------------- rejection
 
 @exhibit("verl 0.9.1: https://github.com/verl-project/verl/pull/6377", "eq:rejection")
 def k1_bounds_on_minus_log_rho():
     """“0.6_1.4” was compared with −log ρ: rejects ρ = 0.65, keeps 1.6."""
     rho, lo, hi = f64([[0.65, 1.6, 1.0]]), 0.6, 1.4
     k1 = -rho.log()
-    right = correct(rho.log(), 0 * rho, torch.ones(1, 3), Config(rollout_rs={"token_k1": (lo, hi)})).mask
+    config = Config(rollout_rs={"token_k1": (lo, hi)})
+    right = correct(rho.log(), 0 * rho, torch.ones(1, 3), config).mask
     return ((k1 >= math.log(lo)) & (k1 <= math.log(hi))).double(), right, (rho >= lo) & (rho <= hi)
 
 
-@exhibit("verl: https://github.com/verl-project/verl/pull/3984, https://github.com/verl-project/verl/issues/5859", "eq:rejection")
+@exhibit("verl: https://github.com/verl-project/verl/pull/3984, "
+         "https://github.com/verl-project/verl/issues/5859",
+         "eq:rejection")
 def nothing_survives_and_the_mean_is_0_over_0():
     """All rejected: AssertionError, or 0/0 in the loss. Here 0, with the graph attached."""
     config = Config(rollout_rs={"token_k1": (1e6, None)})
@@ -145,10 +151,13 @@ def masks_one_after_another():
     first = ((rho >= 0.5) & (rho <= 2)).double()
     geometric = ((rho.log() * first).sum() / first.sum()).exp()     # 1: the outlier is gone already
     config = Config(rollout_rs={"token_k1": (0.5, 2.0), "seq_mean_k1": (0.9, 1.1)})
-    return first * ((geometric >= 0.9) & (geometric <= 1.1)), correct(rho.log(), 0 * rho, one, config).mask, 0 * rho
+    right = correct(rho.log(), 0 * rho, one, config).mask
+    return first * ((geometric >= 0.9) & (geometric <= 1.1)), right, 0 * rho
 
 
-@exhibit("verl: https://github.com/verl-project/verl/issues/4852; slime: https://github.com/THUDM/slime/issues/657", "eq:aggregation")
+@exhibit("verl: https://github.com/verl-project/verl/issues/4852; "
+         "slime: https://github.com/THUDM/slime/issues/657",
+         "eq:aggregation")
 def denominator_shrinks_with_rejection():
     """Dividing by what is left makes the step longer, the more is rejected. (pairs of sequences)"""
     inside = ((WHOLE >= 0.7) & (WHOLE <= 1.6)).double()
@@ -164,15 +173,18 @@ def rejected_rows_in_the_baseline():
     return (r - r.mean())[keep], rloo_advantages(r, torch.zeros(2), keep)[keep], [1.0]
 
 
-# ------------------------------------------------------------------------------- aggregation and metrics
+# -------------------------------------------------------------------------- aggregation and metrics
 
-VALUES, ROWS = f64([[1.0, 2.0, 3.0, 4.0], [9.0, 0.0, 0.0, 0.0]]), torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])
+VALUES = f64([[1.0, 2.0, 3.0, 4.0], [9.0, 0.0, 0.0, 0.0]])
+ROWS = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])
+SPREAD = f64([1, 2, 3, 4, 9]).std(correction=0).item()
 
 
 @exhibit("verl: https://github.com/verl-project/verl/issues/5203", "eq:aggregation")
 def mean_of_micro_batch_means():
     """Each micro-batch divided by its own token count; the split decides what a token weighs."""
-    parts = [aggregate_loss(VALUES[i:i + 1], ROWS[i:i + 1], "token-mean", counts=count(ROWS)) for i in (0, 1)]
+    parts = [aggregate_loss(VALUES[i], ROWS[i], "token-mean", counts=count(ROWS))
+             for i in ([0], [1])]
     return (VALUES.sum(-1) / ROWS.sum(-1)).mean(), sum(parts), 19 / 5
 
 
@@ -183,7 +195,7 @@ def mean_of_the_ranks_deviations():
     first.add(VALUES[:1], ROWS[:1], std="std")
     second.add(VALUES[1:], ROWS[1:], std="std")
     std = torch.stack([first.metrics()["std"], second.metrics()["std"]]).mean()
-    return std, first.merge([second]).metrics()["std"], f64([1, 2, 3, 4, 9]).std(correction=0)
+    return std, first.merge([second]).metrics()["std"], SPREAD
 
 
 @exhibit("SkyRL: https://github.com/NovaSky-AI/SkyRL/pull/849", "eq:merge")
@@ -191,17 +203,20 @@ def minimum_and_deviation_over_padding():
     """The padding's zeros are smaller than any ratio, and counted in the spread."""
     statistics = Statistics()
     statistics.add(VALUES, ROWS, min="min", std="std")
-    return (torch.stack([VALUES.min(), VALUES.std(correction=0)]), torch.stack([*statistics.metrics().values()]),
-            [1.0, f64([1, 2, 3, 4, 9]).std(correction=0).item()])
+    padded = torch.stack([VALUES.min(), VALUES.std(correction=0)])
+    return padded, torch.stack([*statistics.metrics().values()]), [1.0, SPREAD]
 
 
-@exhibit("TRL: https://github.com/huggingface/trl/issues/5231; verl: https://github.com/verl-project/verl/issues/6806", "eq:ess")
+@exhibit("TRL: https://github.com/huggingface/trl/issues/5231; "
+         "verl: https://github.com/verl-project/verl/issues/6806",
+         "eq:ess")
 def sample_size_of_the_truncated_weights():
     """After min(ρ, 2) the weights look healthy; the degeneracy is in ρ."""
     rho, one = f64([[0.5], [0.8], [1.0], [12.0]]), torch.ones(4, 1)
     metrics = correct(rho.log(), 0 * rho, one, Config.decoupled_token_is(2.0)).metrics
-    return (effective_sample_size(rho.clamp(max=2.0), one), metrics["rollout_corr/rollout_is_raw_eff_sample_size"],
-            14.3 ** 2 / (4 * (0.25 + 0.64 + 1 + 144)))
+    raw = metrics["rollout_corr/rollout_is_raw_eff_sample_size"]
+    exact = 14.3 ** 2 / (4 * (0.25 + 0.64 + 1 + 144))
+    return effective_sample_size(rho.clamp(max=2.0), one), raw, exact
 
 
 @exhibit("verl: https://github.com/verl-project/verl/pull/4070", "eq:bypass")
@@ -221,16 +236,18 @@ def nan_times_zero():
     return ((-A * (junk - junk).exp()) * MASK).sum() / MASK.sum(), right, -A[MASK].mean()
 
 
-# ------------------------------------------------------------------------------- the sampling distribution
+# ------------------------------------------------------------------------ the sampling distribution
 
 LOGITS = f64([2.0, 1.0, 0.0, -1.0])
 
 
-@exhibit("TRL: https://github.com/huggingface/trl/issues/4159; verl: https://github.com/verl-project/verl/issues/4755", "eq:sampling")
+@exhibit("TRL: https://github.com/huggingface/trl/issues/4159; "
+         "verl: https://github.com/verl-project/verl/issues/4755",
+         "eq:sampling")
 def log_probs_at_another_temperature():
     """Sampled at τ = 0.6, scored at 1: a mismatch of log-probs between two equal models."""
-    sampled = (LOGITS / 0.6).log_softmax(-1)
-    return LOGITS.log_softmax(-1) - sampled, sampling_log_probs(LOGITS, 0.6)[0] - sampled, 0 * LOGITS
+    sampled, scored = (LOGITS / 0.6).log_softmax(-1), LOGITS.log_softmax(-1)
+    return scored - sampled, sampling_log_probs(LOGITS, 0.6)[0] - sampled, 0 * LOGITS
 
 
 @exhibit("TRL: https://github.com/huggingface/trl/issues/6789", "eq:sampling")
@@ -238,12 +255,15 @@ def surviving_mass_left_out():
     """Sampled with top-p, scored without: every ratio is off by the kept mass."""
     kept = LOGITS.log_softmax(-1)[:2]                               # top-p 0.8 keeps two of four
     sampled = kept - kept.logsumexp(-1)
-    return (kept - sampled).exp(), (sampling_log_probs(LOGITS, top_p=0.8)[0][:2] - sampled).exp(), [1.0, 1.0]
+    right = sampling_log_probs(LOGITS, top_p=0.8)[0][:2]
+    return (kept - sampled).exp(), (right - sampled).exp(), [1.0, 1.0]
 
 
-# ------------------------------------------------------------------------------- KL
+# ----------------------------------------------------------------------------------------------- KL
 
-@exhibit("GRPO's KL term; verl before https://github.com/verl-project/verl/pull/2953", "eq:kl-gradient")
+@exhibit("GRPO's KL term; "
+         "verl before https://github.com/verl-project/verl/pull/2953",
+         "eq:kl-gradient")
 def k3_as_a_loss():
     """Its value is KL(π‖ref), its gradient that of KL(ref‖π)."""
     assert close(kl_mean("k3"), FORWARD)
@@ -265,14 +285,17 @@ def ratio_times_k2_not_detached():
     return kl_mean("k2", MU, LIVE), kl_mean("k2", MU, LIVE.detach()), exact
 
 
-@exhibit("off-policy KL without a ratio; OpenRLHF: https://github.com/OpenRLHF/OpenRLHF/pull/1309", "eq:kl-ratio")
+@exhibit("off-policy KL without a ratio; "
+         "OpenRLHF: https://github.com/OpenRLHF/OpenRLHF/pull/1309",
+         "eq:kl-ratio")
 def k2_off_policy_without_a_ratio():
     """Right on-policy, biased as soon as μ sampled."""
     exact = exact_gradient(PI, token_kl(PI, REF, MU))
     return kl_mean("k2", MU), kl_mean("k2", MU, LIVE.detach()), exact
 
 
-@exhibit("verl's low_var_kl: clamp(kl, −10, 10), verl/trainer/ppo/core_algos.py", "eq:kl-estimators")
+@exhibit("verl's low_var_kl: clamp(kl, −10, 10), verl/trainer/ppo/core_algos.py",
+         "eq:kl-estimators")
 def k3_clamped_at_ten():
     """The large values are rare and carry the mean: E_π[min(k3, 10)] is no KL."""
     pi = Policy(3, 3, seed=0, scale=2.0)
@@ -285,8 +308,9 @@ def k3_clamped_at_ten():
 @exhibit("k3 in the reward; see https://arxiv.org/abs/2512.21852", "eq:kl-gradient")
 def k3_in_the_reward():
     """A REINFORCE cost of Σk3 misses the other direction's gradient; Σk1 is exact."""
-    cost = {k: (kl_estimate(LP, REF_LP, k) * MASK).sum(-1, keepdim=True).detach() for k in ("k1", "k3")}
-    return mean(LP * cost["k3"], PI), mean(LP * cost["k1"], PI), exact_gradient(PI, kl(PI, REF))
+    k3, k1 = ((kl_estimate(LP, REF_LP, kind).detach() * MASK).sum(-1, keepdim=True)
+              for kind in ("k3", "k1"))
+    return mean(LP * k3, PI), mean(LP * k1, PI), exact_gradient(PI, kl(PI, REF))
 
 
 @pytest.mark.parametrize("name", EXHIBITS)
@@ -295,7 +319,8 @@ def test_exhibit(name):
     function, where, equation = EXHIBITS[name]
     wrong, right, exact = (torch.as_tensor(x, dtype=torch.float64).detach() for x in function())
     error = (wrong - exact).abs().max().item()
-    print(f"\n{name.replace('_', ' ')} ({equation}; {where}): off by {error:.3g}, numbers up to {exact.abs().max():.3g}")
+    print(f"\n{name.replace('_', ' ')} ({equation}; {where})\n"
+          f"    off by {error:.3g} where the largest number is {exact.abs().max():.3g}")
     assert close(right, exact)
     assert not error <= 0.01 * max(exact.abs().max().item(), 0.1)
 
