@@ -1,6 +1,6 @@
 """Draws the figures of the chapters into math/figures/, without sampling noise: enumeration and formulas only.
 
-    python math/figures.py                 # all of them, about 10 s          python math/figures.py length-trap
+python math/figures.py               # all of them, about 10 s          python math/figures.py length-trap
 """
 
 import io
@@ -20,11 +20,30 @@ from correction import RolloutCorrectionConfig as Config  # noqa: E402
 from estimators import aggregate_log_ratio, kl_estimate  # noqa: E402
 
 # Okabe and Ito's palette, and a line style beside every colour: readable without colours, too.
-BLACK, ORANGE, SKY, GREEN, BLUE, RED, PINK = "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7"
-plt.rcParams.update({"figure.facecolor": "white", "savefig.facecolor": "white", "font.size": 9, "axes.grid": True,
-                     "grid.color": "#dddddd", "axes.spines.top": False, "axes.spines.right": False,
-                     "legend.frameon": False, "figure.constrained_layout.use": True, "lines.linewidth": 1.8})
-ALL = 1e9                                                               # a threshold that nothing reaches
+BLACK, ORANGE, SKY, GREEN, BLUE, RED, PINK = (
+    "#000000",
+    "#E69F00",
+    "#56B4E9",
+    "#009E73",
+    "#0072B2",
+    "#D55E00",
+    "#CC79A7",
+)
+plt.rcParams.update(
+    {
+        "figure.facecolor": "white",
+        "savefig.facecolor": "white",
+        "font.size": 9,
+        "axes.grid": True,
+        "grid.color": "#dddddd",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+        "figure.constrained_layout.use": True,
+        "lines.linewidth": 1.8,
+    }
+)
+ALL = 1e9  # a threshold that nothing reaches
 
 
 def length_trap():
@@ -42,7 +61,14 @@ def length_trap():
             label = f"product, every ρ = {ratio:g}" if level == "sequence" else None
             axis.plot(lengths, values, style, color=color, linewidth=width, label=label)
     axis.plot([], [], color="#777777", linewidth=0.9, label="thin: their geometric means")
-    axis.set(xscale="log", yscale="log", ylim=(0.3, 1e5), xlim=(1, 4096), xlabel="tokens in the response", ylabel="ρ of the response")
+    axis.set(
+        xscale="log",
+        yscale="log",
+        ylim=(0.3, 1e5),
+        xlim=(1, 4096),
+        xlabel="tokens in the response",
+        ylabel="ρ of the response",
+    )
     axis.legend(loc="upper left", fontsize=8)
     return figure
 
@@ -51,19 +77,24 @@ def bias_variance():
     """Exact bias and standard deviation of the gradient from one response, against the cap and the length."""
     figure, axes = plt.subplots(2, 2, figsize=(7, 4.6), sharex="col", sharey="row")
     caps = [1, 1.15, 1.3, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8]
-    against_cap = {"token, truncated": (lambda c: Config("token", c), SKY, "--"),
-                   "sequence, truncated": (lambda c: Config("sequence", c), BLUE, "-"),
-                   "sequence, zero outside [1/C, C]": (lambda c: Config("sequence", (1 / c, c)), RED, "-."),
-                   "no weight": (lambda c: Config(), BLACK, ":")}
+    against_cap = {
+        "token, truncated": (lambda c: Config("token", c), SKY, "--"),
+        "sequence, truncated": (lambda c: Config("sequence", c), BLUE, "-"),
+        "sequence, zero outside [1/C, C]": (lambda c: Config("sequence", (1 / c, c)), RED, "-."),
+        "no weight": (lambda c: Config(), BLACK, ":"),
+    }
     for name, (config, color, style) in against_cap.items():
         found = [bias_and_std(config(c), T=4, size=0.5, seeds=range(16)) for c in caps]
         for row in (0, 1):
             axes[row, 0].plot(caps, [f[row] for f in found], style, color=color, label=name)
     lengths = list(range(1, 9))
-    against_length = {"token, C = 2": (Config("token", 2.0), SKY, "--"), "sequence, C = 2": (Config("sequence", 2.0), BLUE, "-"),
-                      "sequence, C = ∞": (Config("sequence", ALL), GREEN, (0, (5, 1, 1, 1, 1, 1))),
-                      "geometric, C = ∞": (Config("geometric", ALL), ORANGE, (0, (3, 1))),
-                      "no weight": (Config(), BLACK, ":")}
+    against_length = {
+        "token, C = 2": (Config("token", 2.0), SKY, "--"),
+        "sequence, C = 2": (Config("sequence", 2.0), BLUE, "-"),
+        "sequence, C = ∞": (Config("sequence", ALL), GREEN, (0, (5, 1, 1, 1, 1, 1))),
+        "geometric, C = ∞": (Config("geometric", ALL), ORANGE, (0, (3, 1))),
+        "no weight": (Config(), BLACK, ":"),
+    }
     for name, (config, color, style) in against_length.items():
         found = [bias_and_std(config, T=T, size=0.5, seeds=range(16)) for T in lengths]
         for row in (0, 1):
@@ -82,12 +113,19 @@ def bias_variance():
 def kl_estimators():
     """Value and gradient coefficient (of ∇log π) of every estimator against ℓ."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3))
-    for kind, color, style in (("k1", BLACK, ":"), ("k2", BLUE, "-"), ("k3", RED, "--"), ("abs", ORANGE, "-.")):
+    for kind, color, style in (
+        ("k1", BLACK, ":"),
+        ("k2", BLUE, "-"),
+        ("k3", RED, "--"),
+        ("abs", ORANGE, "-."),
+    ):
         ell = torch.linspace(-2, 2, 400, dtype=torch.float64, requires_grad=True)
         value = kl_estimate(ell, torch.zeros_like(ell), kind)
         slope = torch.autograd.grad(value.sum(), ell)[0]
         left.plot(ell.detach(), value.detach(), style, color=color, label=kind)
-        right.plot(ell.detach(), slope, style, color=color, label=kind if kind != "k2" else "k2 and every “+”: ℓ")
+        right.plot(
+            ell.detach(), slope, style, color=color, label=kind if kind != "k2" else "k2 and every “+”: ℓ"
+        )
     left.set(title="value", xlabel="ℓ = log π_θ − log π_ref", ylim=(-2, 4.5))
     right.set(title="coefficient of ∇log π_θ", xlabel="ℓ = log π_θ − log π_ref", ylim=(-4, 2.5))
     left.legend(fontsize=8)
@@ -97,39 +135,72 @@ def kl_estimators():
 
 def gradient_field():
     """Two tokens, two states: the policy is a point in a square. Where exact ascent takes it, by preset."""
+
     def policy(first, second):
         start = Policy(V=2, T=2)
         start.logits = torch.tensor([[0.0, first], [0.0, second]], dtype=torch.float64).requires_grad_()
         return start
 
-    def chances(logits):                                                # P(go on), P(1 after 1)
+    def chances(logits):  # P(go on), P(1 after 1)
         return torch.sigmoid(logits[..., 1] - logits[..., 0]).unbind(-1)
 
     reward = torch.tensor([[0.45], [0.0], [1.0]], dtype=torch.float64)  # of "0", "10" and "11"
     start, noise = policy(-0.7, -0.4), torch.tensor([[0.0, 0.1], [0.0, -1.0]], dtype=torch.float64)
     figure, axes = plt.subplots(1, 2, figsize=(7, 3.9), sharey=True)
-    shown = {"sequence ρ, C = ∞": (Config.bypass_pg_is(ALL), GREEN, "-"),
-             "decoupled_token_is": (PRESETS["decoupled_token_is"](), SKY, "--"),
-             "decoupled_seq_is": (PRESETS["decoupled_seq_is"](), BLUE, "-."),
-             "decoupled_seq_is_rs": (PRESETS["decoupled_seq_is_rs"](), RED, (0, (3, 1))),
-             "decoupled_token_icepop": (PRESETS["decoupled_token_icepop"](), PINK, (0, (5, 1, 1, 1))),
-             "bypass_ppo_clip": (PRESETS["bypass_ppo_clip"](), ORANGE, (0, (1, 1))),
-             "disabled": (PRESETS["disabled"](), BLACK, ":")}
+    shown = {
+        "sequence ρ, C = ∞": (Config.bypass_pg_is(ALL), GREEN, "-"),
+        "decoupled_token_is": (PRESETS["decoupled_token_is"](), SKY, "--"),
+        "decoupled_seq_is": (PRESETS["decoupled_seq_is"](), BLUE, "-."),
+        "decoupled_seq_is_rs": (PRESETS["decoupled_seq_is_rs"](), RED, (0, (3, 1))),
+        "decoupled_token_icepop": (PRESETS["decoupled_token_icepop"](), PINK, (0, (5, 1, 1, 1))),
+        "bypass_ppo_clip": (PRESETS["bypass_ppo_clip"](), ORANGE, (0, (1, 1))),
+        "disabled": (PRESETS["disabled"](), BLACK, ":"),
+    }
     grid = torch.linspace(0.02, 0.98, 60, dtype=torch.float64)
-    height = torch.stack([torch.stack([gain_reached(policy(a.logit(), b.logit()).logits.detach(), [start], reward[None])[0]
-                                       for a in grid]) for b in grid])
-    for axis, lagging in zip(axes, (False, True)):
-        axis.contour(grid, grid, height, levels=[-1, -0.5, 0, 0.5, 0.8, 0.95], colors="#bbbbbb", linewidths=0.8)
+    height = torch.stack(
+        [
+            torch.stack(
+                [
+                    gain_reached(policy(a.logit(), b.logit()).logits.detach(), [start], reward[None])[0]
+                    for a in grid
+                ]
+            )
+            for b in grid
+        ]
+    )
+    for axis, lagging in zip(axes, (False, True), strict=True):
+        axis.contour(
+            grid, grid, height, levels=[-1, -0.5, 0, 0.5, 0.8, 0.95], colors="#bbbbbb", linewidths=0.8
+        )
         for name, (config, color, style) in shown.items():
             path = torch.stack(ascend(config, [start], [noise], reward[None], torch.tensor([lagging])))
             a, b = chances(path)
             axis.plot(a, b, linestyle=style, color=color, label=name)
             axis.plot(a[-1], b[-1], "o", color=color, markersize=4, clip_on=False)
         best = optimum(start, reward)
-        axis.plot(*best, "*", color="#000000", markersize=11, markerfacecolor="white", label="optimum π*", linestyle="none")
-        axis.plot(*[c[0] for c in chances(start.logits.detach()[None])], "s", color="#000000", markersize=5, label="start",
-                  linestyle="none")
-        axis.set(title="lagging μ" if lagging else "fixed μ", xlabel="P(go on after the prompt)", xlim=(0, 1), ylim=(0, 1.02))
+        axis.plot(
+            *best,
+            "*",
+            color="#000000",
+            markersize=11,
+            markerfacecolor="white",
+            label="optimum π*",
+            linestyle="none",
+        )
+        axis.plot(
+            *[c[0] for c in chances(start.logits.detach()[None])],
+            "s",
+            color="#000000",
+            markersize=5,
+            label="start",
+            linestyle="none",
+        )
+        axis.set(
+            title="lagging μ" if lagging else "fixed μ",
+            xlabel="P(go on after the prompt)",
+            xlim=(0, 1),
+            ylim=(0, 1.02),
+        )
     axes[0].set(ylabel="P(“1” after “1”)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
@@ -141,11 +212,17 @@ def optimum(start, reward, beta=0.3):
     return (ten + eleven) / (stop + ten + eleven), eleven / (ten + eleven)
 
 
-FIGURES = {"length-trap": length_trap, "bias-variance": bias_variance, "kl-estimators": kl_estimators,
-           "gradient-field": gradient_field}
+FIGURES = {
+    "length-trap": length_trap,
+    "bias-variance": bias_variance,
+    "kl-estimators": kl_estimators,
+    "gradient-field": gradient_field,
+}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or FIGURES:
         image = io.BytesIO()
         FIGURES[name]().savefig(image, dpi=110)
-        Image.open(image).convert("RGB").quantize(64).save(ROOT / "math" / "figures" / f"{name}.png", optimize=True)
+        Image.open(image).convert("RGB").quantize(64).save(
+            ROOT / "math" / "figures" / f"{name}.png", optimize=True
+        )
