@@ -167,7 +167,7 @@ class VllmEngine:
         self.llm, self.max_model_len, self.asleep = None, max_model_len, False
         self.on_gpu = torch.device(device).type == "cuda"
         self.group_is_ours = not dist.is_initialized()
-        # Under torchrun vLLM has to be told that the other ranks are not its workers.
+        # Under torchrun: the GPU of this rank rather than the first one, and ranks that agree.
         alone = self.group_is_ours or dist.get_world_size() == 1
         with torch.device("meta"):  # names and shapes of the weights, without the weights
             self.layout = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))

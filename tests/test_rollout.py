@@ -224,6 +224,8 @@ model = fully_shard(AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torc
 before = torch.get_rng_state(), torch.get_num_threads()
 engine = make_engine("vllm", sys.argv[1], dtype="float32", max_model_len=64)
 assert torch.equal(torch.get_rng_state(), before[0]) and torch.get_num_threads() == before[1]
+torch.set_num_threads(2)
+assert torch.get_num_threads() == 2  # the function still works
 torch.set_num_threads(1)
 with torch.no_grad():
     for parameter in model.parameters():
