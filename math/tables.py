@@ -18,26 +18,13 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
 import torch
 from oracle import J, Policy, exact_gradient, expectation, grad_J, kl, rewards, token_kl
 
-from correction import (
-    HEALTHY,
-    HISTORICAL,
-    PRESETS,
-    RolloutCorrectionConfig,
-    importance_weights,
-    offpolicy_metrics,
-    rejection_mask,
-)
+from correction import HEALTHY, HISTORICAL, PRESETS, RolloutCorrectionConfig
+from correction import importance_weights, offpolicy_metrics, rejection_mask
 from estimators import kl_estimate, masked_log_ratio
 from losses import kl_loss, policy_loss, reinforce_loss
 
 SUM = "seq-mean-token-sum"
 TODAY = [name for name in PRESETS if name not in HISTORICAL and name not in ("geo_rs", "pg_rs")]
-
-
-WIDER = {
-    "`decoupled_geo_rs`, 0.8–1.25": RolloutCorrectionConfig.decoupled_geo_rs((0.8, 1.25)),
-    "`decoupled_k3_rs`, 0.1": RolloutCorrectionConfig.decoupled_k3_rs(0.1),
-}
 
 
 def markdown(header, rows):
@@ -52,63 +39,41 @@ def number(x, digits=2):
 
 # ------------------------------------------------------------------------------------------ presets
 
-
 def interval(bound):
     lo, hi = bound
     return f"≥ {lo:g}" if hi is None else f"≤ {hi:g}" if lo is None else f"in [{lo:g}, {hi:g}]"
-
-
-STATISTICS = {"token": "token {}", "seq_sum": "product of {}", "seq_mean": "mean {}", "seq_max": "worst {}"}
 
 
 def weights_in_words(config):
     if config.rollout_is is None:
         return "–"
     bound = config.rollout_is_threshold
-    return f"{config.rollout_is} ρ, " + (
-        f"0 unless {interval(bound)}" if isinstance(bound, tuple) else f"at most {bound:g}"
-    )
+    limit = f"0 unless {interval(bound)}" if isinstance(bound, tuple) else f"at most {bound:g}"
+    return f"{config.rollout_is} ρ, {limit}"
 
 
 def rejection_in_words(config):
+    of_rho = {"token": "token", "seq_sum": "product of", "seq_mean": "geometric mean of", "seq_max": "every"}
+    of_k = {"token": "token", "seq_sum": "sum of", "seq_mean": "mean", "seq_max": "worst"}
     words = []
     for name, bound in config.rollout_rs.items():
         where, kind = name.rsplit("_", 1)
-        if kind == "k1":
-            which = {
-                "token": "token ρ",
-                "seq_sum": "product of ρ",
-                "seq_mean": "geometric mean of ρ",
-                "seq_max": "every ρ",
-            }
-            words.append(f"{which[where]} {interval(bound)}")
-        else:
-            words.append(STATISTICS[where].format(kind) + f" ≤ {bound:g}")
+        words.append(f"{of_rho[where]} ρ {interval(bound)}" if kind == "k1"
+                     else f"{of_k[where]} {kind} ≤ {bound:g}")
     return " and ".join(words) or "–"
-
-
-def mode_in_words(config):
-    return "bypass: π_θ/μ" if config.bypass_mode else "decoupled: π_old/μ"
 
 
 def presets():
     rows = []
     for name in TODAY:
         config = PRESETS[name]()
-        rows.append(
-            [
-                f"`{name}`",
-                mode_in_words(config),
-                weights_in_words(config),
-                rejection_in_words(config),
-                config.loss_type,
-            ]
-        )
+        mode = "bypass: π_θ/μ" if config.bypass_mode else "decoupled: π_old/μ"
+        rows.append([f"`{name}`", mode, weights_in_words(config), rejection_in_words(config),
+                     config.loss_type])
     return markdown(["preset", "mode: ρ", "weights", "kept only if", "loss"], rows)
 
 
 # ---------------------------------------------------------------------------------------------- KL
-
 
 def kl_table():
     """Every estimator's mean value and expected gradient, on- and off-policy."""
@@ -121,19 +86,8 @@ def kl_table():
     def loss(kind, ratio=None):
         def per_response(ratios):  # each response as a batch of one: [N]
             weight = {None: None, "graph": ratios, "sg": ratios.detach()}[ratio]
-            return torch.stack(
-                [
-                    kl_loss(
-                        lp[[i]],
-                        ref_lp[[i]],
-                        mask[[i]],
-                        kind,
-                        SUM,
-                        ratio=None if weight is None else weight[[i]],
-                    )
-                    for i in range(rows)
-                ]
-            )
+            return torch.stack([kl_loss(lp[[i]], ref_lp[[i]], mask[[i]], kind, SUM,
+                                        ratio=None if weight is None else weight[[i]]) for i in range(rows)])
 
         return per_response
 
@@ -177,22 +131,17 @@ def kl_table():
             ratios = torch.where(mask, lp - sampler.log_probs().detach(), 0.0).exp()
             values = estimator(ratios)
             gradient = exact_gradient(pi, expectation(sampler, values))
-            targets = (
-                full,
-                exact_gradient(pi, token_kl(pi, ref, sampler)),
-                exact_gradient(pi, token_kl(ref, pi, sampler)),
-            )
+            per_token = [exact_gradient(pi, token_kl(p, q, sampler)) for p, q in ((pi, ref), (ref, pi))]
             value = number(expectation(sampler, values).item() / true) if place == "loss" else "–"
-            line += [value, *(number(((gradient - t).norm() / full.norm()).item()) for t in targets)]
+            distances = [((gradient - target).norm() / full.norm()).item() for target in (full, *per_token)]
+            line += [value, *map(number, distances)]
         lines.append(line)
     gradients = ["∇KL", "per-token ∇KL", "per-token ∇KL(π_ref‖π)"]
-    return markdown(
-        ["estimator", "in the", "on-policy: value", *gradients, "off-policy: value", *gradients], lines
-    )
+    header = ["estimator", "in the", "on-policy: value", *gradients, "off-policy: value", *gradients]
+    return markdown(header, lines)
 
 
 # ---------------------------------------------------------------------------------- bias and variance
-
 
 def long_policy(T, seed):
     """A policy that seldom ends before T, so that T is the length."""
@@ -205,14 +154,10 @@ def long_policy(T, seed):
 def bare(config, train_lp, mu_lp, mask):
     """Weights and mask as `correct` gives them, without the metrics, which take most of the time."""
     log_ratio = masked_log_ratio(train_lp.detach(), mu_lp, mask)
-    weights = (
-        None
-        if config.rollout_is is None
-        else importance_weights(log_ratio, mask, config.rollout_is, config.rollout_is_threshold)
-    )
-    return SimpleNamespace(
-        weights=weights, mask=rejection_mask(log_ratio, mask, config.rollout_rs), metrics={}
-    )
+    weights, kept = None, rejection_mask(log_ratio, mask, config.rollout_rs)
+    if config.rollout_is is not None:
+        weights = importance_weights(log_ratio, mask, config.rollout_is, config.rollout_is_threshold)
+    return SimpleNamespace(weights=weights, mask=kept, metrics={})
 
 
 def field(config, theta, old, mu, advantages):
@@ -247,40 +192,31 @@ def bias_and_std(config, T, size, update=0.0, seeds=range(5)):
         old = long_policy(T, seed)
         mu, theta = old.perturbed(seed + 100, size), old.perturbed(seed + 200, update)
         reward = rewards(old, seed + 300)
-        mean, variance, kept = moments(
-            config, theta, old, mu, (reward - J(old, reward).detach()).expand(-1, T)
-        )
+        advantages = (reward - J(old, reward).detach()).expand(-1, T)
+        mean, variance, kept = moments(config, theta, old, mu, advantages)
         target = grad_J(theta, reward)
         error, spread = error + (mean - target).square().sum().item(), spread + variance
         scale, share = scale + target.square().sum().item(), share + kept / len(seeds)
     return (error / scale) ** 0.5, (spread / scale) ** 0.5, share
 
 
+def studied():
+    """The presets; before them the exact weight, after them two with bounds that short responses can meet."""
+    return {"sequence ρ, C = ∞": RolloutCorrectionConfig.bypass_pg_is(1e9),
+            **{f"`{name}`": PRESETS[name]() for name in TODAY},
+            "`decoupled_geo_rs`, 0.8–1.25": RolloutCorrectionConfig.decoupled_geo_rs((0.8, 1.25)),
+            "`decoupled_k3_rs`, 0.1": RolloutCorrectionConfig.decoupled_k3_rs(0.1)}
+
+
 def bias_variance():
-    settings = [
-        dict(T=4, size=0.05),
-        dict(T=4, size=0.2),
-        dict(T=4, size=0.5),
-        dict(T=2, size=0.2),
-        dict(T=8, size=0.2),
-        dict(T=4, size=0.2, update=0.2),
-    ]
-    header = [
-        "preset",
-        *(f"Δ = {s['size']:g}, T = {s['T']}" + (", later" if "update" in s else "") for s in settings),
-        "kept, Δ = 0.2, T = 4",
-    ]
-    configs = {
-        "sequence ρ, C = ∞": RolloutCorrectionConfig.bypass_pg_is(1e9),
-        **{f"`{n}`": PRESETS[n]() for n in TODAY},
-        **WIDER,
-    }
-    rows = {}
-    for name, config in configs.items():
-        found = [bias_and_std(config, **setting) for setting in settings]
-        cells = tuple(f"{number(bias)} / {std:.2f}" for bias, std, _ in found)
-        rows[name] = [name, *cells, f"{100 * found[1][2]:.0f} %"]
-    return markdown(header, rows.values())
+    settings = [(4, 0.05, 0), (4, 0.2, 0), (4, 0.5, 0), (2, 0.2, 0), (8, 0.2, 0), (4, 0.2, 0.2)]
+    names = [f"Δ = {size:g}, T = {T}" + (", later" if update else "") for T, size, update in settings]
+    rows = []
+    for name, config in studied().items():
+        found = [bias_and_std(config, *setting) for setting in settings]
+        cells = (f"{number(bias)} / {std:.2f}" for bias, std, _ in found)
+        rows.append([name, *cells, f"{100 * found[1][2]:.0f} %"])
+    return markdown(["preset", *names, "kept, " + names[1]], rows)
 
 
 # ----------------------------------------------------------------------------------------- metrics
@@ -303,50 +239,45 @@ FORMULAS = {
     "log_ppl_diff_min": "smallest",
     "log_ppl_abs_diff": "mean of its absolute value",
     "ppl_ratio": "mean of ppl(π)/ppl(μ): 1/geometric mean of ρ",
+    "rollout_is_catastrophic_token_fraction": "share of tokens with ρ_t below the veto, seq_max_k1",
+    "rollout_is_veto_fraction": "share of responses with such a token",
+    "rollout_rs_masked_fraction": "share of tokens that any criterion rejects",
+    "rollout_rs_seq_masked_fraction": "share of responses that lose a token",
+    "all_rejected": "1 when no token is left",
 }
 
 
 def metrics():
-    """What `diagnose` judges, and then what `offpolicy_metrics` reports; a metric without a formula is an error."""
+    """What `diagnose` judges, then what `offpolicy_metrics` reports; one without a formula is a KeyError."""
     pi = Policy(V=3, T=3, seed=0)
-    names = [
-        name.removeprefix("rollout_corr/")
-        for name in offpolicy_metrics(pi.log_probs(), pi.log_probs(), pi.mask)
-        if "rollout_rs" not in name
-    ]
-    judged = [
-        [f"`{name}`", f"{low:g}" if low == high else f"{low:g} to {high:g}", meaning, remedy]
-        for name, low, high, meaning, remedy in HEALTHY
-    ]
-    extra = [[f"`{name}`", FORMULAS[name]] for name in names if name in FORMULAS]
-    return (
-        markdown(["metric", "healthy", "outside it", "what to turn"], judged)
-        + "\n\n"
-        + markdown(["metric", "formula"], extra)
-    )
+    names = [name.removeprefix("rollout_corr/") for name in
+             offpolicy_metrics(pi.log_probs(), pi.log_probs(), pi.mask)]
+    judged = [[f"`{name}`", f"{low:g}" if low == high else f"{low:g} to {high:g}", meaning, remedy]
+              for name, low, high, meaning, remedy in HEALTHY]
+    formulas = [[f"`{name}`", FORMULAS[name]] for name in names]
+    return (markdown(["metric", "healthy", "outside it", "what to turn"], judged) + "\n\n"
+            + markdown(["metric", "formula"], formulas))
 
 
 # ------------------------------------------------------------------------------------ gradient field
 
-
 def side_by_side(policies):
     """Independent policies as the blocks of one, so that one call computes all of them."""
     whole = Policy(policies[0].V, policies[0].T)
-    whole.tokens, whole.mask = (
-        torch.cat([getattr(p, name) for p in policies]) for name in ("tokens", "mask")
-    )
+    whole.tokens, whole.mask = (torch.cat([getattr(p, x) for p in policies]) for x in ("tokens", "mask"))
     whole.states = torch.cat([p.states + i * len(p.logits) for i, p in enumerate(policies)])
     whole.logits = torch.cat([p.logits.detach() for p in policies]).requires_grad_()
     return whole
 
 
 def ascend(config, start, noise, reward, lagging, beta=0.3, steps=400, rate=0.1, lag=8):
-    """Exact ascent on E[R] − β KL(π‖start): the logits before every step and at the end, without sampling noise.
+    """Exact ascent on E[R] − β KL(π‖start), without sampling noise: the logits of every step.
 
-    The gradient of E[R] is the preset's, in expectation over μ; that of the KL is the true one, for all alike.
-    start, noise: lists of policies and of what is added to the logits of the sampler; reward [K, N, 1]; lagging [K]:
-    whether μ follows `lag` steps behind, or stays at the start. Every step sets π_old := π_θ and is a step of Adam,
-    whose rate falls linearly to 0. Adam works on each logit alone, so the K studies do not touch one another.
+    The gradient of E[R] is the preset's, in expectation over μ; that of the KL is the true one, for all.
+    start, noise: lists of policies and of what is added to the sampler's logits; reward [K, N, 1];
+    lagging [K]: whether μ follows `lag` steps behind, or stays at the start. Every step sets π_old := π_θ
+    and is a step of Adam, whose rate falls linearly to 0; Adam works on each logit alone, so the K studies
+    do not touch one another.
     """
     origin, theta, old, mu = (side_by_side(start) for _ in range(4))
     noise, shape = torch.cat(noise), reward.shape
@@ -359,9 +290,8 @@ def ascend(config, start, noise, reward, lagging, beta=0.3, steps=400, rate=0.1,
         value = (old.probs().reshape(shape) * reward).sum(1, keepdim=True)  # J, [K, 1, 1]
         advantages = (reward - value).reshape(-1, 1).expand(-1, theta.T)
         optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
-        gradient = field(config, theta, old, mu, advantages)[2] - beta * exact_gradient(
-            theta, kl(theta, origin)
-        )
+        gradient = field(config, theta, old, mu, advantages)[2]
+        gradient = gradient - beta * exact_gradient(theta, kl(theta, origin))
         theta.logits.grad = -gradient.reshape(theta.logits.shape)
         optimizer.step()
     return [*path, theta.logits.detach()]
@@ -385,44 +315,21 @@ def gradient_field(studies=10, size=0.5):
     reward = torch.stack([rewards(p, seed % studies + 300) for seed, p in enumerate(start)])
     noise = [(p.perturbed(i % studies + 100, size).logits - p.logits).detach() for i, p in enumerate(start)]
     lagging = torch.arange(2 * studies) >= studies
-    configs = {
-        "sequence ρ, C = ∞": RolloutCorrectionConfig.bypass_pg_is(1e9),
-        **{f"`{n}`": PRESETS[n]() for n in TODAY},
-        **WIDER,
-    }
     rows, ends = [], {}
-    for name, config in configs.items():
+    for name, config in studied().items():
         # At π_θ = π_old, decoupled PPO and weighted REINFORCE have one gradient: computed once.
         clips = config.bypass_mode and config.loss_type == "ppo_clip"
-        key = (
-            config.rollout_is,
-            config.rollout_is and config.rollout_is_threshold,
-            str(config.rollout_rs),
-            clips,
-        )
+        key = weights_in_words(config), rejection_in_words(config), clips
         if key not in ends:
             ends[key] = gain_reached(ascend(config, start, noise, reward, lagging)[-1], start, reward)
-        reached = ends[key]
-        rows.append(
-            [
-                name,
-                *(
-                    f"{round(x.item(), 2) + 0.0:.2f}"
-                    for part in (reached[~lagging], reached[lagging])
-                    for x in (part.mean(), part.min())
-                ),
-            ]
-        )
+        parts = ends[key][~lagging], ends[key][lagging]
+        figures = [x.item() for part in parts for x in (part.mean(), part.min())]
+        rows.append([name, *(f"{round(x, 2) + 0.0:.2f}" for x in figures)])
     return markdown(["preset", "fixed μ: mean", "worst", "lagging μ: mean", "worst"], rows)
 
 
-TABLES = {
-    "presets": presets,
-    "kl-table": kl_table,
-    "bias-variance": bias_variance,
-    "metrics": metrics,
-    "gradient-field": gradient_field,
-}
+TABLES = {"presets": presets, "kl-table": kl_table, "bias-variance": bias_variance, "metrics": metrics,
+          "gradient-field": gradient_field}
 
 
 @cache

@@ -1,10 +1,11 @@
-"""The book in math/: it runs, its labels lead both ways, its links exist, its tables are what the code computes.
+"""The book in math/: it runs, labels lead both ways, links exist, tables are what the code computes.
 
 Reported by pytest for the book as a whole; a chapter alone: `python -m doctest math/7-kl.md`.
 """
 
 import ast
 import doctest
+import importlib.util
 import os
 import re
 import subprocess
@@ -12,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from oracle import J, Policy, estimator_moments, rewards
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = sorted((ROOT / "math").glob("*.md"))
@@ -89,8 +92,9 @@ def test_every_equation_is_cited_by_the_core_and_by_a_test():
     in_tests = set().union(
         *(cited(path) for path in (ROOT / "tests").glob("test_*.py") if path.name != "test_math.py")
     )
-    assert not set(defined()) - in_core, f"in no core docstring: {sorted(set(defined()) - in_core)}"
-    assert not set(defined()) - in_tests, f"in no test: {sorted(set(defined()) - in_tests)}"
+    missing = {"in no core docstring": sorted(set(defined()) - in_core),
+               "in no test": sorted(set(defined()) - in_tests)}
+    assert not any(missing.values()), missing
 
 
 @pytest.mark.parametrize("document", [*CHAPTERS, *ROOT.glob("*.md")], ids=lambda path: path.name)
@@ -121,6 +125,40 @@ def test_generated_tables_are_up_to_date():
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert found.returncode == 0, f"run `python math/tables.py`\n{found.stdout}{found.stderr}"
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """math/tables.py, loaded by its path: nothing under math/ is importable by name."""
+    spec = importlib.util.spec_from_file_location("three_policies_tables", ROOT / "math" / "tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["decoupled_seq_is_rs", "decoupled_token_icepop", "bypass_ppo_clip"])
+def test_tables_take_all_responses_in_one_call(tables, name):
+    """What the tables compute in one call is the oracle's mean and variance, response by response."""
+    pi = Policy(V=3, T=3, seed=0)
+    theta, mu, config = pi.perturbed(2, 0.2), pi.perturbed(1, 0.5), tables.PRESETS[name]()
+    advantages = (rewards(pi) - J(pi, rewards(pi)).detach()).expand(-1, 3)
+    mean, variance, _ = tables.moments(config, theta, pi, mu, advantages)
+    lp, old_lp, mu_lp = theta.log_probs(), pi.log_probs().detach(), mu.log_probs().detach()
+    slow = estimator_moments(theta, mu, lambda i: tables.policy_loss(
+        lp[i], old_lp[i], mu_lp[i], advantages[i], pi.mask[i], config, mode=tables.SUM)[0])
+    assert torch.allclose(mean, -slow.mean, rtol=0, atol=1e-12) and abs(variance - slow.variance) < 1e-12
+
+
+def test_gradient_field_reaches_the_optimum_with_the_exact_weight(tables):
+    """Studies side by side do not disturb one another, and the exact weight ends at π*, whoever samples."""
+    start = [Policy(V=3, T=2, seed=seed) for seed in (0, 1)]
+    reward, lagging = torch.stack([rewards(p) for p in start]), torch.tensor([False, True])
+    noise = [(p.perturbed(5, 0.3).logits - p.logits).detach() for p in start]
+    exact = tables.RolloutCorrectionConfig.bypass_pg_is(1e9)
+    both = tables.ascend(exact, start, noise, reward, lagging)[-1]
+    alone = tables.ascend(exact, start[1:], noise[1:], reward[1:], lagging[1:])[-1]
+    assert torch.allclose(both[len(alone):], alone, rtol=0, atol=1e-9)
+    assert (tables.gain_reached(both, start, reward) > 0.999).all()
 
 
 def test_every_figure_is_shown_and_small():
