@@ -1,0 +1,381 @@
+"""The trainer: every preset trains; splitting the work over ranks and micro-batches changes nothing;
+a run that stops continues as if it had not; and whatever a user gets wrong is one sentence.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import trainer
+from correction import PRESETS
+from rollout import WeightSync, make_engine
+
+HERE = Path(__file__).resolve().parent.parent
+SMALL = ["task.size=1", "task.eval_size=8", "rollout.prompts=4", "rollout.samples=4", "rollout.max_tokens=5",
+         "rollout.quantize_bits=4", "train.mini_batches=2", "train.micro_batch_size=4", "train.steps=2"]
+
+
+@pytest.fixture
+def run(tiny_model, tmp_path, monkeypatch):
+    """run("key=value" …) trains the tiny model in an empty directory: (exit code, metrics lines).
+
+    The reward is one that an untaught model earns half of the time: a response of odd length.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trainer.Task, "reward", lambda self, problem, response: float(len(response) % 2))
+
+    def call(*overrides, engine="transformers", name="x"):
+        code = trainer.main([*SMALL, f"policy.path={tiny_model}", f"rollout.engine={engine}", f"run={name}",
+                             *overrides])
+        path = Path("runs") / name / "metrics.jsonl"
+        return code, trainer.read_metrics(path) if path.exists() else []
+    return call
+
+
+def shell(command, cwd, **options):
+    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280, **options)
+
+
+# --------------------------------------------------------------------------------------- it trains
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_runs_two_steps(preset, run):
+    code, lines = run(f"correction.preset={preset}")
+    assert code == 0 and [line["step"] for line in lines] == [1, 2]
+    assert all(value == value and abs(value) < 1e30 for line in lines for value in line.values())
+    assert lines[0]["rollout_corr/k3_kl"] > 0          # four-bit weights: the two policies do differ
+    assert {"reward/mean", "eval/accuracy", "loss/policy", "grad_norm", "tokens_per_second",
+            "time/update"} <= set(lines[0])
+
+
+@pytest.mark.parametrize("preset", ["decoupled_token_is", "bypass_pg_is", "bypass_ppo_clip_k3_rs"])
+def test_presets_with_vllm_under_torchrun(preset, tiny_model, tmp_path, vllm_required):
+    ranks = 2 if preset == "decoupled_token_is" else 1
+    result = shell([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), str(HERE / "trainer.py"), *SMALL,
+                    f"policy.path={tiny_model}", "rollout.engine=vllm", "rollout.dtype=bfloat16",
+                    f"correction.preset={preset}", "run=v"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "engine vllm (bfloat16)" in result.stderr and "Traceback" not in result.stdout + result.stderr
+    lines = trainer.read_metrics(tmp_path / "runs/v/metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2] and lines[0]["rollout_corr/k3_kl"] > 0
+
+
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_kl_term_and_reference_policy(where, run):
+    code, lines = run("loss.kl_coef=0.1", f"loss.kl_in={where}", "train.mini_batches=1", "train.lr=0.01")
+    assert code == 0 and abs(lines[0]["loss/kl"]) < 1e-5 < lines[1]["loss/kl"]   # it starts at the reference
+
+
+def test_kl_in_the_reward_is_a_return_to_go():
+    old, ref = torch.tensor([[-1.0, -2.0, -3.0, 9.0]]), torch.tensor([[-1.5, -2.0, -4.0, -9.0]])
+    mask, config = torch.tensor([[True, True, True, False]]), trainer.Config()
+    config.loss.kl_coef, config.loss.kl_in, config.loss.kl_kind = 2.0, "reward", "k1"
+    batch = trainer.Batch(None, None, mask, torch.ones(1, 4), old, old, ref)
+    assert trainer.with_kl_in_reward(batch, config).advantages.tolist() == [[-2.0, -1.0, -1.0, 1.0]]
+
+
+def test_the_default_command_learns_from_a_demo_model(tmp_path):
+    result = shell([sys.executable, str(HERE / "trainer.py"), "train.steps=2", "rollout.engine=transformers"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    directory = tmp_path / "runs/demo,rollout.engine=transformers"
+    lines = trainer.read_metrics(directory / "metrics.jsonl")
+    assert 0.3 < lines[0]["eval/accuracy"] < 0.75
+    assert {"config.yaml", "curves.png", "eval.jsonl", "checkpoints", "model"} <= {p.name for p in directory.iterdir()}
+
+
+def test_finished_model_reloads_and_reproduces_the_accuracy(run):
+    _, lines = run("train.lr=0.01", "task.eval_size=32")
+    config = trainer.load_config(["runs/x/config.yaml"])
+    model = transformers.AutoModelForCausalLM.from_pretrained("runs/x/model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("runs/x/model")
+    saved = [json.loads(line) for line in Path("runs/x/eval.jsonl").read_text().splitlines()]
+    engine = make_engine("transformers", "runs/x/model", dtype="float32", max_model_len=32)
+    samples = engine.generate([tokenizer(a["question"]).input_ids for a in saved],
+                              [trainer.seed_of(config.seed, "eval", i) for i in range(32)],
+                              temperature=1.0, max_tokens=5, eos_ids=[model.config.eos_token_id])
+    texts = [tokenizer.decode(s.tokens, skip_special_tokens=True) for s in samples]
+    assert texts == [a["response"] for a in saved]
+    assert sum(len(text) % 2 for text in texts) / 32 == lines[-1]["eval/accuracy"]
+
+
+# ---------------------------------------------------------- the work may be split; nothing changes
+
+GRADIENT = """
+import sys, torch, torch.distributed as dist, trainer
+from dataclasses import replace
+from correction import PRESETS, RolloutCorrectionConfig, correct
+path, out, micro = sys.argv[1], sys.argv[2], int(sys.argv[3])
+results = {}
+with trainer.process_group() as device:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config = trainer.Config()
+    config.train.micro_batch_size, config.train.max_grad_norm = micro // world, 1e9
+    generator = torch.Generator().manual_seed(0)
+    def draw(*shape): return torch.randn(*shape, generator=generator)
+    prompts = [[3 + (i * j) % 20 for j in range(1 + i % 3)] for i in range(8)]
+    lengths = [6, 1, 3, 2, 6, 5, 4, 1]
+    samples = [trainer.Sample([3 + (i + t) % 20 for t in range(n)], (-3 + 0.3 * draw(n)).tolist(), True)
+               for i, n in enumerate(lengths)]
+    advantages, noise = draw(8), 0.3 * draw(8, 6)
+    mine = slice(rank, None, world)
+    for preset, aggregation, denominator, normalize in [
+            ("decoupled_seq_is_rs", "token-mean", "fixed", False), ("decoupled_seq_is_rs", "seq-mean-token-mean", "kept", True),
+            ("bypass_pg_rs", "token-mean", "kept", True), ("bypass_pg_is", "seq-mean-token-sum-norm", "fixed", False)]:
+        policy = trainer.load_policy(path, config, device)
+        options = (RolloutCorrectionConfig("token", 2.0, normalize, {"seq_sum_k1": [0.01, 1.0]}, True, "reinforce")
+                   if preset == "bypass_pg_rs" else PRESETS[preset]())
+        options = replace(options, rollout_is_batch_normalize=normalize)
+        config.loss.aggregation, config.loss.denominator = aggregation, denominator
+        batch = trainer.pad(prompts[mine], samples[mine], advantages[mine], device)
+        # every rank pads to its own longest response
+        current = trainer.score(policy, batch, config)
+        near = torch.nn.functional.pad(noise[mine], (0, 0))[:, :current.shape[1]]
+        batch = batch._replace(rollout_log_prob=current + near, old_log_prob=current + near / 2)
+        given = None if options.bypass_mode else correct(batch.old_log_prob, batch.rollout_log_prob, batch.response_mask,
+                                                         options, batch.advantages, dist.group.WORLD)
+        gradient = {}
+        class Recorder:
+            def step(self): gradient.update({n: p.grad.full_tensor().clone() for n, p in policy.named_parameters()})
+            def zero_grad(self): policy.zero_grad()
+        made = trainer.update(policy, Recorder(), batch, options, config, given)
+        merged = trainer.merge(made.corrections, dist.group.WORLD)
+        results[preset, denominator] = (gradient, {**made.metrics, **merged})
+    if rank == 0: torch.save(results, out)
+"""
+
+
+@pytest.fixture(scope="module")
+def gradients(tiny_model, tmp_path_factory):
+    """One update's gradients and metrics for (ranks, micro-batches); 8 rows, some of them rejected."""
+    directory, found = tmp_path_factory.mktemp("gradients"), {}
+    (directory / "gradient.py").write_text(GRADIENT)
+    for ranks, parts in [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)]:
+        launcher = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        result = shell([*launcher, "gradient.py", str(tiny_model), "out.pt", str(8 // parts)], directory)
+        assert result.returncode == 0, result.stderr
+        found[ranks, parts] = torch.load(directory / "out.pt", weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("split", [(1, 2), (1, 4), (2, 1), (2, 2)])
+def test_ranks_and_micro_batches_change_nothing(gradients, split):
+    for case, (expected, metrics) in gradients[1, 1].items():
+        gradient, other = gradients[split][case]
+        scale = max(g.abs().max() for g in expected.values())
+        assert scale > 1e-4
+        for name, g in expected.items():
+            assert (gradient[name] - g).abs().max() <= 1e-5 * scale, (case, name)
+        for name, value in metrics.items():
+            assert torch.isclose(other[name].double(), value.double(), rtol=1e-5, atol=1e-6), (case, name)
+    rejected = gradients[1, 1]["decoupled_seq_is_rs", "fixed"][1]["rollout_corr/rollout_rs_seq_masked_fraction"]
+    assert 0 < rejected < 1
+
+
+def test_chunked_log_probs_are_those_of_the_whole_logits(tiny_model, monkeypatch):
+    tokens = torch.tensor([[0, 5, 6, 7, 8, 9], [3, 4, 5, 6, 7, 0]])
+    attention = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
+    positions = (attention.cumsum(-1) - 1).clamp(min=0)
+    logits = model(input_ids=tokens, attention_mask=attention, position_ids=positions).logits[:, 2:-1] / 0.7
+    whole = logits.log_softmax(-1).gather(-1, tokens[:, 3:, None]).squeeze(-1)        # [2, 3]
+    mask = attention[:, 3:].bool()
+    whole[mask].square().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    sizes = []
+    policy = trainer.Policy(model, 0.7)
+    monkeypatch.setattr(trainer, "CHUNK", 2 * 26)      # two tokens of 26 logits at a time
+    one_chunk = policy.token_log_probs
+    monkeypatch.setattr(policy, "token_log_probs", lambda h, y: sizes.append(len(y)) or one_chunk(h, y))
+    chunked = policy(tokens, attention, 3)
+    chunked[mask].square().sum().backward()
+    assert set(sizes) == {2} and torch.allclose(chunked[mask], whole[mask], atol=1e-5)
+    assert all(torch.allclose(p.grad, g, atol=1e-4) for p, g in zip(model.parameters(), expected))
+
+
+@pytest.mark.parametrize("kind", ["transformers", "vllm"])
+def test_engine_and_trainer_agree_before_and_after_a_sync(kind, tiny_model, request):
+    if kind == "vllm":
+        request.getfixturevalue("vllm_required")
+    config = trainer.Config()
+    config.rollout.temperature = 0.7
+    prompts = [[3 + i, 5, 7][:1 + i % 3] for i in range(12)]
+    with trainer.process_group() as device:
+        policy = trainer.load_policy(str(tiny_model), config, device)
+        engine = make_engine(kind, str(tiny_model), dtype="float32", max_model_len=64, device=device, batch_size=16)
+        try:
+            for seed in range(2):
+                samples = engine.generate(prompts, list(range(12)), temperature=0.7, max_tokens=40, eos_ids=[1])
+                batch = trainer.pad(prompts, samples, torch.zeros(12), device)
+                gap = (trainer.score(policy, batch, config) - batch.rollout_log_prob)[batch.response_mask]
+                assert batch.response_mask.sum() > 100 and gap.abs().max() < 1e-4
+                with torch.no_grad():
+                    for parameter in policy.parameters():
+                        parameter.mul_(1.05)
+                assert seed or (trainer.score(policy, batch, config) - batch.rollout_log_prob).abs().max() > 1e-2
+                WeightSync(engine, 0, None).push(trainer.full_weights(policy))
+        finally:
+            engine.close()
+
+
+# -------------------------------------------------------------------------------- it can be stopped
+
+def weights(name):
+    return load_file(f"runs/{name}/model/model.safetensors")
+
+
+def steady(lines):
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "tokens_per"))} for line in lines]
+
+
+def test_resumed_is_uninterrupted(run):
+    settings = ["train.save_every=2", "rollout.staleness=2", "train.lr=0.01", "train.keep=2", "train.eval_every=9"]
+    _, whole = run(*settings, "train.steps=6", name="whole")
+    run(*settings, "train.steps=4", name="parts")
+    with open("runs/parts/metrics.jsonl", "a") as file:      # killed in the fifth step, mid-line
+        file.write(json.dumps({"step": 5, "reward/mean": 9}) + '\n{"step": 6')
+    code, lines = run(*settings, "train.steps=6", name="parts")
+    assert code == 0 and [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert steady(lines)[4:] == steady(whole)[4:]
+    assert all(torch.equal(x, weights("parts")[name]) for name, x in weights("whole").items())
+    assert sorted(p.name for p in Path("runs/parts/checkpoints").iterdir()) == ["step-000004", "step-000006"]
+
+
+def test_finished_run_says_so_and_another_configuration_is_refused(run, capsys):
+    run()
+    before = weights("x")
+    code, lines = run()
+    assert code == 0 and len(lines) == 2 and "is finished" in capsys.readouterr().err
+    code, _ = run("train.lr=0.5", "seed=3")
+    said = capsys.readouterr().err
+    assert code == 2 and "train.lr=0.0003 (now 0.5)" in said and "seed=0 (now 3)" in said
+    assert all(torch.equal(x, weights("x")[name]) for name, x in before.items())
+
+
+def test_full_disk_is_one_sentence_and_the_last_checkpoint_remains(run, monkeypatch, capsys):
+    write = trainer.write
+
+    def full(path, text):
+        if path.name == "state.json" and "step-000002" in str(path):
+            raise OSError(28, "No space left on device")
+        write(path, text)
+    monkeypatch.setattr(trainer, "write", full)
+    code, _ = run("train.save_every=1")
+    said = capsys.readouterr().err
+    assert code == 1 and "the disk is full" in said and "Traceback" not in said
+    assert [p.name for p in Path("runs/x/checkpoints").iterdir()] == ["step-000001"]
+    monkeypatch.undo()
+
+
+def test_control_c(tiny_model, tmp_path):
+    command = [sys.executable, str(HERE / "trainer.py"), *SMALL, f"policy.path={tiny_model}", "run=x",
+               "rollout.engine=transformers", "train.steps=100000", "train.save_every=2"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    until = time.time() + 120
+    while not (tmp_path / "runs/x/checkpoints/step-000002").exists() and time.time() < until:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and "Traceback" not in said
+    assert said.strip().splitlines()[-1].startswith("trainer.py: interrupted")
+    assert list((tmp_path / "runs/x/checkpoints").glob("step-*/state.json"))
+
+
+# ------------------------------------------------------------------------------- what users get wrong
+
+@pytest.mark.parametrize("arguments, said", [
+    (["train.stesp=3"], ["train.stesp", "did you mean train.steps"]),
+    (["rolout.engine=vllm"], ["rolout", "did you mean rollout"]),
+    (["train.steps=many"], ["train.steps", "a whole number", "'many'"]),
+    (["train.steps=0"], ["train.steps", "at least 1", "0"]),
+    (["train.lr=.nan"], ["train.lr", "above 0", "nan"]),
+    (["train=3"], ["train", "section"]),
+    (["rollout.engine=vlm"], ["rollout.engine", "auto, vllm, transformers", "'vlm'"]),
+    (["correction.preset=decoupled_tokn_is"], ["correction.preset", "did you mean 'decoupled_token_is'"]),
+    (["correction.rollout_si=token"], ["rollout_si", "did you mean 'rollout_"]),
+    (["correction.preset=seq_is", "correction.rollout_is_threshold=-1"], ["rollout_is_threshold", "positive", "-1"]),
+    (["rollout.top_p=0.9"], ["rollout.top_p", "mass"]),
+    (["rollout.top_k=50"], ["rollout.top_k", "mass"]),
+    (["rollout.quantize_bits=1"], ["rollout.quantize_bits", "2 to 16"]),
+    (["rollout.staleness=-1"], ["rollout.staleness", "at least 0"]),
+    (["rollout.prompts=7"], ["rollout.prompts=7", "multiple", "train.mini_batches"]),
+    (["task.kind=jsonl"], ["task.path"]),
+    (["task.kind=jsonl", "task.path=nowhere.jsonl"], ["nowhere.jsonl", "No such file"]),
+    (["run=../outside"], ["run", "plain name", "../outside"]),
+    (["task.instruction=${oc.env:HOME}"], ["${", "not replaced"]),
+    (["nowhere.yaml"], ["nowhere.yaml", "No such file"]),
+    (["broken.yaml"], ["broken.yaml", "not YAML"]),
+    (["list.yaml"], ["list.yaml", "mapping"]),
+    (["policy.path=./nowhere"], ["policy.path=./nowhere"]),
+])
+def test_mistakes_are_one_sentence(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.yaml").write_text("train: {steps: [1")
+    (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
+    assert trainer.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in said) and error.count("\n") == 1, error
+    assert not (tmp_path / "runs").exists()
+
+
+ROWS = [{"question": f"{a}+{b}=", "answer": f"{a} and {b} are {a + b}.\n#### {a + b}"} for a in range(4) for b in range(6)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_question_files(kind, run, tmp_path):
+    if kind == "jsonl":
+        (tmp_path / "rows").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        pyarrow.parquet = pytest.importorskip("pyarrow.parquet")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows")
+    code, lines = run(f"task.kind={kind}", "task.path=rows")
+    assert code == 0 and len(lines) == 2
+
+
+@pytest.mark.parametrize("line, said", [
+    ('{"question": "1+1="}', "line 3 has no `answer`"),
+    ('{"question": "1+1=", "answer": "so\\n#### "}', "line 3 has an `answer` that ends in nothing"),
+    ('{"question": ["1+1="], "answer": "2"}', "line 3 has no `question`"),
+    ('["1+1=", "2"]', "line 3 has no `question`"),
+    ('{"question": "1+1=", ', "line 3 is not JSON"),
+    (json.dumps({"question": "1+" * 300, "answer": "300"}), "line 3 is a prompt of 600 tokens"),
+])
+def test_broken_rows_are_named(line, said, run, tmp_path, capsys):
+    rows = [json.dumps(row) for row in ROWS]
+    (tmp_path / "rows.jsonl").write_text("\n".join([*rows[:2], line, *rows[2:]]))
+    code, lines = run("task.kind=jsonl", "task.path=rows.jsonl", "task.eval_size=2")
+    assert code == 2 and lines == []
+    assert f"rows.jsonl, {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text, answer", [
+    ("40 + 2 = 42.\n#### 42", "42"), ("#### 1,234,567", "1234567"), ("#### $1,234.50", "1234.5"), ("#### 42.", "42"),
+    (r"so \boxed{42}", "42"), (r"\boxed{1} and then \boxed{\frac{1}{2}}", r"\frac{1}{2}"), ("42.00", "42"),
+    ("#### 1\n#### 2", "2"), ("-0", "0"), ("#### 007", "7"), (r"\boxed{\$5}", "5"), ("1,2", "1,2"), ("", ""), ("####", ""),
+    (r"\boxed{never closed", "never closed"), ("the answer is 42", "the answer is 42"), ("1e3", "1e3"),
+])
+def test_final_answers(text, answer):
+    assert trainer.final_answer(text) == answer
+
+
+@pytest.mark.parametrize("kind", ["arithmetic", "sort"])
+def test_tasks_hold_out_problems_and_deal_the_rest_once_per_pass(kind):
+    task = trainer.make_task(trainer.TaskConfig(kind=kind, size=2, eval_size=20), seed=1)
+    assert not {p.question for p in task.train} & {p.question for p in task.held_out} and len(task.held_out) == 20
+    size = len(task.train)
+    dealt = [i for first in range(0, 2 * size, size // 4) for i in task.order(1, first, size // 4)][:2 * size]
+    assert sorted(dealt[:size]) == list(range(size)) and dealt[:size] != dealt[size:2 * size]
+    right = random.Random(0).choice(task.held_out)
+    assert task.reward(right, right.answer) == 1 and task.reward(right, right.answer + "0") == 0
