@@ -373,6 +373,7 @@ def test_what_each_aggregation_weighs(how, weights):
 def test_counts():
     """eq:aggregation: tokens and non-empty sequences, also as plain numbers in `counts`."""
     assert count(GRID) == Counts(torch.tensor(7.0), torch.tensor(3.0))
+    assert all(n.dtype == torch.float32 and n.ndim == 0 for n in count(GRID))
     for how in AGGREGATIONS:
         assert close(aggregate_loss(VALUES, GRID, how, counts=Counts(14, 6)),
                      by_loops(VALUES, GRID, how, GRID, None) / 2)
@@ -403,7 +404,7 @@ def test_micro_batches_add_up_to_the_full_batch(mode, denominator, how):
     loss, metrics = policy_loss(lp, old, mu, advantages, mask, config, correction=correction,
                                 **options)
     gradient = torch.autograd.grad(loss, lp)[0]
-    assert gradient.abs().max() > 0.01
+    assert gradient.abs().max() > 0.01 and not any("rollout_corr" in name for name in metrics)
     counts = count(mask if denominator == "fixed" else correction.mask)
     for split in SPLITS:
         parts = [policy_loss(lp[i], old[i], mu[i], advantages[i], mask[i], config, counts=counts,
@@ -458,11 +459,15 @@ def test_default_options_of_policy_loss():
     assert not close(policy_loss(*inputs, denominator="kept")[0], explicit)
 
 
-def test_zero_advantages_are_not_counted_as_clipped():
-    """eq:ppo-clip: with A = 0 there is no gradient for a clip to take."""
-    lp, old, mu, advantages, mask = batch(5)
-    _, metrics = policy_loss(lp, old, mu, 0 * advantages, mask, Config(), clip_low=0, clip_high=0)
-    assert metrics["loss/clip_fraction"] == 0
+@pytest.mark.parametrize("advantage, ratio, left", [
+    (0.5, 1.3, 1), (0.5, 1.27, 0), (0.5, 0.7, 0), (-0.5, 0.79, 1), (-0.5, 0.81, 0), (-0.5, 1.4, 0),
+    (0.0, 1.4, 0), (0.0, 0.7, 0)])
+def test_clip_fraction_counts_the_sides_without_gradient(advantage, ratio, left):
+    """eq:ppo-clip: above 1 + 0.28 for A > 0, below 1 − 0.2 for A < 0; with A = 0 none is taken."""
+    one = torch.ones(1, 1).double()
+    _, metrics = policy_loss(math.log(ratio) * one, 0 * one, 0 * one, advantage * one, one,
+                             Config(), clip_low=0.2, clip_high=0.28)
+    assert metrics["loss/clip_fraction"] == left
 
 
 def test_no_gradient_through_old_or_rollout_or_advantages():
@@ -579,6 +584,20 @@ def test_a_wrong_shape_is_an_error(wrong):
     tensors[wrong] = tensors[wrong][:, :1]
     with pytest.raises(ValueError, match="one shape"):
         policy_loss(*tensors, Config())
+
+
+@pytest.mark.parametrize("missing", ["log_prob", "old_log_prob", "rollout_log_prob", "advantages"])
+def test_a_missing_tensor_is_an_error_that_names_it(missing):
+    """eq:correction: decoupled mode needs all four, bypass mode all but old_log_prob."""
+    names = "log_prob", "old_log_prob", "rollout_log_prob", "advantages"
+    *tensors, mask = [None if name == missing else x for name, x in zip((*names, "mask"), batch())]
+    for bypass in (False, True):
+        config = Config(bypass_mode=bypass)
+        if bypass and missing == "old_log_prob":
+            assert policy_loss(*tensors, mask, config)[0].isfinite()
+        else:
+            with pytest.raises(ValueError, match=f"^{missing} is missing"):
+                policy_loss(*tensors, mask, config)
 
 
 # ------------------------------------------------------------------------------ Monte Carlo, larger
