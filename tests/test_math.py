@@ -106,6 +106,14 @@ def test_links_lead_somewhere_and_not_to_line_numbers(document):
             assert (document.parent / target.split("#")[0]).exists(), f"{target} does not exist"
 
 
+def test_quoted_differences_are_between_lines_of_the_code():
+    code = {line.strip() for line in (ROOT / "losses.py").read_text().splitlines()}
+    for chapter in CHAPTERS:
+        for block in re.findall(r"```diff\n(.*?)```", chapter.read_text(), re.DOTALL):
+            quoted = {line[1:].strip() for line in block.splitlines() if not line[1:].startswith("def ")}
+            assert quoted <= code, f"{chapter.name} quotes what losses.py no longer says: {quoted - code}"
+
+
 def test_chapters_are_complete_and_lead_from_one_to_the_next():
     assert [int(chapter.name.split("-")[0]) for chapter in CHAPTERS] == list(range(1, len(CHAPTERS) + 1))
     for chapter, following in zip(CHAPTERS, CHAPTERS[1:], strict=False):
