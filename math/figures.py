@@ -1,6 +1,6 @@
-"""Draws the figures of the chapters into math/figures/, without sampling noise: enumeration and formulas only.
+"""Draws the chapters' figures into math/figures/, without sampling noise: enumeration and formulas only.
 
-python math/figures.py               # all of them, about 10 s          python math/figures.py length-trap
+    python math/figures.py          # all, about 15 s           python math/figures.py length-trap  # one
 """
 
 import io
@@ -20,29 +20,12 @@ from correction import RolloutCorrectionConfig as Config  # noqa: E402
 from estimators import aggregate_log_ratio, kl_estimate  # noqa: E402
 
 # Okabe and Ito's palette, and a line style beside every colour: readable without colours, too.
-BLACK, ORANGE, SKY, GREEN, BLUE, RED, PINK = (
-    "#000000",
-    "#E69F00",
-    "#56B4E9",
-    "#009E73",
-    "#0072B2",
-    "#D55E00",
-    "#CC79A7",
-)
-plt.rcParams.update(
-    {
-        "figure.facecolor": "white",
-        "savefig.facecolor": "white",
-        "font.size": 9,
-        "axes.grid": True,
-        "grid.color": "#dddddd",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
-        "figure.constrained_layout.use": True,
-        "lines.linewidth": 1.8,
-    }
-)
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+BLUE, RED, PINK = "#0072B2", "#D55E00", "#CC79A7"
+plt.rcParams.update({"figure.facecolor": "white", "savefig.facecolor": "white", "font.size": 9,
+                     "axes.grid": True, "grid.color": "#dddddd", "axes.spines.top": False,
+                     "axes.spines.right": False, "legend.frameon": False, "lines.linewidth": 1.8,
+                     "figure.constrained_layout.use": True})
 ALL = 1e9  # a threshold that nothing reaches
 
 
@@ -61,14 +44,8 @@ def length_trap():
             label = f"product, every ρ = {ratio:g}" if level == "sequence" else None
             axis.plot(lengths, values, style, color=color, linewidth=width, label=label)
     axis.plot([], [], color="#777777", linewidth=0.9, label="thin: their geometric means")
-    axis.set(
-        xscale="log",
-        yscale="log",
-        ylim=(0.3, 1e5),
-        xlim=(1, 4096),
-        xlabel="tokens in the response",
-        ylabel="ρ of the response",
-    )
+    axis.set(xscale="log", yscale="log", ylim=(0.3, 1e5), xlim=(1, 4096), xlabel="tokens in the response",
+             ylabel="ρ of the response")
     axis.legend(loc="upper left", fontsize=8)
     return figure
 
@@ -99,7 +76,7 @@ def bias_variance():
         found = [bias_and_std(config, T=T, size=0.5, seeds=range(16)) for T in lengths]
         for row in (0, 1):
             axes[row, 1].plot(lengths, [f[row] for f in found], linestyle=style, color=color, label=name)
-    axes[0, 0].set(ylabel="bias / |∇J|", title="against the cap C (T = 4)", ylim=(0, None))
+    axes[0, 0].set(ylabel="bias / |∇J|", title="against the cap C (T = 4)", ylim=(-0.03, None))
     axes[0, 1].set(title="against the length T")
     axes[1, 0].set(ylabel="std / |∇J|", xlabel="C", xscale="log", ylim=(0, None))
     axes[1, 0].set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
@@ -113,19 +90,14 @@ def bias_variance():
 def kl_estimators():
     """Value and gradient coefficient (of ∇log π) of every estimator against ℓ."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3))
-    for kind, color, style in (
-        ("k1", BLACK, ":"),
-        ("k2", BLUE, "-"),
-        ("k3", RED, "--"),
-        ("abs", ORANGE, "-."),
-    ):
+    curves = ("k1", BLACK, ":"), ("k2", BLUE, "-"), ("k3", RED, "--"), ("abs", ORANGE, "-.")
+    for kind, color, style in curves:
         ell = torch.linspace(-2, 2, 400, dtype=torch.float64, requires_grad=True)
         value = kl_estimate(ell, torch.zeros_like(ell), kind)
         slope = torch.autograd.grad(value.sum(), ell)[0]
         left.plot(ell.detach(), value.detach(), style, color=color, label=kind)
-        right.plot(
-            ell.detach(), slope, style, color=color, label=kind if kind != "k2" else "k2 and every “+”: ℓ"
-        )
+        label = "k2 and every “+”: ℓ" if kind == "k2" else kind
+        right.plot(ell.detach(), slope, style, color=color, label=label)
     left.set(title="value", xlabel="ℓ = log π_θ − log π_ref", ylim=(-2, 4.5))
     right.set(title="coefficient of ∇log π_θ", xlabel="ℓ = log π_θ − log π_ref", ylim=(-4, 2.5))
     left.legend(fontsize=8)
@@ -135,7 +107,6 @@ def kl_estimators():
 
 def gradient_field():
     """Two tokens, two states: the policy is a point in a square. Where exact ascent takes it, by preset."""
-
     def policy(first, second):
         start = Policy(V=2, T=2)
         start.logits = torch.tensor([[0.0, first], [0.0, second]], dtype=torch.float64).requires_grad_()
@@ -157,50 +128,23 @@ def gradient_field():
         "disabled": (PRESETS["disabled"](), BLACK, ":"),
     }
     grid = torch.linspace(0.02, 0.98, 60, dtype=torch.float64)
-    height = torch.stack(
-        [
-            torch.stack(
-                [
-                    gain_reached(policy(a.logit(), b.logit()).logits.detach(), [start], reward[None])[0]
-                    for a in grid
-                ]
-            )
-            for b in grid
-        ]
-    )
+    height = []
+    for second in grid:                                                 # a row of the square at a time
+        row = torch.cat([policy(first.logit(), second.logit()).logits.detach() for first in grid])
+        height.append(gain_reached(row, [start] * len(grid), reward.expand(len(grid), -1, -1)))
     for axis, lagging in zip(axes, (False, True), strict=True):
-        axis.contour(
-            grid, grid, height, levels=[-1, -0.5, 0, 0.5, 0.8, 0.95], colors="#bbbbbb", linewidths=0.8
-        )
+        axis.contour(grid, grid, torch.stack(height), levels=[-1, -0.5, 0, 0.5, 0.8, 0.95], colors="#bbbbbb",
+                     linewidths=0.8)
         for name, (config, color, style) in shown.items():
             path = torch.stack(ascend(config, [start], [noise], reward[None], torch.tensor([lagging])))
             a, b = chances(path)
             axis.plot(a, b, linestyle=style, color=color, label=name)
             axis.plot(a[-1], b[-1], "o", color=color, markersize=4, clip_on=False)
-        best = optimum(start, reward)
-        axis.plot(
-            *best,
-            "*",
-            color="#000000",
-            markersize=11,
-            markerfacecolor="white",
-            label="optimum π*",
-            linestyle="none",
-        )
-        axis.plot(
-            *[c[0] for c in chances(start.logits.detach()[None])],
-            "s",
-            color="#000000",
-            markersize=5,
-            label="start",
-            linestyle="none",
-        )
-        axis.set(
-            title="lagging μ" if lagging else "fixed μ",
-            xlabel="P(go on after the prompt)",
-            xlim=(0, 1),
-            ylim=(0, 1.02),
-        )
+        black = dict(color=BLACK, linestyle="none")
+        axis.plot(*optimum(start, reward), "*", ms=11, markerfacecolor="white", label="optimum π*", **black)
+        axis.plot(*[x[0] for x in chances(path[:1])], "s", markersize=5, label="start", **black)
+        axis.set(title="lagging μ" if lagging else "fixed μ", xlabel="P(go on after the prompt)", xlim=(0, 1),
+                 ylim=(0, 1.02))
     axes[0].set(ylabel="P(“1” after “1”)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
@@ -212,17 +156,11 @@ def optimum(start, reward, beta=0.3):
     return (ten + eleven) / (stop + ten + eleven), eleven / (ten + eleven)
 
 
-FIGURES = {
-    "length-trap": length_trap,
-    "bias-variance": bias_variance,
-    "kl-estimators": kl_estimators,
-    "gradient-field": gradient_field,
-}
+FIGURES = {"length-trap": length_trap, "bias-variance": bias_variance, "kl-estimators": kl_estimators,
+           "gradient-field": gradient_field}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or FIGURES:
-        image = io.BytesIO()
+        image, path = io.BytesIO(), ROOT / "math" / "figures" / f"{name}.png"
         FIGURES[name]().savefig(image, dpi=110)
-        Image.open(image).convert("RGB").quantize(64).save(
-            ROOT / "math" / "figures" / f"{name}.png", optimize=True
-        )
+        Image.open(image).convert("RGB").quantize(256).save(path, optimize=True)
