@@ -502,6 +502,17 @@ def test_advantages_with_keep_by_hand():
     assert close(reinforce_advantages(REWARDS, keep), REWARDS - 27 / 4)
 
 
+@pytest.mark.xfail(strict=True, reason="a matrix product multiplies NaN by 0")
+@pytest.mark.parametrize("junk", [math.nan, math.inf])
+def test_a_rejected_or_foreign_reward_does_not_poison_the_baseline(junk):
+    """eq:baseline: NaN or inf in a rejected row, or in another group, reaches no other row."""
+    r, groups, keep = f64([1.0, junk, 3.0, 4.0]), f64([0, 0, 0, 1]), torch.tensor([1, 0, 1, 1])
+    for method in (rloo_advantages, grpo_advantages):
+        alone = method(f64([1.0, 3.0]), torch.zeros(2))
+        assert close(method(r, groups, keep=keep)[[0, 2]], alone)
+        assert close(method(r, groups)[3], 4.0)
+
+
 def advantage_moments(advantages):
     """Of REINFORCE on all pairs of sequences of π, as one group."""
     def loss(i):

@@ -268,7 +268,7 @@ def slope(loss, log_r, advantage, **options):
     return value.item(), torch.autograd.grad(value.sum(), log_prob)[0].item()
 
 
-@pytest.mark.parametrize("advantage", [2.0, -3.0])
+@pytest.mark.parametrize("advantage", [2.0, 0.5, -0.5, -3.0])
 @pytest.mark.parametrize("ratio", [0.5, 0.79, 0.81, 0.95, 1.0, 1.27, 1.29, 2.9, 3.1, 9.0])
 @pytest.mark.parametrize("dual", [None, 3.0])
 def test_where_the_clip_takes_the_gradient(advantage, ratio, dual):
@@ -282,7 +282,7 @@ def test_where_the_clip_takes_the_gradient(advantage, ratio, dual):
     assert close(derivative, 0.0 if gone else -advantage * ratio)
 
 
-@pytest.mark.parametrize("advantage", [2.0, -3.0])
+@pytest.mark.parametrize("advantage", [2.0, 0.5, -0.5, -3.0])
 @pytest.mark.parametrize("ratio", [0.5, 0.95, 1.1, 4.0])
 def test_cispo_pointwise(advantage, ratio):
     """eq:cispo: slope −clip(r)A, never 0."""
@@ -292,7 +292,7 @@ def test_cispo_pointwise(advantage, ratio):
     assert close(value, -clipped * advantage * (math.log(ratio) - 1))
 
 
-@pytest.mark.parametrize("advantage", [2.0, -3.0])
+@pytest.mark.parametrize("advantage", [2.0, 0.5, -0.5, -3.0])
 @pytest.mark.parametrize("ratio", [0.5, 0.95, 1.1, 4.0])
 def test_sapo_pointwise(advantage, ratio):
     """eq:sapo: −A(4/τ)σ(τ(r−1)), τ = 1 for A > 0, 1.05 for A < 0."""
