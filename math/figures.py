@@ -26,7 +26,6 @@ plt.rcParams.update({"figure.facecolor": "white", "savefig.facecolor": "white", 
                      "axes.grid": True, "grid.color": "#dddddd", "axes.spines.top": False,
                      "axes.spines.right": False, "legend.frameon": False, "lines.linewidth": 1.8,
                      "figure.constrained_layout.use": True})
-ALL = 1e9  # a threshold that nothing reaches
 
 
 def length_trap():
@@ -68,8 +67,8 @@ def bias_variance():
     against_length = {
         "token, C = 2": (Config("token", 2.0), SKY, "--"),
         "sequence, C = 2": (Config("sequence", 2.0), BLUE, "-"),
-        "sequence, C = ∞": (Config("sequence", ALL), GREEN, (0, (5, 1, 1, 1, 1, 1))),
-        "geometric, C = ∞": (Config("geometric", ALL), ORANGE, (0, (3, 1))),
+        "sequence, C = ∞": (Config("sequence", torch.inf), GREEN, (0, (5, 1, 1, 1, 1, 1))),
+        "geometric, C = ∞": (Config("geometric", torch.inf), ORANGE, (0, (3, 1))),
         "no weight": (Config(), BLACK, ":"),
     }
     for name, (config, color, style) in against_length.items():
@@ -119,7 +118,7 @@ def gradient_field():
     start, noise = policy(-0.7, -0.4), torch.tensor([[0.0, 0.1], [0.0, -1.0]], dtype=torch.float64)
     figure, axes = plt.subplots(1, 2, figsize=(7, 3.9), sharey=True)
     shown = {
-        "sequence ρ, C = ∞": (Config.bypass_pg_is(ALL), GREEN, "-"),
+        "sequence ρ, C = ∞": (Config.bypass_pg_is(torch.inf), GREEN, "-"),
         "decoupled_token_is": (PRESETS["decoupled_token_is"](), SKY, "--"),
         "decoupled_seq_is": (PRESETS["decoupled_seq_is"](), BLUE, "-."),
         "decoupled_seq_is_rs": (PRESETS["decoupled_seq_is_rs"](), RED, (0, (3, 1))),

@@ -154,7 +154,7 @@ def long_policy(T, seed):
 def bare(config, train_lp, mu_lp, mask):
     """Weights and mask as `correct` gives them, without the metrics, which take most of the time."""
     log_ratio = masked_log_ratio(train_lp.detach(), mu_lp, mask)
-    weights, kept = None, rejection_mask(log_ratio, mask, config.rollout_rs)
+    weights, kept = None, rejection_mask(log_ratio, mask, config.rollout_rs) if config.rollout_rs else mask
     if config.rollout_is is not None:
         weights = importance_weights(log_ratio, mask, config.rollout_is, config.rollout_is_threshold)
     return SimpleNamespace(weights=weights, mask=kept, metrics={})
@@ -202,7 +202,7 @@ def bias_and_std(config, T, size, update=0.0, seeds=range(5)):
 
 def studied():
     """The presets; before them the exact weight, after them two with bounds that short responses can meet."""
-    return {"sequence ρ, C = ∞": RolloutCorrectionConfig.bypass_pg_is(1e9),
+    return {"sequence ρ, C = ∞": RolloutCorrectionConfig.bypass_pg_is(torch.inf),
             **{f"`{name}`": PRESETS[name]() for name in TODAY},
             "`decoupled_geo_rs`, 0.8–1.25": RolloutCorrectionConfig.decoupled_geo_rs((0.8, 1.25)),
             "`decoupled_k3_rs`, 0.1": RolloutCorrectionConfig.decoupled_k3_rs(0.1)}

@@ -162,7 +162,7 @@ def test_gradient_field_reaches_the_optimum_with_the_exact_weight(tables):
     start = [Policy(V=3, T=2, seed=seed) for seed in (0, 1)]
     reward, lagging = torch.stack([rewards(p) for p in start]), torch.tensor([False, True])
     noise = [(p.perturbed(5, 0.3).logits - p.logits).detach() for p in start]
-    exact = tables.RolloutCorrectionConfig.bypass_pg_is(1e9)
+    exact = tables.RolloutCorrectionConfig.bypass_pg_is(torch.inf)
     both = tables.ascend(exact, start, noise, reward, lagging)[-1]
     alone = tables.ascend(exact, start[1:], noise[1:], reward[1:], lagging[1:])[-1]
     assert torch.allclose(both[len(alone):], alone, rtol=0, atol=1e-9)
