@@ -347,7 +347,8 @@ def test_statistics_merge_exactly(dtype, pieces):
     assert set(out) == {*ASKED, *(f"{how}_too" for how in ASKED), "other"}
 
 
-@pytest.mark.parametrize("values", [[], [3.0], [-2.0, -2.0], [1e4, 1e4 + 1], [0.0, 0.0]])
+@pytest.mark.parametrize("values", [
+    [], [3.0], [-2.0, -2.0], [1e4, 1e4 + 1], [0.1, 0.2], [0.0, 0.0]])
 def test_statistics_of_few_values(values):
     """eq:merge: nothing gives 0; one value has no spread; equal ones no negative variance."""
     statistics, x = Statistics(), f64([*values, 7.0])
@@ -492,9 +493,10 @@ def test_rejected_rows_are_not_in_the_baseline():
         assert advantages[0] == 1
 
 
-def test_advantages_with_keep_by_hand():
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_advantages_with_keep_by_hand(dtype):
     """eq:baseline with keep: kept rows alone make the mean and the deviation."""
-    keep = torch.tensor([1, 0, 1, 1, 1, 0])
+    keep = torch.tensor([1, 0, 1, 1, 1, 0]).to(dtype)
     assert close(grpo_advantages(REWARDS, GROUPS, False, keep), f64([-2.5, -1.5, 2.5, 0, 0, 7]))
     std = f64(12.5).sqrt() + 1e-6
     assert close(grpo_advantages(REWARDS, GROUPS, True, keep)[:3], f64([-2.5, -1.5, 2.5]) / std)

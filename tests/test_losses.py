@@ -470,6 +470,27 @@ def test_clip_fraction_counts_the_sides_without_gradient(advantage, ratio, left)
     assert metrics["loss/clip_fraction"] == left
 
 
+def test_at_the_edge_of_the_interval_nothing_is_clipped():
+    """eq:ppo-clip: r = 1 with a range of [1, 1] has not left it, for either sign of A."""
+    one = torch.ones(1, 1)
+    for advantage in (one, -one):
+        _, metrics = policy_loss(0 * one, 0 * one, 0 * one, advantage, one, Config(),
+                                 clip_low=0, clip_high=0)
+        assert metrics["loss/clip_fraction"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_the_mask_may_have_any_dtype(dtype):
+    """eq:aggregation: a mask of 0 and 1 in any dtype is the same mask."""
+    lp, old, mu, advantages, mask = batch(6)
+    config = Config("token", rollout_rs={"token_k1": (0.5, 1.5)})
+    for denominator in ("fixed", "kept"):
+        expected, loss = (policy_loss(lp, old, mu, advantages, m, config, denominator=denominator)[0]
+                          for m in (mask, mask.to(dtype)))
+        assert close(loss, expected)
+    assert close(kl_loss(lp, old, mask.to(dtype)), kl_loss(lp, old, mask))
+
+
 def test_no_gradient_through_old_or_rollout_or_advantages():
     """eq:detached: π_old, μ and A are constants of the step, even when they come with a graph."""
     for mode in MODES:
