@@ -484,8 +484,8 @@ def test_the_mask_may_have_any_dtype(dtype):
     """eq:aggregation: a mask of 0 and 1 in any dtype is the same mask."""
     lp, old, mu, advantages, mask = batch(6)
     config = Config("token", rollout_rs={"token_k1": (0.5, 1.5)})
-    for denominator in ("fixed", "kept"):
-        expected, loss = (policy_loss(lp, old, mu, advantages, m, config, denominator=denominator)[0]
+    for how in ("fixed", "kept"):
+        expected, loss = (policy_loss(lp, old, mu, advantages, m, config, denominator=how)[0]
                           for m in (mask, mask.to(dtype)))
         assert close(loss, expected)
     assert close(kl_loss(lp, old, mask.to(dtype)), kl_loss(lp, old, mask))
