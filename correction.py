@@ -231,7 +231,7 @@ PRESETS |= {old: PRESETS[new] for old, new in HISTORICAL.items()}
 
 @dataclass(frozen=True)
 class Correction:
-    """What `correct` returns; unpacks into weights, mask, metrics.
+    """What `correct` returns; unpacks into weights, mask, metrics.  (eq:correction)
 
     weights [B, T]: detached, 0 on padding, None when rollout_is is None. mask [B, T]: response_mask
     without the rejected, in its dtype. metrics: {"rollout_corr/…": 0-dim tensor}, on the device.

@@ -26,7 +26,8 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 def reinforce_loss(log_prob: Tensor, advantages: Tensor) -> Tensor:
     """−A log π_θ: its gradient is −A ∇log π_θ.  (eq:reinforce)
 
-    Off-policy it is multiplied by a detached ρ (eq:off-policy). Source: Williams 1992.
+    In expectation that is −∇J (eq:policy-gradient). Off-policy it is multiplied by a detached ρ
+    (eq:off-policy). Source: Williams 1992.
     """
     return -advantages * log_prob
 
@@ -85,7 +86,7 @@ def sapo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, tau_po
 # ---------------------------------------------------------------------------------- aggregation
 
 class Counts(NamedTuple):
-    """Tokens and non-empty sequences of a batch; to be added up over ranks and micro-batches."""
+    """Tokens and non-empty sequences, added up over ranks and micro-batches.  (eq:aggregation)"""
 
     tokens: Tensor
     sequences: Tensor
@@ -208,7 +209,8 @@ def kl_loss(log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, kind:
     "+", whose gradient is the per-token reverse KL's; k1's is zero in expectation and k3's is
     KL(π_ref‖π_θ)'s. `ratio` [B, T] multiplies the estimate when samples come from μ: detached with
     k2 or "+", or π_θ/μ with its graph with k1 or k3 (DeepSeek-V3.2 2512.02556: ∇(ratio·k3) =
-    sg(ratio)·∇k2, sample by sample).
+    sg(ratio)·∇k2, sample by sample). With prefix products for the ratio, and their graph, k1 gives
+    the gradient of the whole sequence's KL (eq:prefix).
     """
     valid = response_mask.bool()
     log_prob, ref_log_prob = (torch.where(valid, x, 0.0) for x in (log_prob, ref_log_prob))

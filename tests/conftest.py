@@ -8,8 +8,6 @@ import os
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 CHARACTERS = "0123456789+-*/=?() abcd"
@@ -17,6 +15,9 @@ CHARACTERS = "0123456789+-*/=?() abcd"
 
 def character_tokenizer(characters=CHARACTERS):
     """One token per character, saved and loaded like any other Hugging Face tokenizer."""
+    # Imported here: the core's own tests must run where torch is and transformers is not.
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
@@ -32,6 +33,7 @@ def tiny_model(tmp_path_factory):
     The embeddings are tied, as in most small models, and the weights are ten times the usual size,
     so that the distributions are far from uniform and a wrong one is seen.
     """
+    from transformers import Qwen2Config, Qwen2ForCausalLM
     directory = tmp_path_factory.mktemp("tiny_model")
     tokenizer = character_tokenizer()
     with torch.random.fork_rng():

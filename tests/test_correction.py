@@ -396,6 +396,7 @@ def test_each_criterion_on_numbers_one_can_check(criteria, kept):
 
 
 def test_opsm_rejects_only_negative_advantages_of_drifted_sequences():
+    """eq:opsm"""
     log_ratio = f64([[-0.3, -0.1], [-0.3, -0.1], [0.3, 0.1]])       # mean −log ρ: 0.2, 0.2, −0.2
     advantages = f64([[-1.0, 1.0], [1.0, 1.0], [-1.0, -1.0]])
     args = (log_ratio, torch.zeros_like(log_ratio), torch.ones(3, 2))

@@ -4,7 +4,6 @@ Reported by pytest for the book as a whole; a chapter alone: `python -m doctest 
 """
 
 import ast
-import doctest
 import importlib.util
 import os
 import re
@@ -42,13 +41,6 @@ def public_docstrings(path):
 
 def without_fences(text):
     return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-
-
-@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
-def test_chapter_runs(chapter, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    failed, attempted = doctest.testfile(str(chapter), module_relative=False, encoding="utf-8")
-    assert attempted > 0 and not failed, f"{failed} of {attempted} examples failed; see above"
 
 
 def test_no_label_is_defined_twice_and_each_belongs_to_a_formula():
