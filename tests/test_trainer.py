@@ -114,6 +114,7 @@ def test_finished_model_reloads_and_reproduces_the_accuracy(run):
 GRADIENT = """
 import sys, torch, torch.distributed as dist, trainer
 from dataclasses import replace
+from types import SimpleNamespace
 from correction import PRESETS, RolloutCorrectionConfig, correct
 path, out, micro = sys.argv[1], sys.argv[2], int(sys.argv[3])
 results = {}
@@ -148,7 +149,8 @@ with trainer.process_group() as device:
         class Recorder:
             def step(self): gradient.update({n: p.grad.full_tensor().clone() for n, p in policy.named_parameters()})
             def zero_grad(self): policy.zero_grad()
-        made = trainer.update(policy, Recorder(), batch, options, config, given)
+        run = SimpleNamespace(config=config, policy=policy, optimizer=Recorder())
+        made = trainer.update(run, batch, options, given)
         merged = trainer.merge(made.corrections, dist.group.WORLD)
         results[preset, denominator] = (gradient, {**made.metrics, **merged})
     if rank == 0: torch.save(results, out)
@@ -299,7 +301,7 @@ def test_control_c(tiny_model, tmp_path):
     (["rolout.engine=vllm"], ["rolout", "did you mean rollout"]),
     (["train.steps=many"], ["train.steps", "a whole number", "'many'"]),
     (["train.steps=0"], ["train.steps", "at least 1", "0"]),
-    (["train.lr=.nan"], ["train.lr", "above 0", "nan"]),
+    (["train.lr=.nan"], ["train.lr", "0 to 10", "nan"]),
     (["train=3"], ["train", "section"]),
     (["rollout.engine=vlm"], ["rollout.engine", "auto, vllm, transformers", "'vlm'"]),
     (["correction.preset=decoupled_tokn_is"], ["correction.preset", "did you mean 'decoupled_token_is'"]),
@@ -315,8 +317,8 @@ def test_control_c(tiny_model, tmp_path):
     (["run=../outside"], ["run", "plain name", "../outside"]),
     (["task.instruction=${oc.env:HOME}"], ["${", "not replaced"]),
     (["nowhere.yaml"], ["nowhere.yaml", "No such file"]),
-    (["broken.yaml"], ["broken.yaml", "not YAML"]),
-    (["list.yaml"], ["list.yaml", "mapping"]),
+    (["broken.yaml"], ["broken.yaml", "in YAML"]),
+    (["list.yaml"], ["list.yaml", "mapping of settings"]),
     (["policy.path=./nowhere"], ["policy.path=./nowhere"]),
 ])
 def test_mistakes_are_one_sentence(arguments, said, tmp_path, monkeypatch, capsys):
