@@ -246,8 +246,8 @@ def _group_sums(values: Tensor, groups: Tensor, keep: Tensor | None) -> tuple[Te
     same = (groups[:, None] == groups[None, :])                                  # [B, B]
     if keep is not None:
         same = same & keep.bool()[None, :]
-    same = same.to(values.dtype)
-    return same.sum(-1), same @ values
+    total = torch.where(same, values, 0.0).sum(-1)             # not a product: no NaN × 0
+    return same.sum(-1).to(values.dtype), total
 
 
 def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
@@ -277,9 +277,9 @@ def rloo_advantages(rewards: Tensor, groups: Tensor, keep: Tensor | None = None)
     as others. Source: Kool et al. 2019; Ahmadian et al. 2402.14740.
     """
     count, total = _group_sums(rewards, groups, keep)
-    own = torch.ones_like(rewards) if keep is None else keep.to(rewards.dtype)
-    others = count - own
-    return rewards - (total - own * rewards) / others.clamp(min=1)
+    own = torch.ones_like(rewards, dtype=torch.bool) if keep is None else keep.bool()
+    others = count - own.to(rewards.dtype)
+    return rewards - (total - torch.where(own, rewards, 0.0)) / others.clamp(min=1)
 
 
 def reinforce_advantages(rewards: Tensor, keep: Tensor | None = None) -> Tensor:

@@ -1,6 +1,6 @@
-"""The book in math/: it runs, labels lead both ways, links exist, tables are what the code computes.
+"""The book in math/: labels lead both ways, links exist, tables are what the code computes.
 
-Reported by pytest for the book as a whole; a chapter alone: `python -m doctest math/7-kl.md`.
+The chapters themselves run as doctests, collected by .pytest.ini; one alone: `pytest math/7-kl.md`.
 """
 
 import ast
