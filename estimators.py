@@ -31,7 +31,8 @@ def masked_log_ratio(log_prob: Tensor, other_log_prob: Tensor, response_mask: Te
     the subtraction, so that NaN or ±inf in the padding can reach neither value nor gradient.
     """
     mask = response_mask.bool()
-    dtype = torch.promote_types(log_prob.dtype, torch.float32)
+    dtype = torch.promote_types(log_prob.dtype, other_log_prob.dtype)
+    dtype = torch.promote_types(dtype, torch.float32)
     zero = log_prob.new_zeros((), dtype=dtype)
     return (torch.where(mask, log_prob.to(dtype), zero)
             - torch.where(mask, other_log_prob.to(dtype), zero))
@@ -79,12 +80,13 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     For one action, E_π[∇k2] = ∇KL exactly. Over tokens it is only the per-token part of the
     gradient: how a token changes the KL of later states is missing (eq:kl-gradient).
 
-    `log_prob`, `ref_log_prob`: [B, T] → [B, T], in the dtype of the inputs' difference. Only e^{−ℓ}
-    is limited (at ±SAFETY_BOUND), so that no value is cut. Raises ValueError on another kind.
+    `log_prob`, `ref_log_prob`: [B, T] → [B, T], in float32 at least. Only e^{−ℓ} is limited (at
+    ±SAFETY_BOUND), so that no value is cut. Raises ValueError on another kind.
     Source: Schulman, "Approximating KL divergence" (values); Tang & Munos 2506.09477 (gradients).
     """
     base = kind[:-1] if kind.endswith("+") else kind
     ell = log_prob - ref_log_prob
+    ell = ell.to(torch.promote_types(ell.dtype, torch.float32))
     if base == "k1":
         value = ell
     elif base == "k2":
@@ -215,7 +217,8 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
 
         q = softmax(logits/τ);   μ(v) = q(v)·1[v kept] / Σ_kept q
 
-    Top-k keeps the k likeliest; top-p then the fewest whose mass reaches p. A trainer that scores
+    Top-k keeps the k likeliest, and what ties with the last of them, as vLLM and Hugging Face do;
+    top-p then the fewest whose mass reaches p. A trainer that scores
     with log q while the engine sampled from μ is off by log(surviving mass) on every token.
 
     `logits`: [..., V] → log μ [..., V] (−inf where never sampled), and the mass [...] in (0, 1].
@@ -228,8 +231,8 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
     log_q = torch.log_softmax(logits / temperature, -1)
     ordered, order = log_q.sort(-1, descending=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
-    if top_k:
-        keep[..., top_k:] = False
+    if 0 < top_k < ordered.shape[-1]:
+        keep = ordered >= ordered[..., top_k - 1:top_k]
     if top_p < 1:
         kept = torch.where(keep, ordered.exp(), 0.0)
         kept = kept / kept.sum(-1, keepdim=True)

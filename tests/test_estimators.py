@@ -544,3 +544,22 @@ def test_errors_name_the_value_and_the_choices(call):
     """eq:kl-estimators, eq:levels: one sentence."""
     with pytest.raises(ValueError, match="must be one of .*, not '(k4|k1\\+\\+|batch)'"):
         call()
+
+
+def test_half_precision_is_widened_before_it_overflows():
+    """eq:kl-estimators: in float16 k2 would be inf at |ℓ| = 400; eq:ratio keeps the wider dtype."""
+    far = torch.tensor([400.0, -400.0], dtype=torch.float16)
+    for kind in ("k1", "k2", "k3", "abs", "k3+"):
+        value = kl_estimate(far, torch.zeros_like(far), kind)
+        assert value.dtype == torch.float32 and value.isfinite().all()
+    ratio = masked_log_ratio(torch.zeros(1, 1), f64([[1e-9]]), torch.ones(1, 1))
+    assert ratio.dtype == torch.float64 and ratio.item() == -1e-9
+
+
+def test_ties_with_the_kth_token_are_kept():
+    """eq:sampling: two equal logits cannot be told apart by a rank."""
+    log_mu, mass = sampling_log_probs(f64([1.0, 2.0, 1.0, 0.0]), top_k=2)
+    q = f64([1.0, 2.0, 1.0, 0.0]).softmax(-1)
+    assert close(mass, q[:3].sum()) and close(log_mu[:3], (q[:3] / q[:3].sum()).log())
+    assert log_mu[3] == -math.inf
+    assert close(sampling_log_probs(f64([1.0, 2.0]), top_k=5)[1], 1.0)
