@@ -1,0 +1,55 @@
+"""The README's commands and settings exist, word for word.
+
+Each `python trainer.py …` or `torchrun … trainer.py …` in it is checked as the trainer would check it,
+before anything is loaded; test_trainer.py runs what can be run. The tables between markers are
+test_math.py's.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+import trainer
+from correction import from_dialect
+from trainer import load_config
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = sorted({command for command in re.findall(r"(?:python |torchrun [^`\n]*?)trainer\.py[^`\n#|]*", README)
+                   if "NAME" not in command and "…" not in command})
+
+
+def test_the_two_commands_come_first():
+    first_block = re.search(r"```bash\n(.*?)```", README, re.S).group(1)
+    assert [line.split("#")[0].strip() for line in first_block.strip().splitlines()] == [
+        "pip install -r requirements.txt && python trainer.py", "pip install -r requirements.txt && pytest"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_of_the_readme_is_a_valid_configuration(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(command)
+    assert load_config(words[words.index("trainer.py") + 1:]).train.steps >= 1
+
+
+def test_commands_were_found():
+    assert len(COMMANDS) >= 6
+
+
+def test_the_written_out_correction_is_valid():
+    block = OmegaConf.to_container(OmegaConf.create(re.search(r"```yaml\n(correction:.*?)```", README, re.S).group(1)))
+    assert from_dialect(block["correction"]).rollout_rs["seq_max_k1"] == (1e-4, None)
+
+
+def test_settings_named_in_the_readme_exist():
+    known = dict(trainer.leaves(trainer.Config))
+    named = set(re.findall(r"`((?:task|policy|rollout|advantage|loss|train)\.[a-z_]+)", README))
+    assert named - {"rollout.py"} <= set(known), named - set(known)
+
+
+def test_requirements_named_in_the_readme_exist():
+    for name in re.findall(r"requirements[a-z-]*\.txt", README):
+        assert (ROOT / name).is_file(), name
