@@ -629,6 +629,7 @@ class Run:
         self.checkpoints = Checkpoints(self.directory / "checkpoints", config)
         self.done, self.before = self.checkpoints.step, self.checkpoints.saved.get("before")
         self.engine = self.reference = self.board = self.answers = None
+        self.warned = set()                        # metrics that `diagnose` has already spoken of
 
     @property
     def finished(self) -> bool:
@@ -782,6 +783,10 @@ class Run:
             f"reward {metrics['reward/mean']:.3f} accuracy {self.accuracy:.3f} "
             f"ESS {ess(metrics):.3f} KL {metrics['rollout_corr/k3_kl']:.1e}", refresh=False)
         self.bar.update()
+        for sentence in diagnose(metrics):         # each metric once, when it first looks wrong
+            if (name := sentence.split()[0]) not in self.warned:
+                self.warned.add(name)
+                self.say(f"* step {step}: {sentence}")
 
     def save_if_due(self, step: int) -> None:
         if step == self.config.train.steps or step % self.config.train.save_every == 0:

@@ -1,9 +1,12 @@
-"""Draws the chapters' figures into math/figures/, without sampling noise: enumeration and formulas only.
+"""Draws the figures into math/figures/. The chapters' are without sampling noise: enumeration and
+formulas only. The README's is of a real run, runs/demo, and is drawn when asked for by name.
 
-    python math/figures.py          # all, about 15 s           python math/figures.py length-trap  # one
+    python math/figures.py                  # the chapters', about 15 s; names draw some of them
+    python trainer.py && python math/figures.py demo
 """
 
 import io
+import json
 import sys
 
 import matplotlib
@@ -155,11 +158,27 @@ def optimum(start, reward, beta=0.3):
     return (ten + eleven) / (stop + ten + eleven), eleven / (ten + eleven)
 
 
+def demo():
+    """What `python trainer.py` did: learning on the left, the distance of the policies on the right."""
+    lines = [json.loads(line) for line in (ROOT / "runs/demo/metrics.jsonl").open()]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.6))
+    steps = [line["step"] for line in lines]
+    evaluated = [(line["step"], line["eval/accuracy"]) for line in lines if "eval/accuracy" in line]
+    left.plot(steps, [line["reward/mean"] for line in lines], color=SKY, linewidth=1, label="reward, rollouts")
+    left.plot(*zip(*evaluated), "o-", color=BLUE, markersize=4, label="held-out accuracy, sampled")
+    left.set(xlabel="step", ylim=(0, 1))
+    left.legend(loc="lower right", fontsize=8)
+    right.plot(steps, [line["rollout_corr/k3_kl"] for line in lines], color=RED, linewidth=1)
+    right.set(xlabel="step", yscale="log", title="KL(π_rollout‖π_old), nats per token", ylim=(1e-5, 1e-1))
+    left.set(title="learning to add")
+    return figure
+
+
 FIGURES = {"length-trap": length_trap, "bias-variance": bias_variance, "kl-estimators": kl_estimators,
            "gradient-field": gradient_field}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or FIGURES:
         image, path = io.BytesIO(), ROOT / "math" / "figures" / f"{name}.png"
-        FIGURES[name]().savefig(image, dpi=110)
+        (FIGURES | {"demo": demo})[name]().savefig(image, dpi=110)
         Image.open(image).convert("RGB").quantize(256).save(path, optimize=True)

@@ -71,6 +71,14 @@ def test_presets_with_vllm_under_torchrun(preset, tiny_model, tmp_path, vllm_req
     assert [line["step"] for line in lines] == [1, 2] and lines[0]["rollout_corr/k3_kl"] > 0
 
 
+def test_a_metric_that_leaves_its_range_is_spoken_of_when_it_first_does_and_at_the_end(run, capfd):
+    run("correction.preset=decoupled_geo_rs")          # 0.1 % is too narrow for four-bit weights
+    said = capfd.readouterr().err
+    assert said.count("* step 1: rollout_rs_seq_masked_fraction is") == 1
+    assert "* step 2: rollout_rs_seq_masked_fraction" not in said
+    assert "* rollout_rs_seq_masked_fraction is" in said.split("before")[-1]
+
+
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_kl_term_and_reference_policy(where, run):
     code, lines = run("loss.kl_coef=0.1", f"loss.kl_in={where}", "train.mini_batches=1", "train.lr=0.01")
