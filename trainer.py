@@ -95,7 +95,7 @@ class RolloutConfig:
     temperature: float = bounded(1.0, 0.01, 100)
     top_p: float = 1.0                              # these two must stay as they are: `validate`
     top_k: Optional[int] = None
-    quantize_bits: Optional[int] = bounded(None, 2, 16)   # rounds weights on their way to the engine
+    quantize_bits: Optional[int] = bounded(None, 2, 16)   # of weights on their way to the engine
     staleness: int = bounded(0, 0)                  # the engine lags so many updates behind
     batch_size: int = bounded(512, 1)               # samples generated at a time
     gpu_memory_utilization: float = bounded(0.4, 0.01, 0.99)
@@ -238,12 +238,12 @@ def validate(config: Config) -> None:
         raise UserError(f"run must be a plain name of letters, digits and .,=+-_ since it is a "
                         f"directory inside runs/, not {config.run!r}")
     if (config.task.path is None) == (config.task.kind in ("jsonl", "parquet")):
-        raise UserError(f"task.path must be a file for task.kind=jsonl or parquet, and null for the "
-                        f"others, not {config.task.path!r} with task.kind={config.task.kind}")
+        raise UserError(f"task.path must be a file for task.kind=jsonl or parquet, and null for "
+                        f"the others, not {config.task.path!r} with task.kind={config.task.kind}")
     for key, neutral in [("top_p", (1,)), ("top_k", (None, 0, -1))]:
         if getattr(config.rollout, key) not in neutral:
             raise UserError(f"rollout.{key} must be left at its neutral value, not "
-                            f"{getattr(config.rollout, key)!r}: log-probs would miss the mass cut off")
+                            f"{getattr(config.rollout, key)!r}: log-probs would miss the mass cut")
     share = config.train.mini_batches * int(os.environ.get("WORLD_SIZE", 1))
     if config.rollout.prompts % share:
         raise UserError(f"rollout.prompts={config.rollout.prompts} must be a multiple of {share}, "
@@ -292,11 +292,13 @@ def make_task(config: TaskConfig, seed: int) -> Task:
     rng, exact = random.Random(seed_of(seed, "task")), config.kind in ("arithmetic", "sort")
     problems = (make_problems if exact else read_problems)(config, rng, config.path)
     if config.eval_path is not None:
-        return Task(problems, read_problems(config, rng, config.eval_path)[:config.eval_size], exact)
+        held_out = read_problems(config, rng, config.eval_path)
+        return Task(problems, held_out[:config.eval_size], exact)
     held_out = min(config.eval_size, len(problems) // 2) if exact else config.eval_size
     if len(problems) <= held_out:
-        raise UserError(f"{config.path} has {len(problems)} rows, too few to hold out task.eval_size="
-                        f"{held_out} of them: set task.eval_path or a smaller task.eval_size")
+        raise UserError(f"{config.path} has {len(problems)} rows, too few to hold out "
+                        f"task.eval_size={held_out} of them: set task.eval_path or a smaller "
+                        "task.eval_size")
     rng.shuffle(problems)
     return Task(problems[held_out:], problems[:held_out], exact)
 
@@ -383,7 +385,7 @@ class Policy(nn.Module):
         self.softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def forward(self, tokens: Tensor, attention: Tensor, width: int) -> Tensor:
-        """tokens, attention [B, P + T]: prompts padded on the left, responses, T = width, on the right.
+        """tokens, attention [B, P + T]: prompts padded left, responses, T = width, padded right.
 
         Returns log π(y_t | x, y_<t), float32, [B, T], 0 beyond the longest response of these rows.
         """
@@ -419,8 +421,8 @@ def load_policy(path: str, config: Config, device, frozen: bool = False) -> Poli
         whole = (model(input_ids=tokens).logits.float() / policy.temperature).log_softmax(-1)
         whole = whole[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
         if not torch.allclose(policy(tokens, torch.ones_like(tokens), 3), whole, atol=1e-3):
-            raise UserError(f"{path}: {type(model).__name__} does more to its logits than Policy in "
-                            "trainer.py knows of, so its log-probs would be wrong")
+            raise UserError(f"{path}: {type(model).__name__} does more to its logits than Policy "
+                            "in trainer.py knows of, so its log-probs would be wrong")
     if config.policy.gradient_checkpointing and not frozen:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
@@ -469,8 +471,9 @@ def train(run: "Run") -> None:
         with run.timed("update"):
             correction = None      # bypass mode: ρ = π_θ/π_rollout changes with every update
             if not options.bypass_mode:
-                correction = correct(batch.old_log_prob, batch.rollout_log_prob, batch.response_mask,
-                                     options, batch.advantages, dist.group.WORLD)
+                correction = correct(batch.old_log_prob, batch.rollout_log_prob,
+                                     batch.response_mask, options, batch.advantages,
+                                     dist.group.WORLD)
             run.set_learning_rate(step)
             updates = []
             for _ in range(config.train.epochs):
@@ -617,7 +620,7 @@ def average(metrics: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([m[name] for m in metrics]).mean() for name in metrics[0]}
 
 
-# ---------------------------- plumbing: from here on nothing is particular to reinforcement learning
+# --------------------------- plumbing: from here on nothing is particular to reinforcement learning
 
 class Run:
     """What a run has open: the directory runs/<run>/, the models, the engine, the clock."""
@@ -639,8 +642,8 @@ class Run:
         config = self.config
         self.task = make_task(config.task, config.seed)
         if config.policy.path is None and not self.task.exact:
-            raise UserError("policy.path must name a model for task.kind=jsonl or parquet: the demo "
-                            "model knows digits only")
+            raise UserError("policy.path must name a model for task.kind=jsonl or parquet: the "
+                            "demo model knows digits only")
         path = config.policy.path or make_demo_model(config, self.task)
         try:
             model = transformers.AutoConfig.from_pretrained(path)
@@ -692,7 +695,7 @@ class Run:
         """To the last checkpoint, if there is one, with the metrics cut back to it."""
         config, count = self.config, sum(p.numel() for p in self.policy.parameters())
         if count < 10_000_000:
-            torch.set_num_threads(1)          # a second thread costs a tiny model more than it saves
+            torch.set_num_threads(1)         # a second thread costs a tiny model more than it saves
         self.say(f"{self.directory}: {count / 1e6:.1f}M parameters on {dist.get_world_size()} × "
                  f"{self.device.type}, engine {self.engine.name} ({config.rollout.dtype}), "
                  f"correction {config.correction.get('preset', 'as configured')}")
@@ -738,7 +741,8 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = train.lr * scale
 
-    def generate(self, prompts: list[list[int]], seeds: list[int]) -> tuple[list[Sample], list[str]]:
+    def generate(self, prompts: list[list[int]],
+                 seeds: list[int]) -> tuple[list[Sample], list[str]]:
         samples = self.engine.generate(
             prompts, seeds, temperature=self.config.rollout.temperature,
             max_tokens=self.config.rollout.max_tokens, eos_ids=self.eos_ids)
@@ -872,8 +876,8 @@ class Checkpoints:
 
     def load(self, run: Run) -> None:
         if self.saved["engine"] != run.engine.name:
-            raise UserError(f"this run was sampled by rollout.engine={self.saved['engine']}, and auto "
-                            f"is now {run.engine.name}: name the engine")
+            raise UserError(f"this run was sampled by rollout.engine={self.saved['engine']}, and "
+                            f"auto is now {run.engine.name}: name the engine")
         for parameter in run.policy.parameters():          # an update by nothing makes the moments
             parameter.grad = torch.zeros_like(parameter)
         run.optimizer.step()
@@ -948,7 +952,8 @@ def make_demo_model(config: Config, task: Task) -> str:
     characters, wrong, steps, size, rate = "0123456789+=>", 0.4, 700, 256, 5e-3
     seed = seed_of(config.seed, "demo")
     key = repr((seed, task, characters, wrong, steps, size, rate, "llama 64×3"))
-    path = Path("runs/.demo") / f"{config.task.kind}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    name = hashlib.sha256(key.encode()).hexdigest()[:12]
+    path = Path("runs/.demo") / f"{config.task.kind}-{name}"
     exists = path.exists()
     dist.barrier()                 # all ranks have looked before one of them makes it
     if exists:
@@ -1065,11 +1070,12 @@ def main(argv: list[str]) -> int:
 
 def explain(error: BaseException) -> str:
     """A sentence for what a machine does to a run; nothing for what must be a bug."""
-    if getattr(error, "errno", None) == errno.ENOSPC or re.search("No space|os error 28", str(error)):
+    full = getattr(error, "errno", None) == errno.ENOSPC
+    if full or re.search("No space|os error 28", str(error)):
         return "the disk is full: free some, and the same command goes on from the last checkpoint"
     if isinstance(error, torch.OutOfMemoryError):
-        return ("out of GPU memory: lower train.micro_batch_size or rollout.gpu_memory_utilization, "
-                "or set policy.gradient_checkpointing=true")
+        return ("out of GPU memory: lower train.micro_batch_size or "
+                "rollout.gpu_memory_utilization, or set policy.gradient_checkpointing=true")
     return str(error).strip().split("\n")[0] if isinstance(error, OSError) else ""
 
 
