@@ -944,7 +944,7 @@ def plot(lines: list[dict], path: Path) -> None:
 
 
 def make_demo_model(config: Config, task: Task) -> str:
-    """A tiny Llama with one token per character, half taught; made once, under runs/.demo/.
+    """A tiny Llama with one token per character, badly taught; made once, under runs/.demo/.
 
     Taught with two answers in five wrong in one digit, it knows the right answer but is not sure
     of it: greedy accuracy is near 1, sampled accuracy below 0.65. RL can sharpen that.

@@ -98,7 +98,7 @@ def test_the_default_command_learns_from_a_demo_model(tmp_path):
     assert result.returncode == 0, result.stderr
     directory = tmp_path / "runs/demo,rollout.engine=transformers"
     lines = trainer.read_metrics(directory / "metrics.jsonl")
-    assert 0.3 < lines[0]["eval/accuracy"] < 0.75
+    assert 0.5 < lines[0]["eval/accuracy"] < 0.75
     assert {"config.yaml", "curves.png", "eval.jsonl", "checkpoints", "model"} <= {p.name for p in directory.iterdir()}
 
 
