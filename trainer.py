@@ -122,7 +122,7 @@ class LossConfig:
 
 @dataclass
 class TrainConfig:
-    steps: int = bounded(200, 1)
+    steps: int = bounded(150, 1)
     epochs: int = bounded(1, 1)                     # over one step's rollouts
     mini_batches: int = bounded(4, 1)               # optimizer steps per epoch
     micro_batch_size: int = bounded(256, 1)         # rows per forward pass and rank
