@@ -27,6 +27,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import time
 import typing
@@ -1080,4 +1081,5 @@ def explain(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)   # a script's background job ignores it
     sys.exit(main(sys.argv[1:]))
