@@ -1023,6 +1023,9 @@ def process_group():
                             **({} if "RANK" in os.environ else alone))
     try:
         yield device
+        # Gloo's threads free a collective's tensors after its result is known. One that did so while
+        # the interpreter shuts down would abort the process; while this waits, they get the GIL.
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 
