@@ -72,7 +72,7 @@ def bounded(default, low, high=2 ** 31):
 @dataclass
 class TaskConfig:
     kind: Literal["arithmetic", "sort", "jsonl", "parquet"] = "arithmetic"
-    size: int = bounded(2, 1, 6)                    # digits per number, or digits to sort
+    size: int = bounded(2, 1, 9)                    # digits per number, or digits to sort
     path: Optional[str] = None                      # of a file: rows with `question` and `answer`
     eval_path: Optional[str] = None                 # null: eval_size rows of `path` are held out
     eval_size: int = bounded(1024, 1)               # held-out problems, one sample each
