@@ -12,7 +12,7 @@ import sys
 import matplotlib
 import torch
 from PIL import Image
-from tables import ROOT, ascend, bias_and_std, gain_reached
+from tables import AGES, OBJECTIVES, PARTS, ROOT, ascend, bias_and_std, gain_reached, gains_by_batch_size, runs
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -158,6 +158,45 @@ def optimum(start, reward, beta=0.3):
     return (ten + eleven) / (stop + ten + eleven), eleven / (ten + eleven)
 
 
+def batch_size():
+    """The same data in one to eight updates, fresh or old: decoupled against coupled PPO."""
+    figure, axes = plt.subplots(1, 2, figsize=(6.4, 2.9), sharey=True)
+    gains = gains_by_batch_size()
+    for axis, (name, preset) in zip(axes, OBJECTIVES.items(), strict=True):
+        for age, color, style in zip(AGES, (BLACK, BLUE, ORANGE, RED), ("-", "--", "-.", ":"), strict=True):
+            values = [gains[name, age, parts] for parts in PARTS]
+            axis.plot(PARTS, values, marker="o", markersize=4, linestyle=style, color=color,
+                      label=f"data 0 to {age} rounds old" if age else "fresh data")
+        axis.set(title=f"{name}: {preset}", xscale="log", xlabel="updates per round", ylim=(0, 0.6))
+        axis.set_xticks(PARTS, PARTS)
+        axis.minorticks_off()
+    axes[0].set(ylabel="share of the gain reached")
+    axes[0].legend(fontsize=8, loc="lower left")
+    return figure
+
+
+def study():
+    """Final accuracies of the study, a dot per seed, staleness 8; the best while training in grey."""
+    shown = {"matched": "matched rollouts", "small_steps_token_is": "token-IS, small steps",
+             "bypass_ppo_clip": "bypass PPO", "bypass_pg_is": "bypass REINFORCE", "decoupled_seq_is": "sequence-TIS",
+             "small_steps": "naive, small steps", "decoupled_token_is": "token-TIS",
+             "decoupled_seq_is_rs": "sequence-MIS", "naive": "naive: no correction",
+             "shuffled_weights": "weights shuffled"}
+    cells = {name: runs()["staleness_8"][name] if name != "matched" else runs()["matched"]["naive"] for name in shown}
+    figure, axis = plt.subplots(figsize=(5.2, 3.4))
+    for y, name in enumerate(reversed(shown)):
+        final, best = ([float(row[c]) for row in cells[name].values()] for c in ("final_accuracy", "best_accuracy"))
+        color = {"matched": BLACK, "naive": RED, "shuffled_weights": RED}.get(name, BLUE)
+        axis.plot(best, [y] * len(best), "|", color="#999999", markersize=9)
+        axis.plot(final, [y] * len(final), "o", color=color, markersize=4, alpha=0.6, markeredgewidth=0)
+        axis.plot(sum(final) / len(final), y, "D", color=color, markersize=6)
+    axis.set_yticks(range(len(shown)), list(shown.values())[::-1])
+    axis.set(xlim=(0, 1), xlabel="held-out accuracy after 60 steps, rollouts 8 steps late\n"
+             "● a seed   ◆ their mean   | the best while training")
+    axis.axvline(sum(float(r["first_accuracy"]) for r in cells["naive"].values()) / 5, color="#999999", linestyle=":")
+    return figure
+
+
 def demo():
     """What `python trainer.py` did: learning on the left, the distance of the policies on the right."""
     lines = [json.loads(line) for line in (ROOT / "runs/demo/metrics.jsonl").open()]
@@ -175,7 +214,7 @@ def demo():
 
 
 FIGURES = {"length-trap": length_trap, "bias-variance": bias_variance, "kl-estimators": kl_estimators,
-           "gradient-field": gradient_field}
+           "gradient-field": gradient_field, "batch-size": batch_size, "study": study}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or FIGURES:

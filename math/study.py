@@ -1,7 +1,7 @@
-"""Does training collapse without correction, and does correction rescue it? Runs, tables, figures.
+"""Does training collapse without correction, and does correction rescue it? The runs, one line each.
 
     python math/study.py                  # what study.yaml asks for and study.csv has not got yet
-    python math/study.py --report         # the tables and figures from study.csv alone
+    python math/tables.py && python math/figures.py study          # its tables and its figure
 
 A cell is (regime, method, seed). Each runs the trainer in a process of its own, `--workers` at a
 time, and adds one line to study.csv when it ends: stop this at any time, and start it again.
@@ -167,13 +167,10 @@ def run_all(study: dict, path: Path, workers: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("grid", nargs="?", type=Path, default=ROOT / "math" / "study.yaml")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2)))
-    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time")
     options = parser.parse_args()
     study = OmegaConf.to_container(OmegaConf.load(options.grid))
-    table = options.grid.with_suffix(".csv")
-    if not options.report:
-        run_all(study, table, options.workers)
+    run_all(study, options.grid.with_suffix(".csv"), options.workers)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ No number is typed: all come from the presets, from the public functions, and fr
     python math/tables.py    # write, about 15 s         python math/tables.py --check  # exit 1 when stale
 """
 
+import csv
+import itertools
 import re
+import statistics
 import sys
 from functools import cache
 from pathlib import Path
@@ -328,7 +331,112 @@ def gradient_field(studies=10, size=0.5):
     return markdown(["preset", "fixed μ: mean", "worst", "lagging μ: mean", "worst"], rows)
 
 
-TABLES = {"presets": presets, "kl-table": kl_table, "bias-variance": bias_variance, "metrics": metrics,
+# ------------------------------------------------------------------------- batch-size invariance
+
+def consume(config, start, reward, parts, oldest, shares=8, rounds=20, rate=1.0):
+    """The logits after `rounds` of exact ascent on data of mixed age, each consumed in `parts` updates.
+
+    A round has eight shares of data, sampled by the policies of 0 … `oldest` rounds ago, evenly; π_old is
+    the policy at its start. An update sums the shares it takes, so the step per share is always the same.
+    """
+    theta, old, mu = (side_by_side(start) for _ in range(3))
+    ages, path = [round(share * oldest / (shares - 1)) for share in range(shares)], []
+    for _ in range(rounds):
+        path.append(theta.logits.detach().clone())
+        old.logits = path[-1]
+        for part in range(parts):
+            total = 0.0
+            for age in ages[part::parts]:
+                mu.logits = path[max(0, len(path) - 1 - age)]
+                value = (mu.probs().reshape(reward.shape) * reward).sum(1, keepdim=True)
+                advantages = (reward - value).reshape(-1, 1).expand(-1, theta.T)
+                total = total + field(config, theta, old, mu, advantages)[2]
+            theta.logits = theta.logits.detach() + rate / shares * total.reshape(theta.logits.shape)
+            theta.logits.requires_grad_()
+    return theta.logits.detach()
+
+
+PARTS, AGES = (1, 2, 4, 8), (0, 4, 8, 16)
+OBJECTIVES = {"decoupled": "decoupled_token_is", "coupled": "bypass_ppo_clip"}
+
+
+@cache
+def gains_by_batch_size():
+    """{(objective, oldest age, mini-batches): share of the gain in E[R] reached, mean of ten policies}"""
+    start = [Policy(V=3, T=3, seed=seed) for seed in range(10)]
+    reward, found = torch.stack([rewards(p, seed + 300) for seed, p in enumerate(start)]), {}
+
+    def value(logits):
+        policy = side_by_side(start)
+        policy.logits = logits
+        return (policy.probs().detach().reshape(reward.shape) * reward).sum((1, 2))
+
+    before = value(side_by_side(start).logits.detach())
+    for name, age, parts in itertools.product(OBJECTIVES, AGES, PARTS):
+        end = consume(PRESETS[OBJECTIVES[name]](), start, reward, parts, age)
+        gain = (value(end) - before) / (reward.amax((1, 2)) - before)
+        found[name, age, parts] = gain.mean().item()
+    return found
+
+
+def batch_size():
+    gains = gains_by_batch_size()
+    rows = [[f"{name} (`{preset}`)", age, *(f"{gains[name, age, parts]:.2f}" for parts in PARTS)]
+            for name, preset in OBJECTIVES.items() for age in AGES]
+    return markdown(["objective", "oldest data, rounds", *(f"{n} update{'s' * (n > 1)}" for n in PARTS)], rows)
+
+
+# ----------------------------------------------------------------------------- the study's results
+
+@cache
+def runs():
+    """math/study.csv: {regime: {method: {seed: row}}}, numbers as numbers."""
+    found = {}
+    for row in csv.DictReader((ROOT / "math" / "study.csv").open()):
+        of_method = found.setdefault(row["regime"], {}).setdefault(row["method"], {})
+        of_method[int(row["seed"])] = row
+    return found
+
+
+def paired(rows, other):
+    """Mean difference of the final accuracies over common seeds, and the half-width of its 95 % interval."""
+    seeds = sorted(set(rows) & set(other))
+    differences = [float(rows[s]["final_accuracy"]) - float(other[s]["final_accuracy"]) for s in seeds]
+    student = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}[len(seeds)]                  # 0.975 quantile of t
+    return statistics.mean(differences), student * statistics.stdev(differences) / len(seeds) ** 0.5
+
+
+def study(regime, against="naive"):
+    """Means over seeds, sorted by the final accuracy; at least three seeds."""
+    lines, methods = [], {m: rows for m, rows in runs()[regime].items() if len(rows) > 2}
+    for method, rows in methods.items():
+        def column(name):
+            return [float(row[name]) for row in rows.values()]
+        final, (gap, width) = column("final_accuracy"), paired(rows, methods[against])
+        verdict = "–" if method == against else f"{gap:+.2f} ± {width:.2f}"
+        separable = "" if method == against or abs(gap) > width else ", not separable"
+        lines.append((statistics.mean(final), [
+            f"`{method}`", len(rows), f"{statistics.mean(final):.2f} ± {statistics.stdev(final):.2f}",
+            verdict + separable, f"{statistics.mean(column('best_accuracy')):.2f}",
+            f"{statistics.mean(column('max_grad_norm')):.1f}", f"{statistics.mean(column('ess_raw')):.2f}",
+            f"{statistics.mean(column('k3')):.3f}", f"{100 * statistics.mean(column('kept')):.0f} %"]))
+    return markdown(["method", "seeds", "final accuracy", f"minus `{against}`, paired, 95 %", "best",
+                     "max ‖∇‖", "ESS/N", "k3", "kept"], [row for _, row in sorted(lines, reverse=True)])
+
+
+def study_grid():
+    """Seed 1, every method in every regime that was run: final accuracy."""
+    regimes = list(runs())
+    methods = dict.fromkeys(m for r in regimes for m in runs()[r])
+    rows = [[f"`{m}`", *(f"{float(runs()[r][m][1]['final_accuracy']):.2f}"
+                         if 1 in runs()[r].get(m, {}) else "" for r in regimes)] for m in methods]
+    return markdown(["method", *(r.replace("_", " ") for r in regimes)], rows)
+
+
+TABLES = {"study-matched": lambda: study("matched"), "study-staleness-8": lambda: study("staleness_8"),
+          "study-int4": lambda: study("int4_staleness_4"),
+          "study-vllm": lambda: study("vllm_bf16_staleness_8"), "study-grid": study_grid,
+          "batch-size": batch_size, "presets": presets, "kl-table": kl_table, "bias-variance": bias_variance, "metrics": metrics,
           "gradient-field": gradient_field}
 
 

@@ -16,7 +16,7 @@ import torch
 from oracle import J, Policy, estimator_moments, rewards
 
 ROOT = Path(__file__).resolve().parent.parent
-CHAPTERS = sorted((ROOT / "math").glob("*.md"))
+CHAPTERS = sorted((ROOT / "math").glob("*.md"), key=lambda path: int(path.name.split("-")[0]))
 CORE = [ROOT / f"{name}.py" for name in ("estimators", "correction", "losses")]
 LABEL = re.compile(r"eq:[a-z0-9]+(?:-[a-z0-9]+)*")
 DEFINITION = re.compile(rf"^\*\*\(({LABEL.pattern})\)\*\*$", re.MULTILINE)

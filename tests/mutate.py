@@ -1,0 +1,161 @@
+"""Plants one-line errors in the three core files and counts those the core tests notice.
+
+    python tests/mutate.py [N] [SEED]       # N mutants drawn at random (300), of all there are
+
+Run by hand: the 300 take about an hour of one core. An error is one change of one expression: an
+operator, a comparison, a sign, a constant, a condition, a dropped detach, where or clamp, max for
+min, sum for mean. Messages and annotations are left alone. The tests run on a copy.
+"""
+
+import ast
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import hypothesis  # noqa: F401   (here, so that every fork has it)
+import pytest
+import torch
+from tqdm import tqdm
+
+ROOT = Path(__file__).parent.parent
+OWN_TESTS = {"estimators.py": "test_estimators.py", "correction.py": "test_correction.py",
+             "losses.py": "test_losses.py"}
+TESTS = [*OWN_TESTS.values(), "test_museum.py"]
+OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.BitAnd: "|",
+             ast.BitOr: "&", ast.And: "or", ast.Or: "and"}
+COMPARISONS = {ast.Lt: ("<=", ">"), ast.Gt: (">=", "<"), ast.LtE: ("<", ">"), ast.GtE: (">", "<"),
+               ast.Eq: ("!=",), ast.NotEq: ("==",), ast.Is: ("is not",), ast.IsNot: ("is",),
+               ast.In: ("not in",), ast.NotIn: ("in",)}
+NAMES = {"maximum": "minimum", "minimum": "maximum", "amax": "amin", "amin": "amax", "max": "min",
+         "min": "max", "sum": "mean", "mean": "sum", "any": "all", "all": "any", "exp": "expm1",
+         "expm1": "exp"}
+DROPPED = {"detach", "clamp", "square", "abs", "exp", "sqrt", "double", "expm1"}
+
+
+def mutants(source: str) -> list[tuple[int, str, str]]:
+    """(line, what was done, the mutated source)"""
+    tree, text, starts, found = ast.parse(source), source.encode(), [0], []
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def span(node):
+        return (starts[node.lineno - 1] + node.col_offset,
+                starts[node.end_lineno - 1] + node.end_col_offset)
+
+    def code(node):
+        return text[slice(*span(node))].decode()
+
+    def put(node, new):
+        (start, end), old = span(node), code(node)
+        mutated = (text[:start] + new.encode() + text[end:]).decode()
+        found.append((node.lineno, f"{' '.join(old.split())} → {' '.join(new.split())}", mutated))
+
+    def rewrite(node):
+        if isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in OPERATORS:
+            new = OPERATORS[type(node.op)]
+            if isinstance(node, ast.BinOp):
+                put(node, f"(({code(node.left)}) {new} ({code(node.right)}))")
+            else:
+                put(node, f"{code(node.target)} {new}= {code(node.value)}")
+        elif isinstance(node, ast.BoolOp):
+            put(node, f" {OPERATORS[type(node.op)]} ".join(f"({code(v)})" for v in node.values))
+        elif isinstance(node, ast.Compare) and len(node.ops) == 1:
+            for new in COMPARISONS[type(node.ops[0])]:
+                put(node, f"(({code(node.left)}) {new} ({code(node.comparators[0])}))")
+        elif isinstance(node, ast.UnaryOp):
+            put(node, f"({code(node.operand)})")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            put(node, str(not node.value))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+            put(node, repr(node.value + 1))
+            if node.value:
+                put(node, repr(node.value * 0.9 if isinstance(node.value, float) else node.value - 1))
+        elif isinstance(node, ast.IfExp):
+            put(node, f"(({code(node.orelse)}) if ({code(node.test)}) else ({code(node.body)}))")
+        elif isinstance(node, (ast.If, ast.While)):
+            put(node.test, f"(not ({code(node.test)}))")
+        elif isinstance(node, ast.Call) and code(node.func) == "torch.where" and len(node.args) == 3:
+            condition, yes, no = map(code, node.args)
+            put(node, f"({yes})")
+            put(node, f"torch.where({condition}, {no}, {yes})")
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in DROPPED:
+                put(node, f"({code(node.func.value)})")
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else code(node.func)
+            if name in NAMES:
+                put(node.func, code(node.func).removesuffix(name) + NAMES[name])
+            for keyword in node.keywords:
+                if name == "clamp" and keyword.arg in ("min", "max"):
+                    put(keyword, f"{NAMES[keyword.arg]}={code(keyword.value)}")
+
+    def walk(node):
+        if isinstance(node, (ast.Raise, ast.JoinedStr)):
+            return                                  # the wording of a message is no mathematics
+        rewrite(node)
+        for name, child in ast.iter_fields(node):
+            if name not in ("annotation", "returns"):
+                for part in child if isinstance(child, list) else [child]:
+                    if isinstance(part, ast.AST):
+                        walk(part)
+
+    walk(tree)
+    return found
+
+
+def caught(copy: Path, files: list[str], seconds: float) -> bool:
+    """Whether a test fails; the first failure ends it. Too slow is caught, too."""
+    child = os.fork()                               # torch and pytest are imported already
+    if child == 0:
+        os.chdir(copy)
+        sys.path[:0] = [str(copy), str(copy / "tests")]
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        os._exit(int(pytest.main(["-xq", "-p", "no:cacheprovider", *files]) != 0))
+    deadline, ended, status = time.monotonic() + seconds, 0, 1
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.02)
+        ended, status = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return status != 0
+
+
+def main(n: int, seed: int) -> None:
+    torch.set_num_threads(1)
+    sys.dont_write_bytecode = True
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(place)
+        (copy / "tests").mkdir()
+        for name in [*OWN_TESTS, *(f"tests/{name}" for name in TESTS), "tests/oracle.py",
+                     "tests/conftest.py", "tests/peers.json.gz"]:
+            shutil.copy(ROOT / name, copy / name)
+        (copy / "pytest.ini").write_text((ROOT / ".pytest.ini").read_text())
+        if caught(copy, [f"tests/{name}" for name in TESTS], 600):
+            sys.exit("the tests fail without any mutant")
+        sources = {name: (ROOT / name).read_text() for name in OWN_TESTS}
+        every = [(name, *m) for name, source in sources.items() for m in mutants(source)]
+        drawn = random.Random(seed).sample(every, min(n, len(every)))
+        survivors = 0
+        for i, (name, line, what, mutated) in enumerate(tqdm(drawn, mininterval=5), 1):
+            first = OWN_TESTS[name]
+            (copy / name).write_text(mutated)
+            for files in ([first], [other for other in TESTS if other != first]):
+                if found := caught(copy, [f"tests/{f}" for f in files], 300):
+                    break
+            (copy / name).write_text(sources[name])
+            if not found:
+                survivors += 1
+                print(f"{name}:{line}: {what}", flush=True)
+        print(f"{len(drawn) - survivors} of {len(drawn)} caught (of {len(every)}, seed {seed})")
+
+
+if __name__ == "__main__":
+    main(*map(int, [*sys.argv[1:], *["300", "0"][len(sys.argv) - 1:]]))
