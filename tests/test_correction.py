@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from correction import (CRITERIA, HEALTHY, HISTORICAL, PRESETS, SAFETY_BOUND, RolloutCorrectionConfig,
-                        correct, diagnose, from_dialect, merge, offpolicy_metrics, to_host)
+                        correct, diagnose, from_dialect, importance_weights, merge, offpolicy_metrics,
+                        to_host)
 from estimators import (aggregate_log_ratio, chi_square, effective_sample_size, exp_ratio, kl_estimate,
                         perplexity)
 from losses import aggregate_loss
@@ -637,3 +638,39 @@ def test_one_constant_limits_every_ratio():
     far = torch.tensor([[1000.0, -1000.0]])
     weights = correct(far, torch.zeros(1, 2), torch.ones(1, 2), Config("token", math.inf)).weights
     torch.testing.assert_close(weights, torch.tensor([[SAFETY_BOUND, -SAFETY_BOUND]]).exp())
+
+
+def test_presets_have_the_documents_bounds():
+    """Every number of a preset, written out once more: a default that slips changes training silently."""
+    narrow, wide, icepop = {"seq_mean_k1": (0.999, 1.001)}, {"seq_sum_k1": (0.5, 2.0)}, (0.5, 5.0)
+    k3, veto = {"seq_mean_k3": 0.01}, {"seq_max_k1": (1e-4, None)}
+    expected = {
+        "decoupled_token_is": ("token", 2.0, {}), "decoupled_seq_is": ("sequence", 2.0, {}),
+        "decoupled_seq_is_rs": ("sequence", 2.0, wide), "decoupled_token_icepop": ("token", icepop, {}),
+        "decoupled_geo_rs": (None, 2.0, narrow), "decoupled_geo_rs_seq_tis": ("sequence", 2.0, narrow),
+        "decoupled_geo_rs_token_tis": ("token", 2.0, narrow), "decoupled_k3_rs": (None, 2.0, k3),
+        "decoupled_k3_rs_seq_tis": ("sequence", 2.0, k3), "decoupled_k3_rs_token_tis": ("token", 2.0, k3),
+        "bypass_ppo_clip": (None, 2.0, {}), "bypass_ppo_clip_geo_rs": (None, 2.0, narrow),
+        "bypass_ppo_clip_k3_rs": (None, 2.0, k3), "bypass_pg_is": ("sequence", 2.0, {}),
+        "bypass_pg_token_icepop": ("token", icepop, {}), "bypass_pg_geo_rs": (None, 2.0, narrow),
+        "bypass_pg_geo_rs_seq_tis": ("sequence", 2.0, narrow),
+        "bypass_pg_geo_rs_token_tis": ("token", 2.0, narrow), "disabled": (None, 2.0, {}),
+        "geo_rs": (None, 2.0, narrow | veto), "pg_rs": (None, 2.0, narrow | veto)}
+    found = {name: make() for name, make in PRESETS.items() if name not in HISTORICAL}
+    assert {name: (c.rollout_is, c.rollout_is_threshold, c.rollout_rs)
+            for name, c in found.items()} == expected
+    assert {name for name, c in found.items() if c.bypass_mode} == {
+        name for name in expected if name.startswith("bypass") or name == "pg_rs"}
+
+
+def test_bounds_belong_to_the_interval():
+    """ρ exactly at a bound is kept, on both sides: in the weights and in every k1 criterion."""
+    log_rho, mask = torch.zeros(1, 3, dtype=torch.float64), torch.ones(1, 3)
+    zeros = torch.zeros_like(log_rho)
+    for bounds in ((1.0, 2.0), (0.5, 1.0)):
+        for level in ("token", "sequence", "geometric"):
+            assert importance_weights(log_rho, mask, level, bounds).eq(1).all()
+        for name in ("token_k1", "seq_sum_k1", "seq_mean_k1", "seq_max_k1"):
+            made = correct(log_rho, zeros, mask, RolloutCorrectionConfig(rollout_rs={name: bounds}))
+            assert made.mask.all() and made.metrics["rollout_corr/rollout_rs_masked_fraction"] == 0
+            assert all(v == 0 for k, v in made.metrics.items() if "fraction_high" in k or "fraction_low" in k)
