@@ -21,14 +21,15 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from estimators import (LEVELS, SAFETY_BOUND, Statistics, aggregate_log_ratio, exp_ratio,
-                        kl_estimate, masked_log_ratio)
+from estimators import (LEVELS, SAFETY_BOUND, RowSums, Statistics, aggregate_log_ratio, exp_ratio)
 
 LOSS_TYPES = ("ppo_clip", "reinforce", "gspo", "cispo", "sapo")
 CRITERIA = tuple(f"{level}_k{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max")
                  for k in (1, 2, 3)) + ("opsm",)
+BLOCK = 2 ** 17                    # tokens that are worked on at a time, on a CPU
 GEO, SEQ, ICEPOP, VETO = (0.999, 1.001), (0.5, 2.0), (0.5, 5.0), (1e-4, None)
 
 
@@ -271,21 +272,41 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
         raise ValueError(f"train_log_prob {tuple(train_log_prob.shape)}, rollout_log_prob "
                          f"{tuple(rollout_log_prob.shape)} and response_mask "
                          f"{tuple(response_mask.shape)} must have one shape [B, T]")
-    valid = response_mask.bool()
-    train, rollout = train_log_prob.detach(), rollout_log_prob.detach()
-    log_ratio = masked_log_ratio(train, rollout, valid)
-    statistics = Statistics()
-    weights = None
+    if not response_mask.shape[1]:                          # T = 0: as one column of padding
+        padded = (None if x is None else F.pad(x, (0, 1))
+                  for x in (train_log_prob, rollout_log_prob, response_mask, advantages))
+        train, rollout, mask, advantages = padded
+        result = correct(train, rollout, mask, config, advantages, group)
+        return result.rows((slice(None), slice(0)))
+    dtype = torch.promote_types(train_log_prob.dtype, rollout_log_prob.dtype)
+    dtype = torch.promote_types(dtype, torch.float32)
+    weights, mask = None, torch.empty_like(response_mask)
     if config.rollout_is is not None:
-        weights = importance_weights(log_ratio, valid, config.rollout_is,
-                                     config.rollout_is_threshold)
-        _weight_statistics(statistics, log_ratio, weights, valid, config)
-        if config.rollout_is_batch_normalize:
-            weights = batch_normalize(weights, valid, config.rollout_is, statistics, group)
-    keep = rejection_mask(log_ratio, valid, config.rollout_rs, advantages, statistics)
-    _offpolicy_statistics(statistics, train, rollout, log_ratio, valid)
-    mask = torch.where(keep, response_mask, torch.zeros_like(response_mask))
+        weights = torch.empty_like(response_mask, dtype=dtype)
+    sums, blocks = [], _blocks(response_mask)
+    space = response_mask.new_empty((_Block.SPACE, *response_mask[blocks[0]].shape), dtype=dtype)
+    for rows in blocks:
+        train, rollout = (x[rows].detach().to(dtype) for x in (train_log_prob, rollout_log_prob))
+        block = _Block(space, train, rollout, response_mask[rows])
+        if weights is not None:
+            block.weigh(config, weights[rows])
+        block.reject(config.rollout_rs, None if advantages is None else advantages[rows],
+                     response_mask[rows], mask[rows])
+        sums.append(block.sums)
+    sums = {name: torch.cat([part[name].flatten() for part in sums]).double()
+            for name in sums[0]}                                                    # [B] each
+    statistics = _statistics(sums, config)
+    if config.rollout_is_batch_normalize and weights is not None:
+        weights = batch_normalize(weights, config.rollout_is, statistics, group)
     return Correction(weights, mask, statistics)
+
+
+def _blocks(mask: Tensor) -> list[slice]:
+    """Rows that stay in a core's cache together; on an accelerator, an eighth of all rows."""
+    rows, length = mask.shape
+    size = BLOCK // max(1, length) if mask.device.type == "cpu" else -(-rows // 8)
+    size = max(1, size)
+    return [slice(first, first + size) for first in range(0, max(1, rows), size)]
 
 
 def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str, threshold) -> Tensor:
@@ -297,36 +318,36 @@ def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str, thr
     """
     log_rho = aggregate_log_ratio(log_ratio.detach(), response_mask, level)
     rho = torch.where(response_mask.bool(), exp_ratio(log_rho), 0.0)
+    return _bounded(rho, log_rho, threshold)
+
+
+def _bounded(rho: Tensor, log_rho: Tensor, threshold) -> Tensor:
     if not isinstance(threshold, tuple):
         return rho.clamp(max=threshold)
     below, above = _outside(log_rho, *threshold)
     return torch.where(below | above, 0.0, rho)
 
 
-def batch_normalize(weights: Tensor, response_mask: Tensor, level: str, statistics: Statistics,
-                    group=None) -> Tensor:
+def batch_normalize(weights: Tensor, level: str, statistics: Statistics, group=None) -> Tensor:
     """w / mean(w): over tokens for token weights, over sequences for others.  (eq:self-normalised)
 
-    [B, T] → [B, T]. Unchanged where the mean is below 1e-8: all weights are zero or at the floor
-    e^−SAFETY_BOUND then, and dividing would make 1 of nothing. Bias O(1/N). Source: verl PR 3980;
-    Owen 2013, ch. 9.
+    [B, T] → [B, T]; `statistics` already hold the mean, which `group`, if any, merges. Unchanged
+    where it is below 1e-8: all weights are zero or at the floor e^−SAFETY_BOUND then, and dividing
+    would make 1 of nothing. Bias O(1/N). Source: verl PR 3980; Owen 2013, ch. 9.
     """
-    valid = response_mask.bool()
+    name = "rollout_is_mean" if level == "token" else "rollout_is_seq_mean"
+    found = next(i for i, out in enumerate(statistics.outputs) if out.get("mean") == name)
     mean = Statistics()
-    if level == "token":
-        mean.add(weights, valid, mean="mean")
-    else:
-        mean.add(weights.amax(-1), valid.any(-1), mean="mean")      # one weight on a whole sequence
+    mean.columns, mean.outputs = [statistics.columns[found]], [{"mean": "mean"}]
     statistics.columns += mean.columns
     statistics.outputs.append({"mean": "rollout_is_batch_norm_factor"})
     mean = mean if group is None else mean.all_reduce(group)
     factor = mean.metrics()["mean"].to(weights.dtype)
-    return weights / torch.where(factor > 1e-8, factor, 1.0)
+    return weights.div_(torch.where(factor > 1e-8, factor, 1.0))
 
 
 def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[str, Any],
-                   advantages: Tensor | None = None,
-                   statistics: Statistics | None = None) -> Tensor:
+                   advantages: Tensor | None = None) -> Tensor:
     """What every criterion keeps, each on the original mask: [B, T], bool.  (eq:rejection, eq:opsm)
 
     token_*: the token alone. seq_sum_*, seq_mean_*, seq_max_*: the sequence, by the sum, mean or
@@ -339,37 +360,162 @@ def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[s
     2512.02556). A bound met exactly keeps. Other sources: Liu, Li et al. 2025 (geometric mean);
     2512.23075 (worst token).
     """
-    valid = response_mask.bool()
-    statistics = Statistics() if statistics is None else statistics
-    log_ratio = torch.where(valid, log_ratio, 0.0)
-    keep = valid
-    for name, bound in criteria.items():
-        if name == "opsm":
-            if advantages is None:
-                raise ValueError("rollout_rs.opsm needs the advantages: it looks at A < 0 alone")
-            drift = aggregate_log_ratio(-log_ratio, valid, "geometric")
-            reject = (drift > bound) & (advantages < 0) & valid
-        else:
-            below, above = _criterion(statistics, name, bound, log_ratio, valid)
-            reject = (below | above) & valid
-        statistics.add(reject.float(), valid, mean=f"rollout_rs_{name}_masked_fraction")
-        statistics.add(reject.any(-1).float(), valid.any(-1),
-                       mean=f"rollout_rs_{name}_seq_masked_fraction")
-        keep = keep & ~reject
-    veto = criteria["seq_max_k1"][0] if "seq_max_k1" in criteria else None
-    catastrophic = _outside(log_ratio, veto, None)[0] & valid
-    statistics.add(catastrophic.float(), valid, mean="rollout_is_catastrophic_token_fraction")
-    statistics.add(catastrophic.any(-1).float(), valid.any(-1), mean="rollout_is_veto_fraction")
-    rejected = valid & ~keep
-    statistics.add(rejected.float(), valid, mean="rollout_rs_masked_fraction", min="all_rejected")
-    statistics.add(rejected.any(-1).float(), valid.any(-1), mean="rollout_rs_seq_masked_fraction")
-    return keep
+    mask = torch.empty_like(response_mask, dtype=torch.bool)
+    blocks, log_ratio = _blocks(response_mask), log_ratio.detach()
+    log_ratio = log_ratio.to(torch.promote_types(log_ratio.dtype, torch.float32))
+    space = log_ratio.new_empty((_Block.SPACE, *log_ratio[blocks[0]].shape))
+    for rows in blocks:
+        x, valid = log_ratio[rows], response_mask[rows].bool()
+        block = _Block(space, x, torch.zeros_like(x), valid)
+        block.reject(criteria, None if advantages is None else advantages[rows], valid, mask[rows])
+    return mask
+
+
+# ------------------------------------------------------------------------- one pass over tokens
+
+def _log(bound: float | None, default: float) -> float:
+    """log of a bound; an open end is the `default` (0 for a lower one), and is never crossed."""
+    bound = default if bound is None else bound
+    return math.log(bound) if bound else -math.inf
 
 
 def _outside(log_value: Tensor, lo: float | None, hi: float | None) -> tuple[Tensor, Tensor]:
-    """Where a logarithm is below log lo, and where above log hi; an open end is never crossed."""
-    return (log_value < (math.log(lo) if lo else -math.inf),
-            log_value > (math.inf if hi is None else math.log(hi)))
+    """Where a logarithm is below log lo, and where above log hi; bool."""
+    return log_value < _log(lo, 0), log_value > _log(hi, math.inf)
+
+
+# −∞ as the integer of the same bits.
+MINUS_INFINITY = {torch.float32: (torch.int32, -(2 ** 23)),
+                  torch.float64: (torch.int64, -(2 ** 52))}
+
+
+class _Block:
+    """A few rows while they are in cache: their weights, their mask, and their sums for metrics.
+
+    Tokens are [R, T]; what belongs to a sequence is [R, 1]. `sums`: name → [R], from which
+    `_statistics` makes every metric. Three things make this fast on a CPU, and none is slow
+    elsewhere: the same few tensors in `space` hold every block's intermediate results; a mask is
+    bits, all 1 or all 0, since `torch.where` and bools are not vectorised; what is equal for all
+    tokens of a row is computed for the row.
+    """
+
+    SPACE = 9                                                   # tensors [R, T] for a block
+
+    def __init__(self, space: Tensor, train: Tensor, rollout: Tensor, response_mask: Tensor):
+        (self.log_ratio, self.limited, self.rho, self.excess, bits, self.padding, self.statistic,
+         self.keep, self.scratch) = space[:, :len(train)].unbind()
+        self.integer, infinity = MINUS_INFINITY[space.dtype]
+        self.bits = bits.view(self.integer).copy_(response_mask.bool()).neg_()    # −1: all bits 1
+        torch.bitwise_not(self.bits, out=self.padding.view(self.integer)).bitwise_and_(infinity)
+        x = self.only(torch.sub(train, rollout, out=self.log_ratio))    # NaN in padding ends here
+        torch.clamp(x, -SAFETY_BOUND, SAFETY_BOUND, out=self.limited)
+        torch.exp(self.limited, out=self.rho)                           # 1 on padding
+        torch.sub(self.rho, 1, out=self.excess)                         # 0 on padding
+        self.n = -self.bits.sum(-1, keepdim=True, dtype=self.integer)
+        self.total = x.sum(-1, keepdim=True)
+        self.sums = {
+            "n": self.n, "log_ratio": self.total,
+            "rollout": self.only(self.scratch.copy_(rollout)).sum(-1),
+            "top": self.highest(x).amax(-1), "bottom": self.lowest(x).amin(-1),
+            "excess": self.excess.sum(-1), "squares": self.squares(self.excess)}
+
+    def only(self, x: Tensor) -> Tensor:
+        """x, in place 0 on padding, whatever stood there."""
+        x.view(self.integer).bitwise_and_(self.bits)
+        return x
+
+    def highest(self, x: Tensor) -> Tensor:
+        """x with −∞ for the padding's 0: never the largest, never too large."""
+        return torch.add(x, self.padding, out=self.scratch)
+
+    def lowest(self, x: Tensor) -> Tensor:
+        """x with +∞ for the padding's 0: never the smallest, never too small."""
+        return torch.sub(x, self.padding, out=self.scratch)
+
+    def squares(self, x: Tensor) -> Tensor:
+        return torch.mul(x, x, out=self.scratch).sum(-1)
+
+    def weigh(self, config: RolloutCorrectionConfig, out: Tensor) -> None:
+        """The weights of these rows, as `importance_weights` has them, into `out` [R, T]."""
+        level, threshold = config.rollout_is, config.rollout_is_threshold
+        if level != "token":
+            log_rho = self.total / (self.n.clamp(min=1) if level == "geometric" else 1)     # [R, 1]
+            weights = _bounded(exp_ratio(log_rho), log_rho, threshold)
+            self.only(out.copy_(weights))
+            self.sums |= {"log_rho": log_rho, "weight": weights}
+            return
+        lo, hi = _metric_bounds(threshold)
+        self.sums["above"] = self.highest(self.log_ratio).gt_(_log(hi, math.inf)).sum(-1)
+        self.sums["below"] = self.lowest(self.log_ratio).lt_(_log(lo, 0)).sum(-1)
+        if isinstance(threshold, tuple):
+            out.copy_(_bounded(self.rho, self.log_ratio, threshold))
+        else:
+            torch.clamp(self.rho, max=threshold, out=out)
+        self.only(out)
+        if isinstance(threshold, tuple):
+            self.sums["weight.top"] = self.highest(out).amax(-1)
+            self.sums["weight.bottom"] = self.lowest(out).amin(-1)
+        excess = self.only(torch.sub(out, 1, out=self.scratch))
+        self.sums["weight.excess"] = excess.sum(-1)
+        self.sums["weight.squares"] = self.squares(excess)
+
+    def reject(self, criteria: Mapping[str, Any], advantages: Tensor | None, response_mask: Tensor,
+               out: Tensor) -> None:
+        """What every criterion keeps of `response_mask`, into `out`; [R, T] both."""
+        veto = criteria["seq_max_k1"][0] if "seq_max_k1" in criteria else None
+        if veto:
+            self.sums["catastrophic"] = self.lowest(self.log_ratio).lt_(math.log(veto)).sum(-1)
+        keep = torch.ones_like(self.total)                                      # [R, 1] or [R, T]
+        for name, bound in criteria.items():
+            if name == "opsm":
+                if advantages is None:
+                    raise ValueError("rollout_rs.opsm needs the advantages: it looks at A < 0 "
+                                     "alone")
+                drifted = -self.total / self.n.clamp(min=1) > bound                         # [R, 1]
+                rejected = self.only(self.statistic.copy_(drifted & (advantages < 0)))
+            else:
+                rejected = self.criterion(name, bound)
+            per_token = rejected.shape == self.rho.shape
+            self.sums[f"{name}.rejected"] = rejected.sum(-1) if per_token else rejected * self.n
+            keep = torch.mul(keep, 1 - rejected, out=self.keep if per_token else None)
+        if not criteria:
+            out.copy_(response_mask)
+            return
+        torch.mul(response_mask, keep.to(out.dtype), out=out)
+        self.sums["kept"] = self.only(self.scratch.copy_(keep)).sum(-1)
+
+    def criterion(self, name: str, bound) -> Tensor:
+        """Where one criterion rejects, 0 or 1: [R, T] for token criteria, else [R, 1]."""
+        where, kind = name.rsplit("_", 1)
+        if kind == "k1":
+            x = torch.neg(self.limited, out=self.statistic)
+        elif kind == "k2":
+            x = torch.square(self.limited, out=self.statistic).div_(2)
+        else:
+            x = torch.sub(self.excess, self.limited, out=self.statistic)
+        (least, most), sums = _nats(name, bound), {}
+        if where == "token":
+            sums["total"], sums["top"] = x.sum(-1), self.highest(x).amax(-1)
+            above = self.scratch.gt_(most).sum(-1)
+            sums["bottom"] = self.lowest(x).amin(-1)
+            below = self.scratch.lt_(least).sum(-1)
+            within = self.only(torch.clamp(x, least, most, out=self.scratch))
+            sums["within"], sums["squares"] = within.sum(-1), self.squares(within)
+            rejected = torch.ne(x, torch.clamp(x, least, most, out=self.scratch), out=x)
+            self.only(rejected)
+        else:
+            top = bottom = x.sum(-1, keepdim=True)                                          # [R, 1]
+            if where == "seq_mean":
+                top = bottom = top / self.n.clamp(min=1)
+            if where == "seq_max":
+                top = self.highest(x).amax(-1, keepdim=True)
+                bottom = self.lowest(x).amin(-1, keepdim=True)
+            sums["statistic"] = torch.where(self.n > 0, top, 0.0)
+            below, above = bottom < least, top > most
+            rejected = (below | above).to(x.dtype)
+        sums |= {"below": below, "above": above}
+        self.sums |= {f"{name}.{field}": values for field, values in sums.items()}
+        return rejected
 
 
 # ------------------------------------------------------------------------------------ metrics
@@ -400,124 +546,193 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
     return {**metrics, **dict(zip(tensors, moved))}
 
 
-def _offpolicy_statistics(statistics, train, rollout, log_ratio, valid):
-    """verl's rollout_corr/* diagnostics; means over valid tokens or over non-empty sequences."""
-    zero, rows, length = torch.zeros_like(log_ratio), valid.any(-1), valid.sum(-1).clamp(min=1)
-    add = statistics.add
-    add(-log_ratio, valid, mean="kl")                               # KL(π_rollout‖π_train), by k1
-    add(kl_estimate(zero, log_ratio, "k3"), valid, mean="k3_kl")
-    add(torch.expm1(2 * log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)), valid, mean="chi2_token")
-    add(exp_ratio(log_ratio), valid, mean="is_ratio_mean", sample_std="is_ratio_std",
-        max="is_ratio_max", min="is_ratio_min")
-    total = log_ratio.sum(-1)                                                         # [B]
-    add(torch.expm1(2 * total.clamp(-SAFETY_BOUND, SAFETY_BOUND)), rows, mean="chi2_seq")
-    for name, log_prob in (("training", train), ("rollout", rollout)):
-        log_ppl = -torch.where(valid, log_prob.to(log_ratio.dtype), 0.0).sum(-1) / length
-        add(log_ppl, rows, mean=f"{name}_log_ppl")
-        add(exp_ratio(log_ppl, 4 * SAFETY_BOUND), rows, mean=f"{name}_ppl")      # never squared
+class _Table:
+    """Quantities on their way into Statistics: of tokens, as RowSums, and of rows, [B]."""
+
+    def __init__(self):
+        self.tokens, self.rows = [], []
+
+    def of_tokens(self, sums: RowSums, **outputs) -> None:
+        self.tokens.append((sums, outputs))
+
+    def of_rows(self, values: Tensor, **outputs) -> None:
+        self.rows.append((values, outputs))
+
+
+def _statistics(sums: dict[str, Tensor], config: RolloutCorrectionConfig) -> Statistics:
+    """Every metric from what `_Block` has summed; means are over valid tokens or non-empty rows."""
+    table, n = _Table(), sums["n"]
+    _offpolicy_statistics(table, sums, n)
+    if config.rollout_is is not None:
+        _weight_statistics(table, sums, n, config)
+    first_k1 = next((name for name in config.rollout_rs
+                     if name.endswith("k1") and name != "seq_max_k1"), None)
+    for name, bound in config.rollout_rs.items():
+        if name != "opsm":
+            _criterion_statistics(table, sums, n, name, bound)
+        if name == first_k1:
+            _first_k1_statistics(table, sums, n, name, bound)
+        _rejected_statistics(table, f"rollout_rs_{name}_", sums[f"{name}.rejected"])
+    caught = sums.get("catastrophic", torch.zeros_like(n))
+    table.of_tokens(RowSums(caught), mean="rollout_is_catastrophic_token_fraction")
+    table.of_rows(_any(caught), mean="rollout_is_veto_fraction")
+    rejected = n - sums.get("kept", n)
+    _rejected_statistics(table, "rollout_rs_", rejected)
+    nothing_left = (rejected == n).double()                     # on every row that has a token
+    table.of_rows(nothing_left, min="all_rejected")
+    statistics = Statistics()
+    statistics.add_sums(table.tokens, n)
+    statistics.add_rows(table.rows, n > 0)
+    return statistics
+
+
+def _any(count: Tensor) -> Tensor:
+    return (count > 0).double()
+
+
+def _rejected_statistics(table: _Table, prefix: str, rejected: Tensor) -> None:
+    table.of_tokens(RowSums(rejected), mean=f"{prefix}masked_fraction")
+    table.of_rows(_any(rejected), mean=f"{prefix}seq_masked_fraction")
+
+
+def _offpolicy_statistics(table: _Table, sums: dict[str, Tensor], n: Tensor) -> None:
+    """verl's rollout_corr/* diagnostics, with δ = ρ − 1: k3 = δ − log ρ and ρ² − 1 = δ² + 2δ."""
+    total, excess, squares = sums["log_ratio"], sums["excess"], sums["squares"]
+    table.of_tokens(RowSums(-total), mean="kl")                 # KL(π_rollout‖π_train), by k1
+    table.of_tokens(RowSums(excess - total), mean="k3_kl")
+    table.of_tokens(RowSums(squares + 2 * excess), mean="chi2_token")
+    table.of_tokens(_rho_sums(sums, n), mean="is_ratio_mean", sample_std="is_ratio_std",
+                    max="is_ratio_max", min="is_ratio_min")
+    add, length = table.of_rows, n.clamp(min=1)
+    add(torch.expm1(2 * total.clamp(-SAFETY_BOUND, SAFETY_BOUND)), mean="chi2_seq")
+    for name, log_prob in (("training", sums["rollout"] + total), ("rollout", sums["rollout"])):
+        add(-log_prob / length, mean=f"{name}_log_ppl")
+        add(exp_ratio(-log_prob / length, 4 * SAFETY_BOUND), mean=f"{name}_ppl")   # never squared
     difference = -total / length                                # log ppl_train − log ppl_rollout
-    add(difference, rows, mean="log_ppl_diff", max="log_ppl_diff_max", min="log_ppl_diff_min")
-    add(difference.abs(), rows, mean="log_ppl_abs_diff")
-    add(exp_ratio(difference, 4 * SAFETY_BOUND), rows, mean="ppl_ratio")
+    add(difference, mean="log_ppl_diff", max="log_ppl_diff_max", min="log_ppl_diff_min")
+    add(difference.abs(), mean="log_ppl_abs_diff")
+    add(exp_ratio(difference, 4 * SAFETY_BOUND), mean="ppl_ratio")
 
 
-def _weight_statistics(statistics, log_ratio, weights, valid, config):
+def _rho_sums(sums: dict[str, Tensor], n: Tensor) -> RowSums:
+    return RowSums.around_one(sums["excess"], sums["squares"], n, exp_ratio(sums["top"]),
+                              exp_ratio(sums["bottom"]))
+
+
+def _metric_bounds(threshold) -> tuple[float | None, float | None]:
+    """What counts as a low and as a high weight: the pair, or [1/C, C]."""
+    return threshold if isinstance(threshold, tuple) else (1 / threshold, threshold)
+
+
+def _weight_statistics(table: _Table, sums: dict[str, Tensor], n: Tensor, config) -> None:
     """rollout_is_*: of the applied weights; rollout_is_raw_*: of ρ before truncation or zeroing.
 
     Two of verl's habits are kept under verl's names: above token level rollout_is_max and _min are
     those of ρ, and the fractions beyond the bounds always are.
     """
-    level, bound = config.rollout_is, config.rollout_is_threshold
-    lo, hi = bound if isinstance(bound, tuple) else (1 / bound, bound)
-    log_rho = aggregate_log_ratio(log_ratio, valid, level)
-    raw = torch.where(valid, exp_ratio(log_rho), 0.0)
-    _ratio_statistics(statistics, "rollout_is_raw", level, log_rho, raw, valid, lo, hi)
-    _ratio_statistics(statistics, "rollout_is", level, log_rho, weights, valid, lo, hi)
-    if isinstance(bound, tuple):
-        zeroed = (weights == 0) & valid
-        statistics.add(zeroed.float(), valid,
-                       mean=("rollout_is_masked_fraction", "rollout_is_oob_ratio"))
-        statistics.add(zeroed.any(-1).float(), valid.any(-1), mean="rollout_is_seq_masked_fraction")
+    level, threshold = config.rollout_is, config.rollout_is_threshold
+    lo, hi = _metric_bounds(threshold)
+    if level == "token":
+        raw, below, above = _rho_sums(sums, n), sums["below"], sums["above"]
+        if isinstance(threshold, tuple):
+            top, bottom = sums["weight.top"], sums["weight.bottom"]
+        else:
+            top, bottom = raw.top.clamp(max=threshold), raw.bottom.clamp(max=threshold)
+        applied = RowSums.around_one(sums["weight.excess"], sums["weight.squares"], n, top, bottom)
+    else:
+        rho = exp_ratio(sums["log_rho"])
+        raw, applied = RowSums.constant(rho, n), RowSums.constant(sums["weight"], n)
+        applied = applied._replace(top=rho, bottom=rho)
+        below, above = (n * outside for outside in _outside(sums["log_rho"], lo, hi))
+    per_row = level == "sequence"
+    _ratio_statistics(table, "rollout_is_raw", raw, raw, n, lo, hi, below, above, per_row)
+    _ratio_statistics(table, "rollout_is", applied, raw, n, lo, hi, below, above, per_row)
+    if level != "geometric":                                                    # SkyRL's name
+        name = "tis_token_clip_high_ratio" if level == "token" else "tis_seq_clip_high_ratio"
+        _fraction(table, above, per_row, name)
+    if isinstance(threshold, tuple):
+        zeroed = below + above
+        table.of_tokens(RowSums(zeroed),
+                        mean=("rollout_is_masked_fraction", "rollout_is_oob_ratio"))
+        table.of_rows(_any(zeroed), mean="rollout_is_seq_masked_fraction")
 
 
-def _ratio_statistics(statistics, prefix, level, log_rho, weights, valid, lo, hi):
-    rows, add = valid.any(-1), statistics.add
-    below, above = _outside(log_rho, lo, hi)
-    add(weights, valid, mean=f"{prefix}_mean", std=f"{prefix}_std", ess=f"{prefix}_eff_sample_size")
-    rho = exp_ratio(log_rho)
-    add(weights if level == "token" else rho, valid, max=f"{prefix}_max", min=f"{prefix}_min")
-    per_row = level == "sequence" or (level == "geometric" and prefix == "rollout_rs")
-    capped = {"token": "tis_token_clip_high_ratio",
-              "sequence": "tis_seq_clip_high_ratio"}.get(level)     # SkyRL's name for it
-    for outside, end in ((above, "high"), (below, "low")):
-        names = [f"{prefix}_ratio_fraction_{end}"]
-        if prefix == "rollout_is" and end == "high" and capped:
-            names.append(capped)
-        outside = (outside & valid).any(-1) if per_row else outside
-        add(outside.float(), rows if per_row else valid, mean=tuple(names))
-    row = weights.sum(-1) / valid.sum(-1).clamp(min=1)                                # [B]
-    add(row, rows, mean=f"{prefix}_seq_mean", sample_std=f"{prefix}_seq_std",
-        max=f"{prefix}_seq_max", min=f"{prefix}_seq_min", ess=f"{prefix}_seq_eff_sample_size")
-    add((row - 1).abs(), rows, max=f"{prefix}_seq_max_deviation")
-    raw_row = torch.where(valid, rho, 0.0).sum(-1) / valid.sum(-1).clamp(min=1)
-    far = (raw_row > (math.inf if hi is None else hi)), (raw_row < (0.0 if lo is None else lo))
-    add(far[0].float(), rows, mean=f"{prefix}_seq_fraction_high")
-    add(far[1].float(), rows, mean=f"{prefix}_seq_fraction_low")
+def _fraction(table: _Table, count: Tensor, per_row: bool, name: str) -> None:
+    """Of the rows that have such a token, or of the tokens themselves."""
+    if per_row:
+        table.of_rows(_any(count), mean=name)
+    else:
+        table.of_tokens(RowSums(count), mean=name)
+
+
+def _ratio_statistics(table, prefix, weights: RowSums, rho: RowSums, n, lo, hi, below, above,
+                      per_row: bool) -> None:
+    """Of weights and their sequences' means; `below`, `above` [B]: how many of a row's ρ are."""
+    table.of_tokens(weights, mean=f"{prefix}_mean", std=f"{prefix}_std",
+                    ess=f"{prefix}_eff_sample_size", max=f"{prefix}_max", min=f"{prefix}_min")
+    _fraction(table, above, per_row, f"{prefix}_ratio_fraction_high")
+    _fraction(table, below, per_row, f"{prefix}_ratio_fraction_low")
+    add, length = table.of_rows, n.clamp(min=1)
+    row, raw_row = weights.total / length, rho.total / length
+    add(row, mean=f"{prefix}_seq_mean", sample_std=f"{prefix}_seq_std", max=f"{prefix}_seq_max",
+        min=f"{prefix}_seq_min", ess=f"{prefix}_seq_eff_sample_size")
+    add((row - 1).abs(), max=f"{prefix}_seq_max_deviation")
+    add((raw_row > (math.inf if hi is None else hi)).double(), mean=f"{prefix}_seq_fraction_high")
+    add((raw_row < (0.0 if lo is None else lo)).double(), mean=f"{prefix}_seq_fraction_low")
+
+
+def _nats(name: str, bound) -> tuple[float, float]:
+    """The interval in which a criterion's statistic keeps; for k1 = −log ρ the ends swap."""
+    if not name.endswith("k1"):
+        return -math.inf, bound
+    lo, hi = bound
+    return (-math.inf if hi is None else -math.log(hi)), (math.inf if lo is None else -math.log(lo))
+
+
+def _first_k1_statistics(table: _Table, sums: dict[str, Tensor], n: Tensor, name, bound) -> None:
+    """verl 0.6's rollout_rs_*, statistics of ρ itself: those of the first such criterion."""
+    per_row, (lo, hi) = not name.startswith("token"), bound
+    if per_row:
+        log_rho = sums["log_ratio"] / (n.clamp(min=1) if name == "seq_mean_k1" else 1)
+        rho = RowSums.constant(exp_ratio(log_rho), n)
+        below, above = (n * outside for outside in _outside(log_rho, lo, hi))
+    else:
+        rho, below, above = _rho_sums(sums, n), sums[f"{name}.above"], sums[f"{name}.below"]
+    _ratio_statistics(table, "rollout_rs", rho, rho, n, lo, hi, below, above, per_row)
 
 
 SKYRL_MASKS = {"seq_max_k1": "outlier_seq", "seq_sum_k1": "product_sequence_mask",
                "seq_mean_k1": "geo_sequence_mask"}
 
 
-def _criterion(statistics, name, bound, log_ratio, valid) -> tuple[Tensor, Tensor]:
-    """Where one criterion's statistic is too small, and where too large: [B, T] each, bool."""
-    where, kind = name.rsplit("_", 1)
-    level = {"seq_sum": "sequence", "seq_mean": "geometric"}.get(where, "token")
-    limited = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    per_token = kl_estimate(torch.zeros_like(limited), limited, kind)       # −x, x²/2, e^x − 1 − x
-    statistic = aggregate_log_ratio(per_token, valid, level)
-    least, most = 0.0, bound
-    if kind == "k1":
-        lo, hi = bound                                              # on ρ; on −log ρ the ends swap
-        least = -math.inf if hi is None else -math.log(hi)
-        most = math.inf if lo is None else -math.log(lo)
-    below, above = statistic < least, statistic > most
-    if where == "seq_max":
-        below, above = ((x & valid).any(-1, keepdim=True).expand_as(valid) for x in (below, above))
-        worst = torch.where(valid, statistic, -math.inf).amax(-1, keepdim=True)
-        statistic = torch.where(valid, worst, 0.0)
-    elif kind == "k1" and not any("rollout_rs_mean" in out.values() for out in statistics.outputs):
-        # verl 0.6's rollout_rs_*, statistics of ρ itself: those of the first such criterion.
-        log_rho = aggregate_log_ratio(log_ratio, valid, level)
-        rho = torch.where(valid, exp_ratio(log_rho), 0.0)
-        _ratio_statistics(statistics, "rollout_rs", level, log_rho, rho, valid, lo, hi)
-    _criterion_statistics(statistics, name, statistic, below, above, least, most, valid)
-    return below, above
-
-
-def _criterion_statistics(statistics, name, statistic, below, above, least, most, valid):
+def _criterion_statistics(table: _Table, sums: dict[str, Tensor], n: Tensor, name, bound) -> None:
     """rollout_rs_{criterion}_*, in nats. For k1, verl's "high" is a high −log ρ: a low ρ."""
-    prefix, add, rows = f"rollout_rs_{name}", statistics.add, valid.any(-1)
-    row = statistic.sum(-1) / valid.sum(-1).clamp(min=1)        # one value on a sequence: itself
-    add(statistic, valid, mean=f"{prefix}_mean", max=f"{prefix}_max", min=f"{prefix}_min")
-    add(statistic.clamp(least, most), valid, std=f"{prefix}_std")   # verl's: within the bounds
-    add(row, rows, mean=f"{prefix}_seq_mean", sample_std=f"{prefix}_seq_std",
-        max=f"{prefix}_seq_max", min=f"{prefix}_seq_min")
-    add(row.abs(), rows, max=f"{prefix}_seq_max_deviation")
-    for outside, end, far in ((above, "high", row > most), (below, "low", row < least)):
-        by_row = (outside & valid).any(-1)
-        per_token = name.startswith("token")
-        add((outside if per_token else by_row).float(), valid if per_token else rows,
-            mean=f"{prefix}_fraction_{end}")
-        add((far if per_token else by_row).float(), rows, mean=f"{prefix}_seq_fraction_{end}")
+    prefix, (least, most) = f"rollout_rs_{name}", _nats(name, bound)
+    get, per_token = (lambda field: sums[f"{name}.{field}"]), name.startswith("token")
+    if per_token:
+        whole = RowSums(get("total"), 0.0, get("top"), get("bottom"))
+        within = RowSums(get("within"), get("squares"))
+        row = get("total") / n.clamp(min=1)
+    else:
+        row = get("statistic")
+        whole, within = RowSums.constant(row, n), RowSums.constant(row.clamp(least, most), n)
+    table.of_tokens(whole, mean=f"{prefix}_mean", max=f"{prefix}_max", min=f"{prefix}_min")
+    table.of_tokens(within, std=f"{prefix}_std")                    # verl's: within the bounds
+    add = table.of_rows
+    add(row, mean=f"{prefix}_seq_mean", sample_std=f"{prefix}_seq_std", max=f"{prefix}_seq_max",
+        min=f"{prefix}_seq_min")
+    add(row.abs(), max=f"{prefix}_seq_max_deviation")
+    for count, end, far in ((get("above"), "high", row > most), (get("below"), "low", row < least)):
+        _fraction(table, count, not per_token, f"{prefix}_fraction_{end}")
+        add(far.double() if per_token else _any(count), mean=f"{prefix}_seq_fraction_{end}")
         if name in SKYRL_MASKS:
             ratio_end = "under_low" if end == "high" else "over_high"
-            add(by_row.float(), rows, mean=f"{SKYRL_MASKS[name]}_{ratio_end}_ratio")
-    rejected = (below | above) & valid
+            add(_any(count), mean=f"{SKYRL_MASKS[name]}_{ratio_end}_ratio")
+    rejected = get("rejected")
     if name in SKYRL_MASKS:
-        add(rejected.any(-1).float(), rows, mean=f"{SKYRL_MASKS[name]}_masked_ratio")
+        add(_any(rejected), mean=f"{SKYRL_MASKS[name]}_masked_ratio")
     if name == "token_k1":
-        add(rejected.float(), valid, mean="token_mask_ratio")
+        table.of_tokens(RowSums(rejected), mean="token_mask_ratio")
 
 
 # ----------------------------------------------------------------------------------- dialects

@@ -10,6 +10,8 @@ the log-ratio of the KL term. The derivation is in math/, whose labels (eq:…) 
 docstrings. Only torch is needed.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -140,6 +142,25 @@ def perplexity(log_prob: Tensor, response_mask: Tensor) -> Tensor:
     return exp_ratio(-mean, 4 * SAFETY_BOUND)           # never squared: e^80 still fits a float32
 
 
+class RowSums(NamedTuple):
+    """Of a quantity over each row's valid tokens, float64 [B] each; 0: not needed.  (eq:merge)"""
+
+    total: Tensor | float                               # Σx
+    squares: Tensor | float = 0.0                       # Σx²
+    top: Tensor | float = 0.0                           # max x
+    bottom: Tensor | float = 0.0                        # min x
+
+    @classmethod
+    def constant(cls, x: Tensor, n: Tensor) -> "RowSums":
+        """Of one value [B] on all n [B] tokens of a row."""
+        return cls(n * x, n * x.square(), x, x)
+
+    @classmethod
+    def around_one(cls, excess: Tensor, squares: Tensor, n: Tensor, top, bottom) -> "RowSums":
+        """Of x near 1, from Σ(x − 1) and Σ(x − 1)²: in float32 Σx² could not tell x from 1."""
+        return cls(n + excess, n + 2 * excess + squares, top, bottom)
+
+
 class Statistics:
     """Means, spreads and extremes of many quantities that merge exactly.  (eq:merge)
 
@@ -148,6 +169,7 @@ class Statistics:
     are kept, merged, and turned into metrics at the very end. No value leaves the device before.
 
         add(x, mask, mean="kl", std=("kl_std", "alias"))    which reductions, and their names
+        add_rows, add_sums                                  many at once, of rows or their tokens
         merge(others); all_reduce(group); metrics() → {name: 0-dim tensor}
 
     Reductions: mean; std (n below it); sample_std (n − 1 below it); min; max; ess, (Σx)²/(nΣx²).
@@ -166,7 +188,7 @@ class Statistics:
         squares = values.new_zeros((), **wide)
         top = bottom = values.new_full((), -torch.inf, **wide)
         if {"std", "sample_std", "ess"} & outputs.keys():
-            squares = values.double().square().sum()            # 1 ± 1e-5: squared in float32, all 1
+            squares = values.double().square().sum()          # 1 ± 1e-5: squared in float32, all 1
         if "max" in outputs and mask.numel():
             top = torch.where(mask, values, -torch.inf).amax().double()
         if "min" in outputs and mask.numel():
@@ -174,6 +196,31 @@ class Statistics:
         column = torch.stack([mask.sum(**wide), values.sum(**wide), squares, top, bottom])
         self.columns.append(column)
         self.outputs.append(outputs)
+
+    def add_rows(self, quantities: list[tuple[Tensor, dict]], rows: Tensor) -> None:
+        """`add` for many pairs of (values [B], outputs), over the `rows` [B] that are true."""
+        x = torch.stack([values for values, _ in quantities]).double()          # [quantities, B]
+        x = torch.where(rows, x, 0.0)
+        sums = [(RowSums(values, squares, values, values), outputs)
+                for values, squares, (_, outputs) in zip(x, x.square(), quantities)]
+        self.add_sums(sums, rows.double())
+
+    def add_sums(self, quantities: list[tuple[RowSums, dict]], n: Tensor) -> None:
+        """`add` for many pairs of (RowSums, outputs), over tokens, of which a row has `n` [B]."""
+        def table(field: str) -> Tensor:                                        # [quantities, B]
+            columns = [getattr(sums, field) for sums, _ in quantities]
+            return torch.stack([x if isinstance(x, Tensor) else torch.full_like(n, x)
+                                for x in columns])
+
+        def peak(x: Tensor) -> Tensor:                                          # [quantities]
+            x = torch.where(n > 0, x, -torch.inf)
+            return x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:1], -torch.inf)
+
+        count = n.sum().expand(len(quantities))
+        columns = [count, table("total").sum(-1), table("squares").sum(-1), peak(table("top")),
+                   peak(-table("bottom"))]
+        self.columns += torch.stack(columns, -1).unbind()
+        self.outputs += [outputs for _, outputs in quantities]
 
     def merge(self, others: "list[Statistics]") -> "Statistics":
         """These statistics and those of other parts of the batch, as if computed at once."""
@@ -206,6 +253,7 @@ class Statistics:
             "max": torch.where(n > 0, top, 0.0),
             "min": torch.where(n > 0, -bottom, 0.0),
         }
+        reduced = {how: values.unbind() for how, values in reduced.items()}
         return {name: reduced[how][i] for i, outputs in enumerate(self.outputs)
                 for how, names in outputs.items()
                 for name in ((names,) if isinstance(names, str) else names)}
