@@ -501,8 +501,8 @@ class _Block:
             below = self.scratch.lt_(least).sum(-1)
             within = self.only(torch.clamp(x, least, most, out=self.scratch))
             sums["within"], sums["squares"] = within.sum(-1), self.squares(within)
-            rejected = torch.ne(x, torch.clamp(x, least, most, out=self.scratch), out=x)
-            self.only(rejected)
+            beyond = x.sub_(torch.clamp(x, least, most, out=self.scratch)).abs_()
+            rejected = self.only(beyond.gt_(0))             # NaN is kept: it must be seen, not lost
         else:
             top = bottom = x.sum(-1, keepdim=True)                                          # [R, 1]
             if where == "seq_mean":

@@ -55,7 +55,7 @@ from estimators import grpo_advantages, kl_estimate, reinforce_advantages, rloo_
 from losses import Counts, count, kl_loss, policy_loss
 from rollout import Sample, WeightSync, make_engine
 
-CHUNK = 2 ** 26                    # logits at a time, in float32: 256 MB
+CHUNK = 2 ** 25                    # logits at a time, in float32: 128 MB
 
 
 class UserError(Exception):
@@ -399,11 +399,17 @@ class Policy(nn.Module):
             input_ids=tokens, attention_mask=attention, position_ids=positions, use_cache=False,
         ).last_hidden_state[:, p - 1:-1].flatten(0, 1)                                  # [B·t, H]
         targets = tokens[:, p:].flatten()                                               # [B·t]
-        # Logits exist for one chunk at a time: they are computed again in the backward pass.
+        return F.pad(self.log_probs(hidden, targets).view(-1, t), (0, width - t))       # [B, T]
+
+    def log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """log π of each target: [N, H], [N] → [N]. Logits exist for one chunk at a time.
+
+        They are computed again in the backward pass, so that memory does not grow with N·V.
+        """
         size = max(1, CHUNK // self.model.get_output_embeddings().weight.shape[0])
         parts = [checkpoint(self.token_log_probs, h, y, use_reentrant=False)
                  for h, y in zip(hidden.split(size), targets.split(size))]
-        return F.pad(torch.cat(parts).view(-1, t), (0, width - t))                      # [B, T]
+        return torch.cat(parts)
 
     def token_log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits = self.model.get_output_embeddings()(hidden).float()                     # [chunk, V]

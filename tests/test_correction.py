@@ -268,6 +268,17 @@ def test_a_batch_of_nothing_gives_nothing(shape):
         assert all(math.isfinite(v) for v in to_host(result.metrics).values())
 
 
+@pytest.mark.parametrize("criterion", ["token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_mean_k3"])
+def test_a_log_prob_that_is_not_a_number_is_not_rejected_away(criterion):
+    """Nothing may hide it: the mask keeps its token and the metrics say nan, as the plain form's do."""
+    train = torch.zeros(2, 3)
+    train[0, 1] = math.nan
+    config = Config(rollout_rs={criterion: (0.5, 2.0) if criterion.endswith("k1") else 0.1})
+    for form in correct, plain_correct:
+        result = form(train, torch.zeros(2, 3), torch.ones(2, 3), config)
+        assert result.mask.all() and math.isnan(result.metrics["rollout_corr/kl"])
+
+
 def test_small_divergences_are_not_rejected_for_their_rounding():
     """e^x − 1 − x of a tiny x is rounded to below 0, which is not outside of [0, bound]."""
     train = 1e-6 * torch.randn(4, 100, generator=torch.Generator().manual_seed(0))

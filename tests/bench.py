@@ -1,0 +1,272 @@
+"""How fast, beside whom: measured, not tested. pytest does not collect this file.
+
+    python tests/bench.py [correct] [scaling] [logprobs] [losses] [share] [bypass]     # default: all
+    BENCH_THREADS=1 python tests/bench.py correct          # where other work shares the cores
+
+Every row is a paired run: the candidates take turns in one process, A B C A B C …, and the ratio is
+the median of the ratios of the turns, with its quartiles. Peak memory is what torch allocates
+beyond its inputs. Peers that do not import say "not installed"; verl needs `pip install --no-deps
+verl==0.9.1` and what it imports, TRL `pip install trl==1.16.0`.
+"""
+
+import contextlib
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from correction import RolloutCorrectionConfig as Config  # noqa: E402
+from correction import correct  # noqa: E402
+from losses import policy_loss  # noqa: E402
+
+with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    try:
+        from verl.trainer.ppo.rollout_corr_helper import \
+            compute_rollout_correction_and_rejection_mask as verl_correct
+    except ImportError:
+        verl_correct = None
+    try:
+        from trl.trainer.utils import selective_log_softmax
+    except (ImportError, RuntimeError):
+        selective_log_softmax = None
+
+
+def batch(B, T):
+    """Log-probs 0.02 apart, responses of a quarter of T to T tokens: train, rollout, mask."""
+    g = torch.Generator().manual_seed(0)
+    rollout = -3 * torch.rand(B, T, generator=g)
+    train = rollout + 0.02 * torch.randn(B, T, generator=g)
+    return train, rollout, (torch.arange(T) < torch.randint(T // 4, T + 1, (B, 1), generator=g)).float()
+
+
+def paired(candidates: dict, turns: int = 15) -> dict[str, list[float]]:
+    """Seconds of every candidate in every turn; two turns before are not counted."""
+    seconds = {name: [] for name in candidates}
+    for _ in range(turns + 2 if turns > 5 else turns + 1):
+        for name, run in candidates.items():
+            began = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - began)
+    return {name: x[-turns:] for name, x in seconds.items()}
+
+
+def peak(run) -> int:
+    """Bytes that torch holds at most, beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def ms(seconds: list[float]) -> str:
+    return f"{1e3 * statistics.median(seconds):.1f}"
+
+
+def ratio(a: list[float], b: list[float]) -> str:
+    low, middle, high = statistics.quantiles([x / y for x, y in zip(a, b)], n=4)
+    return f"{middle:.2f} ({low:.2f}–{high:.2f})"
+
+
+def table(title: str, head: str, rows: list[list]) -> None:
+    print(f"\n{title}\n\n| {head} |\n|{'---|' * (head.count('|') + 1)}")
+    for row in rows:
+        print(f"| {' | '.join(map(str, row))} |", flush=True)
+
+
+def floor(a, b, c):
+    """The least that `correct` could cost: reads three [B, T] tensors, writes two new ones."""
+    x, y = torch.empty_like(a), torch.empty_like(a)
+    for p, q, r, s, t in zip(*(z.split(16) for z in (a, b, c, x, y))):        # in cache the 2nd time
+        t.copy_(torch.addcmul(p, q, r, out=s))
+    return x, y
+
+
+SETTINGS = {
+    "token": (Config("token"), {"rollout_is": "token"}),
+    "sequence": (Config("sequence"), {"rollout_is": "sequence"}),
+    "token, with rejection": (
+        Config("token", rollout_rs={"token_k1": (0.5, 2.0), "seq_mean_k3": 0.01}),
+        {"rollout_is": "token", "rollout_rs": "token_k1,seq_mean_k3",
+         "rollout_rs_threshold": "0.5_2.0,0.01"}),
+    "metrics only": (Config(), {}),
+}
+
+
+def bench_correct():
+    data, rows = batch(512, 4096), []
+    unit = data[0].nbytes
+    held = [torch.empty_like(data[0]) for _ in range(2)]         # a floor that need not ask for memory
+
+    def bare():
+        for p, q, r, s, t in zip(*(z.split(16) for z in (*data, *held))):
+            t.copy_(torch.addcmul(p, q, r, out=s))
+
+    for name, (config, verls) in SETTINGS.items():
+        candidates = {"ours": lambda: correct(*data, config).metrics,
+                      "floor": lambda: floor(*data), "bare": bare}
+        if verl_correct:
+            candidates["verl"] = lambda: verl_correct(*data, **verls)
+        took = paired(candidates)
+        verl = ["not installed"] * 3
+        if verl_correct:
+            verl = [ms(took["verl"]), ratio(took["ours"], took["verl"]),
+                    f"{peak(candidates['verl']) / unit:.1f}"]
+        rows.append([name, ms(took["ours"]), verl[0], verl[1], ratio(took["ours"], took["floor"]),
+                     ratio(took["ours"], took["bare"]), f"{peak(candidates['ours']) / unit:.1f}",
+                     verl[2]])
+    table("`correct` with all metrics, [512, 4096], float32",
+          "setting | ms | verl 0.9.1, ms | ours/verl | ours/floor | ours/floor into held memory | "
+          "peak, [B, T] tensors | verl's peak", rows)
+
+
+def bench_scaling():
+    data = {size: batch(*size) for size in ((256, 2048), (512, 2048), (256, 4096))}
+    took = paired({size: lambda x=x: correct(*x, Config("token")).metrics for size, x in data.items()})
+    one, *twice = took.values()
+    table("`correct`, token: twice the tokens", "[256, 2048], ms | twice B | twice T",
+          [[ms(one), *(ratio(x, one) for x in twice)]])
+
+
+def head_and_data(N, H, V, dtype):
+    torch.manual_seed(0)
+    head = nn.Linear(H, V, bias=False, dtype=dtype)
+    return head, torch.randn(N, H, dtype=dtype, requires_grad=True), torch.randint(V, (N,))
+
+
+def log_prob_paths(head):
+    """Three ways from hidden states to the log-probs of the sampled tokens, in float32."""
+    from trainer import Policy
+    ours = SimpleNamespace(model=SimpleNamespace(get_output_embeddings=lambda: head), softcap=None,
+                           temperature=1.0)
+    ours.token_log_probs = lambda h, y: Policy.token_log_probs(ours, h, y)
+    paths = {"ours": lambda h, y: Policy.log_probs(ours, h, y),
+             "plain": lambda h, y: head(h).float().log_softmax(-1).gather(-1, y[:, None])[:, 0]}
+    if selective_log_softmax:
+        paths["TRL"] = lambda h, y: selective_log_softmax(head(h), y)
+    return paths
+
+
+def backward(path, head, hidden, targets) -> tuple:
+    loss = path(hidden, targets).mean()
+    return torch.autograd.grad(loss, [hidden, head.weight])
+
+
+def bench_logprobs(N=1024, H=256, V=151_936):
+    """Time at N tokens; peak memory at N and, since 4 N plain ones need 12 GB, 4 N by two points."""
+    def runs(N):
+        head, hidden, targets = head_and_data(N, H, V, torch.bfloat16)
+        return {name: lambda p=p: backward(p, head, hidden, targets)
+                for name, p in log_prob_paths(head).items()}
+    whole, half = runs(N), runs(N // 2)
+    took, most = paired(whole, 3), {name: peak(run) for name, run in whole.items()}
+    at_4N = {name: most[name] + 6 * (most[name] - peak(half[name])) for name in half}
+    at_4N["ours"] = peak(runs(4 * N)["ours"])
+    table(f"log-probs of {N} sampled tokens and their gradient, V = {V}, H = {H}, bfloat16 weights",
+          f"path | s | time/plain | peak, GB | at {4 * N}, GB (ours measured) | of plain's",
+          [[name, f"{statistics.median(took[name]):.1f}", ratio(took[name], took["plain"]),
+            f"{most[name] / 1e9:.2f}", f"{at_4N[name] / 1e9:.2f}",
+            f"1/{at_4N['plain'] / at_4N[name]:.1f}"] for name in whole])
+    head, hidden, targets = head_and_data(600, 64, V, torch.float32)
+    ours, plain = (backward(log_prob_paths(head)[name], head, hidden, targets)
+                   for name in ("ours", "plain"))
+    error = max(((x - y).norm() / y.norm()).item() for x, y in zip(ours, plain))
+    print(f"\ngradients in float32, ours against plain: {error:.1e} relative")
+
+
+def bench_losses(B=512, T=4096):
+    train, rollout, mask = batch(B, T)
+    advantages, unit, rows = torch.randn(B, 1).expand(B, T).clone(), train.nbytes, []
+    modes = [("decoupled", Config("token", loss_type=kind))
+             for kind in ("ppo_clip", "gspo", "cispo", "sapo")]
+    modes += [("bypass", Config(bypass_mode=True)),
+              ("bypass", Config("token", bypass_mode=True, loss_type="reinforce"))]
+    for mode, config in modes:
+        given = correct(train, rollout, mask, config)
+        current = train.clone().requires_grad_()
+
+        def run():
+            loss, _ = policy_loss(current, train, rollout, advantages, mask, config, correction=given)
+            return torch.autograd.grad(loss, current)
+        took = paired({"loss": run, "floor": lambda: floor(train, rollout, mask)}, 9)
+        rows.append([mode, config.loss_type, ms(took["loss"]), ratio(took["loss"], took["floor"]),
+                     f"{peak(run) / unit:.1f}"])
+    table(f"`policy_loss`, forward and backward, [{B}, {T}]",
+          "mode | loss | ms | /floor | peak, [B, T] tensors", rows)
+
+
+def bench_share(tokens=256):
+    """Qwen2.5-0.5B's shapes, float32: 24 layers of one kind, and the head on every token.
+
+    Scoring and generating, which a step also does, are left out: they would lower the share.
+    """
+    from transformers import Qwen2Config, Qwen2Model
+    shape = dict(hidden_size=896, intermediate_size=4864, num_attention_heads=14,
+                 num_key_value_heads=2, vocab_size=8)
+    one, three = (Qwen2Model(Qwen2Config(num_hidden_layers=n, **shape)) for n in (1, 3))
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    head, hidden, targets = head_and_data(tokens, 896, 151_936, torch.float32)
+    path, data = log_prob_paths(head)["ours"], batch(64, 1024)
+    config = SETTINGS["token, with rejection"][0]
+    took = paired({
+        "one": lambda: one(ids).last_hidden_state.mean().backward(),
+        "three": lambda: three(ids).last_hidden_state.mean().backward(),
+        "head": lambda: backward(path, head, hidden, targets),
+        "correct": lambda: correct(*data, config).metrics}, 3)
+    middle = {name: 1e6 * statistics.median(x) for name, x in took.items()}
+    layer, top = (middle["three"] - middle["one"]) / 2 / tokens, middle["head"] / tokens
+    ours, step = middle["correct"] / data[0].numel(), 24 * layer + top
+    table("share of the correction in an update of a 0.5B-parameter model, by parts, µs a token",
+          "layer | head | 24 layers + head | `correct` | share",
+          [[f"{layer:.0f}", f"{top:.0f}", f"{step:.0f}", f"{ours:.4f}", f"{100 * ours / step:.4f} %"]])
+
+
+def bench_bypass(steps=30):
+    """The demo's steps, with and without π_old's forward pass."""
+    lines = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for preset in ("decoupled_token_is", "bypass_ppo_clip"):
+            subprocess.run([sys.executable, str(ROOT / "trainer.py"), f"correction.preset={preset}",
+                            f"train.steps={steps}", f"run={preset}", "rollout.engine=transformers",
+                            "train.eval_every=1000", "train.save_every=1000"],
+                           cwd=directory, check=True, capture_output=True)
+            text = (Path(directory) / "runs" / preset / "metrics.jsonl").read_text()
+            lines[preset] = [json.loads(line) for line in text.splitlines()][5:-1]
+    three, two = lines.values()
+    parts = ("rollout", "log_probs", "update", "sync")
+    middle = {name: [1e3 * statistics.median(line[f"time/{part}"] for line in run) for part in parts]
+              for name, run in lines.items()}
+    forward, whole = middle["decoupled_token_is"][1], sum(middle["decoupled_token_is"])
+    measured = ratio([x["time/step"] for x in two], [x["time/step"] for x in three])
+    table("bypass mode on the demo, ms a step", "preset | " + " | ".join(parts),
+          [[name, *(f"{x:.0f}" for x in times)] for name, times in middle.items()])
+    print(f"\nstep: {measured} of decoupled; without its forward pass: {1 - forward / whole:.2f}")
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(int(os.environ.get("BENCH_THREADS", torch.get_num_threads())))
+    parts = {name.removeprefix("bench_"): run for name, run in globals().items()
+             if name.startswith("bench_")}
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, load "
+          f"{os.getloadavg()[0]:.1f}")
+    for name in names or parts:
+        parts[name]()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
