@@ -21,6 +21,8 @@ import os
 import random
 import sys
 import tempfile
+import threading
+import traceback
 import warnings
 from collections import deque
 from contextlib import contextmanager
@@ -72,6 +74,37 @@ def make_engine(
         else:
             return VllmEngine(path, gpu_memory_utilization=gpu_memory_utilization, **settings)
     return TransformersEngine(path, **settings)
+
+
+class EngineError(RuntimeError):
+    """The last words of an engine that failed, in one sentence."""
+
+
+@contextmanager
+def watched(engine, seconds, report):
+    """One call of an engine. Whatever it raises becomes an EngineError; after `seconds` of it,
+    `report` gets a sentence and the process ends: nothing can be raised into a call that hangs.
+    """
+    caller = threading.get_ident()
+
+    def end():
+        at = traceback.extract_stack(sys._current_frames()[caller])[-1]
+        report(f"rollout.engine={engine.name} has not answered for rollout.timeout={seconds:g} "
+               f"seconds, in {at.name} ({at.filename}:{at.lineno}): the same command continues "
+               "from the last checkpoint")
+        os._exit(1)
+
+    watch = threading.Timer(seconds, end)
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    except Exception as error:
+        words = (str(error).strip() or "no word").splitlines()[0]
+        raise EngineError(f"rollout.engine={engine.name} failed with {type(error).__name__}: "
+                          f"{words}") from error
+    finally:
+        watch.cancel()
 
 
 class TransformersEngine:

@@ -28,6 +28,7 @@ import random
 import re
 import shutil
 import signal
+import stat
 import sys
 import time
 import typing
@@ -35,6 +36,7 @@ import warnings
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from decimal import Decimal
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Optional
 
@@ -42,8 +44,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from packaging.requirements import Requirement
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -53,9 +56,12 @@ from tqdm import tqdm
 from correction import RolloutCorrectionConfig, correct, diagnose, from_dialect, merge, to_host
 from estimators import grpo_advantages, kl_estimate, reinforce_advantages, rloo_advantages
 from losses import Counts, count, kl_loss, policy_loss
-from rollout import Sample, WeightSync, make_engine
+from rollout import EngineError, Sample, WeightSync, make_engine, watched
 
 CHUNK = 2 ** 25                    # logits at a time, in float32: 128 MB
+# How torch, vLLM and gloo say it.
+OUT_OF_MEMORY = "out of memory|can't allocate memory|memory for the cache|gpu_memory_utilization"
+LOST = "connection (closed|reset) by peer|broken pipe|remote process exited"
 
 
 class UserError(Exception):
@@ -99,6 +105,8 @@ class RolloutConfig:
     quantize_bits: Optional[int] = bounded(None, 2, 16)   # of weights on their way to the engine
     staleness: int = bounded(0, 0)                  # the engine lags so many updates behind
     batch_size: int = bounded(512, 1)               # samples generated at a time
+    mask_truncated: bool = False                    # responses cut at max_tokens: no gradient
+    timeout: float = bounded(1800.0, 1)             # seconds for one call of the engine
     gpu_memory_utilization: float = bounded(0.4, 0.01, 0.99)
 
 
@@ -135,6 +143,7 @@ class TrainConfig:
     save_every: int = bounded(50, 1)
     keep: int = bounded(3, 1)                       # checkpoints
     eval_every: int = bounded(50, 1)
+    on_nonfinite: Literal["raise", "skip"] = "raise"
 
 
 @dataclass
@@ -152,7 +161,7 @@ class Config:
 
 # What may differ when a run is continued.
 CHANGEABLE = {"train.steps", "train.save_every", "train.keep", "train.eval_every",
-              "rollout.gpu_memory_utilization"}
+              "train.on_nonfinite", "rollout.gpu_memory_utilization", "rollout.timeout"}
 
 
 def load_config(argv: list[str]) -> Config:
@@ -163,35 +172,38 @@ def load_config(argv: list[str]) -> Config:
         raise UserError(f"expected at most one FILE.yaml, and key=value, not {' '.join(paths)}")
     path = Path(paths[0]) if paths else Path(__file__).parent / "configs" / "demo.yaml"
     try:
-        if "${" in path.read_text(encoding="utf-8") + " ".join(overrides):
+        texts = [read_text(path, 2 ** 14), *(o.partition("=")[2] for o in overrides)]
+        if "${" in "".join(texts):
             raise UserError(f"{path}: '${{…}}' is not replaced here; write the value itself")
+        if any(isinstance(event, yaml.AliasEvent) for text in texts
+               for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))):
+            raise UserError(f"{path}: a *name would repeat what &name marks, and a short file may "
+                            "grow without end so; write the value itself")
         user = OmegaConf.merge(OmegaConf.load(path), given := OmegaConf.from_dotlist(overrides))
         settings = flat(OmegaConf.to_container(user))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except UserError:
         raise
     except Exception as error:     # YAML's and OmegaConf's own have many types and several lines
         raise UserError(f"{path} and the overrides must be a mapping of settings in YAML, such as "
-                        f"train: {{steps: 10}} ({' '.join(str(error).split())})") from None
+                        f"train: {{steps: 10}} ({' '.join(str(error).split())[:300]})") from None
     known = dict(leaves(Config))
     for key, value in settings.items():
         if key not in known and not key.startswith("correction."):
             near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
             raise UserError(f"{key} is not a setting; did you mean {near}?")
         if is_dataclass(known.get(key)) and value != {}:
-            raise UserError(f"{key} must be {describe(known[key])}, not {value!r}")
+            raise UserError(f"{key} must be {describe(known[key])}, not {short(value)}")
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), user))
-    except OmegaConfBaseException as error:
-        key = error.full_key
+    except Exception as error:     # OmegaConf's own, and an OverflowError that it lets through
+        key = getattr(error, "full_key", "a setting")
         raise UserError(f"{key} must be {describe(known.get(key))}, "
-                        f"not {settings.get(key)!r}") from None
+                        f"not {short(settings.get(key))}") from None
     config.correction = dict(config.correction) or {"preset": "decoupled_token_is"}
     if "run" not in given:
         name = ",".join([config.run or path.stem, *sorted(
             o for o in overrides if o.split("=")[0] not in CHANGEABLE)])
-        name, digest = re.sub(r"[^\w.,=+-]+", "_", name), hashlib.sha256(name.encode()).hexdigest()
+        name, digest = re.sub(r"[^a-zA-Z0-9_.,=+-]+", "_", name), hashlib.sha256(name.encode()).hexdigest()
         config.run = name if len(name) < 100 else f"{name[:80]}-{digest[:8]}"
     validate(config)
     return config
@@ -226,6 +238,28 @@ def describe(hint) -> str:
     return words.get(hint, "a section of settings")
 
 
+def short(value) -> str:
+    """What somebody wrote, for a sentence; a number may have more digits than Python prints."""
+    try:
+        return repr(value)[:80]
+    except ValueError:
+        return "a number of thousands of digits"
+
+
+def read_text(path: Path, most: float = math.inf) -> str:
+    """A regular file (a device or a pipe may never end), of at most so many bytes, in UTF-8."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UserError(f"{path} is not a file")
+        if path.stat().st_size > most:
+            raise UserError(f"{path} has more than {most} bytes")
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise UserError(f"{path} is not text in UTF-8") from None
+
+
 def validate(config: Config) -> None:
     """Values that have the right type and still make no sense."""
     for section, part in [("", config), *((f"{f.name}.", getattr(config, f.name))
@@ -234,10 +268,10 @@ def validate(config: Config) -> None:
             low, high, value = (*map(f.metadata.get, ("low", "high")), getattr(part, f.name))
             if low is not None and value is not None and not low <= value <= high:
                 allowed = f"{low} to {high}" if high < 2 ** 31 else f"at least {low}"
-                raise UserError(f"{section}{f.name} must be {allowed}, not {value!r}")
-    if not re.fullmatch(r"\w[\w.,=+-]{0,99}", config.run):
+                raise UserError(f"{section}{f.name} must be {allowed}, not {short(value)}")
+    if not re.fullmatch(r"\w[\w.,=+-]{0,99}", config.run or "", re.ASCII):
         raise UserError(f"run must be a plain name of letters, digits and .,=+-_ since it is a "
-                        f"directory inside runs/, not {config.run!r}")
+                        f"directory inside runs/, not {short(config.run)}")
     if (config.task.path is None) == (config.task.kind in ("jsonl", "parquet")):
         raise UserError(f"task.path must be a file for task.kind=jsonl or parquet, and null for "
                         f"the others, not {config.task.path!r} with task.kind={config.task.kind}")
@@ -323,16 +357,18 @@ def read_problems(config: TaskConfig, _, path: str) -> list[Problem]:
     try:
         if config.kind == "parquet":
             from pyarrow import parquet
-            rows = enumerate(parquet.read_table(path).to_pylist(), 1)
+            with open(path, "rb") as file:         # a name could be an address or a directory
+                rows = enumerate(parquet.read_table(file).to_pylist(), 1)
         else:
-            lines = Path(path).read_text(encoding="utf-8").split("\n")
+            lines = read_text(Path(path)).split("\n")
             rows = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
     except ImportError:
         raise UserError("task.kind=parquet needs pyarrow: pip install pyarrow") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:    # not UTF-8; not parquet
-        raise UserError(f"{path} is not {config.kind}: {' '.join(str(error).split())}") from None
+    except UserError:
+        raise
+    except Exception as error:     # pyarrow's are of many types
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
+        raise UserError(f"{path} cannot be read as {config.kind}: {reason}") from None
     problems, unit = [], "row" if config.kind == "parquet" else "line"
     for i, row in rows:
         where = f"{path}, {unit} {i}"
@@ -344,6 +380,8 @@ def read_problems(config: TaskConfig, _, path: str) -> list[Problem]:
         for key, value in zip(("question", "answer"), values):
             if type(value) not in (str, int, float) or not str(value).strip():
                 raise UserError(f"{where} has no `{key}`")
+            if not str(value).isprintable() and re.search("[\ud800-\udfff]", str(value)):
+                raise UserError(f"{where} has half a character in its `{key}`: {value[:60]!r}")
         if not final_answer(str(values[1])):
             raise UserError(f"{where} has an `answer` that ends in nothing: {values[1][-60:]!r}")
         problems.append(Problem(str(values[0]), str(values[1]), where))
@@ -474,7 +512,8 @@ def train(run: "Run") -> None:
                 batch = batch._replace(old_log_prob=score(policy, batch, config))
             if run.reference is not None:
                 batch = batch._replace(ref_log_prob=score(run.reference, batch, config))
-                batch = with_kl_in_reward(batch, config)
+            batch = without_nonfinite(run, batch)
+            batch = with_kl_in_reward(batch, config)
         with run.timed("update"):
             correction = None      # bypass mode: ρ = π_θ/π_rollout changes with every update
             if not options.bypass_mode:
@@ -487,13 +526,14 @@ def train(run: "Run") -> None:
                 for rows in torch.arange(len(batch.tokens)).chunk(config.train.mini_batches):
                     part = correction and correction.rows(rows)
                     updates.append(update(run, batch.rows(rows), options, part))
-            metrics |= average([u.metrics for u in updates])
+            metrics |= average([u.metrics for u in updates if u.metrics])
             first_epoch = [c for u in updates[:config.train.mini_batches] for c in u.corrections]
-            metrics |= merge([correction] if correction else first_epoch, dist.group.WORLD)
+            if correction or first_epoch:          # or every update was skipped
+                metrics |= merge([correction] if correction else first_epoch, dist.group.WORLD)
         with run.timed("sync"):
             run.engine.wake()
             metrics |= run.evaluation_if_due(step)
-            run.sync.push(full_weights(policy))
+            run.update_engine(run.sync.push)
         run.log(step, metrics)
         run.save_if_due(step)
 
@@ -510,23 +550,34 @@ def sample(run: "Run", step: int) -> tuple[Batch, dict]:
     rewards = [task.reward(task.train[chosen[p]], text) for (p, _), text in zip(rows, texts)]
 
     # Baselines are of whole groups and batches: gather all ranks' rows, in the order of one rank.
-    own = torch.tensor([[r, len(s.tokens), s.finished] for r, s in zip(rewards, samples)])  # [N, 3]
+    own = torch.tensor([[reward, len(s.tokens), s.finished, not text]
+                        for reward, s, text in zip(rewards, samples, texts)])           # [N, 4]
     everyone = [torch.empty_like(own) for _ in range(world)]
     dist.all_gather(everyone, own)
-    rewards, lengths, finished = torch.stack(
-        [x.view(-1, n, 3) for x in everyone], 1).view(-1, 3).T                # 3 × [prompts · n]
+    rewards, lengths, finished, empty = torch.stack(
+        [x.view(-1, n, 4) for x in everyone], 1).view(-1, 4).T                # 4 × [prompts · n]
+    kept = own[:, 0].isfinite()                                                         # [N]
+    if not rewards.isfinite().all():
+        run.nonfinite("samples", [
+            f"the reward of {text!r} for {task.train[chosen[rows[i][0]]].where} is {own[i, 0]:g}"
+            for i, text in enumerate(texts) if not kept[i]])
+        rewards = torch.where(rewards.isfinite(), rewards, 0.0)
+    if config.rollout.mask_truncated:
+        kept &= own[:, 2].bool()
     groups = torch.arange(size).repeat_interleave(n)
     advantages = {
         "grpo": lambda: grpo_advantages(rewards, groups, config.advantage.normalize_std),
         "rloo": lambda: rloo_advantages(rewards, groups),
         "reinforce": lambda: reinforce_advantages(rewards),
     }[config.advantage.kind]().view(-1, n)[rank::world].flatten()                       # [N]
-    of_group = rewards.view(-1, n)
-    return pad(prompts, samples, advantages, run.device), {
+    of_group, batch = rewards.view(-1, n), pad(prompts, samples, advantages, run.device)
+    mask = batch.response_mask & kept.to(run.device)[:, None]                           # [N, T]
+    return batch._replace(response_mask=mask), {
         "reward/mean": rewards.mean(), "reward/std": rewards.std(correction=0),
         "reward/groups_without_signal": (of_group == of_group[:, :1]).all(1).float().mean(),
         "response/tokens": lengths.sum(), "response/length_mean": lengths.mean(),
-        "response/length_max": lengths.max(), "response/truncated_fraction": 1 - finished.mean()}
+        "response/length_max": lengths.max(), "response/truncated_fraction": 1 - finished.mean(),
+        "response/empty_fraction": empty.mean()}
 
 
 def pad(prompts: list[list[int]], samples: list[Sample], advantages: Tensor, device) -> Batch:
@@ -560,9 +611,33 @@ def score(policy: Policy, batch: Batch, config: Config) -> Tensor:
     return log_prob
 
 
+def without_nonfinite(run: "Run", batch: Batch) -> Batch:
+    """Rows in which a policy's log-prob is not finite: named (raise), or left out (skip)."""
+    policies = {"π_rollout": batch.rollout_log_prob, "π_old": batch.old_log_prob,
+                "π_ref": batch.ref_log_prob}
+    policies = {name: x for name, x in policies.items() if x is not None}
+    fault = ~torch.stack(list(policies.values())).isfinite() & batch.response_mask   # [P, N, T]
+    if run.anywhere(fault.any()):
+        run.nonfinite("samples", nonfinite_rows(run, batch, policies))
+    return batch._replace(response_mask=batch.response_mask & ~fault.any(0).any(-1, keepdim=True))
+
+
+def nonfinite_rows(run: "Run", batch: Batch, policies: dict[str, Tensor]) -> list[str]:
+    """Policy, token and prompt of the first log-prob that is not finite in each row with one."""
+    found, width = {}, batch.response_mask.shape[1]
+    for policy, log_prob in policies.items():
+        for row, t in (~log_prob.isfinite() & batch.response_mask).nonzero().tolist():
+            prompt = batch.tokens[row, :-width][batch.attention[row, :-width].bool()]
+            found.setdefault(row, f"{policy} gives token {t + 1} "
+                             f"({run.tokenizer.decode(batch.tokens[row, t - width])!r}) after the "
+                             f"prompt {run.tokenizer.decode(prompt)[-200:]!r} the log-prob "
+                             f"{log_prob[row, t].item()}")
+    return list(found.values())
+
+
 def with_kl_in_reward(batch: Batch, config: Config) -> Batch:
     """A_t −= kl_coef · Σ_{s≥t} k_s: the penalty still to come at token t (the past drops out)."""
-    if config.loss.kl_in != "reward":
+    if config.loss.kl_in != "reward" or batch.ref_log_prob is None:
         return batch
     sampler = batch.rollout_log_prob if batch.old_log_prob is None else batch.old_log_prob
     kl = kl_estimate(sampler, batch.ref_log_prob, config.loss.kl_kind)                  # [N, T]
@@ -609,8 +684,10 @@ def update(run: "Run", batch: Batch, options: RolloutCorrectionConfig, correctio
     totals = torch.stack(list(sums.values()))
     dist.all_reduce(totals)
     norm = nn.utils.clip_grad_norm_(policy.parameters(), config.train.max_grad_norm).full_tensor()
-    if not norm.isfinite():
-        raise UserError("the gradient is not finite: the last checkpoint is from before this step")
+    if not (norm.isfinite() & totals.isfinite().all()):
+        run.optimizer.zero_grad()
+        run.nonfinite("updates", nonfinite_rows(run, batch, {"π_θ": score(policy, batch, config)}))
+        return Update({}, [])
     run.optimizer.step()
     run.optimizer.zero_grad()
     return Update({**dict(zip(sums, totals)), "grad_norm": norm},
@@ -624,7 +701,8 @@ def global_counts(mask: Tensor) -> Counts:
 
 
 def average(metrics: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([m[name] for m in metrics]).mean() for name in metrics[0]}
+    names = metrics[0] if metrics else ()
+    return {name: torch.stack([m[name] for m in metrics]).mean() for name in names}
 
 
 # --------------------------- plumbing: from here on nothing is particular to reinforcement learning
@@ -674,9 +752,9 @@ class Run:
                 config.rollout.engine, str(path), dtype=config.rollout.dtype, device=self.device,
                 max_model_len=longest, batch_size=config.rollout.batch_size,
                 gpu_memory_utilization=config.rollout.gpu_memory_utilization)
-        except (ImportError, RuntimeError, ValueError) as error:
+        except Exception as error:         # vLLM's are of many types
             raise UserError(f"rollout.engine={config.rollout.engine} does not start: "
-                            f"{error}") from None
+                            f"{explain(error) or error}") from None
         self.sync = WeightSync(self.engine, config.rollout.staleness, config.rollout.quantize_bits)
 
     def encode(self, problems: list[Problem], model) -> list[list[int]]:
@@ -719,7 +797,7 @@ class Run:
             if importlib.util.find_spec("tensorboard"):
                 from torch.utils.tensorboard import SummaryWriter
                 self.board = SummaryWriter(str(self.directory), purge_step=self.done + 1)
-        self.sync.push(full_weights(self.policy))
+        self.update_engine(self.sync.push)
 
     def steps(self):
         """The numbers of the steps still to do, under a progress bar."""
@@ -728,8 +806,27 @@ class Run:
                   desc=config.run, mininterval=1) as self.bar:
             for step in range(self.done + 1, config.train.steps + 1):
                 torch.manual_seed(seed_of(config.seed, "dropout", step, dist.get_rank()))
-                self.times, self.began = {}, time.perf_counter()
+                self.times, self.began, self.step = {}, time.perf_counter(), step
+                self.skipped = {"train/skipped_samples": 0, "train/skipped_updates": 0}
                 yield step
+
+    def anywhere(self, flag: Tensor) -> bool:
+        """Whether a flag is set on any rank, so that all of them decide the same."""
+        count = flag.float()
+        dist.all_reduce(count)
+        return count.item() > 0
+
+    def nonfinite(self, what: str, own: list[str]) -> None:
+        """All ranks together: end the run with the first sentence found, or say and count it."""
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        found = sum(everyone, []) or ["the gradient of π_θ is not finite, though its log-probs are"]
+        sentence = f"step {self.step}: {found[0]}"
+        if self.config.train.on_nonfinite == "raise":
+            raise UserError(f"{sentence} ({len(found)} such {what}; train.on_nonfinite=skip goes "
+                            "on without them, from the last checkpoint)")
+        self.skipped[f"train/skipped_{what}"] += len(found) if what == "samples" else 1
+        self.say(f"* {sentence}")
 
     @contextlib.contextmanager
     def timed(self, name: str):
@@ -750,18 +847,23 @@ class Run:
 
     def generate(self, prompts: list[list[int]],
                  seeds: list[int]) -> tuple[list[Sample], list[str]]:
-        samples = self.engine.generate(
-            prompts, seeds, temperature=self.config.rollout.temperature,
-            max_tokens=self.config.rollout.max_tokens, eos_ids=self.eos_ids)
+        with watched(self.engine, self.config.rollout.timeout, report):
+            samples = self.engine.generate(
+                prompts, seeds, temperature=self.config.rollout.temperature,
+                max_tokens=self.config.rollout.max_tokens, eos_ids=self.eos_ids)
         return samples, self.tokenizer.batch_decode([s.tokens for s in samples],
                                                     skip_special_tokens=True)
+
+    def update_engine(self, push) -> None:
+        with watched(self.engine, self.config.rollout.timeout, report):
+            push(full_weights(self.policy))
 
     def evaluate(self) -> float:
         """Exact-match accuracy of one sample per held-out problem, always with the same seeds.
 
         The engine gets the policy's weights as they are, neither rounded nor late (in its dtype).
         """
-        self.engine.update_weights(full_weights(self.policy))
+        self.update_engine(self.engine.update_weights)
         own = range(dist.get_rank(), len(self.task.held_out), dist.get_world_size())
         _, texts = self.generate([self.held_out_prompts[i] for i in own],
                                  [seed_of(self.config.seed, "eval", i) for i in own])
@@ -780,8 +882,8 @@ class Run:
 
     def log(self, step: int, metrics: dict) -> None:
         seconds, metrics = time.perf_counter() - self.began, to_host(metrics)
-        metrics = {"step": step, **metrics, "learning_rate": self.optimizer.param_groups[0]["lr"],
-                   **self.times, "time/step": seconds,
+        metrics = {"step": step, **metrics, **self.skipped, **resident_memory(),
+                   "learning_rate": self.optimizer.param_groups[0]["lr"], **self.times, "time/step": seconds,
                    "tokens_per_second": metrics["response/tokens"] / seconds}
         self.accuracy = metrics.get("eval/accuracy", self.accuracy)
         if not self.main:
@@ -792,7 +894,7 @@ class Run:
             self.board.add_scalar(name, value, step)
         self.bar.set_postfix_str(
             f"reward {metrics['reward/mean']:.3f} accuracy {self.accuracy:.3f} "
-            f"ESS {ess(metrics):.3f} KL {metrics['rollout_corr/k3_kl']:.1e}", refresh=False)
+            f"ESS {ess(metrics):.3f} KL {metrics.get('rollout_corr/k3_kl', math.nan):.1e}", refresh=False)
         self.bar.update()
         for sentence in diagnose(metrics):         # each metric once, when it first looks wrong
             if (name := sentence.split()[0]) not in self.warned:
@@ -810,20 +912,20 @@ class Run:
             self.evaluate()
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self.answers)
-        with aside(self.directory / "model") as path:
+        if self.main:
+            write(self.directory / "eval.jsonl", sum(everyone, []))
+            plot(lines := read_metrics(self.metrics), self.directory / "curves.png")
+        with aside(self.directory / "model") as path:      # the last: a run with it is finished
             if self.main:
                 self.policy.model.save_pretrained(path, state_dict=weights)
                 self.tokenizer.save_pretrained(path)
         if not self.main:
             return
-        write(self.directory / "eval.jsonl", sum(everyone, []))
-        lines = read_metrics(self.metrics)
-        plot(lines, self.directory / "curves.png")
         first, last = lines[0], lines[-1]
         table = [(f"accuracy, {len(self.task.held_out)} held-out problems, sampled", self.before,
                   last["eval/accuracy"])]
         for name in ("reward/mean", "response/length_mean", "rollout_corr/k3_kl"):
-            table.append((name, first[name], last[name]))
+            table.append((name, first.get(name, math.nan), last.get(name, math.nan)))
         table.append(("effective sample size / N", ess(first), ess(last)))
         self.say(f"\n{'':48}{'before':>10}{'after':>10}")
         for name, before, after in table:
@@ -852,15 +954,23 @@ class Checkpoints:
     def __init__(self, directory: Path, config: Config):
         self.directory, self.keep, self.step, self.saved = directory, config.train.keep, 0, {}
         self.settings = json.loads(json.dumps(flat(asdict(config))))
-        if found := sorted(directory.glob("step-*")):
-            self.step = int(found[-1].name.removeprefix("step-"))
-            self.saved = json.loads((found[-1] / "state.json").read_text())
-            then, now = self.saved["settings"], self.settings
+        if found := self.places():
+            try:
+                self.step = int(found[-1].name.removeprefix("step-"))
+                self.saved = json.loads((found[-1] / "state.json").read_text())
+                then, now = {**self.saved["settings"]}, self.settings
+                self.saved["before"], self.saved["engine"]     # they are there
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                raise unreadable(found[-1]) from None
             differing = [f"{key}={then.get(key)} (now {now.get(key)})" for key in {**then, **now}
                          if key not in CHANGEABLE and then.get(key) != now.get(key)]
             if differing:
                 raise UserError(f"{directory.parent} is a run with {', '.join(differing)}: choose "
                                 "another run=NAME, or delete that directory")
+
+    def places(self) -> list[Path]:
+        """Oldest first."""
+        return sorted(p for p in self.directory.glob("step-*") if p.name[5:].isdecimal())
 
     def state(self, run: Run, waiting: list[dict]) -> dict[str, Tensor]:
         """All that a later step reads, by name: this rank's part of it."""
@@ -878,10 +988,15 @@ class Checkpoints:
             if run.main:
                 write(path / "state.json", [{"step": step, "before": run.before,
                                              "engine": run.engine.name, "settings": self.settings}])
-        for old in sorted(self.directory.glob("step-*"))[:-self.keep] if run.main else ():
+        self.prune(run.main)
+
+    def prune(self, main: bool) -> None:
+        """Down to train.keep, and nothing half written: a run may have been killed in between."""
+        for old in [*self.directory.glob(".*"), *self.places()[:-self.keep]] if main else ():
             shutil.rmtree(old)
 
     def load(self, run: Run) -> None:
+        self.prune(run.main)
         if self.saved["engine"] != run.engine.name:
             raise UserError(f"this run was sampled by rollout.engine={self.saved['engine']}, and "
                             f"auto is now {run.engine.name}: name the engine")
@@ -891,9 +1006,17 @@ class Checkpoints:
         run.optimizer.zero_grad()
         waiting = [{name: torch.empty_like(x, device="cpu") for name, x in full_weights(run.policy)}
                    for _ in range(min(self.step, run.config.rollout.staleness))]
-        path = str(self.directory / f"step-{self.step:06d}")
-        dcp.load(self.state(run, waiting), storage_reader=dcp.HuggingFaceStorageReader(path))
+        path = self.places()[-1]
+        try:
+            dcp.load(self.state(run, waiting), storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+        except (Exception, dcp.CheckpointException):
+            raise unreadable(path) from None
         run.sync.load_state_dict({"waiting": waiting})
+
+
+def unreadable(path: Path) -> UserError:
+    return UserError(f"{path} is damaged, or no checkpoint of this program: delete it, and the same "
+                     "command goes on from the one before it")
 
 
 @contextlib.contextmanager
@@ -925,14 +1048,29 @@ def write(path: Path, lines: list[dict]) -> None:
 
 def read_metrics(path: Path) -> list[dict]:
     """The lines that are whole: the last one of a run that was killed may not be."""
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines, found = path.read_text(errors="replace").splitlines(keepends=True), []
+    for i, line in enumerate(lines, 1):
+        try:
+            found += [json.loads(line)] if line.endswith("\n") else []
+            found[-1:] and found[-1]["step"] + 0
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UserError(f"{path}, line {i} is not a step's metrics: {line[:60]!r}") from None
+    return found
 
 
 def ess(metrics: dict) -> float:
     """ESS/N of the raw weights where there are any, else the tokens' 1/(1 + χ²)."""
     raw = metrics.get("rollout_corr/rollout_is_raw_eff_sample_size")
-    return 1 / (1 + max(0.0, metrics["rollout_corr/chi2_token"])) if raw is None else raw
+    chi2 = max(metrics.get("rollout_corr/chi2_token", math.nan), 0.0)       # nan: nothing was left
+    return 1 / (1 + chi2) if raw is None else raw
+
+
+def resident_memory() -> dict[str, float]:
+    """What this process holds in memory now, where the system tells."""
+    with contextlib.suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return {"memory/rss_mb": pages * os.sysconf("SC_PAGE_SIZE") / 2 ** 20}
+    return {}
 
 
 def plot(lines: list[dict], path: Path) -> None:
@@ -1032,8 +1170,24 @@ def process_group():
         # Gloo's threads free a collective's tensors after its result is known. One that did so while
         # the interpreter shuts down would abort the process; while this waits, they get the GIL.
         dist.barrier()
+    except BaseException as error:
+        error.silent = not first_to_fail()
+        raise
     finally:
         dist.destroy_process_group()
+
+
+def first_to_fail() -> bool:
+    """Whether no other rank has failed before: the failures that follow are its consequences."""
+    with contextlib.suppress(Exception):           # the store may have gone with the launcher
+        return dist.distributed_c10d._get_default_store().add("failed", 1) == 1
+    return True
+
+
+def report(sentence: str) -> None:
+    """The message of an engine that hangs, from another thread than the one that waits for it."""
+    if first_to_fail():
+        print(f"trainer.py: {sentence}", file=sys.stderr, flush=True)
 
 
 def start(config: Config) -> None:
@@ -1059,34 +1213,39 @@ def main(argv: list[str]) -> int:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="torch.distributed")
-    rank, sentence = int(os.environ.get("RANK", 0)), ""
+    error = None
     try:
         start(load_config(argv))
         return 0
-    except KeyboardInterrupt:
-        code, sentence = 130, "interrupted: the same command continues from the last checkpoint"
-    except UserError as error:
-        code, sentence = 2, str(error)
-    except (Exception, dcp.CheckpointException) as error:
-        code, sentence = 1, explain(error)
-        if not sentence:
-            raise
-        if rank and not isinstance(error, dcp.CheckpointException):    # that one is raised on all
-            print(f"trainer.py: rank {rank}: {sentence}", file=sys.stderr)
-    if rank == 0:
-        print(f"trainer.py: {sentence}", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        error, code = stop, 130
+        sentence = "interrupted: the same command continues from the last checkpoint"
+    except UserError as mistake:
+        error, code, sentence = mistake, 2, str(mistake)
+    except (Exception, dcp.CheckpointException) as failure:
+        error, code, sentence = failure, 1, explain(failure)
+    # What all ranks find before they have met, the first of them says.
+    if getattr(error, "silent", int(os.environ.get("RANK", 0)) > 0):
+        return code
+    if not sentence:
+        raise error
+    print(f"trainer.py: {sentence}", file=sys.stderr)
     return code
 
 
 def explain(error: BaseException) -> str:
     """A sentence for what a machine does to a run; nothing for what must be a bug."""
-    full = getattr(error, "errno", None) == errno.ENOSPC
-    if full or re.search("No space|os error 28", str(error)):
+    words, full = str(error), getattr(error, "errno", None) == errno.ENOSPC
+    if full or re.search("No space|os error 28", words):
         return "the disk is full: free some, and the same command goes on from the last checkpoint"
-    if isinstance(error, torch.OutOfMemoryError):
-        return ("out of GPU memory: lower train.micro_batch_size or "
-                "rollout.gpu_memory_utilization, or set policy.gradient_checkpointing=true")
-    return str(error).strip().split("\n")[0] if isinstance(error, OSError) else ""
+    if isinstance(error, MemoryError) or re.search(OUT_OF_MEMORY, words, re.I):
+        return ("out of memory: lower train.micro_batch_size, rollout.batch_size or "
+                "rollout.max_tokens, set policy.gradient_checkpointing=true, or divide the GPU "
+                "otherwise by rollout.gpu_memory_utilization")
+    if isinstance(error, RuntimeError) and re.search(LOST, words, re.I):
+        return ("another rank has ended without a word (killed, or its machine is gone): the same "
+                "command continues from the last checkpoint")
+    return words.strip().split("\n")[0] if isinstance(error, (OSError, EngineError)) else ""
 
 
 if __name__ == "__main__":

@@ -246,7 +246,7 @@ def weights(name):
 
 
 def steady(lines):
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "tokens_per"))} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "tokens_per", "memory/"))} for line in lines]
 
 
 def test_resumed_is_uninterrupted(run):

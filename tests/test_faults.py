@@ -1,0 +1,156 @@
+"""A run that is killed at any moment, and started again, ends as if nothing had happened.
+
+pytest kills one small run at every place where it could hurt and at three random moments. The long
+form kills the demo's command once per run, at random moments between its first step and its end:
+
+    python tests/test_faults.py 20 [SEED] [overrides]       # exit code 1 if one run ends differently
+"""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+HERE = Path(__file__).resolve().parent.parent
+DEMO = ["rollout.engine=transformers", "train.steps=12", "train.save_every=2"]
+SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "rollout.prompts=4", "rollout.samples=4",
+         "rollout.max_tokens=5", "train.mini_batches=2", "train.lr=0.01", "train.steps=8", "train.save_every=2",
+         "train.keep=2", "train.eval_every=3"]
+
+# Imports once and forks for every attempt: argv[1] is a list of [place, call that is the last] or
+# ["moment", seconds after the first step began], the rest is the trainer's. Each attempt must be killed.
+DRIVER = """
+import json, os, signal, sys, time
+from pathlib import Path
+import trainer, rollout
+faults, argv = json.loads(sys.argv[1]), sys.argv[2:]
+metrics = Path("runs") / argv[-1].removeprefix("run=") / "metrics.jsonl"
+trainer.Task.reward = lambda self, problem, response: float(len(response) % 2)     # untaught models earn it
+def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
+def half(self, named_tensors):
+    for (name, tensor), _ in zip(named_tensors, range(5)):
+        self.model.state_dict()[name].add_(1)
+    die()
+def renamed(part, place):
+    if place.name.startswith("step-"): die()
+def one_file(path, **_):
+    if path.name.startswith("step-") and path.exists():
+        min(path.iterdir()).unlink()
+        die()
+def half_a_line(self, step, metrics):
+    with self.metrics.open("a") as file: file.write('{"step": 5, "rew')
+    die()
+PLACES = {                         # owner, function, what happens at the fatal call: before or instead, or after
+    "generation": (rollout.TransformersEngine, "_batch", die, None), "scoring": (trainer, "score", die, None),
+    "update": (trainer, "update", None, die), "weight sync": (rollout.TransformersEngine, "update_weights", half, None),
+    "metrics": (trainer.Run, "log", half_a_line, None), "checkpoint begun": (trainer.dcp, "save", die, None),
+    "checkpoint without state": (trainer.dcp, "save", None, die), "before rename": (os, "replace", renamed, None),
+    "after rename": (os, "replace", None, renamed), "removal of the oldest": (trainer.shutil, "rmtree", one_file, None),
+    "curves": (trainer, "plot", die, None),
+}
+def arm(owner, name, before, after, left):
+    real = getattr(owner, name)
+    def counted(*args, **kwargs):
+        nonlocal left
+        left -= 1
+        if left <= 0 and before: before(*args, **kwargs)
+        result = real(*args, **kwargs)
+        if left <= 0 and after: after(*args, **kwargs)
+        return result
+    setattr(owner, name, counted)
+for place, count in [*faults, (None, None)]:
+    stamp = metrics.stat().st_mtime_ns if metrics.exists() else 0
+    child = os.fork()
+    if child == 0:
+        if place in PLACES: arm(*PLACES[place], count)
+        os._exit(trainer.main(argv))
+    if place == "moment":
+        while not metrics.exists() or metrics.stat().st_mtime_ns == stamp: time.sleep(0.01)
+        time.sleep(count)
+        os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    assert status == (0 if place is None else signal.SIGKILL), (place, count, status)
+"""
+FAULTS = [("generation", 2), ("weight sync", 3), ("scoring", 1), ("checkpoint begun", 1), ("before rename", 1),
+          ("checkpoint without state", 1), ("after rename", 1), ("weight sync", 2), ("update", 3), ("metrics", 1),
+          ("after rename", 1), ("removal of the oldest", 1), ("after rename", 1), ("curves", 1)]
+
+
+def outcome(directory: Path):
+    """Final weights, held-out answers, and metrics without what a clock or the memory says."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    lines = [{k: v for k, v in line.items() if not k.startswith(("time/", "tokens_per", "memory/"))} for line in lines]
+    return load_file(directory / "model/model.safetensors"), (directory / "eval.jsonl").read_text(), lines
+
+
+def differences(directory: Path, whole: Path) -> list[str]:
+    (weights, answers, lines), (expected, right, metrics) = outcome(directory), outcome(whole)
+    found = [name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)]
+    found += ["steps"] if [line["step"] for line in lines] != [line["step"] for line in metrics] else []
+    found += [f"metrics of step {b['step']}" for a, b in zip(lines, metrics) if a != b]
+    return found + (["eval.jsonl"] if answers != right else []) + (
+        [] if (directory / "curves.png").exists() else ["curves.png"])
+
+
+def drive(faults, arguments, cwd):
+    result = subprocess.run([sys.executable, "-c", DRIVER, json.dumps(faults), *arguments], cwd=cwd, timeout=100,
+                            env={"PYTHONPATH": str(HERE), "PATH": ""}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("case, settings", [("places", ["rollout.staleness=2", "rollout.quantize_bits=4"]),
+                                            ("moments", ["correction.preset=bypass_pg_is"])])
+def test_a_killed_run_ends_as_an_uninterrupted_one(case, settings, tiny_model, tmp_path):
+    arguments = [*SMALL, *settings, *(["train.steps=24"] if case == "moments" else []), f"policy.path={tiny_model}"]
+    drive([], [*arguments, "run=whole"], tmp_path)
+    rng = random.Random(0)
+    faults = FAULTS if case == "places" else [("moment", rng.uniform(0, 0.6)) for _ in range(3)]
+    drive(faults, [*arguments, "run=parts"], tmp_path)
+    assert differences(tmp_path / "runs/parts", tmp_path / "runs/whole") == []
+    assert len(list((tmp_path / "runs/parts/checkpoints").iterdir())) == 2          # train.keep, and no leftovers
+
+
+def main(faults: int, seed: int, overrides: list[str]) -> int:
+    """One fault a run, each run from its beginning; the demo's model is made once."""
+    rng, failed = random.Random(seed), []
+    with tempfile.TemporaryDirectory() as directory:
+        def start(name):
+            return subprocess.Popen([sys.executable, str(HERE / "trainer.py"), *DEMO, *overrides, f"run={name}"],
+                                    cwd=directory, stderr=subprocess.DEVNULL)
+
+        def wait_for_metrics(name, process):
+            while not (runs / name / "metrics.jsonl").exists() and process.poll() is None:
+                time.sleep(0.02)
+            return time.monotonic()
+        runs = Path(directory) / "runs"
+        process = start("whole")
+        began = wait_for_metrics("whole", process)
+        assert process.wait() == 0
+        duration = time.monotonic() - began
+        for i in range(faults):
+            process = start(name := f"killed-{i}")
+            wait_for_metrics(name, process)
+            time.sleep(moment := rng.uniform(0, duration))
+            process.kill()
+            killed = process.wait() == -9
+            code = start(name).wait()
+            found = differences(runs / name, runs / "whole") if code == 0 else [f"exit code {code}"]
+            print(f"fault {i + 1}: {'killed' if killed else 'had ended'} {moment:.2f} s after the first step began: "
+                  f"{', '.join(found) or 'identical'}", flush=True)
+            failed += [name] if found else []
+            shutil.rmtree(runs / name)
+    print(f"{faults - len(failed)} of {faults} faults survived")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    numbers = [int(word) for word in sys.argv[1:] if word.isdecimal()]
+    sys.exit(main(*[*numbers, *(20, 0)[len(numbers):]], [word for word in sys.argv[1:] if "=" in word]))
