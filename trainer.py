@@ -20,7 +20,6 @@ import contextlib
 import difflib
 import errno
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -28,7 +27,6 @@ import random
 import re
 import shutil
 import signal
-import stat
 import sys
 import time
 import typing
@@ -36,7 +34,6 @@ import warnings
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from decimal import Decimal
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Optional
 
@@ -46,7 +43,6 @@ import torch.nn.functional as F
 import transformers
 import yaml
 from omegaconf import OmegaConf
-from packaging.requirements import Requirement
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -169,18 +165,23 @@ def load_config(argv: list[str]) -> Config:
     paths = [a for a in argv if "=" not in a or a.endswith(".yaml") and Path(a).is_file()]
     overrides = [a for a in argv if a not in paths]
     if len(paths) > 1:
-        raise UserError(f"expected at most one FILE.yaml, and key=value, not {' '.join(paths)}")
+        raise UserError(f"expected at most one FILE.yaml, and key=value, not {paths}")
     path = Path(paths[0]) if paths else Path(__file__).parent / "configs" / "demo.yaml"
     try:
-        texts = [read_text(path, 2 ** 14), *(o.partition("=")[2] for o in overrides)]
+        texts = [read_text(path), *(o.partition("=")[2] for o in overrides)]
+        if len("".join(texts)) > 2 ** 14:
+            raise UserError(f"{path} and the overrides have more than {2 ** 14} characters")
         if "${" in "".join(texts):
             raise UserError(f"{path}: '${{…}}' is not replaced here; write the value itself")
-        if any(isinstance(event, yaml.AliasEvent) for text in texts
-               for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))):
-            raise UserError(f"{path}: a *name would repeat what &name marks, and a short file may "
-                            "grow without end so; write the value itself")
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        if any(isinstance(event, yaml.AliasEvent) or len(getattr(event, "value", "") or "") > 3000
+               for text in texts for event in yaml.parse(text, loader)):
+            raise UserError(f"{path}: '*name' is not replaced here, and a value has at most 3000 "
+                            "characters; write the value itself")
         user = OmegaConf.merge(OmegaConf.load(path), given := OmegaConf.from_dotlist(overrides))
         settings = flat(OmegaConf.to_container(user))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except UserError:
         raise
     except Exception as error:     # YAML's and OmegaConf's own have many types and several lines
@@ -192,18 +193,19 @@ def load_config(argv: list[str]) -> Config:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
             raise UserError(f"{key} is not a setting; did you mean {near}?")
         if is_dataclass(known.get(key)) and value != {}:
-            raise UserError(f"{key} must be {describe(known[key])}, not {short(value)}")
+            raise UserError(f"{key} must be {describe(known[key])}, not {value!r}")
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), user))
     except Exception as error:     # OmegaConf's own, and an OverflowError that it lets through
         key = getattr(error, "full_key", "a setting")
         raise UserError(f"{key} must be {describe(known.get(key))}, "
-                        f"not {short(settings.get(key))}") from None
+                        f"not {settings.get(key)!r}") from None
     config.correction = dict(config.correction) or {"preset": "decoupled_token_is"}
     if "run" not in given:
         name = ",".join([config.run or path.stem, *sorted(
             o for o in overrides if o.split("=")[0] not in CHANGEABLE)])
-        name, digest = re.sub(r"[^a-zA-Z0-9_.,=+-]+", "_", name), hashlib.sha256(name.encode()).hexdigest()
+        digest = hashlib.sha256(repr(name).encode()).hexdigest()
+        name = re.sub(r"[^\w.,=+-]+", "_", name, flags=re.ASCII)
         config.run = name if len(name) < 100 else f"{name[:80]}-{digest[:8]}"
     validate(config)
     return config
@@ -238,26 +240,10 @@ def describe(hint) -> str:
     return words.get(hint, "a section of settings")
 
 
-def short(value) -> str:
-    """What somebody wrote, for a sentence; a number may have more digits than Python prints."""
-    try:
-        return repr(value)[:80]
-    except ValueError:
-        return "a number of thousands of digits"
-
-
-def read_text(path: Path, most: float = math.inf) -> str:
-    """A regular file (a device or a pipe may never end), of at most so many bytes, in UTF-8."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise UserError(f"{path} is not a file")
-        if path.stat().st_size > most:
-            raise UserError(f"{path} has more than {most} bytes")
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise UserError(f"{path} is not text in UTF-8") from None
+def read_text(path: Path) -> str:
+    if path.exists() and not path.is_file():       # a device or a pipe may never end
+        raise UserError(f"{path} is not a file")
+    return path.read_text(encoding="utf-8-sig")
 
 
 def validate(config: Config) -> None:
@@ -268,10 +254,10 @@ def validate(config: Config) -> None:
             low, high, value = (*map(f.metadata.get, ("low", "high")), getattr(part, f.name))
             if low is not None and value is not None and not low <= value <= high:
                 allowed = f"{low} to {high}" if high < 2 ** 31 else f"at least {low}"
-                raise UserError(f"{section}{f.name} must be {allowed}, not {short(value)}")
+                raise UserError(f"{section}{f.name} must be {allowed}, not {value!r}")
     if not re.fullmatch(r"\w[\w.,=+-]{0,99}", config.run or "", re.ASCII):
         raise UserError(f"run must be a plain name of letters, digits and .,=+-_ since it is a "
-                        f"directory inside runs/, not {short(config.run)}")
+                        f"directory inside runs/, not {config.run!r}")
     if (config.task.path is None) == (config.task.kind in ("jsonl", "parquet")):
         raise UserError(f"task.path must be a file for task.kind=jsonl or parquet, and null for "
                         f"the others, not {config.task.path!r} with task.kind={config.task.kind}")
@@ -380,7 +366,7 @@ def read_problems(config: TaskConfig, _, path: str) -> list[Problem]:
         for key, value in zip(("question", "answer"), values):
             if type(value) not in (str, int, float) or not str(value).strip():
                 raise UserError(f"{where} has no `{key}`")
-            if not str(value).isprintable() and re.search("[\ud800-\udfff]", str(value)):
+            if re.search("[\ud800-\udfff]", str(value)):       # no tokenizer takes it
                 raise UserError(f"{where} has half a character in its `{key}`: {value[:60]!r}")
         if not final_answer(str(values[1])):
             raise UserError(f"{where} has an `answer` that ends in nothing: {values[1][-60:]!r}")
@@ -459,7 +445,8 @@ class Policy(nn.Module):
 
 def load_policy(path: str, config: Config, device, frozen: bool = False) -> Policy:
     """The model in float32, checked, sharded over the ranks (FSDP2), computing in policy.dtype."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False)   # no pickles
     policy = Policy(model, config.rollout.temperature).train(not frozen).requires_grad_(not frozen)
     with torch.no_grad():
         tokens = torch.arange(4)[None] % model.config.get_text_config().vocab_size
@@ -613,11 +600,12 @@ def score(policy: Policy, batch: Batch, config: Config) -> Tensor:
 
 def without_nonfinite(run: "Run", batch: Batch) -> Batch:
     """Rows in which a policy's log-prob is not finite: named (raise), or left out (skip)."""
-    policies = {"π_rollout": batch.rollout_log_prob, "π_old": batch.old_log_prob,
-                "π_ref": batch.ref_log_prob}
-    policies = {name: x for name, x in policies.items() if x is not None}
+    names = ("π_rollout", "π_old", "π_ref")
+    policies = {name: x for name, x in zip(names, batch[-3:], strict=True) if x is not None}
     fault = ~torch.stack(list(policies.values())).isfinite() & batch.response_mask   # [P, N, T]
-    if run.anywhere(fault.any()):
+    faults = fault.any(-1).sum()
+    dist.all_reduce(faults)        # all ranks decide the same
+    if faults:
         run.nonfinite("samples", nonfinite_rows(run, batch, policies))
     return batch._replace(response_mask=batch.response_mask & ~fault.any(0).any(-1, keepdim=True))
 
@@ -628,10 +616,9 @@ def nonfinite_rows(run: "Run", batch: Batch, policies: dict[str, Tensor]) -> lis
     for policy, log_prob in policies.items():
         for row, t in (~log_prob.isfinite() & batch.response_mask).nonzero().tolist():
             prompt = batch.tokens[row, :-width][batch.attention[row, :-width].bool()]
-            found.setdefault(row, f"{policy} gives token {t + 1} "
-                             f"({run.tokenizer.decode(batch.tokens[row, t - width])!r}) after the "
-                             f"prompt {run.tokenizer.decode(prompt)[-200:]!r} the log-prob "
-                             f"{log_prob[row, t].item()}")
+            prompt, token = map(run.tokenizer.decode, (prompt, batch.tokens[row, t - width]))
+            found.setdefault(row, f"{policy} has the log-prob {log_prob[row, t].item()} for token "
+                             f"{t + 1}, {token!r}, after the prompt {prompt[-200:]!r}")
     return list(found.values())
 
 
@@ -716,7 +703,7 @@ class Run:
         self.metrics = self.directory / "metrics.jsonl"
         self.checkpoints = Checkpoints(self.directory / "checkpoints", config)
         self.done, self.before = self.checkpoints.step, self.checkpoints.saved.get("before")
-        self.engine = self.reference = self.board = self.answers = None
+        self.engine = self.reference = self.answers = None
         self.warned = set()                        # metrics that `diagnose` has already spoken of
 
     @property
@@ -731,13 +718,16 @@ class Run:
                             "demo model knows digits only")
         path = config.policy.path or make_demo_model(config, self.task)
         try:
-            model = transformers.AutoConfig.from_pretrained(path)
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+            model = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path,
+                                                                        trust_remote_code=False)
             self.prompts = self.encode(self.task.train, model)
             self.held_out_prompts = self.encode(self.task.held_out, model)
             self.policy = load_policy(path, config, self.device)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().split("\n")[0]
+        except UserError:
+            raise
+        except Exception as error:         # of as many types as there are kinds of damage
+            reason = explain(error) or str(error).strip().split("\n")[0]
             raise UserError(f"policy.path={path} cannot be loaded: {reason}") from None
         ends = self.policy.model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
@@ -794,9 +784,6 @@ class Run:
             OmegaConf.save(OmegaConf.structured(config), self.directory / "config.yaml")
             lines = read_metrics(self.metrics) if self.metrics.exists() else []
             write(self.metrics, [line for line in lines if line["step"] <= self.done])
-            if importlib.util.find_spec("tensorboard"):
-                from torch.utils.tensorboard import SummaryWriter
-                self.board = SummaryWriter(str(self.directory), purge_step=self.done + 1)
         self.update_engine(self.sync.push)
 
     def steps(self):
@@ -810,12 +797,6 @@ class Run:
                 self.skipped = {"train/skipped_samples": 0, "train/skipped_updates": 0}
                 yield step
 
-    def anywhere(self, flag: Tensor) -> bool:
-        """Whether a flag is set on any rank, so that all of them decide the same."""
-        count = flag.float()
-        dist.all_reduce(count)
-        return count.item() > 0
-
     def nonfinite(self, what: str, own: list[str]) -> None:
         """All ranks together: end the run with the first sentence found, or say and count it."""
         everyone = [None] * dist.get_world_size()
@@ -823,8 +804,7 @@ class Run:
         found = sum(everyone, []) or ["the gradient of π_θ is not finite, though its log-probs are"]
         sentence = f"step {self.step}: {found[0]}"
         if self.config.train.on_nonfinite == "raise":
-            raise UserError(f"{sentence} ({len(found)} such {what}; train.on_nonfinite=skip goes "
-                            "on without them, from the last checkpoint)")
+            raise UserError(f"{sentence}; train.on_nonfinite=skip goes on without such {what}")
         self.skipped[f"train/skipped_{what}"] += len(found) if what == "samples" else 1
         self.say(f"* {sentence}")
 
@@ -882,19 +862,20 @@ class Run:
 
     def log(self, step: int, metrics: dict) -> None:
         seconds, metrics = time.perf_counter() - self.began, to_host(metrics)
-        metrics = {"step": step, **metrics, **self.skipped, **resident_memory(),
-                   "learning_rate": self.optimizer.param_groups[0]["lr"], **self.times, "time/step": seconds,
+        with contextlib.suppress(OSError):         # where the system tells what is in memory
+            pages = Path("/proc/self/statm").read_text().split()[1]
+            metrics["memory/rss_mb"] = int(pages) * os.sysconf("SC_PAGE_SIZE") / 2 ** 20
+        metrics = {"step": step, **metrics, **self.skipped, **self.times,
+                   "learning_rate": self.optimizer.param_groups[0]["lr"], "time/step": seconds,
                    "tokens_per_second": metrics["response/tokens"] / seconds}
         self.accuracy = metrics.get("eval/accuracy", self.accuracy)
         if not self.main:
             return
         with self.metrics.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
-        for name, value in metrics.items() if self.board else ():
-            self.board.add_scalar(name, value, step)
-        self.bar.set_postfix_str(
-            f"reward {metrics['reward/mean']:.3f} accuracy {self.accuracy:.3f} "
-            f"ESS {ess(metrics):.3f} KL {metrics.get('rollout_corr/k3_kl', math.nan):.1e}", refresh=False)
+        kl = metrics.get("rollout_corr/k3_kl", math.nan)
+        self.bar.set_postfix_str(f"reward {metrics['reward/mean']:.3f} accuracy {self.accuracy:.3f}"
+                                 f" ESS {ess(metrics):.3f} KL {kl:.1e}", refresh=False)
         self.bar.update()
         for sentence in diagnose(metrics):         # each metric once, when it first looks wrong
             if (name := sentence.split()[0]) not in self.warned:
@@ -939,8 +920,6 @@ class Run:
             tqdm.write(text, file=sys.stderr)
 
     def close(self) -> None:
-        if self.board:
-            self.board.close()
         if self.engine is not None:
             self.engine.close()
 
@@ -954,12 +933,11 @@ class Checkpoints:
     def __init__(self, directory: Path, config: Config):
         self.directory, self.keep, self.step, self.saved = directory, config.train.keep, 0, {}
         self.settings = json.loads(json.dumps(flat(asdict(config))))
-        if found := self.places():
+        if found := sorted(directory.glob("step-*")):
             try:
                 self.step = int(found[-1].name.removeprefix("step-"))
                 self.saved = json.loads((found[-1] / "state.json").read_text())
                 then, now = {**self.saved["settings"]}, self.settings
-                self.saved["before"], self.saved["engine"]     # they are there
             except (OSError, ValueError, KeyError, TypeError, RecursionError):
                 raise unreadable(found[-1]) from None
             differing = [f"{key}={then.get(key)} (now {now.get(key)})" for key in {**then, **now}
@@ -967,10 +945,6 @@ class Checkpoints:
             if differing:
                 raise UserError(f"{directory.parent} is a run with {', '.join(differing)}: choose "
                                 "another run=NAME, or delete that directory")
-
-    def places(self) -> list[Path]:
-        """Oldest first."""
-        return sorted(p for p in self.directory.glob("step-*") if p.name[5:].isdecimal())
 
     def state(self, run: Run, waiting: list[dict]) -> dict[str, Tensor]:
         """All that a later step reads, by name: this rank's part of it."""
@@ -988,15 +962,15 @@ class Checkpoints:
             if run.main:
                 write(path / "state.json", [{"step": step, "before": run.before,
                                              "engine": run.engine.name, "settings": self.settings}])
-        self.prune(run.main)
+        self.prune(run)
 
-    def prune(self, main: bool) -> None:
-        """Down to train.keep, and nothing half written: a run may have been killed in between."""
-        for old in [*self.directory.glob(".*"), *self.places()[:-self.keep]] if main else ():
-            shutil.rmtree(old)
+    def prune(self, run: Run) -> None:
+        """Down to train.keep, and nothing half written: a run may have been killed meanwhile."""
+        whole, parts = sorted(self.directory.glob("step-*")), self.directory.glob(".*")
+        for path in [*whole[:-self.keep], *parts] if run.main else ():
+            shutil.rmtree(path)
 
     def load(self, run: Run) -> None:
-        self.prune(run.main)
         if self.saved["engine"] != run.engine.name:
             raise UserError(f"this run was sampled by rollout.engine={self.saved['engine']}, and "
                             f"auto is now {run.engine.name}: name the engine")
@@ -1006,17 +980,18 @@ class Checkpoints:
         run.optimizer.zero_grad()
         waiting = [{name: torch.empty_like(x, device="cpu") for name, x in full_weights(run.policy)}
                    for _ in range(min(self.step, run.config.rollout.staleness))]
-        path = self.places()[-1]
+        path = str(self.directory / f"step-{self.step:06d}")
         try:
-            dcp.load(self.state(run, waiting), storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+            dcp.load(self.state(run, waiting), storage_reader=dcp.HuggingFaceStorageReader(path))
         except (Exception, dcp.CheckpointException):
             raise unreadable(path) from None
         run.sync.load_state_dict({"waiting": waiting})
+        self.prune(run)
 
 
-def unreadable(path: Path) -> UserError:
-    return UserError(f"{path} is damaged, or no checkpoint of this program: delete it, and the same "
-                     "command goes on from the one before it")
+def unreadable(path) -> UserError:
+    return UserError(f"{path} is damaged, or no checkpoint of this program: delete it, and the "
+                     "same command goes on from the one before it")
 
 
 @contextlib.contextmanager
@@ -1048,14 +1023,12 @@ def write(path: Path, lines: list[dict]) -> None:
 
 def read_metrics(path: Path) -> list[dict]:
     """The lines that are whole: the last one of a run that was killed may not be."""
-    lines, found = path.read_text(errors="replace").splitlines(keepends=True), []
-    for i, line in enumerate(lines, 1):
-        try:
-            found += [json.loads(line)] if line.endswith("\n") else []
-            found[-1:] and found[-1]["step"] + 0
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(f"{path}, line {i} is not a step's metrics: {line[:60]!r}") from None
-    return found
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    try:
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [line for line in found if line["step"] > 0]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f"{path} has a line that is not the metrics of a step") from None
 
 
 def ess(metrics: dict) -> float:
@@ -1063,14 +1036,6 @@ def ess(metrics: dict) -> float:
     raw = metrics.get("rollout_corr/rollout_is_raw_eff_sample_size")
     chi2 = max(metrics.get("rollout_corr/chi2_token", math.nan), 0.0)       # nan: nothing was left
     return 1 / (1 + chi2) if raw is None else raw
-
-
-def resident_memory() -> dict[str, float]:
-    """What this process holds in memory now, where the system tells."""
-    with contextlib.suppress(OSError):
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return {"memory/rss_mb": pages * os.sysconf("SC_PAGE_SIZE") / 2 ** 20}
-    return {}
 
 
 def plot(lines: list[dict], path: Path) -> None:
@@ -1167,8 +1132,8 @@ def process_group():
                             **({} if "RANK" in os.environ else alone))
     try:
         yield device
-        # Gloo's threads free a collective's tensors after its result is known. One that did so while
-        # the interpreter shuts down would abort the process; while this waits, they get the GIL.
+        # Gloo's threads free a collective's tensors after its result is known. One that did so
+        # while the interpreter shuts down would abort the process; meanwhile they get the GIL.
         dist.barrier()
     except BaseException as error:
         error.silent = not first_to_fail()
@@ -1185,7 +1150,7 @@ def first_to_fail() -> bool:
 
 
 def report(sentence: str) -> None:
-    """The message of an engine that hangs, from another thread than the one that waits for it."""
+    """What is to be said of an engine that hangs."""
     if first_to_fail():
         print(f"trainer.py: {sentence}", file=sys.stderr, flush=True)
 
@@ -1213,22 +1178,16 @@ def main(argv: list[str]) -> int:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="torch.distributed")
-    error = None
     try:
         start(load_config(argv))
         return 0
-    except KeyboardInterrupt as stop:
-        error, code = stop, 130
-        sentence = "interrupted: the same command continues from the last checkpoint"
-    except UserError as mistake:
-        error, code, sentence = mistake, 2, str(mistake)
-    except (Exception, dcp.CheckpointException) as failure:
-        error, code, sentence = failure, 1, explain(failure)
-    # What all ranks find before they have met, the first of them says.
-    if getattr(error, "silent", int(os.environ.get("RANK", 0)) > 0):
-        return code
-    if not sentence:
-        raise error
+    except (Exception, KeyboardInterrupt, dcp.CheckpointException) as error:
+        code = {KeyboardInterrupt: 130, UserError: 2}.get(type(error), 1)
+        # Before the ranks have met they all find the same: the first one says it.
+        if getattr(error, "silent", int(os.environ.get("RANK", 0)) > 0):
+            return code
+        if not (sentence := explain(error)):
+            raise
     print(f"trainer.py: {sentence}", file=sys.stderr)
     return code
 
@@ -1236,6 +1195,10 @@ def main(argv: list[str]) -> int:
 def explain(error: BaseException) -> str:
     """A sentence for what a machine does to a run; nothing for what must be a bug."""
     words, full = str(error), getattr(error, "errno", None) == errno.ENOSPC
+    if isinstance(error, UserError):
+        return words
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted: the same command continues from the last checkpoint"
     if full or re.search("No space|os error 28", words):
         return "the disk is full: free some, and the same command goes on from the last checkpoint"
     if isinstance(error, MemoryError) or re.search(OUT_OF_MEMORY, words, re.I):
@@ -1249,5 +1212,5 @@ def explain(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)   # a script's background job ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)     # a background job ignores it
     sys.exit(main(sys.argv[1:]))

@@ -120,34 +120,36 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(case, settings, tiny_model, t
 
 def main(faults: int, seed: int, overrides: list[str]) -> int:
     """One fault a run, each run from its beginning; the demo's model is made once."""
-    rng, failed = random.Random(seed), []
+    rng, failed, missed = random.Random(seed), [], 0
     with tempfile.TemporaryDirectory() as directory:
         def start(name):
             return subprocess.Popen([sys.executable, str(HERE / "trainer.py"), *DEMO, *overrides, f"run={name}"],
                                     cwd=directory, stderr=subprocess.DEVNULL)
 
-        def wait_for_metrics(name, process):
-            while not (runs / name / "metrics.jsonl").exists() and process.poll() is None:
+        def wait_for_step(name, done, process):
+            path = runs / name / "metrics.jsonl"
+            while process.poll() is None and not (path.exists() and path.read_text().count("\n") >= done):
                 time.sleep(0.02)
             return time.monotonic()
         runs = Path(directory) / "runs"
         process = start("whole")
-        began = wait_for_metrics("whole", process)
+        began = wait_for_step("whole", 0, process)
         assert process.wait() == 0
-        duration = time.monotonic() - began
+        step_time = (time.monotonic() - began) / 12
         for i in range(faults):
-            process = start(name := f"killed-{i}")
-            wait_for_metrics(name, process)
-            time.sleep(moment := rng.uniform(0, duration))
+            process, done, moment = start(name := f"killed-{i}"), rng.randrange(13), rng.uniform(0, step_time)
+            wait_for_step(name, done, process)
+            time.sleep(moment)
             process.kill()
             killed = process.wait() == -9
+            missed += not killed
             code = start(name).wait()
             found = differences(runs / name, runs / "whole") if code == 0 else [f"exit code {code}"]
-            print(f"fault {i + 1}: {'killed' if killed else 'had ended'} {moment:.2f} s after the first step began: "
+            print(f"fault {i + 1}: {'killed' if killed else 'had ended'} {moment:.2f} s after step {done}: "
                   f"{', '.join(found) or 'identical'}", flush=True)
             failed += [name] if found else []
             shutil.rmtree(runs / name)
-    print(f"{faults - len(failed)} of {faults} faults survived")
+    print(f"{faults - missed} faults injected, {faults - missed - len(failed)} survived ({missed} came too late)")
     return 1 if failed else 0
 
 
