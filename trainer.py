@@ -56,12 +56,15 @@ from rollout import EngineError, Sample, WeightSync, make_engine, watched
 
 CHUNK = 2 ** 25                    # logits at a time, in float32: 128 MB
 # How torch, vLLM and gloo say it.
-OUT_OF_MEMORY = "out of memory|can't allocate memory|memory for the cache|gpu_memory_utilization"
+OUT_OF_MEMORY = "MemoryError|out of memory|can't allocate memory|memory for the cache|gpu_memory_utilization"
 LOST = "connection (closed|reset) by peer|broken pipe|remote process exited"
 
 
 class UserError(Exception):
-    """One sentence for whoever started the run."""
+    """One sentence, on one line, for whoever started the run."""
+
+    def __init__(self, sentence: str):
+        super().__init__(" ".join(sentence.split()))
 
 
 # ---------------------------------------------------------------------------------- configuration
@@ -186,7 +189,7 @@ def load_config(argv: list[str]) -> Config:
         raise
     except Exception as error:     # YAML's and OmegaConf's own have many types and several lines
         raise UserError(f"{path} and the overrides must be a mapping of settings in YAML, such as "
-                        f"train: {{steps: 10}} ({' '.join(str(error).split())[:300]})") from None
+                        f"train: {{steps: 10}} ({str(error)[:300]})") from None
     known = dict(leaves(Config))
     for key, value in settings.items():
         if key not in known and not key.startswith("correction."):
@@ -277,8 +280,7 @@ def correction_of(config: Config) -> RolloutCorrectionConfig:
     try:
         return from_dialect(config.correction)
     except (ValueError, TypeError) as error:
-        text = " ".join(str(error).split())
-        raise UserError(text if "correction" in text else f"correction: {text}") from None
+        raise UserError(f"{'' if 'correction' in str(error) else 'correction: '}{error}") from None
 
 
 # ------------------------------------------------------------------------------------------- task
@@ -353,7 +355,7 @@ def read_problems(config: TaskConfig, _, path: str) -> list[Problem]:
     except UserError:
         raise
     except Exception as error:     # pyarrow's are of many types
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
+        reason = getattr(error, "strerror", None) or str(error)[:300]
         raise UserError(f"{path} cannot be read as {config.kind}: {reason}") from None
     problems, unit = [], "row" if config.kind == "parquet" else "line"
     for i, row in rows:

