@@ -56,7 +56,8 @@ from rollout import EngineError, Sample, WeightSync, make_engine, watched
 
 CHUNK = 2 ** 25                    # logits at a time, in float32: 128 MB
 # How torch, vLLM and gloo say it.
-OUT_OF_MEMORY = "MemoryError|out of memory|can't allocate memory|memory for the cache|gpu_memory_utilization"
+OUT_OF_MEMORY = ("MemoryError|out of memory|can't allocate memory|memory for the cache|"
+                 "gpu_memory_utilization")
 LOST = "connection (closed|reset) by peer|broken pipe|remote process exited"
 
 
@@ -973,9 +974,9 @@ class Checkpoints:
             shutil.rmtree(path)
 
     def load(self, run: Run) -> None:
-        if self.saved["engine"] != run.engine.name:
-            raise UserError(f"this run was sampled by rollout.engine={self.saved['engine']}, and "
-                            f"auto is now {run.engine.name}: name the engine")
+        if (engine := self.saved.get("engine")) != run.engine.name:
+            raise UserError(f"this run was sampled by rollout.engine={engine}, and auto is now "
+                            f"{run.engine.name}: name the engine")
         for parameter in run.policy.parameters():          # an update by nothing makes the moments
             parameter.grad = torch.zeros_like(parameter)
         run.optimizer.step()
@@ -1203,7 +1204,7 @@ def explain(error: BaseException) -> str:
         return "interrupted: the same command continues from the last checkpoint"
     if full or re.search("No space|os error 28", words):
         return "the disk is full: free some, and the same command goes on from the last checkpoint"
-    if isinstance(error, MemoryError) or re.search(OUT_OF_MEMORY, words, re.I):
+    if re.search(OUT_OF_MEMORY, repr(error), re.I):
         return ("out of memory: lower train.micro_batch_size, rollout.batch_size or "
                 "rollout.max_tokens, set policy.gradient_checkpointing=true, or divide the GPU "
                 "otherwise by rollout.gpu_memory_utilization")
