@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -137,7 +138,7 @@ def fuzz_checkpoint(rng):
         trainer.Checkpoints(directory, config)
         trainer.read_metrics(Path("metrics.jsonl"))
     finally:
-        __import__("shutil").rmtree("runs")
+        shutil.rmtree("runs")
 
 
 GOOD_YAML = [path.read_text() for path in (Path(trainer.__file__).parent / "configs").glob("*.yaml")]
@@ -209,7 +210,7 @@ def test_whatever_it_is_fed_the_answer_is_a_sentence_or_work(tmp_path):
 @pytest.mark.parametrize("content", ["pickle", "code", "empty"])
 def test_a_model_directory_executes_nothing(file, content, tiny_model, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    __import__("shutil").copytree(tiny_model, "model")
+    shutil.copytree(tiny_model, "model")
     if file == "pytorch_model.bin":
         Path("model/model.safetensors").unlink()
     data = {"pickle": pickle.dumps(Bomb()), "empty": b"", "code": json.dumps(
