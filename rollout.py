@@ -141,8 +141,9 @@ class TransformersEngine:
         config = GenerationConfig(do_sample=False, max_new_tokens=max_tokens, pad_token_id=0,
                                   eos_token_id=list(eos_ids) or None)
         sampler = GumbelMax(seeds, temperature, device)
-        output = self.model.generate(ids.to(device), attention_mask=mask.to(device),
-                                     generation_config=config, logits_processor=[sampler])
+        ids, mask = ids.to(device), mask.to(device)
+        output = self.model.generate(ids, attention_mask=mask, generation_config=config,
+                                     logits_processor=[sampler], **self._prefilled(ids, mask))
         tokens, log_probs = output[:, width:], torch.stack(sampler.log_probs, dim=1)  # [B, T]
         samples = []
         for row, values in zip(tokens.tolist(), log_probs.tolist(), strict=True):
@@ -150,6 +151,18 @@ class TransformersEngine:
             length = ends[0] + 1 if ends else len(row)  # what follows the end token is padding
             samples.append(Sample(row[:length], values[:length], finished=bool(ends)))
         return samples
+
+    def _prefilled(self, ids, mask):
+        """Keys and values of all prompts but for their last token; a prompt of many samples once."""
+        if ids.shape[1] == 1:
+            return {}
+        coded, row = (2 * ids + mask)[:, :-1].unique(dim=0, return_inverse=True)
+        seen = coded % 2
+        places = (seen.cumsum(-1) - 1).clamp(min=0)
+        cache = self.model.get_decoder()(input_ids=coded // 2, attention_mask=seen, use_cache=True,
+                                         position_ids=places).past_key_values
+        cache.batch_select_indices(row)
+        return {"past_key_values": cache}
 
     @torch.no_grad()
     def update_weights(self, named_tensors):

@@ -421,12 +421,27 @@ class Policy(nn.Module):
         p = attention[:, :-width].sum(-1).max().item()
         kept = slice(tokens.shape[1] - width - p, tokens.shape[1] - width + t)
         tokens, attention = tokens[:, kept], attention[:, kept]                         # [B, p + t]
-        positions = (attention.cumsum(-1) - 1).clamp(min=0)                             # [B, p + t]
-        hidden = self.model.get_decoder()(
-            input_ids=tokens, attention_mask=attention, position_ids=positions, use_cache=False,
-        ).last_hidden_state[:, p - 1:-1].flatten(0, 1)                                  # [B·t, H]
+        hidden = self.hidden_states(tokens, attention, p)[:, :t].flatten(0, 1)          # [B·t, H]
         targets = tokens[:, p:].flatten()                                               # [B·t]
         return F.pad(self.log_probs(hidden, targets).view(-1, t), (0, width - t))       # [B, T]
+
+    def hidden_states(self, tokens: Tensor, attention: Tensor, p: int) -> Tensor:
+        """From the prompt's last one to that before the last token's: [B, p + t] → [B, ≥ t, H]."""
+        decoder, places = self.model.get_decoder(), (attention.cumsum(-1) - 1).clamp(min=0)
+        if self.model.is_gradient_checkpointing:                       # it has no use for a cache
+            return decoder(input_ids=tokens, attention_mask=attention, position_ids=places,
+                           use_cache=False).last_hidden_state[:, p - 1:]
+        # A group's samples have one prompt: it is run once, and its keys and values serve them all.
+        coded, row = (2 * tokens + attention)[:, :p].unique(dim=0, return_inverse=True)
+        prompts, seen = coded // 2, coded % 2
+        before = decoder(input_ids=prompts, attention_mask=seen, use_cache=True,
+                         position_ids=(seen.cumsum(-1) - 1).clamp(min=0))
+        before.past_key_values.batch_select_indices(row)
+        end = max(p + 1, tokens.shape[1] - 1)      # all ranks run both, whatever their lengths
+        after = decoder(input_ids=tokens[:, p:end], attention_mask=attention[:, :end],
+                        position_ids=places[:, p:end], use_cache=True,
+                        past_key_values=before.past_key_values)
+        return torch.cat([before.last_hidden_state[row, -1:], after.last_hidden_state], 1)
 
     def log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """log π of each target: [N, H], [N] → [N]. Logits exist for one chunk at a time.
@@ -452,7 +467,7 @@ def load_policy(path: str, config: Config, device, frozen: bool = False) -> Poli
         path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False)   # no pickles
     policy = Policy(model, config.rollout.temperature).train(not frozen).requires_grad_(not frozen)
     with torch.no_grad():
-        tokens = torch.arange(4)[None] % model.config.get_text_config().vocab_size
+        tokens = torch.arange(4).expand(2, -1) % model.config.get_text_config().vocab_size
         whole = (model(input_ids=tokens).logits.float() / policy.temperature).log_softmax(-1)
         whole = whole[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
         if not torch.allclose(policy(tokens, torch.ones_like(tokens), 3), whole, atol=1e-3):
@@ -737,7 +752,7 @@ class Run:
         self.eos_ids = sorted({*ends, self.tokenizer.eos_token_id} - {None})
         if config.loss.kl_coef != 0:
             self.reference = load_policy(path, config, self.device, frozen=True)
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=config.train.lr,
+        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=config.train.lr, fused=True,
                                            weight_decay=config.train.weight_decay)
         longest = max(map(len, self.prompts + self.held_out_prompts)) + config.rollout.max_tokens
         try:

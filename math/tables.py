@@ -19,10 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
 
 import torch
+import yaml
 from oracle import J, Policy, exact_gradient, expectation, grad_J, kl, rewards, token_kl
 
 from correction import HEALTHY, HISTORICAL, PRESETS, RolloutCorrectionConfig
-from correction import importance_weights, offpolicy_metrics, rejection_mask
+from correction import from_dialect, importance_weights, offpolicy_metrics, rejection_mask
 from estimators import kl_estimate, masked_log_ratio
 from losses import kl_loss, policy_loss, reinforce_loss
 
@@ -424,6 +425,62 @@ def study(regime, against="naive"):
                      "max ‖∇‖", "ESS/N", "k3", "kept"], [row for _, row in sorted(lines, reverse=True)])
 
 
+def per_token_k3(size, T, seeds=range(5)):
+    """E_μ of a token's k3 between `old` and `mu`, where `mu` is `old` with noise of this size."""
+    total = 0.0
+    for seed in seeds:
+        old = long_policy(T, seed)
+        mu = old.perturbed(seed + 100, size)
+        k3 = kl_estimate(mu.log_probs(), old.log_probs(), "k3") * old.mask
+        total += (expectation(mu, k3.sum(-1)) / expectation(mu, old.mask.double().sum(-1))).item()
+    return total / len(seeds)
+
+
+@cache
+def noise_with_k3(k3, T):
+    low, high = 0.0, 4.0
+    for _ in range(25):
+        middle = (low + high) / 2
+        low, high = (middle, high) if per_token_k3(middle, T) < k3 else (low, middle)
+    return high
+
+
+def ranks(values):
+    return [sorted(values).index(x) for x in values]
+
+
+def predictions(regime="staleness_8", common=0.1, samples=512):
+    """What the oracle says of each method's gradient beside what its runs came to.
+
+    Bias and standard deviation as in `bias_and_std`; error: of a mean over so many samples.
+    """
+    study, lines, errors, outcomes = yaml.safe_load((ROOT / "math/study.yaml").read_text()), [], {}, {}
+    for method in ["naive", "decoupled_token_is", "decoupled_seq_is", "decoupled_seq_is_rs", "bypass_ppo_clip",
+                   "bypass_pg_is", "geo_rs_wide", "seq_is_cap_5", "token_is_worst_token"]:
+        found = runs()[regime][method].values()
+        k3, final = (statistics.mean(float(row[name]) for row in found) for name in ("k3", "final_accuracy"))
+        given = study["methods"].get(method, {"correction.preset": method})
+        given = {key.removeprefix("correction."): value for key, value in given.items()}
+        if "rollout_rs" in given:
+            given["rollout_rs"] = yaml.safe_load(given["rollout_rs"])
+        config = from_dialect(given)
+        cells = [bias_and_std(config, T, noise_with_k3(common, T)) for T in (2, 4, 8)]
+        own = bias_and_std(config, 8, noise_with_k3(round(k3, 4), 8))
+        error = (own[0] ** 2 + own[1] ** 2 / samples) ** 0.5
+        errors[method], outcomes[method] = error, final
+        lines.append([f"`{method}`", *(f"{number(b)} / {std:.2f}" for b, std, _ in cells), f"{k3:.3f}",
+                      f"{number(own[0])} / {own[1]:.2f}", f"{error:.2f}", f"{final:.2f}"])
+    def correlation(but=None):
+        return "{:+.2f}".format(statistics.correlation(
+            *(ranks([x for method, x in of.items() if method != but]) for of in (errors, outcomes))))
+
+    header = ["method", *(f"k3 = {common}, T = {T}" for T in (2, 4, 8)), "its own k3", "at that, T = 8",
+              f"error of {samples}", "final accuracy"]
+    return markdown(header, lines) + (
+        f"\n\nRank correlation of predicted error and final accuracy: {correlation()}; "
+        f"without `bypass_ppo_clip`: {correlation('bypass_ppo_clip')}.")
+
+
 def study_grid():
     """Seed 1, every method in every regime that was run: final accuracy."""
     regimes = list(runs())
@@ -435,7 +492,7 @@ def study_grid():
 
 TABLES = {"study-matched": lambda: study("matched"), "study-staleness-8": lambda: study("staleness_8"),
           "study-int4": lambda: study("int4_staleness_4"),
-          "study-vllm": lambda: study("vllm_bf16_staleness_8"), "study-grid": study_grid,
+          "study-predictions": predictions, "study-vllm": lambda: study("vllm_bf16_staleness_8"), "study-grid": study_grid,
           "batch-size": batch_size, "presets": presets, "kl-table": kl_table, "bias-variance": bias_variance, "metrics": metrics,
           "gradient-field": gradient_field}
 

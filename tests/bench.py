@@ -1,6 +1,6 @@
 """How fast, beside whom: measured, not tested. pytest does not collect this file.
 
-    python tests/bench.py [correct] [scaling] [logprobs] [losses] [share] [bypass]     # default: all
+    python tests/bench.py [correct] [scaling] [logprobs] [losses] [share] [bypass] [step]  # or all
     BENCH_THREADS=1 python tests/bench.py correct          # where other work shares the cores
 
 Every row is a paired run: the candidates take turns in one process, A B C A B C …, and the ratio is
@@ -256,6 +256,72 @@ def bench_bypass(steps=30):
     table("bypass mode on the demo, ms a step", "preset | " + " | ".join(parts),
           [[name, *(f"{x:.0f}" for x in times)] for name, times in middle.items()])
     print(f"\nstep: {measured} of decoupled; without its forward pass: {1 - forward / whole:.2f}")
+
+
+def bench_step(steps=12, turns=5):
+    """The demo's steps: 1024 samples and 4 updates each, engine transformers, float32, one process.
+
+    TRL gets the same model, prompts, reward, batch, lengths, learning rate and correction, and
+    neither evaluates nor saves; a turn is a few steps of each, and its first step is not counted.
+    """
+    import trainer
+    found = {"ours": [], "TRL": []}
+    with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
+        config = trainer.load_config(["rollout.engine=transformers", "rollout.quantize_bits=null",
+                                      f"train.steps={steps}", "train.eval_every=1000"])
+        for turn in range(turns):
+            config.run = f"ours-{turn}"
+            with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+                trainer.start(config)
+                model = next(Path("runs/.demo").iterdir())
+                lines = trainer.read_metrics(Path("runs", config.run, "metrics.jsonl"))[1:-1]
+                found["ours"].append([(line["response/tokens"], line["time/step"]) for line in lines])
+                with contextlib.suppress(ImportError):
+                    found["TRL"].append(trl_steps(config, str(model), steps)[1:-1])
+    speeds = {name: [sum(n for n, _ in turn) / sum(s for _, s in turn) for turn in of_turns]
+              for name, of_turns in found.items() if of_turns}
+    rows = [[name, f"{statistics.mean(n for turn in found[name] for n, _ in turn):.0f}",
+             f"{statistics.median(s for turn in found[name] for _, s in turn):.2f}",
+             f"{statistics.median(x):.0f}", ratio(x, speeds.get("TRL", x))] for name, x in speeds.items()]
+    table("one step of the demo", "trainer | tokens a step | s | tokens a second | of TRL's", rows)
+    parts = ("rollout", "log_probs", "update", "sync")
+    print(f"\nwhere ours goes: " + ", ".join(
+        f"{name} {sum(line[f'time/{name}'] for line in lines) / sum(line['time/step'] for line in lines):.0%}"
+        for name in parts))
+
+
+def trl_steps(config, model: str, steps: int) -> list[tuple[float, float]]:
+    """(sampled tokens, seconds) of each step of TRL's GRPOTrainer."""
+    import trainer
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+    task, parts, n = trainer.make_task(config.task, config.seed), config.train.mini_batches, []
+    answers = {problem.question: problem.answer for problem in task.train}
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            n.append((0, time.perf_counter()))
+
+    def reward(prompts, completions, completion_ids, **_):
+        n.append((sum(map(len, completion_ids)), time.perf_counter()))
+        return [float(c == answers[p]) for p, c in zip(prompts, completions)]
+
+    size = config.rollout.prompts * config.rollout.samples
+    options = GRPOConfig(
+        output_dir="trl", max_steps=steps * parts, per_device_train_batch_size=size // parts,
+        steps_per_generation=parts, num_generations=config.rollout.samples, beta=0.0, bf16=False,
+        max_completion_length=config.rollout.max_tokens, learning_rate=config.train.lr,
+        lr_scheduler_type="constant", gradient_checkpointing=False, temperature=1.0, use_cpu=True,
+        loss_type="dapo", save_strategy="no", report_to=[], logging_steps=parts, disable_tqdm=True)
+    table = InMemoryTable.from_pydict({"prompt": [problem.question for problem in task.train]})
+    prompts = Dataset(table, fingerprint="prompts")    # its own one fails with some pyarrow and dill
+    GRPOTrainer(model, reward, options, prompts, callbacks=[Clock()],
+                processing_class=AutoTokenizer.from_pretrained(model)).train()
+    ends = [0.0, *(at for tokens, at in n if not tokens)][::parts]
+    tokens = [tokens for tokens, _ in n if tokens]
+    return [(t, b - a) for t, a, b in zip(tokens, ends, ends[1:])]
 
 
 def main(names: list[str]) -> None:

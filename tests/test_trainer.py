@@ -198,10 +198,14 @@ def test_ranks_and_micro_batches_change_nothing(gradients, split):
     assert 0 < rejected < 1
 
 
-def test_chunked_log_probs_are_those_of_the_whole_logits(tiny_model, monkeypatch):
-    tokens = torch.tensor([[0, 5, 6, 7, 8, 9], [3, 4, 5, 6, 7, 0]])
-    attention = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_shared_prompts_and_chunks_give_the_log_probs_of_the_whole_logits(checkpointing, tiny_model, monkeypatch):
+    """Two rows share a prompt, and one has it with a padding in front that is no token of it."""
+    tokens = torch.tensor([[0, 5, 6, 7, 8, 9], [3, 4, 5, 6, 7, 0], [0, 5, 6, 9, 0, 0], [5, 5, 6, 9, 3, 1]])
+    attention = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     positions = (attention.cumsum(-1) - 1).clamp(min=0)
     logits = model(input_ids=tokens, attention_mask=attention, position_ids=positions).logits[:, 2:-1] / 0.7
     whole = logits.log_softmax(-1).gather(-1, tokens[:, 3:, None]).squeeze(-1)        # [2, 3]
@@ -429,8 +433,8 @@ def spoil(monkeypatch, policy):
 
         def spoiled(self, *args):
             log_prob = forward(self, *args)
-            calls.append(len(args[0]) > 1)
-            if sum(calls) not in wanted:                 # `load_policy` checks itself with one row
+            calls.append(len(args[0]) > 2)
+            if sum(calls) not in wanted:                 # `load_policy` checks itself with two
                 return log_prob
             return log_prob * torch.where(torch.arange(log_prob.shape[1]) == 1, math.nan, 1.0)
         monkeypatch.setattr(trainer.Policy, "forward", spoiled)
