@@ -18,7 +18,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ from estimators import (LEVELS, SAFETY_BOUND, RowSums, Statistics, aggregate_log
 LOSS_TYPES = ("ppo_clip", "reinforce", "gspo", "cispo", "sapo")
 CRITERIA = tuple(f"{level}_k{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max")
                  for k in (1, 2, 3)) + ("opsm",)
-BLOCK = 2 ** 17                    # tokens in cache at a time, on a CPU
+BLOCK = 2 ** 17                    # tokens that are worked on at a time, on a CPU
 GEO, SEQ, ICEPOP, VETO = (0.999, 1.001), (0.5, 2.0), (0.5, 5.0), (1e-4, None)
 
 
@@ -278,16 +278,21 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
         train, rollout, mask, advantages = padded
         result = correct(train, rollout, mask, config, advantages, group)
         return result.rows((slice(None), slice(0)))
-    weights, mask, sums = None, torch.empty_like(response_mask), []
-    for rows in _blocks(response_mask):
-        given = None if advantages is None else advantages[rows]
-        part = _token_pass(train_log_prob[rows].detach(), rollout_log_prob[rows].detach(),
-                           response_mask[rows], given, config)
-        if part.weights is not None:
-            weights = part.weights.new_empty(mask.shape) if weights is None else weights
-            weights[rows] = part.weights
-        mask[rows] = part.mask
-        sums.append(part.sums)
+    dtype = torch.promote_types(train_log_prob.dtype, rollout_log_prob.dtype)
+    dtype = torch.promote_types(dtype, torch.float32)
+    weights, mask = None, torch.empty_like(response_mask)
+    if config.rollout_is is not None:
+        weights = torch.empty_like(response_mask, dtype=dtype)
+    sums, blocks = [], _blocks(response_mask)
+    space = response_mask.new_empty((_Block.SPACE, *response_mask[blocks[0]].shape), dtype=dtype)
+    for rows in blocks:
+        train, rollout = (x[rows].detach().to(dtype) for x in (train_log_prob, rollout_log_prob))
+        block = _Block(space, train, rollout, response_mask[rows])
+        if weights is not None:
+            block.weigh(config, weights[rows])
+        block.reject(config.rollout_rs, None if advantages is None else advantages[rows],
+                     response_mask[rows], mask[rows])
+        sums.append(block.sums)
     sums = {name: torch.cat([part[name].flatten() for part in sums]).double()
             for name in sums[0]}                                                    # [B] each
     statistics = _statistics(sums, config)
@@ -297,7 +302,7 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
 
 
 def _blocks(mask: Tensor) -> list[slice]:
-    """Rows whose intermediate results fit a core's cache; on an accelerator, an eighth of all."""
+    """Rows that stay in a core's cache together; on an accelerator, an eighth of all rows."""
     rows, length = mask.shape
     size = BLOCK // max(1, length) if mask.device.type == "cpu" else -(-rows // 8)
     size = max(1, size)
@@ -355,129 +360,162 @@ def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[s
     2512.02556). A bound met exactly keeps. Other sources: Liu, Li et al. 2025 (geometric mean);
     2512.23075 (worst token).
     """
-    config = RolloutCorrectionConfig(rollout_rs=criteria)
-    zeros = torch.zeros_like(log_ratio)
-    return token_pass(log_ratio.detach(), zeros, response_mask.bool(), advantages, config).mask
+    mask = torch.empty_like(response_mask, dtype=torch.bool)
+    blocks, log_ratio = _blocks(response_mask), log_ratio.detach()
+    log_ratio = log_ratio.to(torch.promote_types(log_ratio.dtype, torch.float32))
+    space = log_ratio.new_empty((_Block.SPACE, *log_ratio[blocks[0]].shape))
+    for rows in blocks:
+        x, valid = log_ratio[rows], response_mask[rows].bool()
+        block = _Block(space, x, torch.zeros_like(x), valid)
+        block.reject(criteria, None if advantages is None else advantages[rows], valid, mask[rows])
+    return mask
 
 
 # ------------------------------------------------------------------------- one pass over tokens
 
+def _log(bound: float | None, default: float) -> float:
+    """log of a bound; an open end is the `default` (0 for a lower one), and is never crossed."""
+    bound = default if bound is None else bound
+    return math.log(bound) if bound else -math.inf
+
+
 def _outside(log_value: Tensor, lo: float | None, hi: float | None) -> tuple[Tensor, Tensor]:
-    """Where a logarithm is below log lo, and where above log hi; an open end is never crossed."""
-    return (log_value < (math.log(lo) if lo else -math.inf),
-            log_value > (math.inf if hi is None else math.log(hi)))
+    """Where a logarithm is below log lo, and where above log hi; bool."""
+    return log_value < _log(lo, 0), log_value > _log(hi, math.inf)
 
 
-class Tokens(NamedTuple):
-    """What `token_pass` has of some rows: weights, mask [R, T]; sums [R], [R, 1].  (eq:correction)"""
-
-    weights: Tensor | None
-    mask: Tensor
-    sums: dict[str, Tensor]
+# −∞ as the integer of the same bits.
+MINUS_INFINITY = {torch.float32: (torch.int32, -(2 ** 23)),
+                  torch.float64: (torch.int64, -(2 ** 52))}
 
 
-def token_pass(train: Tensor, rollout: Tensor, response_mask: Tensor, advantages: Tensor | None,
-               config: RolloutCorrectionConfig) -> Tokens:
-    """Everything that is done with single tokens, for some rows: [R, T] each.  (eq:correction)
+class _Block:
+    """A few rows while they are in cache: their weights, their mask, and their sums for metrics.
 
-    Every metric is made of `sums`, by `_statistics`. On padding log ρ is 0, whatever stood there.
+    Tokens are [R, T]; what belongs to a sequence is [R, 1]. `sums`: name → [R], from which
+    `_statistics` makes every metric. Three things make this fast on a CPU, and none is slow
+    elsewhere: the same few tensors in `space` hold every block's intermediate results; a mask is
+    bits, all 1 or all 0, since `torch.where` and bools are not vectorised; what is equal for all
+    tokens of a row is computed for the row.
     """
-    dtype = torch.promote_types(torch.promote_types(train.dtype, rollout.dtype), torch.float32)
-    valid = response_mask.bool()
-    log_ratio = torch.where(valid, train.to(dtype) - rollout.to(dtype), 0.0)
-    limited = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    rho = limited.exp()
-    excess = rho - 1                                # ρ − 1 is summed: in float32, Σρ² would hide it
-    n, total = _count(valid, dtype), log_ratio.sum(-1, keepdim=True)                      # [R, 1]
-    top, bottom = _extremes(log_ratio, valid)
-    sums = {"n": n, "log_ratio": total, "top": top, "bottom": bottom,
-            "rollout": torch.where(valid, rollout.to(dtype), 0.0).sum(-1),
-            "excess": excess.sum(-1), "squares": excess.square().sum(-1)}
-    level, threshold, weights = config.rollout_is, config.rollout_is_threshold, None
-    if level == "token":
-        weights = torch.where(valid, _bounded(rho, log_ratio, threshold), 0.0)
-        sums |= _weight_sums(weights, log_ratio, valid, threshold)
-    elif level is not None:
-        log_rho = total / (n.clamp(min=1) if level == "geometric" else 1)                 # [R, 1]
-        weight = _bounded(exp_ratio(log_rho), log_rho, threshold)
-        weights = torch.where(valid, weight, 0.0)
-        sums |= {"log_rho": log_rho, "weight": weight}
 
-    keep = valid                                    # every criterion looks at the original mask
-    for name, bound in config.rollout_rs.items():
-        if name == "opsm":
-            if advantages is None:
-                raise ValueError("rollout_rs.opsm needs the advantages: it looks at A < 0 alone")
-            rejected = (-total / n.clamp(min=1) > bound) & (advantages < 0)
+    SPACE = 9                                                   # tensors [R, T] for a block
+
+    def __init__(self, space: Tensor, train: Tensor, rollout: Tensor, response_mask: Tensor):
+        (self.log_ratio, self.limited, self.rho, self.excess, bits, self.padding, self.statistic,
+         self.keep, self.scratch) = space[:, :len(train)].unbind()
+        self.integer, infinity = MINUS_INFINITY[space.dtype]
+        self.bits = bits.view(self.integer).copy_(response_mask.bool()).neg_()    # −1: all bits 1
+        torch.bitwise_not(self.bits, out=self.padding.view(self.integer)).bitwise_and_(infinity)
+        x = self.only(torch.sub(train, rollout, out=self.log_ratio))    # NaN in padding ends here
+        torch.clamp(x, -SAFETY_BOUND, SAFETY_BOUND, out=self.limited)
+        torch.exp(self.limited, out=self.rho)                           # 1 on padding
+        torch.sub(self.rho, 1, out=self.excess)                         # 0 on padding
+        self.n = -self.bits.sum(-1, keepdim=True, dtype=self.integer)
+        self.total = x.sum(-1, keepdim=True)
+        self.sums = {
+            "n": self.n, "log_ratio": self.total,
+            "rollout": self.only(self.scratch.copy_(rollout)).sum(-1),
+            "top": self.highest(x).amax(-1), "bottom": self.lowest(x).amin(-1),
+            "excess": self.excess.sum(-1), "squares": self.squares(self.excess)}
+
+    def only(self, x: Tensor) -> Tensor:
+        """x, in place 0 on padding, whatever stood there."""
+        x.view(self.integer).bitwise_and_(self.bits)
+        return x
+
+    def highest(self, x: Tensor) -> Tensor:
+        """x with −∞ for the padding's 0: never the largest, never too large."""
+        return torch.add(x, self.padding, out=self.scratch)
+
+    def lowest(self, x: Tensor) -> Tensor:
+        """x with +∞ for the padding's 0: never the smallest, never too small."""
+        return torch.sub(x, self.padding, out=self.scratch)
+
+    def squares(self, x: Tensor) -> Tensor:
+        return torch.mul(x, x, out=self.scratch).sum(-1)
+
+    def weigh(self, config: RolloutCorrectionConfig, out: Tensor) -> None:
+        """The weights of these rows, as `importance_weights` has them, into `out` [R, T]."""
+        level, threshold = config.rollout_is, config.rollout_is_threshold
+        if level != "token":
+            log_rho = self.total / (self.n.clamp(min=1) if level == "geometric" else 1)     # [R, 1]
+            weights = _bounded(exp_ratio(log_rho), log_rho, threshold)
+            self.only(out.copy_(weights))
+            self.sums |= {"log_rho": log_rho, "weight": weights}
+            return
+        lo, hi = _metric_bounds(threshold)
+        self.sums["above"] = self.highest(self.log_ratio).gt_(_log(hi, math.inf)).sum(-1)
+        self.sums["below"] = self.lowest(self.log_ratio).lt_(_log(lo, 0)).sum(-1)
+        if isinstance(threshold, tuple):
+            out.copy_(_bounded(self.rho, self.log_ratio, threshold))
         else:
-            kind = name[-2:]
-            statistic = (-limited if kind == "k1" else limited.square() / 2 if kind == "k2"
-                         else excess - limited)
-            rejected, found = _criterion(name, bound, statistic, valid, n)
-            sums |= {f"{name}.{field}": values for field, values in found.items()}
-        sums[f"{name}.rejected"] = _count(rejected & valid, dtype)
-        keep = keep & ~rejected
-    sums["kept"] = _count(keep, dtype)
-    veto = config.rollout_rs["seq_max_k1"][0] if "seq_max_k1" in config.rollout_rs else None
-    if veto:
-        sums["catastrophic"] = ((log_ratio < math.log(veto)) & valid).sum(-1)
-    return Tokens(weights, response_mask * keep, sums)
+            torch.clamp(self.rho, max=threshold, out=out)
+        self.only(out)
+        if isinstance(threshold, tuple):
+            self.sums["weight.top"] = self.highest(out).amax(-1)
+            self.sums["weight.bottom"] = self.lowest(out).amin(-1)
+        excess = self.only(torch.sub(out, 1, out=self.scratch))
+        self.sums["weight.excess"] = excess.sum(-1)
+        self.sums["weight.squares"] = self.squares(excess)
 
+    def reject(self, criteria: Mapping[str, Any], advantages: Tensor | None, response_mask: Tensor,
+               out: Tensor) -> None:
+        """What every criterion keeps of `response_mask`, into `out`; [R, T] both."""
+        veto = criteria["seq_max_k1"][0] if "seq_max_k1" in criteria else None
+        if veto:
+            self.sums["catastrophic"] = self.lowest(self.log_ratio).lt_(math.log(veto)).sum(-1)
+        keep = torch.ones_like(self.total)                                      # [R, 1] or [R, T]
+        for name, bound in criteria.items():
+            if name == "opsm":
+                if advantages is None:
+                    raise ValueError("rollout_rs.opsm needs the advantages: it looks at A < 0 "
+                                     "alone")
+                drifted = -self.total / self.n.clamp(min=1) > bound                         # [R, 1]
+                rejected = self.only(self.statistic.copy_(drifted & (advantages < 0)))
+            else:
+                rejected = self.criterion(name, bound)
+            per_token = rejected.shape == self.rho.shape
+            self.sums[f"{name}.rejected"] = rejected.sum(-1) if per_token else rejected * self.n
+            keep = torch.mul(keep, 1 - rejected, out=self.keep if per_token else None)
+        if not criteria:
+            out.copy_(response_mask)
+            return
+        torch.mul(response_mask, keep.to(out.dtype), out=out)
+        self.sums["kept"] = self.only(self.scratch.copy_(keep)).sum(-1)
 
-def _count(flags: Tensor, dtype) -> Tensor:
-    return flags.to(dtype).sum(-1, keepdim=True)
-
-
-def _extremes(x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest and smallest of each row's tokens: [R, T] → [R, 1] each, ∓∞ where it has none."""
-    return (torch.where(valid, x, -math.inf).amax(-1, keepdim=True),
-            torch.where(valid, x, math.inf).amin(-1, keepdim=True))
-
-
-def _weight_sums(weights: Tensor, log_ratio: Tensor, valid: Tensor, threshold) -> dict[str, Tensor]:
-    """Of token weights."""
-    below, above = _outside(log_ratio, *_metric_bounds(threshold))
-    excess = torch.where(valid, weights - 1, 0.0)
-    sums = {"weight.excess": excess.sum(-1), "weight.squares": excess.square().sum(-1),
-            "above": _count(above & valid, weights.dtype),
-            "below": _count(below & valid, weights.dtype)}
-    if isinstance(threshold, tuple):                # else they follow from those of ρ
-        sums["weight.top"], sums["weight.bottom"] = _extremes(weights, valid)
-    return sums
-
-
-def _criterion(name: str, bound, statistic: Tensor, valid: Tensor,
-               n: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Where one criterion rejects, [R, T] for token criteria, else [R, 1]; and its sums."""
-    least, most = _nats(name, bound)
-    if name.startswith("token"):
-        within = torch.where(valid, statistic.clamp(least, most), 0.0)
-        below, above = (statistic < least) & valid, (statistic > most) & valid
-        top, bottom = _extremes(statistic, valid)
-        return below | above, {
-            "total": statistic.sum(-1), "top": top, "bottom": bottom, "within": within.sum(-1),
-            "squares": within.square().sum(-1), "below": _count(below, within.dtype),
-            "above": _count(above, within.dtype)}
-    if name.startswith("seq_max"):
-        top, bottom = _extremes(statistic, valid)
-    else:
-        top = statistic.sum(-1, keepdim=True)
-        top = bottom = top / n.clamp(min=1) if name.startswith("seq_mean") else top
-    below, above = bottom < least, top > most
-    statistic = torch.where(n > 0, top, 0.0)
-    return below | above, {"statistic": statistic, "below": below, "above": above}
-
-
-_token_pass = token_pass
-
-
-def compile_token_pass(on: bool = True) -> None:
-    """From now on `correct` makes one kernel of `token_pass`: the same equations, faster.
-
-    A configuration's first call takes some seconds and, on a CPU, a C++ compiler.  (eq:correction)
-    """
-    global _token_pass
-    _token_pass = torch.compile(token_pass, dynamic=True) if on else token_pass
+    def criterion(self, name: str, bound) -> Tensor:
+        """Where one criterion rejects, 0 or 1: [R, T] for token criteria, else [R, 1]."""
+        where, kind = name.rsplit("_", 1)
+        if kind == "k1":
+            x = torch.neg(self.limited, out=self.statistic)
+        elif kind == "k2":
+            x = torch.square(self.limited, out=self.statistic).div_(2)
+        else:
+            x = torch.sub(self.excess, self.limited, out=self.statistic)
+        (least, most), sums = _nats(name, bound), {}
+        if where == "token":
+            sums["total"], sums["top"] = x.sum(-1), self.highest(x).amax(-1)
+            above = self.scratch.gt_(most).sum(-1)
+            sums["bottom"] = self.lowest(x).amin(-1)
+            below = self.scratch.lt_(least).sum(-1)
+            within = self.only(torch.clamp(x, least, most, out=self.scratch))
+            sums["within"], sums["squares"] = within.sum(-1), self.squares(within)
+            beyond = x.sub_(torch.clamp(x, least, most, out=self.scratch)).abs_()
+            rejected = self.only(beyond.gt_(0))             # NaN is kept: it must be seen, not lost
+        else:
+            top = bottom = x.sum(-1, keepdim=True)                                          # [R, 1]
+            if where == "seq_mean":
+                top = bottom = top / self.n.clamp(min=1)
+            if where == "seq_max":
+                top = self.highest(x).amax(-1, keepdim=True)
+                bottom = self.lowest(x).amin(-1, keepdim=True)
+            sums["statistic"] = torch.where(self.n > 0, top, 0.0)
+            below, above = bottom < least, top > most
+            rejected = (below | above).to(x.dtype)
+        sums |= {"below": below, "above": above}
+        self.sums |= {f"{name}.{field}": values for field, values in sums.items()}
+        return rejected
 
 
 # ------------------------------------------------------------------------------------ metrics
@@ -538,7 +576,7 @@ def _statistics(sums: dict[str, Tensor], config: RolloutCorrectionConfig) -> Sta
     caught = sums.get("catastrophic", torch.zeros_like(n))
     table.of_tokens(RowSums(caught), mean="rollout_is_catastrophic_token_fraction")
     table.of_rows(_any(caught), mean="rollout_is_veto_fraction")
-    rejected = n - sums["kept"]
+    rejected = n - sums.get("kept", n)
     _rejected_statistics(table, "rollout_rs_", rejected)
     nothing_left = (rejected == n).double()                     # on every row that has a token
     table.of_rows(nothing_left, min="all_rejected")

@@ -8,7 +8,6 @@ and then the test asserts what theirs is instead.
 import gzip
 import json
 import math
-import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -242,23 +241,6 @@ def test_the_fast_form_is_the_plain_one_whatever_the_blocks(batch, config, block
         kept = rejection_mask(train - rollout, mask, config.rollout_rs, advantages)
     assert_equal(fast, plain, rtol=1e-12, atol=0)
     assert torch.equal(kept, plain.mask.bool()) and fast.mask.dtype == mask_dtype
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU, and g++ is not here")
-def test_the_compiled_form_is_the_plain_one():
-    """Two shapes, since the kernel is made for all of them; the ratios leave both bounds."""
-    config = Config("token", (0.7, 1.4), rollout_rs={"token_k1": (0.6, 1.7), "seq_mean_k3": 0.05, "seq_max_k1": (1e-4, None)})
-    g = torch.Generator().manual_seed(0)
-    correction.compile_token_pass()
-    try:
-        for shape in (40, 30), (7, 50):
-            rollout = -3 * torch.rand(shape, generator=g, dtype=torch.float64)
-            train = rollout + 0.3 * torch.randn(shape, generator=g, dtype=torch.float64)
-            mask = torch.arange(shape[1]) < torch.randint(0, shape[1] + 1, (shape[0], 1), generator=g)
-            assert_equal(correct(train, rollout, mask, config), plain_correct(train, rollout, mask, config), rtol=1e-12, atol=0)
-    finally:
-        correction.compile_token_pass(False)
-    assert correction._token_pass is correction.token_pass
 
 
 @pytest.mark.parametrize("scale", [1e-2, 1e-3])
