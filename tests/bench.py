@@ -265,7 +265,7 @@ def bench_step(steps=12, turns=5):
     neither evaluates nor saves; a turn is a few steps of each, and its first step is not counted.
     """
     import trainer
-    found = {"ours": [], "TRL": []}
+    found, threads = {"ours": [], "TRL": []}, torch.get_num_threads()
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
         config = trainer.load_config(["rollout.engine=transformers", "rollout.quantize_bits=null",
                                       f"train.steps={steps}", "train.eval_every=1000"])
@@ -278,6 +278,7 @@ def bench_step(steps=12, turns=5):
                 found["ours"].append([(line["response/tokens"], line["time/step"]) for line in lines])
                 with contextlib.suppress(ImportError):
                     found["TRL"].append(trl_steps(config, str(model), steps)[1:-1])
+    torch.set_num_threads(threads)                  # the trainer takes one for so small a model
     speeds = {name: [sum(n for n, _ in turn) / sum(s for _, s in turn) for turn in of_turns]
               for name, of_turns in found.items() if of_turns}
     rows = [[name, f"{statistics.mean(n for turn in found[name] for n, _ in turn):.0f}",
