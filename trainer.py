@@ -561,24 +561,25 @@ def sample(run: "Run", step: int) -> tuple[Batch, dict]:
     dist.all_gather(everyone, own)
     rewards, lengths, finished, empty = torch.stack(
         [x.view(-1, n, 4) for x in everyone], 1).view(-1, 4).T                # 4 × [prompts · n]
-    kept = own[:, 0].isfinite()                                                         # [N]
-    if not rewards.isfinite().all():
+    kept, known = own[:, 0].isfinite(), rewards.isfinite()                  # [N], [prompts · n]
+    if not known.all():
         run.nonfinite("samples", [
             f"the reward of {text!r} for {task.train[chosen[rows[i][0]]].where} is {own[i, 0]:g}"
             for i, text in enumerate(texts) if not kept[i]])
-        rewards = torch.where(rewards.isfinite(), rewards, 0.0)
+        rewards = torch.where(known, rewards, 0.0)
     if config.rollout.mask_truncated:
         kept &= own[:, 2].bool()
     groups = torch.arange(size).repeat_interleave(n)
     advantages = {
-        "grpo": lambda: grpo_advantages(rewards, groups, config.advantage.normalize_std),
-        "rloo": lambda: rloo_advantages(rewards, groups),
-        "reinforce": lambda: reinforce_advantages(rewards),
+        "grpo": lambda: grpo_advantages(rewards, groups, config.advantage.normalize_std, known),
+        "rloo": lambda: rloo_advantages(rewards, groups, known),
+        "reinforce": lambda: reinforce_advantages(rewards, known),
     }[config.advantage.kind]().view(-1, n)[rank::world].flatten()                       # [N]
     of_group, batch = rewards.view(-1, n), pad(prompts, samples, advantages, run.device)
     mask = batch.response_mask & kept.to(run.device)[:, None]                           # [N, T]
     return batch._replace(response_mask=mask), {
-        "reward/mean": rewards.mean(), "reward/std": rewards.std(correction=0),
+        "reward/mean": rewards.sum() / known.sum().clamp(min=1),
+        "reward/std": rewards.std(correction=0),
         "reward/groups_without_signal": (of_group == of_group[:, :1]).all(1).float().mean(),
         "response/tokens": lengths.sum(), "response/length_mean": lengths.mean(),
         "response/length_max": lengths.max(), "response/truncated_fraction": 1 - finished.mean(),
