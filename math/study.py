@@ -1,7 +1,7 @@
 """Does training collapse without correction, and does correction rescue it? The runs, one line each.
 
-    python math/study.py                  # what study.yaml asks for and study.csv has not got yet
-    python math/tables.py && python math/figures.py study          # its tables and its figure
+    python math/study.py        # what study.yaml asks for and study.csv has not got yet; then the
+                                # figure and, in chapter 10, the tables
 
 A cell is (regime, method, seed). Each runs the trainer in a process of its own, `--workers` at a
 time, and adds one line to study.csv when it ends: stop this at any time, and start it again.
@@ -12,6 +12,7 @@ import contextlib
 import csv
 import os
 import statistics
+import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -171,6 +172,8 @@ def main() -> None:
     options = parser.parse_args()
     study = OmegaConf.to_container(OmegaConf.load(options.grid))
     run_all(study, options.grid.with_suffix(".csv"), options.workers)
+    for script in (["figures.py", "study"], ["tables.py"]):
+        subprocess.run([sys.executable, str(ROOT / "math" / script[0]), *script[1:]], check=True)
 
 
 if __name__ == "__main__":
