@@ -107,6 +107,20 @@ def watched(engine, seconds, report):
         watch.cancel()
 
 
+def run_prompts(decoder, tokens, attention):
+    """Each prompt once, however many rows of tokens, attention [B, P] have it; padded left.
+
+    Returns the decoder's output for the different prompts, its cache already spread over the B
+    rows, and which of the prompts each row has: [B].
+    """
+    prompts, row = (2 * tokens + attention).unique(dim=0, return_inverse=True)
+    attention = prompts % 2
+    output = decoder(input_ids=prompts // 2, attention_mask=attention, use_cache=True,
+                     position_ids=(attention.cumsum(-1) - 1).clamp(min=0))
+    output.past_key_values.batch_select_indices(row)
+    return output, row
+
+
 class TransformersEngine:
     """Hugging Face `generate` over a model of its own; needs no further installation."""
 
@@ -141,9 +155,12 @@ class TransformersEngine:
         config = GenerationConfig(do_sample=False, max_new_tokens=max_tokens, pad_token_id=0,
                                   eos_token_id=list(eos_ids) or None)
         sampler = GumbelMax(seeds, temperature, device)
-        ids, mask = ids.to(device), mask.to(device)
+        ids, mask, prefilled = ids.to(device), mask.to(device), {}
+        if width > 1:  # all but the last token, which `generate` runs itself
+            before, _ = run_prompts(self.model.get_decoder(), ids[:, :-1], mask[:, :-1])
+            prefilled["past_key_values"] = before.past_key_values
         output = self.model.generate(ids, attention_mask=mask, generation_config=config,
-                                     logits_processor=[sampler], **self._prefilled(ids, mask))
+                                     logits_processor=[sampler], **prefilled)
         tokens, log_probs = output[:, width:], torch.stack(sampler.log_probs, dim=1)  # [B, T]
         samples = []
         for row, values in zip(tokens.tolist(), log_probs.tolist(), strict=True):
@@ -151,18 +168,6 @@ class TransformersEngine:
             length = ends[0] + 1 if ends else len(row)  # what follows the end token is padding
             samples.append(Sample(row[:length], values[:length], finished=bool(ends)))
         return samples
-
-    def _prefilled(self, ids, mask):
-        """Keys and values of all prompts but for their last token; a prompt of many samples once."""
-        if ids.shape[1] == 1:
-            return {}
-        coded, row = (2 * ids + mask)[:, :-1].unique(dim=0, return_inverse=True)
-        seen = coded % 2
-        places = (seen.cumsum(-1) - 1).clamp(min=0)
-        cache = self.model.get_decoder()(input_ids=coded // 2, attention_mask=seen, use_cache=True,
-                                         position_ids=places).past_key_values
-        cache.batch_select_indices(row)
-        return {"past_key_values": cache}
 
     @torch.no_grad()
     def update_weights(self, named_tensors):

@@ -52,7 +52,7 @@ from tqdm import tqdm
 from correction import RolloutCorrectionConfig, correct, diagnose, from_dialect, merge, to_host
 from estimators import grpo_advantages, kl_estimate, reinforce_advantages, rloo_advantages
 from losses import Counts, count, kl_loss, policy_loss
-from rollout import EngineError, Sample, WeightSync, make_engine, watched
+from rollout import EngineError, Sample, WeightSync, make_engine, run_prompts, watched
 
 CHUNK = 2 ** 25                    # logits at a time, in float32: 128 MB
 # How torch, vLLM and gloo say it.
@@ -432,11 +432,7 @@ class Policy(nn.Module):
             return decoder(input_ids=tokens, attention_mask=attention, position_ids=places,
                            use_cache=False).last_hidden_state[:, p - 1:]
         # A group's samples have one prompt: it is run once, and its keys and values serve them all.
-        coded, row = (2 * tokens + attention)[:, :p].unique(dim=0, return_inverse=True)
-        prompts, seen = coded // 2, coded % 2
-        before = decoder(input_ids=prompts, attention_mask=seen, use_cache=True,
-                         position_ids=(seen.cumsum(-1) - 1).clamp(min=0))
-        before.past_key_values.batch_select_indices(row)
+        before, row = run_prompts(decoder, tokens[:, :p], attention[:, :p])
         end = max(p + 1, tokens.shape[1] - 1)      # all ranks run both, whatever their lengths
         after = decoder(input_ids=tokens[:, p:end], attention_mask=attention[:, :end],
                         position_ids=places[:, p:end], use_cache=True,

@@ -286,7 +286,7 @@ def bench_step(steps=12, turns=5):
              f"{statistics.median(x):.0f}", ratio(x, speeds.get("TRL", x))] for name, x in speeds.items()]
     table("one step of the demo", "trainer | tokens a step | s | tokens a second | of TRL's", rows)
     parts = ("rollout", "log_probs", "update", "sync")
-    print(f"\nwhere ours goes: " + ", ".join(
+    print("\nwhere ours goes: " + ", ".join(
         f"{name} {sum(line[f'time/{name}'] for line in lines) / sum(line['time/step'] for line in lines):.0%}"
         for name in parts))
 

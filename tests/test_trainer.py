@@ -200,17 +200,17 @@ def test_ranks_and_micro_batches_change_nothing(gradients, split):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_shared_prompts_and_chunks_give_the_log_probs_of_the_whole_logits(checkpointing, tiny_model, monkeypatch):
-    """Two rows share a prompt, and one has it with a padding in front that is no token of it."""
-    tokens = torch.tensor([[0, 5, 6, 7, 8, 9], [3, 4, 5, 6, 7, 0], [0, 5, 6, 9, 0, 0], [5, 5, 6, 9, 3, 1]])
-    attention = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    """Rows 0 and 2 share a prompt; the last has the same numbers, but its first is a token and no padding."""
+    tokens = torch.tensor([[0, 5, 6, 7, 8, 9], [3, 4, 5, 6, 7, 0], [0, 5, 6, 9, 0, 0], [5, 5, 6, 9, 3, 1], [0, 5, 6, 7, 8, 0]])
+    attention = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     positions = (attention.cumsum(-1) - 1).clamp(min=0)
     logits = model(input_ids=tokens, attention_mask=attention, position_ids=positions).logits[:, 2:-1] / 0.7
-    whole = logits.log_softmax(-1).gather(-1, tokens[:, 3:, None]).squeeze(-1)        # [2, 3]
+    whole = logits.log_softmax(-1).gather(-1, tokens[:, 3:, None]).squeeze(-1)        # [5, 3]
     mask = attention[:, 3:].bool()
-    whole[mask].square().sum().backward()
+    whole[:4][mask[:4]].square().sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     sizes = []
@@ -219,8 +219,8 @@ def test_shared_prompts_and_chunks_give_the_log_probs_of_the_whole_logits(checkp
     one_chunk = policy.token_log_probs
     monkeypatch.setattr(policy, "token_log_probs", lambda h, y: sizes.append(len(y)) or one_chunk(h, y))
     chunked = policy(tokens, attention, 3)
-    chunked[mask].square().sum().backward()
-    assert set(sizes) == {2} and torch.allclose(chunked[mask], whole[mask], atol=1e-5)
+    chunked[:4][mask[:4]].square().sum().backward()
+    assert set(sizes) == {1, 2} and torch.allclose(chunked[mask], whole[mask], atol=1e-5)
     assert all(torch.allclose(p.grad, g, atol=1e-4) for p, g in zip(model.parameters(), expected))
 
 
@@ -465,6 +465,17 @@ def test_what_is_not_finite_is_left_out_counted_and_said(policy, skipped, run, m
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert "* step 1: " in capsys.readouterr().err
     assert all(x.isfinite().all() for x in weights("skip").values())
+
+
+def test_a_reward_that_is_not_finite_is_no_part_of_its_groups_baseline(run, monkeypatch):
+    """All others earn 1: their mean is 1 and there is nothing to learn."""
+    calls = []
+    monkeypatch.setattr(trainer.Task, "reward", lambda *_: calls.append(1) or (math.nan if len(calls) == 8 + 3 else 1.0))
+    for kind in "grpo", "rloo", "reinforce":
+        calls.clear()
+        code, lines = run("train.on_nonfinite=skip", f"advantage.kind={kind}", name=kind)
+        assert code == 0 and lines[0]["train/skipped_samples"] == 1
+        assert lines[0]["reward/mean"] == 1 and lines[0]["grad_norm"] == 0
 
 
 def test_a_step_whose_updates_are_all_skipped_goes_on(run, monkeypatch):
