@@ -571,12 +571,14 @@ def sample(run: "Run", step: int) -> tuple[Batch, dict]:
         "rloo": lambda: rloo_advantages(rewards, groups, known),
         "reinforce": lambda: reinforce_advantages(rewards, known),
     }[config.advantage.kind]().view(-1, n)[rank::world].flatten()                       # [N]
-    of_group, batch = rewards.view(-1, n), pad(prompts, samples, advantages, run.device)
+    best = torch.where(known, rewards, -math.inf).view(-1, n).amax(1)                   # [prompts]
+    worst = torch.where(known, rewards, math.inf).view(-1, n).amin(1)
+    batch = pad(prompts, samples, advantages, run.device)
     mask = batch.response_mask & kept.to(run.device)[:, None]                           # [N, T]
     return batch._replace(response_mask=mask), {
         "reward/mean": rewards.sum() / known.sum().clamp(min=1),
-        "reward/std": rewards.std(correction=0),
-        "reward/groups_without_signal": (of_group == of_group[:, :1]).all(1).float().mean(),
+        "reward/std": rewards[known].std(correction=0) if known.any() else torch.tensor(0.0),
+        "reward/groups_without_signal": (best <= worst).float().mean(),
         "response/tokens": lengths.sum(), "response/length_mean": lengths.mean(),
         "response/length_max": lengths.max(), "response/truncated_fraction": 1 - finished.mean(),
         "response/empty_fraction": empty.mean()}

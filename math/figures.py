@@ -193,7 +193,8 @@ def study():
     axis.set_yticks(range(len(shown)), list(shown.values())[::-1])
     axis.set(xlim=(0, 1), xlabel="held-out accuracy after 60 steps, rollouts 8 steps late\n"
              "● a seed   ◆ their mean   | the best while training")
-    axis.axvline(sum(float(r["first_accuracy"]) for r in cells["naive"].values()) / 5, color="#999999", linestyle=":")
+    starts = [float(row["first_accuracy"]) for row in cells["naive"].values()]
+    axis.axvline(sum(starts) / len(starts), color="#999999", linestyle=":")
     return figure
 
 

@@ -403,7 +403,7 @@ def paired(rows, other):
     """Mean difference of the final accuracies over common seeds, and the half-width of its 95 % interval."""
     seeds = sorted(set(rows) & set(other))
     differences = [float(rows[s]["final_accuracy"]) - float(other[s]["final_accuracy"]) for s in seeds]
-    student = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}[len(seeds)]                  # 0.975 quantile of t
+    student = [12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262][len(seeds) - 2]    # 0.975 quantile of t
     return statistics.mean(differences), student * statistics.stdev(differences) / len(seeds) ** 0.5
 
 
@@ -418,10 +418,10 @@ def study(regime, against="naive"):
         separable = "" if method == against or abs(gap) > width else ", not separable"
         lines.append((statistics.mean(final), [
             f"`{method}`", len(rows), f"{statistics.mean(final):.2f} ± {statistics.stdev(final):.2f}",
-            verdict + separable, f"{statistics.mean(column('best_accuracy')):.2f}",
+            f"{min(final):.2f} to {max(final):.2f}", verdict + separable, f"{statistics.mean(column('best_accuracy')):.2f}",
             f"{statistics.mean(column('max_grad_norm')):.1f}", f"{statistics.mean(column('ess_raw')):.2f}",
             f"{statistics.mean(column('k3')):.3f}", f"{100 * statistics.mean(column('kept')):.0f} %"]))
-    return markdown(["method", "seeds", "final accuracy", f"minus `{against}`, paired, 95 %", "best",
+    return markdown(["method", "seeds", "final accuracy", "lowest to highest", f"minus `{against}`, paired, 95 %", "best",
                      "max ‖∇‖", "ESS/N", "k3", "kept"], [row for _, row in sorted(lines, reverse=True)])
 
 
