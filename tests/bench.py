@@ -131,8 +131,8 @@ def bench_correct():
                      ratio(took["ours"], took["bare"]), f"{peak(candidates['ours']) / unit:.1f}",
                      verl[2]])
     table("`correct` with all metrics, [512, 4096], float32",
-          "setting | ms | verl 0.9.1, ms | ours/verl | ours/floor | ours/floor into held memory | "
-          "peak, [B, T] tensors | verl's peak", rows)
+          "setting | ms | verl 0.9.1, ms | ours/verl | ours/floor | passes over memory: ours/floor "
+          "into held memory | peak, [B, T] tensors | verl's peak", rows)
 
 
 def bench_scaling():
