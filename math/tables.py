@@ -407,22 +407,39 @@ def paired(rows, other):
     return statistics.mean(differences), student * statistics.stdev(differences) / len(seeds) ** 0.5
 
 
+def mean_of(rows, name="final_accuracy"):
+    return statistics.mean(float(row[name]) for row in rows.values())
+
+
+def spread(rows):
+    """Mean and standard deviation of the final accuracies."""
+    return f"{mean_of(rows):.2f} ± {statistics.stdev(float(row['final_accuracy']) for row in rows.values()):.2f}"
+
+
 def study(regime, against="naive"):
     """Means over seeds, sorted by the final accuracy; at least three seeds."""
     lines, methods = [], {m: rows for m, rows in runs()[regime].items() if len(rows) > 2}
-    for method, rows in methods.items():
-        def column(name):
-            return [float(row[name]) for row in rows.values()]
-        final, (gap, width) = column("final_accuracy"), paired(rows, methods[against])
+    for method, rows in sorted(methods.items(), key=lambda item: -mean_of(item[1])):
+        final, (gap, width) = [float(row["final_accuracy"]) for row in rows.values()], paired(rows, methods[against])
         verdict = "–" if method == against else f"{gap:+.2f} ± {width:.2f}"
         separable = "" if method == against or abs(gap) > width else ", not separable"
-        lines.append((statistics.mean(final), [
-            f"`{method}`", len(rows), f"{statistics.mean(final):.2f} ± {statistics.stdev(final):.2f}",
-            f"{min(final):.2f} to {max(final):.2f}", verdict + separable, f"{statistics.mean(column('best_accuracy')):.2f}",
-            f"{statistics.mean(column('max_grad_norm')):.1f}", f"{statistics.mean(column('ess_raw')):.2f}",
-            f"{statistics.mean(column('k3')):.3f}", f"{100 * statistics.mean(column('kept')):.0f} %"]))
-    return markdown(["method", "seeds", "final accuracy", "lowest to highest", f"minus `{against}`, paired, 95 %", "best",
-                     "max ‖∇‖", "ESS/N", "k3", "kept"], [row for _, row in sorted(lines, reverse=True)])
+        lines.append([
+            f"`{method}`", len(rows), spread(rows), f"{min(final):.2f} to {max(final):.2f}", verdict + separable,
+            f"{mean_of(rows, 'best_accuracy'):.2f}", f"{mean_of(rows, 'max_grad_norm'):.1f}",
+            f"{mean_of(rows, 'ess_raw'):.2f}", f"{mean_of(rows, 'k3'):.3f}", f"{100 * mean_of(rows, 'kept'):.0f} %"])
+    return markdown(["method", "seeds", "final accuracy", "lowest to highest", f"minus `{against}`, paired, 95 %",
+                     "best", "max ‖∇‖", "ESS/N", "k3", "kept"], lines)
+
+
+def study_summary():
+    """The README's figure in words: none, the best preset, small steps, and nothing late."""
+    late, on_time = runs()["staleness_8"], runs()["matched"]["naive"]
+    best = max((m for m in TODAY if len(late.get(m, ())) >= 5), key=lambda m: mean_of(late[m]))
+    gap, width = paired(late[best], late["naive"])
+    return (f"Ignoring π_rollout, a small model trained on rollouts eight steps late goes from {mean_of(late['naive'], 'first_accuracy'):.2f} to\n"
+            f"**{spread(late['naive'])}** (mean and standard deviation of {len(late['naive'])} seeds). The best preset, `{best}`, ends at **{spread(late[best])}**,\n"
+            f"{gap:.2f} ± {width:.2f} above it (paired by seed, 95 %); token weights and a learning rate three times smaller end at\n"
+            f"**{spread(late['small_steps_token_is'])}**; with nothing late it is {spread(on_time)}.")
 
 
 def per_token_k3(size, T, seeds=range(5)):
@@ -506,10 +523,10 @@ def study_grid():
 
 TABLES = {"study-matched": lambda: study("matched"), "study-staleness-8": lambda: study("staleness_8"),
           "study-int4": lambda: study("int4_staleness_4"),
-          "study-predictions": predictions, "study-vllm": lambda: study("vllm_bf16_staleness_8"), "study-grid": study_grid,
-          "study-warnings": warnings,
-          "batch-size": batch_size, "presets": presets, "kl-table": kl_table, "bias-variance": bias_variance, "metrics": metrics,
-          "gradient-field": gradient_field}
+          "study-vllm": lambda: study("vllm_bf16_staleness_8"), "study-summary": study_summary,
+          "study-predictions": predictions, "study-grid": study_grid, "study-warnings": warnings,
+          "batch-size": batch_size, "presets": presets, "kl-table": kl_table,
+          "bias-variance": bias_variance, "metrics": metrics, "gradient-field": gradient_field}
 
 
 @cache

@@ -263,9 +263,12 @@ def bench_step(steps=12, turns=5):
 
     TRL gets the same model, prompts, reward, batch, lengths, learning rate and correction, and
     neither evaluates nor saves; a turn is a few steps of each, and its first step is not counted.
+    The trainer takes one thread for so small a model; TRL is run with one and with all there are.
     """
     import trainer
-    found, threads = {"ours": [], "TRL": []}, torch.get_num_threads()
+    threads = torch.get_num_threads()
+    peers = {"TRL, 1 thread": 1, **({f"TRL, {threads} threads": threads} if threads > 1 else {})}
+    found = {"ours": [], **{name: [] for name in peers}}
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
         config = trainer.load_config(["rollout.engine=transformers", "rollout.quantize_bits=null",
                                       f"train.steps={steps}", "train.eval_every=1000"])
@@ -276,15 +279,17 @@ def bench_step(steps=12, turns=5):
                 model = next(Path("runs/.demo").iterdir())
                 lines = trainer.read_metrics(Path("runs", config.run, "metrics.jsonl"))[1:-1]
                 found["ours"].append([(line["response/tokens"], line["time/step"]) for line in lines])
-                with contextlib.suppress(ImportError):
-                    found["TRL"].append(trl_steps(config, str(model), steps)[1:-1])
-    torch.set_num_threads(threads)                  # the trainer takes one for so small a model
+                for name, n in peers.items():
+                    torch.set_num_threads(n)
+                    with contextlib.suppress(ImportError):
+                        found[name].append(trl_steps(config, str(model), steps)[1:-1])
+    torch.set_num_threads(threads)
     speeds = {name: [sum(n for n, _ in turn) / sum(s for _, s in turn) for turn in of_turns]
               for name, of_turns in found.items() if of_turns}
     rows = [[name, f"{statistics.mean(n for turn in found[name] for n, _ in turn):.0f}",
              f"{statistics.median(s for turn in found[name] for _, s in turn):.2f}",
-             f"{statistics.median(x):.0f}", ratio(x, speeds.get("TRL", x))] for name, x in speeds.items()]
-    table("one step of the demo", "trainer | tokens a step | s | tokens a second | of TRL's", rows)
+             f"{statistics.median(x):.0f}", ratio(speeds["ours"], x)] for name, x in speeds.items()]
+    table("one step of the demo", "trainer | tokens a step | s | tokens a second | ours/this", rows)
     parts = ("rollout", "log_probs", "update", "sync")
     print("\nwhere ours goes: " + ", ".join(
         f"{name} {sum(line[f'time/{name}'] for line in lines) / sum(line['time/step'] for line in lines):.0%}"

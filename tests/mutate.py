@@ -135,7 +135,7 @@ def main(n: int, seed: int) -> None:
         copy = Path(place)
         (copy / "tests").mkdir()
         for name in [*OWN_TESTS, *(f"tests/{name}" for name in TESTS), "tests/oracle.py",
-                     "tests/conftest.py", "tests/peers.json.gz"]:
+                     "tests/plain.py", "tests/conftest.py", "tests/peers.json.gz"]:
             shutil.copy(ROOT / name, copy / name)
         (copy / "pytest.ini").write_text((ROOT / ".pytest.ini").read_text())
         if caught(copy, [f"tests/{name}" for name in TESTS], 600):
