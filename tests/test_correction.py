@@ -685,11 +685,16 @@ def test_diagnose_is_silent_when_nothing_is_wrong_and_names_metric_and_knob_othe
     ("all_rejected", 0, 1), ("rollout_is_mean", 0.51, 0.49), ("rollout_is_mean", 1.99, 2.01),
     ("rollout_is_raw_eff_sample_size", 0.31, 0.29), ("rollout_is_std", 0.99, 1.01),
     ("rollout_is_catastrophic_token_fraction", 0.009, 0.011), ("rollout_is_veto_fraction", 0.09, 0.11),
-    ("rollout_rs_seq_masked_fraction", 0.49, 0.51), ("k3_kl", 0.09, 0.11), ("chi2_token", 0.99, 1.01),
+    ("rollout_rs_seq_masked_fraction", 0.49, 0.51), ("k3_kl", 0.099, 0.101), ("chi2_token", 0.99, 1.01),
     ("chi2_token", -0.9, 1.01), ("ppl_ratio", 0.81, 0.79), ("ppl_ratio", 1.24, 1.26),
 ])
 def test_the_limits_of_health(name, well, ill):
     assert diagnose({name: well}) == [] and len(diagnose({name: ill})) == 1
+
+
+def test_a_correction_cannot_be_changed_by_whom_it_is_given_to():
+    with pytest.raises(AttributeError):
+        correct(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), Config()).mask = None
 
 
 def test_one_constant_limits_every_ratio():
