@@ -407,6 +407,9 @@ def paired(rows, other):
     return statistics.mean(differences), student * statistics.stdev(differences) / len(seeds) ** 0.5
 
 
+AGAIN = "_again"               # of a method that differs by its rounding alone
+
+
 def mean_of(rows, name="final_accuracy"):
     return statistics.mean(float(row[name]) for row in rows.values())
 
@@ -418,7 +421,7 @@ def spread(rows):
 
 def study(regime, against="naive"):
     """Means over seeds, sorted by the final accuracy; at least three seeds."""
-    lines, methods = [], {m: rows for m, rows in runs()[regime].items() if len(rows) > 2}
+    lines, methods = [], {m: rows for m, rows in runs()[regime].items() if len(rows) > 2 and not m.endswith(AGAIN)}
     for method, rows in sorted(methods.items(), key=lambda item: -mean_of(item[1])):
         final, (gap, width) = [float(row["final_accuracy"]) for row in rows.values()], paired(rows, methods[against])
         verdict = "–" if method == against else f"{gap:+.2f} ± {width:.2f}"
@@ -429,6 +432,21 @@ def study(regime, against="naive"):
             f"{mean_of(rows, 'ess_raw'):.2f}", f"{mean_of(rows, 'k3'):.3f}", f"{100 * mean_of(rows, 'kept'):.0f} %"])
     return markdown(["method", "seeds", "final accuracy", "lowest to highest", f"minus `{against}`, paired, 95 %",
                      "best", "max ‖∇‖", "ESS/N", "k3", "kept"], lines)
+
+
+def study_rounding():
+    """What another rounding does to the end of a run, beside what another seed does."""
+    lines = []
+    for regime, methods in runs().items():
+        for method in [m for m in methods if m + AGAIN in methods]:
+            one, two = ({seed: float(row["final_accuracy"]) for seed, row in methods[m].items()}
+                        for m in (method, method + AGAIN))
+            moved = [abs(one[seed] - two[seed]) for seed in two]
+            between = [abs(one[a] - one[b]) for a, b in itertools.combinations(two, 2)]
+            lines.append([regime.replace("_", " "), f"`{method}`", f"{statistics.mean(moved):.3f}", f"{max(moved):.3f}",
+                          f"{statistics.mean(between):.3f}"])
+    return markdown(["regime", "method", "same seed, other rounding: mean difference", "largest",
+                     "other seed, same rounding: mean difference"], lines)
 
 
 def study_summary():
@@ -515,7 +533,7 @@ def warnings():
 def study_grid():
     """Seed 1, every method in every regime that was run: final accuracy."""
     regimes = list(runs())
-    methods = dict.fromkeys(m for r in regimes for m in runs()[r])
+    methods = dict.fromkeys(m for r in regimes for m in runs()[r] if not m.endswith(AGAIN))
     rows = [[f"`{m}`", *(f"{float(runs()[r][m][1]['final_accuracy']):.2f}"
                          if 1 in runs()[r].get(m, {}) else "" for r in regimes)] for m in methods]
     return markdown(["method", *(r.replace("_", " ") for r in regimes)], rows)
@@ -523,7 +541,7 @@ def study_grid():
 
 TABLES = {"study-matched": lambda: study("matched"), "study-staleness-8": lambda: study("staleness_8"),
           "study-int4": lambda: study("int4_staleness_4"),
-          "study-vllm": lambda: study("vllm_bf16_staleness_8"), "study-summary": study_summary,
+          "study-vllm": lambda: study("vllm_bf16_staleness_8"), "study-summary": study_summary, "study-rounding": study_rounding,
           "study-predictions": predictions, "study-grid": study_grid, "study-warnings": warnings,
           "batch-size": batch_size, "presets": presets, "kl-table": kl_table,
           "bias-variance": bias_variance, "metrics": metrics, "gradient-field": gradient_field}
