@@ -177,11 +177,11 @@ def batch_size():
 
 def study():
     """Final accuracies of the study, a dot per seed, staleness 8; the best while training in grey."""
-    shown = {"matched": "matched rollouts", "small_steps_token_is": "token-IS, small steps",
-             "bypass_ppo_clip": "bypass PPO", "bypass_pg_is": "bypass REINFORCE", "decoupled_seq_is": "sequence-TIS",
-             "small_steps": "naive, small steps", "decoupled_token_is": "token-TIS",
-             "decoupled_seq_is_rs": "sequence-MIS", "naive": "naive: no correction",
-             "shuffled_weights": "weights shuffled"}
+    shown = {"matched": "matched rollouts", "small_steps_token_is": "token-TIS, small steps",
+             "token_is_opsm": "token-TIS and OPSM", "small_steps": "naive, small steps",
+             "bypass_ppo_clip": "bypass PPO", "decoupled_seq_is": "sequence-TIS", "decoupled_token_is": "token-TIS",
+             "decoupled_seq_is_rs": "sequence-MIS", "bypass_pg_is": "bypass REINFORCE",
+             "naive": "naive: no correction", "shuffled_weights": "weights shuffled"}
     cells = {name: runs()["staleness_8"][name] if name != "matched" else runs()["matched"]["naive"] for name in shown}
     figure, axis = plt.subplots(figsize=(5.2, 3.4))
     for y, name in enumerate(reversed(shown)):

@@ -54,7 +54,7 @@ def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
 
 
 def plant(method: str, trainer) -> None:
-    """The mistake, the controls and prefix weights: on purpose, the trainer has no settings for them."""
+    """The mistake, the controls and two weights: on purpose, the trainer has no settings for them."""
     import torch
     loss, correct = trainer.policy_loss, trainer.correct
 
@@ -78,10 +78,15 @@ def plant(method: str, trainer) -> None:
         products = torch.where(mask, old - rollout, 0.0).cumsum(-1).exp()             # [B, T]
         return replace(found, weights=torch.where(mask, products.clamp(max=2.0), 0.0))
 
+    def mixture_is(old, rollout, mask, *rest):
+        found = correct(old, rollout, mask, *rest)
+        token = torch.where(mask, old - rollout, 0.0).exp().clamp(max=2.0)            # [B, T]
+        return replace(found, weights=torch.where(mask, (token + found.weights) / 2, 0.0))
+
     if method == "double_count":
         trainer.policy_loss = double_count
     elif planted := {"shuffled_weights": shuffled_weights, "fewer_samples": fewer_samples,
-                     "prefix_is": prefix_is}.get(method):
+                     "prefix_is": prefix_is, "mixture_is": mixture_is}.get(method):
         trainer.correct = planted
 
 

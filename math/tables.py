@@ -155,10 +155,12 @@ def long_policy(T, seed):
     return policy
 
 
-def bare(config, train_lp, mu_lp, mask):
+def bare(config, train_lp, mu_lp, mask, advantages):
     """Weights and mask as `correct` gives them, without the metrics, which take most of the time."""
     log_ratio = masked_log_ratio(train_lp.detach(), mu_lp, mask)
-    weights, kept = None, rejection_mask(log_ratio, mask, config.rollout_rs) if config.rollout_rs else mask
+    weights, kept = None, mask
+    if config.rollout_rs:
+        kept = rejection_mask(log_ratio, mask, config.rollout_rs, advantages)
     if config.rollout_is is not None:
         weights = importance_weights(log_ratio, mask, config.rollout_is, config.rollout_is_threshold)
     return SimpleNamespace(weights=weights, mask=kept, metrics={})
@@ -170,7 +172,7 @@ def field(config, theta, old, mu, advantages):
     With N rows, N·loss is the sum of the rows' losses; d/d log π of it is what each token contributes.
     """
     lp, old_lp, mu_lp = theta.log_probs(), old.log_probs().detach(), mu.log_probs().detach()
-    correction = bare(config, lp if config.bypass_mode else old_lp, mu_lp, theta.mask)
+    correction = bare(config, lp if config.bypass_mode else old_lp, mu_lp, theta.mask, advantages)
     loss, _ = policy_loss(lp, old_lp, mu_lp, advantages, theta.mask, config, correction=correction, mode=SUM)
     per_token = -len(lp) * torch.autograd.grad(loss, lp, retain_graph=True)[0]
     mean = torch.autograd.grad(lp, theta.logits, per_token * mu.probs().detach()[:, None])[0].flatten()
@@ -403,7 +405,7 @@ def paired(rows, other):
     """Mean difference of the final accuracies over common seeds, and the half-width of its 95 % interval."""
     seeds = sorted(set(rows) & set(other))
     differences = [float(rows[s]["final_accuracy"]) - float(other[s]["final_accuracy"]) for s in seeds]
-    student = [12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262][len(seeds) - 2]    # 0.975 quantile of t
+    student = {3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262, 15: 2.145, 20: 2.093}[len(seeds)]     # 0.975 quantile of t
     return statistics.mean(differences), student * statistics.stdev(differences) / len(seeds) ** 0.5
 
 
@@ -433,6 +435,25 @@ def study(regime, against="naive"):
             f"{mean_of(rows, 'ess_raw'):.2f}", f"{mean_of(rows, 'k3'):.3f}", f"{100 * mean_of(rows, 'kept'):.0f} %"])
     return markdown(["method", "seeds", "final accuracy", "lowest to highest", f"minus `{against}`, paired, 95 %",
                      "best", "max ‖∇‖", "ESS/N", "k3", "kept"], lines)
+
+
+def study_frontier(method="token_is_opsm", against="bypass_ppo_clip"):
+    """The best mean at the full rate against the best preset, by what part the runs had in choosing it."""
+    def both(name):
+        return {(seed, again): row for again in (False, True)
+                for seed, row in runs()["staleness_8"][name + again * AGAIN].items()}
+
+    ours, theirs = both(method), both(against)
+    groups = {"seeds 1 to 5, which singled it out": lambda seed, again: seed <= 5 and not again,
+              "seeds 6 to 10": lambda seed, again: seed > 5 and not again,
+              "seeds 1 to 10, other rounding": lambda seed, again: again,
+              "all": lambda *_: True,
+              "all that had no part in choosing it": lambda seed, again: seed > 5 or again}
+    lines = []
+    for name, chosen in groups.items():
+        one, two = ({key: row for key, row in rows.items() if chosen(*key)} for rows in (ours, theirs))
+        lines.append([name, len(one), spread(one), spread(two), "{:+.2f} ± {:.2f}".format(*paired(one, two))])
+    return markdown(["runs", "number", f"`{method}`", f"`{against}`", "difference, paired, 95 %"], lines)
 
 
 def study_rounding():
@@ -491,7 +512,7 @@ def predictions(regime="staleness_8", common=0.1, samples=512):
     Bias and standard deviation as in `bias_and_std`; error: of a mean over so many samples.
     """
     study, lines, errors, outcomes = yaml.safe_load((ROOT / "math/study.yaml").read_text()), [], {}, {}
-    for method in [*COMPARED, "geo_rs_wide", "seq_is_cap_5", "token_is_worst_token"]:
+    for method in [*COMPARED, "geo_rs_wide", "seq_is_cap_5", "token_is_worst_token", "token_is_opsm"]:
         found = runs()[regime][method].values()
         k3, final = (statistics.mean(float(row[name]) for row in found) for name in ("k3", "final_accuracy"))
         given = study["methods"].get(method, {"correction.preset": method})
@@ -542,6 +563,7 @@ def study_grid():
 TABLES = {"study-matched": lambda: study("matched"), "study-staleness-8": lambda: study("staleness_8"),
           "study-int4": lambda: study("int4_staleness_4"),
           "study-vllm": lambda: study("vllm_bf16_staleness_8"), "study-summary": study_summary, "study-rounding": study_rounding,
+          "study-frontier": study_frontier,
           "study-predictions": predictions, "study-grid": study_grid, "study-warnings": warnings,
           "batch-size": batch_size, "presets": presets, "kl-table": kl_table,
           "bias-variance": bias_variance, "metrics": metrics, "gradient-field": gradient_field}
