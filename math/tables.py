@@ -477,8 +477,8 @@ def study_summary():
     best = max((m for m in COMPARED if m in TODAY), key=lambda m: mean_of(late[m]))
     above, more = paired(late[best], late["naive"]), paired(late["small_steps_token_is"], late["small_steps"])
     return (f"A small model is trained on rollouts that are eight steps late ({len(late['naive'])} seeds: mean and standard deviation of the\n"
-            f"final accuracy). Ignoring π_rollout it goes from {mean_of(late['naive'], 'first_accuracy'):.2f} to **{spread(late['naive'])}**; with `{best}`, the best preset compared, it ends at\n"
-            f"**{spread(late[best])}**, {above[0]:.2f} ± {above[1]:.2f} higher (paired by seed, 95 %). With a learning rate three times smaller it is {spread(late['small_steps'])}\n"
+            f"final accuracy). Ignoring π_rollout it goes from {mean_of(late['naive'], 'first_accuracy'):.2f} to **{spread(late['naive'])}**; with `{best}`, the best preset\n"
+            f"of the comparison declared first, it ends at **{spread(late[best])}**, {above[0]:.2f} ± {above[1]:.2f} higher (paired by seed, 95 %). With a learning rate three times smaller it is {spread(late['small_steps'])}\n"
             f"uncorrected and **{spread(late['small_steps_token_is'])}** with token weights, {more[0]:.2f} ± {more[1]:.2f} higher; with nothing late {spread(on_time)}.")
 
 
