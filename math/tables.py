@@ -405,10 +405,13 @@ def paired(rows, other):
     """Mean difference of the final accuracies over common seeds, and the half-width of its 95 % interval."""
     seeds = sorted(set(rows) & set(other))
     differences = [float(rows[s]["final_accuracy"]) - float(other[s]["final_accuracy"]) for s in seeds]
-    student = {3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262, 15: 2.145, 20: 2.093}[len(seeds)]     # 0.975 quantile of t
+    student = STUDENT[min(len(seeds), 20) - 2]
     return statistics.mean(differences), student * statistics.stdev(differences) / len(seeds) ** 0.5
 
 
+# The 0.975 quantile of t with 1, 2, … 19 degrees of freedom.
+STUDENT = [12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+           2.110, 2.101, 2.093]
 COMPARED = ["naive", "decoupled_token_is", "decoupled_seq_is", "decoupled_seq_is_rs", "bypass_ppo_clip", "bypass_pg_is"]
 AGAIN = "_again"               # of a method that differs by its rounding alone
 
@@ -422,18 +425,26 @@ def spread(rows):
     return f"{mean_of(rows):.2f} ± {statistics.stdev(float(row['final_accuracy']) for row in rows.values()):.2f}"
 
 
-def study(regime, against="naive"):
+def difference(rows, other):
+    """Of two methods, in words; nothing of a method and itself."""
+    if rows is other:
+        return "–"
+    gap, width = paired(rows, other)
+    return f"{round(gap, 2) + 0:+.2f} ± {width:.2f}" + ("" if abs(gap) > width else ", not separable")     # −0.00 is 0
+
+
+def study(regime):
     """Means over seeds, sorted by the final accuracy; at least three seeds."""
     lines, methods = [], {m: rows for m, rows in runs()[regime].items() if len(rows) > 2 and not m.endswith(AGAIN)}
+    against = ("naive", "decoupled_token_is")
     for method, rows in sorted(methods.items(), key=lambda item: -mean_of(item[1])):
-        final, (gap, width) = [float(row["final_accuracy"]) for row in rows.values()], paired(rows, methods[against])
-        verdict = "–" if method == against else f"{gap:+.2f} ± {width:.2f}"
-        separable = "" if method == against or abs(gap) > width else ", not separable"
+        final = [float(row["final_accuracy"]) for row in rows.values()]
         lines.append([
-            f"`{method}`", len(rows), spread(rows), f"{min(final):.2f} to {max(final):.2f}", verdict + separable,
-            f"{mean_of(rows, 'best_accuracy'):.2f}", f"{mean_of(rows, 'max_grad_norm'):.1f}",
-            f"{mean_of(rows, 'ess_raw'):.2f}", f"{mean_of(rows, 'k3'):.3f}", f"{100 * mean_of(rows, 'kept'):.0f} %"])
-    return markdown(["method", "seeds", "final accuracy", "lowest to highest", f"minus `{against}`, paired, 95 %",
+            f"`{method}`", len(rows), spread(rows), f"{min(final):.2f} to {max(final):.2f}",
+            *(difference(rows, methods[other]) for other in against), f"{mean_of(rows, 'best_accuracy'):.2f}",
+            f"{mean_of(rows, 'max_grad_norm'):.1f}", f"{mean_of(rows, 'ess_raw'):.2f}", f"{mean_of(rows, 'k3'):.3f}",
+            f"{100 * mean_of(rows, 'kept'):.0f} %"])
+    return markdown(["method", "seeds", "final accuracy", "lowest to highest", *(f"minus `{other}`" for other in against),
                      "best", "max ‖∇‖", "ESS/N", "k3", "kept"], lines)
 
 
@@ -513,8 +524,7 @@ def predictions(regime="staleness_8", common=0.1, samples=512):
     """
     study, lines, errors, outcomes = yaml.safe_load((ROOT / "math/study.yaml").read_text()), [], {}, {}
     for method in [*COMPARED, "geo_rs_wide", "seq_is_cap_5", "token_is_worst_token", "token_is_opsm"]:
-        found = runs()[regime][method].values()
-        k3, final = (statistics.mean(float(row[name]) for row in found) for name in ("k3", "final_accuracy"))
+        k3, final = (mean_of(runs()[regime][method], name) for name in ("k3", "final_accuracy"))
         given = study["methods"].get(method, {"correction.preset": method})
         given = {key.removeprefix("correction."): value for key, value in given.items()}
         if "rollout_rs" in given:
