@@ -24,12 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from estimators import (LEVELS, SAFETY_BOUND, RowSums, Statistics, aggregate_log_ratio, exp_ratio)
+from estimators import (LEVELS, SAFETY_BOUND, RowSums, Statistics, aggregate_log_ratio, exp_ratio,
+                        kl_estimate)
 
 LOSS_TYPES = ("ppo_clip", "reinforce", "gspo", "cispo", "sapo")
 CRITERIA = tuple(f"{level}_k{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max")
                  for k in (1, 2, 3)) + ("opsm",)
-BLOCK = 2 ** 17                    # tokens that are worked on at a time, on a CPU
+BLOCK = 2 ** 18                    # tokens that are worked on at a time, on a CPU
 GEO, SEQ, ICEPOP, VETO = (0.999, 1.001), (0.5, 2.0), (0.5, 5.0), (1e-4, None)
 
 
@@ -235,7 +236,7 @@ class Correction:
     """What `correct` returns; unpacks into weights, mask, metrics.  (eq:correction)
 
     weights [B, T]: detached, 0 on padding, None when rollout_is is None. mask [B, T]: response_mask
-    without the rejected, in its dtype. metrics: {"rollout_corr/…": 0-dim tensor}, on the device.
+    without the rejected, in its dtype; itself when rollout_rs is empty. metrics: {"rollout_corr/…": 0-dim tensor}, on the device.
     """
 
     weights: Tensor | None
@@ -280,7 +281,9 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
         return result.rows((slice(None), slice(0)))
     dtype = torch.promote_types(train_log_prob.dtype, rollout_log_prob.dtype)
     dtype = torch.promote_types(dtype, torch.float32)
-    weights, mask = None, torch.empty_like(response_mask)
+    weights, mask = None, response_mask
+    if config.rollout_rs:
+        mask = torch.empty_like(response_mask)
     if config.rollout_is is not None:
         weights = torch.empty_like(response_mask, dtype=dtype)
     sums, blocks = [], _blocks(response_mask)
@@ -290,8 +293,9 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
         block = _Block(space, train, rollout, response_mask[rows])
         if weights is not None:
             block.weigh(config, weights[rows])
-        block.reject(config.rollout_rs, None if advantages is None else advantages[rows],
-                     response_mask[rows], mask[rows])
+        if config.rollout_rs:
+            block.reject(config.rollout_rs, None if advantages is None else advantages[rows],
+                         response_mask[rows], mask[rows])
         sums.append(block.sums)
     sums = {name: torch.cat([part[name].flatten() for part in sums]).double()
             for name in sums[0]}                                                    # [B] each
@@ -393,31 +397,33 @@ class _Block:
     """A few rows while they are in cache: their weights, their mask, and their sums for metrics.
 
     Tokens are [R, T]; what belongs to a sequence is [R, 1]. `sums`: name → [R], from which
-    `_statistics` makes every metric. Three things make this fast on a CPU, and none is slow
+    `_statistics` makes every metric. Four things make this fast on a CPU, and none is slow
     elsewhere: the same few tensors in `space` hold every block's intermediate results; a mask is
     bits, all 1 or all 0, since `torch.where` and bools are not vectorised; what is equal for all
-    tokens of a row is computed for the row.
+    tokens of a row is computed for the row; and nothing is summed that follows from other sums,
+    such as Σk3 = Σ(ρ − 1) − Σ log ρ.
     """
 
-    SPACE = 9                                                   # tensors [R, T] for a block
+    SPACE = 6                                                   # tensors [R, T] for a block
 
     def __init__(self, space: Tensor, train: Tensor, rollout: Tensor, response_mask: Tensor):
-        (self.log_ratio, self.limited, self.rho, self.excess, bits, self.padding, self.statistic,
-         self.keep, self.scratch) = space[:, :len(train)].unbind()
+        (self.log_ratio, self.rho, self.excess, bits, self.padding,
+         self.scratch) = space[:, :len(train)].unbind()
         self.integer, infinity = MINUS_INFINITY[space.dtype]
-        self.bits = bits.view(self.integer).copy_(response_mask.bool()).neg_()    # −1: all bits 1
-        torch.bitwise_not(self.bits, out=self.padding.view(self.integer)).bitwise_and_(infinity)
+        self.bits = bits.view(self.integer).copy_(response_mask.bool()).neg_()  # −1: all bits 1
+        torch.add(self.bits.new_full((), infinity), self.bits, alpha=infinity,
+                  out=self.padding.view(self.integer))                          # 0, −∞ on padding
         x = self.only(torch.sub(train, rollout, out=self.log_ratio))    # NaN in padding ends here
-        torch.clamp(x, -SAFETY_BOUND, SAFETY_BOUND, out=self.limited)
-        torch.exp(self.limited, out=self.rho)                           # 1 on padding
-        torch.sub(self.rho, 1, out=self.excess)                         # 0 on padding
+        torch.clamp(x, -SAFETY_BOUND, SAFETY_BOUND, out=self.rho).exp_()        # 1 on padding
+        torch.sub(self.rho, 1, out=self.excess)                                 # 0 on padding
         self.n = -self.bits.sum(-1, keepdim=True, dtype=self.integer)
         self.total = x.sum(-1, keepdim=True)
+        self.top = self.highest(x).amax(-1, keepdim=True)
+        self.bottom = self.lowest(x).amin(-1, keepdim=True)
         self.sums = {
-            "n": self.n, "log_ratio": self.total,
+            "n": self.n, "log_ratio": self.total, "top": self.top, "bottom": self.bottom,
             "rollout": self.only(self.scratch.copy_(rollout)).sum(-1),
-            "top": self.highest(x).amax(-1), "bottom": self.lowest(x).amin(-1),
-            "excess": self.excess.sum(-1), "squares": self.squares(self.excess)}
+            "excess": self.excess.sum(-1, keepdim=True), "squares": self.squares(self.excess)}
 
     def only(self, x: Tensor) -> Tensor:
         """x, in place 0 on padding, whatever stood there."""
@@ -425,15 +431,24 @@ class _Block:
         return x
 
     def highest(self, x: Tensor) -> Tensor:
-        """x with −∞ for the padding's 0: never the largest, never too large."""
+        """x with −∞ for the padding's 0: never the largest."""
         return torch.add(x, self.padding, out=self.scratch)
 
     def lowest(self, x: Tensor) -> Tensor:
-        """x with +∞ for the padding's 0: never the smallest, never too small."""
+        """x with +∞ for the padding's 0: never the smallest."""
         return torch.sub(x, self.padding, out=self.scratch)
 
     def squares(self, x: Tensor) -> Tensor:
         return torch.mul(x, x, out=self.scratch).sum(-1)
+
+    def below(self, x: Tensor, bound: float) -> Tensor:
+        """1 where a token's x is below the bound, else 0; on padding, where x is 0, always 0."""
+        found = torch.lt(x, bound, out=self.scratch)
+        return self.only(found) if bound > 0 else found
+
+    def above(self, x: Tensor, bound: float) -> Tensor:
+        found = torch.gt(x, bound, out=self.scratch)
+        return self.only(found) if bound < 0 else found
 
     def weigh(self, config: RolloutCorrectionConfig, out: Tensor) -> None:
         """The weights of these rows, as `importance_weights` has them, into `out` [R, T]."""
@@ -445,8 +460,8 @@ class _Block:
             self.sums |= {"log_rho": log_rho, "weight": weights}
             return
         lo, hi = _metric_bounds(threshold)
-        self.sums["above"] = self.highest(self.log_ratio).gt_(_log(hi, math.inf)).sum(-1)
-        self.sums["below"] = self.lowest(self.log_ratio).lt_(_log(lo, 0)).sum(-1)
+        self.sums["above"] = self.above(self.log_ratio, _log(hi, math.inf)).sum(-1)
+        self.sums["below"] = self.below(self.log_ratio, _log(lo, 0)).sum(-1)
         if isinstance(threshold, tuple):
             out.copy_(_bounded(self.rho, self.log_ratio, threshold))
         else:
@@ -464,58 +479,86 @@ class _Block:
         """What every criterion keeps of `response_mask`, into `out`; [R, T] both."""
         veto = criteria["seq_max_k1"][0] if "seq_max_k1" in criteria else None
         if veto:
-            self.sums["catastrophic"] = self.lowest(self.log_ratio).lt_(math.log(veto)).sum(-1)
-        keep = torch.ones_like(self.total)                                      # [R, 1] or [R, T]
+            self.sums["catastrophic"] = self.below(self.log_ratio, math.log(veto)).sum(-1)
+        kept, hit = torch.ones_like(self.total), None       # [R, 1] of rows, [R, T] of tokens
         for name, bound in criteria.items():
-            if name == "opsm":
-                if advantages is None:
-                    raise ValueError("rollout_rs.opsm needs the advantages: it looks at A < 0 "
-                                     "alone")
-                drifted = -self.total / self.n.clamp(min=1) > bound                         # [R, 1]
-                rejected = self.only(self.statistic.copy_(drifted & (advantages < 0)))
-            else:
-                rejected = self.criterion(name, bound)
-            per_token = rejected.shape == self.rho.shape
-            self.sums[f"{name}.rejected"] = rejected.sum(-1) if per_token else rejected * self.n
-            keep = torch.mul(keep, 1 - rejected, out=self.keep if per_token else None)
-        if not criteria:
-            out.copy_(response_mask)
-            return
-        torch.mul(response_mask, keep.to(out.dtype), out=out)
-        self.sums["kept"] = self.only(self.scratch.copy_(keep)).sum(-1)
+            if name != "opsm" and not name.startswith("token"):
+                rejected = self.row_criterion(name, bound)                                  # [R, 1]
+                self.sums[f"{name}.rejected"] = rejected * self.n
+                kept = kept * (1 - rejected)
+                continue
+            found = (self.opsm(bound, advantages) if name == "opsm" else
+                     self.token_criterion(name, bound))                                     # [R, T]
+            self.sums[f"{name}.rejected"] = found.sum(-1)
+            hit = found if hit is None else torch.maximum(hit, found, out=hit)
+        self.sums["kept"] = self.n * kept
+        if hit is not None:
+            self.sums["kept"] = (self.n - hit.sum(-1, keepdim=True)) * kept
+            kept = torch.mul(hit.neg_().add_(1), kept, out=hit)
+        torch.mul(response_mask, kept.to(out.dtype), out=out)
 
-    def criterion(self, name: str, bound) -> Tensor:
-        """Where one criterion rejects, 0 or 1: [R, T] for token criteria, else [R, 1]."""
-        where, kind = name.rsplit("_", 1)
+    def opsm(self, bound: float, advantages: Tensor | None) -> Tensor:
+        """Where opsm rejects, 0 or 1: [R, T]"""
+        if advantages is None:
+            raise ValueError("rollout_rs.opsm needs the advantages: it looks at A < 0 alone")
+        drifted = -self.total / self.n.clamp(min=1) > bound                                 # [R, 1]
+        return self.only((drifted & (advantages < 0)).to(self.rho.dtype))
+
+    def token_criterion(self, name: str, bound) -> Tensor:
+        """Which tokens a criterion rejects, 0 or 1: [R, T]. NaN is kept: it must be seen."""
+        (least, most), kind = _nats(name, bound), name[-2:]
+        x = self.log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
         if kind == "k1":
-            x = torch.neg(self.limited, out=self.statistic)
+            x.neg_()
         elif kind == "k2":
-            x = torch.square(self.limited, out=self.statistic).div_(2)
+            x.square_().div_(2)
         else:
-            x = torch.sub(self.excess, self.limited, out=self.statistic)
-        (least, most), sums = _nats(name, bound), {}
-        if where == "token":
-            sums["total"], sums["top"] = x.sum(-1), self.highest(x).amax(-1)
-            above = self.scratch.gt_(most).sum(-1)
-            sums["bottom"] = self.lowest(x).amin(-1)
-            below = self.scratch.lt_(least).sum(-1)
-            within = self.only(torch.clamp(x, least, most, out=self.scratch))
-            sums["within"], sums["squares"] = within.sum(-1), self.squares(within)
-            beyond = x.sub_(torch.clamp(x, least, most, out=self.scratch)).abs_()
-            rejected = self.only(beyond.gt_(0))             # NaN is kept: it must be seen, not lost
-        else:
-            top = bottom = x.sum(-1, keepdim=True)                                          # [R, 1]
-            if where == "seq_mean":
-                top = bottom = top / self.n.clamp(min=1)
-            if where == "seq_max":
-                top = self.highest(x).amax(-1, keepdim=True)
-                bottom = self.lowest(x).amin(-1, keepdim=True)
-            sums["statistic"] = torch.where(self.n > 0, top, 0.0)
-            below, above = bottom < least, top > most
-            rejected = (below | above).to(x.dtype)
-        sums |= {"below": below, "above": above}
+            torch.sub(self.excess, x, out=x)
+        bottom, top = self.ends(kind)
+        if kind != "k1":
+            bottom = self.lowest(x).amin(-1)
+        within = torch.clamp(x, least, most, out=self.scratch)
+        if not least <= 0 <= most:
+            self.only(within)
+        sums = {"total": x.sum(-1), "top": top, "bottom": bottom, "within": within.sum(-1),
+                "squares": self.squares(within)}
+        above = self.above(x, most)
+        sums["above"] = above.sum(-1)
+        below = x.lt_(least)
+        if least > 0:
+            self.only(below)
+        sums["below"] = below.sum(-1)
         self.sums |= {f"{name}.{field}": values for field, values in sums.items()}
-        return rejected
+        return below.add_(above)
+
+    def row_criterion(self, name: str, bound) -> Tensor:
+        """Which rows a criterion rejects, 0 or 1: [R, 1]"""
+        where, kind = name.rsplit("_", 1)
+        bottom, top = self.ends(kind)
+        if where != "seq_max":
+            bottom = top = self.sum_of(kind) / (self.n.clamp(min=1) if where == "seq_mean" else 1)
+        least, most = _nats(name, bound)
+        below, above = bottom < least, top > most
+        sums = {"statistic": torch.where(self.n > 0, top, 0.0), "below": below, "above": above}
+        self.sums |= {f"{name}.{field}": values for field, values in sums.items()}
+        return (below | above).to(self.total.dtype)
+
+    def ends(self, kind: str) -> tuple[Tensor, Tensor]:
+        """The smallest (of k1 alone) and the largest of a row's estimates: [R, 1] each.
+
+        k1 falls with log ρ, k2 and k3 are convex, so the largest is at an end of log ρ.
+        """
+        ends = torch.stack([self.bottom, self.top]).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+        at_ends = kl_estimate(torch.zeros_like(ends), ends, kind)
+        return at_ends.amin(0), at_ends.amax(0)
+
+    def sum_of(self, kind: str) -> Tensor:
+        """Σ of a row's estimates, from log ρ limited to ±SAFETY_BOUND: [R, 1]"""
+        limited = torch.clamp(self.log_ratio, -SAFETY_BOUND, SAFETY_BOUND, out=self.scratch)
+        if kind == "k2":
+            return self.squares(limited)[:, None] / 2
+        total = limited.sum(-1, keepdim=True)
+        return -total if kind == "k1" else self.sums["excess"] - total
 
 
 # ------------------------------------------------------------------------------------ metrics
