@@ -290,15 +290,15 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
     space = response_mask.new_empty((_Block.SPACE, *response_mask[blocks[0]].shape), dtype=dtype)
     for rows in blocks:
         train, rollout = (x[rows].detach().to(dtype) for x in (train_log_prob, rollout_log_prob))
-        block = _Block(space, train, rollout, response_mask[rows])
+        block = _Block(space, train, rollout, response_mask[rows],
+                       weights[rows] if config.rollout_is == "token" else None)
         if weights is not None:
             block.weigh(config, weights[rows])
         if config.rollout_rs:
             block.reject(config.rollout_rs, None if advantages is None else advantages[rows],
                          response_mask[rows], mask[rows])
-        sums.append(block.sums)
-    sums = {name: torch.cat([part[name].flatten() for part in sums]).double()
-            for name in sums[0]}                                                    # [B] each
+        sums.append(torch.stack([x.flatten() for x in block.sums.values()]))        # [sums, R]
+    sums = dict(zip(block.sums, torch.cat(sums, -1).double()))                      # [B] each
     statistics = _statistics(sums, config)
     if config.rollout_is_batch_normalize and weights is not None:
         weights = batch_normalize(weights, config.rollout_is, statistics, group)
@@ -404,31 +404,38 @@ class _Block:
     such as Σk3 = Σ(ρ − 1) − Σ log ρ.
     """
 
-    SPACE = 6                                                   # tensors [R, T] for a block
+    SPACE = 5                                                   # tensors [R, T] for a block
 
-    def __init__(self, space: Tensor, train: Tensor, rollout: Tensor, response_mask: Tensor):
-        (self.log_ratio, self.rho, self.excess, bits, self.padding,
-         self.scratch) = space[:, :len(train)].unbind()
+    def __init__(self, space: Tensor, train: Tensor, rollout: Tensor, response_mask: Tensor,
+                 rho: Tensor | None = None):
+        """`rho` [R, T]: where ρ is to stay; else it does not, and only ρ − 1 is kept."""
+        self.log_ratio, self.excess, bits, self.padding, self.scratch = (
+            space[:, :len(train)].unbind())
         self.integer, infinity = MINUS_INFINITY[space.dtype]
         self.bits = bits.view(self.integer).copy_(response_mask.bool()).neg_()  # −1: all bits 1
         torch.add(self.bits.new_full((), infinity), self.bits, alpha=infinity,
                   out=self.padding.view(self.integer))                          # 0, −∞ on padding
         x = self.only(torch.sub(train, rollout, out=self.log_ratio))    # NaN in padding ends here
-        torch.clamp(x, -SAFETY_BOUND, SAFETY_BOUND, out=self.rho).exp_()        # 1 on padding
-        torch.sub(self.rho, 1, out=self.excess)                                 # 0 on padding
+        rho = self.excess if rho is None else rho
+        torch.clamp(x, -SAFETY_BOUND, SAFETY_BOUND, out=rho).exp_()             # 1 on padding
+        torch.sub(rho, 1, out=self.excess)                                      # 0 on padding
         self.n = -self.bits.sum(-1, keepdim=True, dtype=self.integer)
         self.total = x.sum(-1, keepdim=True)
         self.top = self.highest(x).amax(-1, keepdim=True)
         self.bottom = self.lowest(x).amin(-1, keepdim=True)
         self.sums = {
             "n": self.n, "log_ratio": self.total, "top": self.top, "bottom": self.bottom,
-            "rollout": self.only(self.scratch.copy_(rollout)).sum(-1),
+            "rollout": self.where_valid(rollout).sum(-1),
             "excess": self.excess.sum(-1, keepdim=True), "squares": self.squares(self.excess)}
 
     def only(self, x: Tensor) -> Tensor:
         """x, in place 0 on padding, whatever stood there."""
         x.view(self.integer).bitwise_and_(self.bits)
         return x
+
+    def where_valid(self, x: Tensor) -> Tensor:
+        torch.bitwise_and(x.view(self.integer), self.bits, out=self.scratch.view(self.integer))
+        return self.scratch
 
     def highest(self, x: Tensor) -> Tensor:
         """x with −∞ for the padding's 0: never the largest."""
@@ -451,7 +458,10 @@ class _Block:
         return self.only(found) if bound < 0 else found
 
     def weigh(self, config: RolloutCorrectionConfig, out: Tensor) -> None:
-        """The weights of these rows, as `importance_weights` has them, into `out` [R, T]."""
+        """The weights of these rows, as `importance_weights` has them, into `out` [R, T].
+
+        At token level, `out` holds ρ before.
+        """
         level, threshold = config.rollout_is, config.rollout_is_threshold
         if level != "token":
             log_rho = self.total / (self.n.clamp(min=1) if level == "geometric" else 1)     # [R, 1]
@@ -463,9 +473,9 @@ class _Block:
         self.sums["above"] = self.above(self.log_ratio, _log(hi, math.inf)).sum(-1)
         self.sums["below"] = self.below(self.log_ratio, _log(lo, 0)).sum(-1)
         if isinstance(threshold, tuple):
-            out.copy_(_bounded(self.rho, self.log_ratio, threshold))
+            out.copy_(_bounded(out, self.log_ratio, threshold))
         else:
-            torch.clamp(self.rho, max=threshold, out=out)
+            out.clamp_(max=threshold)
         self.only(out)
         if isinstance(threshold, tuple):
             self.sums["weight.top"] = self.highest(out).amax(-1)
@@ -489,12 +499,11 @@ class _Block:
                 continue
             found = (self.opsm(bound, advantages) if name == "opsm" else
                      self.token_criterion(name, bound))                                     # [R, T]
-            self.sums[f"{name}.rejected"] = found.sum(-1)
             hit = found if hit is None else torch.maximum(hit, found, out=hit)
         self.sums["kept"] = self.n * kept
         if hit is not None:
             self.sums["kept"] = (self.n - hit.sum(-1, keepdim=True)) * kept
-            kept = torch.mul(hit.neg_().add_(1), kept, out=hit)
+            kept = torch.mul(hit.eq_(0), kept, out=hit)
         torch.mul(response_mask, kept.to(out.dtype), out=out)
 
     def opsm(self, bound: float, advantages: Tensor | None) -> Tensor:
@@ -502,7 +511,9 @@ class _Block:
         if advantages is None:
             raise ValueError("rollout_rs.opsm needs the advantages: it looks at A < 0 alone")
         drifted = -self.total / self.n.clamp(min=1) > bound                                 # [R, 1]
-        return self.only((drifted & (advantages < 0)).to(self.rho.dtype))
+        found = self.only((drifted & (advantages < 0)).to(self.total.dtype))
+        self.sums["opsm.rejected"] = found.sum(-1)
+        return found
 
     def token_criterion(self, name: str, bound) -> Tensor:
         """Which tokens a criterion rejects, 0 or 1: [R, T]. NaN is kept: it must be seen."""
@@ -528,6 +539,7 @@ class _Block:
         if least > 0:
             self.only(below)
         sums["below"] = below.sum(-1)
+        sums["rejected"] = sums["below"] + sums["above"]
         self.sums |= {f"{name}.{field}": values for field, values in sums.items()}
         return below.add_(above)
 
