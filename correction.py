@@ -525,14 +525,13 @@ class _Block:
             x.square_().div_(2)
         else:
             torch.sub(self.excess, x, out=x)
-        bottom, top = self.ends(kind)
+        sums = {"total": x.sum(-1)}
         if kind != "k1":
-            bottom = self.lowest(x).amin(-1)
+            sums["bottom"] = self.lowest(x).amin(-1)
         within = torch.clamp(x, least, most, out=self.scratch)
         if not least <= 0 <= most:
             self.only(within)
-        sums = {"total": x.sum(-1), "top": top, "bottom": bottom, "within": within.sum(-1),
-                "squares": self.squares(within)}
+        sums |= {"within": within.sum(-1), "squares": self.squares(within)}
         above = self.above(x, most)
         sums["above"] = above.sum(-1)
         below = x.lt_(least)
@@ -546,23 +545,15 @@ class _Block:
     def row_criterion(self, name: str, bound) -> Tensor:
         """Which rows a criterion rejects, 0 or 1: [R, 1]"""
         where, kind = name.rsplit("_", 1)
-        bottom, top = self.ends(kind)
-        if where != "seq_max":
+        if where == "seq_max":
+            bottom, top = _ends(kind, self.bottom, self.top)
+        else:
             bottom = top = self.sum_of(kind) / (self.n.clamp(min=1) if where == "seq_mean" else 1)
         least, most = _nats(name, bound)
         below, above = bottom < least, top > most
         sums = {"statistic": torch.where(self.n > 0, top, 0.0), "below": below, "above": above}
         self.sums |= {f"{name}.{field}": values for field, values in sums.items()}
         return (below | above).to(self.total.dtype)
-
-    def ends(self, kind: str) -> tuple[Tensor, Tensor]:
-        """The smallest (of k1 alone) and the largest of a row's estimates: [R, 1] each.
-
-        k1 falls with log ρ, k2 and k3 are convex, so the largest is at an end of log ρ.
-        """
-        ends = torch.stack([self.bottom, self.top]).clamp(-SAFETY_BOUND, SAFETY_BOUND)
-        at_ends = kl_estimate(torch.zeros_like(ends), ends, kind)
-        return at_ends.amin(0), at_ends.amax(0)
 
     def sum_of(self, kind: str) -> Tensor:
         """Σ of a row's estimates, from log ρ limited to ±SAFETY_BOUND: [R, 1]"""
@@ -571,6 +562,16 @@ class _Block:
             return self.squares(limited)[:, None] / 2
         total = limited.sum(-1, keepdim=True)
         return -total if kind == "k1" else self.sums["excess"] - total
+
+
+def _ends(kind: str, bottom: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest (of k1 alone) and the largest estimate, from a row's smallest and largest log ρ.
+
+    k1 falls with log ρ, and k2 and k3 are convex in it: the largest is at one of the two ends.
+    """
+    ends = torch.stack([bottom, top]).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    at_ends = kl_estimate(torch.zeros_like(ends), ends, kind)
+    return at_ends.amin(0), at_ends.amax(0)
 
 
 # ------------------------------------------------------------------------------------ metrics
@@ -765,7 +766,8 @@ def _criterion_statistics(table: _Table, sums: dict[str, Tensor], n: Tensor, nam
     prefix, (least, most) = f"rollout_rs_{name}", _nats(name, bound)
     get, per_token = (lambda field: sums[f"{name}.{field}"]), name.startswith("token")
     if per_token:
-        whole = RowSums(get("total"), 0.0, get("top"), get("bottom"))
+        bottom, top = _ends(name[-2:], sums["bottom"], sums["top"])
+        whole = RowSums(get("total"), 0.0, top, sums.get(f"{name}.bottom", bottom))
         within = RowSums(get("within"), get("squares"))
         row = get("total") / n.clamp(min=1)
     else:
