@@ -4,8 +4,9 @@
     BENCH_THREADS=1 python tests/bench.py correct          # where other work shares the cores
 
 Every row is a paired run: the candidates take turns in one process, A B C A B C …, and the ratio is
-the median of the ratios of the turns, with its quartiles. Peak memory is what torch allocates
-beyond its inputs. Peers that do not import say "not installed"; verl needs `pip install --no-deps
+the median of the ratios of the turns, with its quartiles. In a turn each runs twice and is timed the
+second time: what the one before left in the caches, and gave back to the system, is not its doing.
+Peak memory is what torch allocates beyond its inputs. Peers that do not import say "not installed"; verl needs `pip install --no-deps
 verl==0.9.1` and what it imports, TRL `pip install trl==1.16.0`.
 """
 
@@ -52,14 +53,15 @@ def batch(B, T):
 
 
 def paired(candidates: dict, turns: int = 15) -> dict[str, list[float]]:
-    """Seconds of every candidate in every turn; two turns before are not counted."""
+    """Seconds of every candidate in every turn."""
     seconds = {name: [] for name in candidates}
-    for _ in range(turns + 2 if turns > 5 else turns + 1):
+    for _ in range(turns):
         for name, run in candidates.items():
+            run()
             began = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - began)
-    return {name: x[-turns:] for name, x in seconds.items()}
+    return seconds
 
 
 def peak(run) -> int:
