@@ -14,6 +14,7 @@ Left out: percentiles, which cannot be merged over ranks. Derivation: math/.
 """
 
 import difflib
+import functools
 import math
 import warnings
 from collections.abc import Mapping
@@ -258,13 +259,14 @@ class Correction:
 
 def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor,
             config: RolloutCorrectionConfig, advantages: Tensor | None = None,
-            group=None) -> Correction:
+            group=None, compiled: bool = False) -> Correction:
     """Weights, mask and metrics of one batch, from ρ = π_train/π_rollout.  (eq:correction)
 
     `train_log_prob`: π_old in decoupled mode, the current π_θ in bypass mode. It,
     `rollout_log_prob` and `response_mask`: [B, T]. `advantages` [B, T] is what the opsm criterion
     asks for. With `group`, a torch.distributed process group, the batch normalisation is over all
-    its ranks. Raises ValueError: shapes that differ, no rollout_log_prob, opsm without advantages.
+    its ranks. `compiled`: as one kernel of torch.compile, whose sums may differ in the last digits;
+    its first calls take seconds and, on a CPU, a C++ compiler. Raises ValueError: shapes that differ, no rollout_log_prob, opsm without advantages.
     """
     if rollout_log_prob is None:
         raise ValueError("rollout_log_prob is missing: without the sampler's log-probs there is "
@@ -277,32 +279,59 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
         padded = (None if x is None else F.pad(x, (0, 1))
                   for x in (train_log_prob, rollout_log_prob, response_mask, advantages))
         train, rollout, mask, advantages = padded
-        result = correct(train, rollout, mask, config, advantages, group)
+        result = correct(train, rollout, mask, config, advantages, group, compiled)
         return result.rows((slice(None), slice(0)))
-    dtype = torch.promote_types(train_log_prob.dtype, rollout_log_prob.dtype)
-    dtype = torch.promote_types(dtype, torch.float32)
-    weights, mask = None, response_mask
-    if config.rollout_rs:
-        mask = torch.empty_like(response_mask)
-    if config.rollout_is is not None:
-        weights = torch.empty_like(response_mask, dtype=dtype)
-    sums, blocks = [], _blocks(response_mask)
-    space = response_mask.new_empty((_Block.SPACE, *response_mask[blocks[0]].shape), dtype=dtype)
-    for rows in blocks:
-        train, rollout = (x[rows].detach().to(dtype) for x in (train_log_prob, rollout_log_prob))
-        block = _Block(space, train, rollout, response_mask[rows],
-                       weights[rows] if config.rollout_is == "token" else None)
-        if weights is not None:
-            block.weigh(config, weights[rows])
-        if config.rollout_rs:
-            block.reject(config.rollout_rs, None if advantages is None else advantages[rows],
-                         response_mask[rows], mask[rows])
-        sums.append(torch.stack([x.flatten() for x in block.sums.values()]))        # [sums, R]
-    sums = dict(zip(block.sums, torch.cat(sums, -1).double()))                      # [B] each
+    given = train_log_prob.detach(), rollout_log_prob.detach(), response_mask, advantages
+    weights, mask, sums = (_one_kernel() if compiled else _in_blocks)(*given, config)
+    sums = {name: x.flatten().double() for name, x in sums.items()}                 # [B] each
     statistics = _statistics(sums, config)
     if config.rollout_is_batch_normalize and weights is not None:
         weights = batch_normalize(weights, config.rollout_is, statistics, group)
     return Correction(weights, mask, statistics)
+
+
+def _precision(train: Tensor, rollout: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(train.dtype, rollout.dtype), torch.float32)
+
+
+def _in_blocks(train, rollout, response_mask, advantages, config):
+    """`_pass` over a few rows at a time, while they are in cache."""
+    weights, mask, sums, blocks = None, response_mask, [], _blocks(response_mask)
+    dtype = _precision(train, rollout)
+    if config.rollout_is is not None:
+        weights = torch.empty_like(response_mask, dtype=dtype)
+    if config.rollout_rs:
+        mask = torch.empty_like(response_mask)
+    space = response_mask.new_empty((_Block.SPACE, *response_mask[blocks[0]].shape), dtype=dtype)
+    for rows in blocks:
+        given = [None if x is None else x[rows]
+                 for x in (train, rollout, response_mask, advantages, weights, mask)]
+        train_, rollout_, mask_, advantages_, *out = given
+        part = _pass(train_, rollout_, mask_, advantages_, config, space[:, :len(mask_)], *out)
+        sums.append(torch.stack([x.flatten() for x in part[2].values()]))           # [sums, R]
+    return weights, mask, dict(zip(part[2], torch.cat(sums, -1)))
+
+
+def _pass(train: Tensor, rollout: Tensor, response_mask: Tensor, advantages: Tensor | None,
+          config: RolloutCorrectionConfig, space=(None,) * 5, weights=None, mask=None):
+    """Weights and mask [R, T], and the sums [R] that the metrics are made of.
+
+    With memory for everything (`space`, `weights`, `mask`), or with none, as a compiled kernel
+    likes it: it has registers.
+    """
+    dtype = _precision(train, rollout)
+    rho = weights if config.rollout_is == "token" else None
+    block = _Block(space, train.to(dtype), rollout.to(dtype), response_mask, rho)
+    if config.rollout_is is not None:
+        weights = block.weigh(config, weights)
+    mask = (block.reject(config.rollout_rs, advantages, response_mask, mask) if config.rollout_rs
+            else response_mask)
+    return weights, mask, block.sums
+
+
+@functools.cache
+def _one_kernel():
+    return torch.compile(_pass)
 
 
 def _blocks(mask: Tensor) -> list[slice]:
@@ -325,11 +354,11 @@ def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str, thr
     return _bounded(rho, log_rho, threshold)
 
 
-def _bounded(rho: Tensor, log_rho: Tensor, threshold) -> Tensor:
+def _bounded(rho: Tensor, log_rho: Tensor, threshold, out: Tensor | None = None) -> Tensor:
     if not isinstance(threshold, tuple):
-        return rho.clamp(max=threshold)
+        return torch.clamp(rho, max=threshold, out=out)
     below, above = _outside(log_rho, *threshold)
-    return torch.where(below | above, 0.0, rho)
+    return torch.where(below | above, torch.zeros_like(rho), rho, out=out)
 
 
 def batch_normalize(weights: Tensor, level: str, statistics: Statistics, group=None) -> Tensor:
@@ -364,15 +393,8 @@ def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[s
     2512.02556). A bound met exactly keeps. Other sources: Liu, Li et al. 2025 (geometric mean);
     2512.23075 (worst token).
     """
-    mask = torch.empty_like(response_mask, dtype=torch.bool)
-    blocks, log_ratio = _blocks(response_mask), log_ratio.detach()
-    log_ratio = log_ratio.to(torch.promote_types(log_ratio.dtype, torch.float32))
-    space = log_ratio.new_empty((_Block.SPACE, *log_ratio[blocks[0]].shape))
-    for rows in blocks:
-        x, valid = log_ratio[rows], response_mask[rows].bool()
-        block = _Block(space, x, torch.zeros_like(x), valid)
-        block.reject(criteria, None if advantages is None else advantages[rows], valid, mask[rows])
-    return mask
+    config, zero = RolloutCorrectionConfig(rollout_rs=criteria), torch.zeros_like(log_ratio)
+    return _in_blocks(log_ratio.detach(), zero, response_mask.bool(), advantages, config)[1]
 
 
 # ------------------------------------------------------------------------- one pass over tokens
@@ -409,33 +431,41 @@ class _Block:
     def __init__(self, space: Tensor, train: Tensor, rollout: Tensor, response_mask: Tensor,
                  rho: Tensor | None = None):
         """`rho` [R, T]: where ρ is to stay; else it does not, and only ρ − 1 is kept."""
-        self.log_ratio, self.excess, bits, self.padding, self.scratch = (
-            space[:, :len(train)].unbind())
-        self.integer, infinity = MINUS_INFINITY[space.dtype]
-        self.bits = bits.view(self.integer).copy_(response_mask.bool()).neg_()  # −1: all bits 1
-        torch.add(self.bits.new_full((), infinity), self.bits, alpha=infinity,
-                  out=self.padding.view(self.integer))                          # 0, −∞ on padding
-        x = self.only(torch.sub(train, rollout, out=self.log_ratio))    # NaN in padding ends here
-        rho = self.excess if rho is None else rho
-        torch.clamp(x, -SAFETY_BOUND, SAFETY_BOUND, out=rho).exp_()             # 1 on padding
-        torch.sub(rho, 1, out=self.excess)                                      # 0 on padding
-        self.n = -self.bits.sum(-1, keepdim=True, dtype=self.integer)
+        x, excess, valid, padding, self.scratch = space
+        self.know(response_mask, valid, padding, train.dtype)
+        self.log_ratio = x = self.only(torch.sub(train, rollout, out=x))    # NaN in padding ends
+        rho = torch.clamp(x, -SAFETY_BOUND, SAFETY_BOUND, out=excess if rho is None else rho)
+        self.rho = rho.exp_()                                               # 1 on padding
+        self.excess = torch.sub(rho, 1, out=excess)                         # 0 on padding
         self.total = x.sum(-1, keepdim=True)
         self.top = self.highest(x).amax(-1, keepdim=True)
         self.bottom = self.lowest(x).amin(-1, keepdim=True)
         self.sums = {
             "n": self.n, "log_ratio": self.total, "top": self.top, "bottom": self.bottom,
-            "rollout": self.where_valid(rollout).sum(-1),
+            "rollout": self.only(rollout, out=self.scratch).sum(-1),
             "excess": self.excess.sum(-1, keepdim=True), "squares": self.squares(self.excess)}
 
-    def only(self, x: Tensor) -> Tensor:
-        """x, in place 0 on padding, whatever stood there."""
-        x.view(self.integer).bitwise_and_(self.bits)
-        return x
+    def know(self, response_mask: Tensor, valid, padding, dtype) -> None:
+        """What is valid, how many are, and padding's −∞."""
+        if torch.compiler.is_compiling():
+            self.valid = response_mask != 0
+            self.padding = torch.where(self.valid, 0.0, -math.inf)
+            self.n = self.valid.to(dtype).sum(-1, keepdim=True)
+            return
+        integer, infinity = MINUS_INFINITY[dtype]
+        self.valid = valid.view(integer).copy_(response_mask.bool()).neg_()     # −1: all bits are 1
+        torch.add(self.valid.new_full((), infinity), self.valid, alpha=infinity,
+                  out=padding.view(integer))
+        self.padding = padding                                                  # 0, −∞ on padding
+        self.n = -self.valid.sum(-1, keepdim=True, dtype=integer)
 
-    def where_valid(self, x: Tensor) -> Tensor:
-        torch.bitwise_and(x.view(self.integer), self.bits, out=self.scratch.view(self.integer))
-        return self.scratch
+    def only(self, x: Tensor, out=None) -> Tensor:
+        """x, and 0 on padding, whatever stood there; in place without `out`."""
+        if torch.compiler.is_compiling():
+            return torch.where(self.valid, x, 0.0)
+        out, integer = x if out is None else out, self.valid.dtype
+        torch.bitwise_and(x.view(integer), self.valid, out=out.view(integer))
+        return out
 
     def highest(self, x: Tensor) -> Tensor:
         """x with −∞ for the padding's 0: never the largest."""
@@ -457,36 +487,33 @@ class _Block:
         found = torch.gt(x, bound, out=self.scratch)
         return self.only(found) if bound < 0 else found
 
-    def weigh(self, config: RolloutCorrectionConfig, out: Tensor) -> None:
-        """The weights of these rows, as `importance_weights` has them, into `out` [R, T].
-
-        At token level, `out` holds ρ before.
-        """
+    def weigh(self, config: RolloutCorrectionConfig, out: Tensor | None) -> Tensor:
+        """The weights of these rows, as `importance_weights` has them: [R, T]. In place of ρ."""
         level, threshold = config.rollout_is, config.rollout_is_threshold
         if level != "token":
             log_rho = self.total / (self.n.clamp(min=1) if level == "geometric" else 1)     # [R, 1]
             weights = _bounded(exp_ratio(log_rho), log_rho, threshold)
-            self.only(out.copy_(weights))
             self.sums |= {"log_rho": log_rho, "weight": weights}
-            return
+            weights = weights.expand(self.excess.shape)
+            return self.only(weights if out is None else out.copy_(weights))
         lo, hi = _metric_bounds(threshold)
         self.sums["above"] = self.above(self.log_ratio, _log(hi, math.inf)).sum(-1)
         self.sums["below"] = self.below(self.log_ratio, _log(lo, 0)).sum(-1)
+        weights = self.only(_bounded(self.rho, self.log_ratio, threshold, out), out)
         if isinstance(threshold, tuple):
-            out.copy_(_bounded(out, self.log_ratio, threshold))
+            self.sums["weight.top"] = self.highest(weights).amax(-1)
+            self.sums["weight.bottom"] = self.lowest(weights).amin(-1)
+            excess = torch.sub(weights, 1, out=self.scratch)
         else:
-            out.clamp_(max=threshold)
-        self.only(out)
-        if isinstance(threshold, tuple):
-            self.sums["weight.top"] = self.highest(out).amax(-1)
-            self.sums["weight.bottom"] = self.lowest(out).amin(-1)
-        excess = self.only(torch.sub(out, 1, out=self.scratch))
+            excess = torch.clamp(self.excess, max=threshold - 1, out=self.scratch)
+        excess = self.only(excess)
         self.sums["weight.excess"] = excess.sum(-1)
         self.sums["weight.squares"] = self.squares(excess)
+        return weights
 
     def reject(self, criteria: Mapping[str, Any], advantages: Tensor | None, response_mask: Tensor,
-               out: Tensor) -> None:
-        """What every criterion keeps of `response_mask`, into `out`; [R, T] both."""
+               out: Tensor | None) -> Tensor:
+        """What every criterion keeps of `response_mask`: [R, T]"""
         veto = criteria["seq_max_k1"][0] if "seq_max_k1" in criteria else None
         if veto:
             self.sums["catastrophic"] = self.below(self.log_ratio, math.log(veto)).sum(-1)
@@ -504,7 +531,7 @@ class _Block:
         if hit is not None:
             self.sums["kept"] = (self.n - hit.sum(-1, keepdim=True)) * kept
             kept = torch.mul(hit.eq_(0), kept, out=hit)
-        torch.mul(response_mask, kept.to(out.dtype), out=out)
+        return torch.mul(response_mask, kept.to(response_mask.dtype), out=out)
 
     def opsm(self, bound: float, advantages: Tensor | None) -> Tensor:
         """Where opsm rejects, 0 or 1: [R, T]"""
@@ -767,7 +794,7 @@ def _criterion_statistics(table: _Table, sums: dict[str, Tensor], n: Tensor, nam
     get, per_token = (lambda field: sums[f"{name}.{field}"]), name.startswith("token")
     if per_token:
         bottom, top = _ends(name[-2:], sums["bottom"], sums["top"])
-        whole = RowSums(get("total"), 0.0, top, sums.get(f"{name}.bottom", bottom))
+        whole = RowSums(get("total"), None, top, sums.get(f"{name}.bottom", bottom))
         within = RowSums(get("within"), get("squares"))
         row = get("total") / n.clamp(min=1)
     else:

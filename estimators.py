@@ -143,12 +143,12 @@ def perplexity(log_prob: Tensor, response_mask: Tensor) -> Tensor:
 
 
 class RowSums(NamedTuple):
-    """Of a quantity over each row's valid tokens, float64 [B] each; 0: not needed.  (eq:merge)"""
+    """Of a quantity over each row's valid tokens, float64 [B]; None: not needed.  (eq:merge)"""
 
-    total: Tensor | float                               # Σx
-    squares: Tensor | float = 0.0                       # Σx²
-    top: Tensor | float = 0.0                           # max x
-    bottom: Tensor | float = 0.0                        # min x
+    total: Tensor                                       # Σx
+    squares: Tensor | None = None                       # Σx²
+    top: Tensor | None = None                           # max x
+    bottom: Tensor | None = None                        # min x
 
     @classmethod
     def constant(cls, x: Tensor, n: Tensor) -> "RowSums":
@@ -201,26 +201,25 @@ class Statistics:
         """`add` for many pairs of (values [B], outputs), over the `rows` [B] that are true."""
         x = torch.stack([values for values, _ in quantities]).double()          # [quantities, B]
         x = torch.where(rows, x, 0.0)
-        sums = [(RowSums(values, squares, values, values), outputs)
-                for values, squares, (_, outputs) in zip(x, x.square(), quantities)]
-        self.add_sums(sums, rows.double())
+        self._add([outputs for _, outputs in quantities], rows.double(), x, x.square(), x, x)
 
     def add_sums(self, quantities: list[tuple[RowSums, dict]], n: Tensor) -> None:
         """`add` for many pairs of (RowSums, outputs), over tokens, of which a row has `n` [B]."""
-        def table(field: str) -> Tensor:                                        # [quantities, B]
-            columns = [getattr(sums, field) for sums, _ in quantities]
-            return torch.stack([x if isinstance(x, Tensor) else torch.full_like(n, x)
-                                for x in columns])
+        nothing = torch.zeros_like(n)
+        fields = zip(*(sums for sums, _ in quantities))
+        tables = [torch.stack([nothing if x is None else x for x in field]) for field in fields]
+        self._add([outputs for _, outputs in quantities], n, *tables)
 
+    def _add(self, outputs: list[dict], n: Tensor, total, squares, top, bottom) -> None:
+        """A quantity per row of these [quantities, B]."""
         def peak(x: Tensor) -> Tensor:                                          # [quantities]
             x = torch.where(n > 0, x, -torch.inf)
             return x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:1], -torch.inf)
 
-        count = n.sum().expand(len(quantities))
-        columns = [count, table("total").sum(-1), table("squares").sum(-1), peak(table("top")),
-                   peak(-table("bottom"))]
+        columns = [n.sum().expand(len(outputs)), total.sum(-1), squares.sum(-1), peak(top),
+                   peak(-bottom)]
         self.columns += torch.stack(columns, -1).unbind()
-        self.outputs += [outputs for _, outputs in quantities]
+        self.outputs += outputs
 
     def merge(self, others: "list[Statistics]") -> "Statistics":
         """These statistics and those of other parts of the batch, as if computed at once."""
