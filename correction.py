@@ -275,6 +275,8 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
         raise ValueError(f"train_log_prob {tuple(train_log_prob.shape)}, rollout_log_prob "
                          f"{tuple(rollout_log_prob.shape)} and response_mask "
                          f"{tuple(response_mask.shape)} must have one shape [B, T]")
+    if advantages is None and "opsm" in config.rollout_rs:
+        raise ValueError("rollout_rs.opsm needs the advantages: it looks at A < 0 alone")
     if not response_mask.shape[1]:                          # T = 0: as one column of padding
         padded = (None if x is None else F.pad(x, (0, 1))
                   for x in (train_log_prob, rollout_log_prob, response_mask, advantages))
@@ -331,7 +333,7 @@ def _pass(train: Tensor, rollout: Tensor, response_mask: Tensor, advantages: Ten
 
 @functools.cache
 def _one_kernel():
-    return torch.compile(_pass)
+    return torch.compile(_pass, fullgraph=True, recompile_limit=64)     # a kernel per configuration
 
 
 def _blocks(mask: Tensor) -> list[slice]:
@@ -393,8 +395,9 @@ def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[s
     2512.02556). A bound met exactly keeps. Other sources: Liu, Li et al. 2025 (geometric mean);
     2512.23075 (worst token).
     """
-    config, zero = RolloutCorrectionConfig(rollout_rs=criteria), torch.zeros_like(log_ratio)
-    return _in_blocks(log_ratio.detach(), zero, response_mask.bool(), advantages, config)[1]
+    config = RolloutCorrectionConfig(rollout_rs=criteria)
+    zero, valid = torch.zeros_like(log_ratio), response_mask.bool()
+    return correct(log_ratio, zero, valid, config, advantages).mask
 
 
 # ------------------------------------------------------------------------- one pass over tokens
@@ -535,8 +538,6 @@ class _Block:
 
     def opsm(self, bound: float, advantages: Tensor | None) -> Tensor:
         """Where opsm rejects, 0 or 1: [R, T]"""
-        if advantages is None:
-            raise ValueError("rollout_rs.opsm needs the advantages: it looks at A < 0 alone")
         drifted = -self.total / self.n.clamp(min=1) > bound                                 # [R, 1]
         found = self.only((drifted & (advantages < 0)).to(self.total.dtype))
         self.sums["opsm.rejected"] = found.sum(-1)
