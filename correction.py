@@ -237,7 +237,8 @@ class Correction:
     """What `correct` returns; unpacks into weights, mask, metrics.  (eq:correction)
 
     weights [B, T]: detached, 0 on padding, None when rollout_is is None. mask [B, T]: response_mask
-    without the rejected, in its dtype; itself when rollout_rs is empty. metrics: {"rollout_corr/…": 0-dim tensor}, on the device.
+    without the rejected, in its dtype; with no rollout_rs, response_mask itself. metrics:
+    {"rollout_corr/…": 0-dim tensor}, on the device.
     """
 
     weights: Tensor | None
@@ -265,8 +266,9 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
     `train_log_prob`: π_old in decoupled mode, the current π_θ in bypass mode. It,
     `rollout_log_prob` and `response_mask`: [B, T]. `advantages` [B, T] is what the opsm criterion
     asks for. With `group`, a torch.distributed process group, the batch normalisation is over all
-    its ranks. `compiled`: as one kernel of torch.compile, whose sums may differ in the last digits;
-    its first calls take seconds and, on a CPU, a C++ compiler. Raises ValueError: shapes that differ, no rollout_log_prob, opsm without advantages.
+    its ranks. `compiled`: by one kernel of torch.compile, whose sums are rounded differently; its
+    first calls take seconds and, on a CPU, a C++ compiler. Raises ValueError: shapes that differ,
+    no rollout_log_prob, opsm without advantages.
     """
     if rollout_log_prob is None:
         raise ValueError("rollout_log_prob is missing: without the sampler's log-probs there is "
@@ -298,7 +300,7 @@ def _precision(train: Tensor, rollout: Tensor) -> torch.dtype:
 
 def _in_blocks(train, rollout, response_mask, advantages, config):
     """`_pass` over a few rows at a time, while they are in cache."""
-    weights, mask, sums, blocks = None, response_mask, [], _blocks(response_mask)
+    weights, mask, parts, blocks = None, response_mask, [], _blocks(response_mask)
     dtype = _precision(train, rollout)
     if config.rollout_is is not None:
         weights = torch.empty_like(response_mask, dtype=dtype)
@@ -306,20 +308,18 @@ def _in_blocks(train, rollout, response_mask, advantages, config):
         mask = torch.empty_like(response_mask)
     space = response_mask.new_empty((_Block.SPACE, *response_mask[blocks[0]].shape), dtype=dtype)
     for rows in blocks:
-        given = [None if x is None else x[rows]
-                 for x in (train, rollout, response_mask, advantages, weights, mask)]
-        train_, rollout_, mask_, advantages_, *out = given
-        part = _pass(train_, rollout_, mask_, advantages_, config, space[:, :len(mask_)], *out)
-        sums.append(torch.stack([x.flatten() for x in part[2].values()]))           # [sums, R]
-    return weights, mask, dict(zip(part[2], torch.cat(sums, -1)))
+        *given, w, m = (None if x is None else x[rows]
+                        for x in (train, rollout, response_mask, advantages, weights, mask))
+        _, _, sums = _pass(*given, config, space[:, :len(m)], w, m)
+        parts.append(torch.stack([x.flatten() for x in sums.values()]))             # [sums, R]
+    return weights, mask, dict(zip(sums, torch.cat(parts, -1)))
 
 
 def _pass(train: Tensor, rollout: Tensor, response_mask: Tensor, advantages: Tensor | None,
           config: RolloutCorrectionConfig, space=(None,) * 5, weights=None, mask=None):
     """Weights and mask [R, T], and the sums [R] that the metrics are made of.
 
-    With memory for everything (`space`, `weights`, `mask`), or with none, as a compiled kernel
-    likes it: it has registers.
+    Into `weights` and `mask` and through `space`, if given; a compiled kernel works in registers.
     """
     dtype = _precision(train, rollout)
     rho = weights if config.rollout_is == "token" else None
@@ -426,17 +426,17 @@ class _Block:
     elsewhere: the same few tensors in `space` hold every block's intermediate results; a mask is
     bits, all 1 or all 0, since `torch.where` and bools are not vectorised; what is equal for all
     tokens of a row is computed for the row; and nothing is summed that follows from other sums,
-    such as Σk3 = Σ(ρ − 1) − Σ log ρ.
+    such as Σk3 = Σ(ρ − 1) − Σ log ρ. Compiled, the first two are the compiler's business: `out` is
+    None, and a mask is a mask.
     """
 
     SPACE = 5                                                   # tensors [R, T] for a block
 
-    def __init__(self, space: Tensor, train: Tensor, rollout: Tensor, response_mask: Tensor,
-                 rho: Tensor | None = None):
-        """`rho` [R, T]: where ρ is to stay; else it does not, and only ρ − 1 is kept."""
+    def __init__(self, space, train: Tensor, rollout: Tensor, response_mask: Tensor, rho=None):
+        """`space`: SPACE tensors [R, T]. `rho` [R, T]: where ρ stays; else ρ − 1 takes its place."""
         x, excess, valid, padding, self.scratch = space
-        self.know(response_mask, valid, padding, train.dtype)
-        self.log_ratio = x = self.only(torch.sub(train, rollout, out=x))    # NaN in padding ends
+        self.set_valid(response_mask, valid, padding, train.dtype)
+        self.log_ratio = x = self.only(torch.sub(train, rollout, out=x))    # NaN on padding ends
         rho = torch.clamp(x, -SAFETY_BOUND, SAFETY_BOUND, out=excess if rho is None else rho)
         self.rho = rho.exp_()                                               # 1 on padding
         self.excess = torch.sub(rho, 1, out=excess)                         # 0 on padding
@@ -448,18 +448,18 @@ class _Block:
             "rollout": self.only(rollout, out=self.scratch).sum(-1),
             "excess": self.excess.sum(-1, keepdim=True), "squares": self.squares(self.excess)}
 
-    def know(self, response_mask: Tensor, valid, padding, dtype) -> None:
-        """What is valid, how many are, and padding's −∞."""
+    def set_valid(self, response_mask: Tensor, valid, padding, dtype) -> None:
+        """Which tokens are valid; `padding`, 0 on them and −∞ elsewhere; n, how many there are."""
         if torch.compiler.is_compiling():
-            self.valid = response_mask != 0
+            self.valid = response_mask != 0                         # .bool() is thrice as slow
             self.padding = torch.where(self.valid, 0.0, -math.inf)
             self.n = self.valid.to(dtype).sum(-1, keepdim=True)
             return
         integer, infinity = MINUS_INFINITY[dtype]
-        self.valid = valid.view(integer).copy_(response_mask.bool()).neg_()     # −1: all bits are 1
+        self.valid = valid.view(integer).copy_(response_mask.bool()).neg_()     # −1: all bits 1
         torch.add(self.valid.new_full((), infinity), self.valid, alpha=infinity,
                   out=padding.view(integer))
-        self.padding = padding                                                  # 0, −∞ on padding
+        self.padding = padding
         self.n = -self.valid.sum(-1, keepdim=True, dtype=integer)
 
     def only(self, x: Tensor, out=None) -> Tensor:

@@ -12,6 +12,7 @@ verl==0.9.1` and what it imports, TRL `pip install trl==1.16.0`.
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import statistics
@@ -115,13 +116,13 @@ def bench_correct():
     unit = data[0].nbytes
     held = [torch.empty_like(data[0]) for _ in range(2)]         # a floor that need not ask for memory
 
-    def bare():
+    def held_floor():
         for p, q, r, s, t in zip(*(z.split(16) for z in (*data, *held))):
             t.copy_(torch.addcmul(p, q, r, out=s))
 
-    for name, (config, verls) in SETTINGS.items():
-        candidates = {"ours": lambda: correct(*data, config).metrics,
-                      "floor": lambda: floor(*data), "bare": bare}
+    for (name, (config, verls)), compiled in itertools.product(SETTINGS.items(), (False, True)):
+        candidates = {"ours": lambda: correct(*data, config, compiled=compiled).metrics,
+                      "floor": lambda: floor(*data), "held": held_floor}
         if verl_correct:
             candidates["verl"] = lambda: verl_correct(*data, **verls)
         took = paired(candidates)
@@ -129,9 +130,9 @@ def bench_correct():
         if verl_correct:
             verl = [ms(took["verl"]), ratio(took["ours"], took["verl"]),
                     f"{peak(candidates['verl']) / unit:.1f}"]
-        rows.append([name, ms(took["ours"]), verl[0], verl[1], ratio(took["ours"], took["floor"]),
-                     ratio(took["ours"], took["bare"]), f"{peak(candidates['ours']) / unit:.1f}",
-                     verl[2]])
+        rows.append([name + ", compiled" * compiled, ms(took["ours"]), verl[0], verl[1],
+                     ratio(took["ours"], took["floor"]), ratio(took["ours"], took["held"]),
+                     f"{peak(candidates['ours']) / unit:.1f}", verl[2]])
     table("`correct` with all metrics, [512, 4096], float32",
           "setting | ms | verl 0.9.1, ms | ours/verl | ours/floor | passes over memory: ours/floor "
           "into held memory | peak, [B, T] tensors | verl's peak", rows)
