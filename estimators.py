@@ -293,11 +293,13 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
 
 def _group_sums(values: Tensor, groups: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     """Of each row's group: how many rows count, and the sum of their values; [B] each."""
-    same = (groups[:, None] == groups[None, :])                                  # [B, B]
-    if keep is not None:
-        same = same & keep.bool()[None, :]
-    total = torch.where(same, values, 0.0).sum(-1)             # not a product: no NaN × 0
-    return same.sum(-1).to(values.dtype), total
+    def total(x: Tensor) -> Tensor:                             # float64, since it adds one by one
+        zero = torch.zeros_like(x, dtype=torch.float64)
+        return zero.index_add(0, group, x.double())[group].to(values.dtype)
+
+    group = torch.searchsorted(groups.sort().values, groups)    # one number for a group, below B
+    keep = torch.ones_like(groups, dtype=torch.bool) if keep is None else keep.bool()
+    return total(keep), total(torch.where(keep, values, 0.0))   # not a product: no NaN × 0
 
 
 def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
