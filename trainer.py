@@ -46,9 +46,9 @@ import transformers
 import yaml
 from omegaconf import OmegaConf
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from correction import RolloutCorrectionConfig, correct, diagnose, from_dialect, merge, to_host
@@ -56,7 +56,7 @@ from estimators import grpo_advantages, kl_estimate, reinforce_advantages, rloo_
 from losses import Counts, count, kl_loss, policy_loss
 from rollout import EngineError, Sample, WeightSync, make_engine, run_prompts, watched
 
-CHUNK = 2 ** 25                    # logits at a time, in float32: 128 MB
+CHUNK = 2 ** 24                    # logits at a time, in float32: 64 MB
 # How torch, vLLM and gloo say it.
 OUT_OF_MEMORY = ("MemoryError|out of memory|can't allocate memory|memory for the cache|"
                  "gpu_memory_utilization")
@@ -447,21 +447,74 @@ class Policy(nn.Module):
         return torch.cat([before.last_hidden_state[row, -1:], after.last_hidden_state], 1)
 
     def log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """log π of each target: [N, H], [N] → [N]. Logits exist for one chunk at a time.
+        """log π of each target: [N, H], [N] → [N], float32."""
+        head = self.model.get_output_embeddings()
+        return TokenLogProbs.apply(hidden, head.weight, getattr(head, "bias", None), targets,
+                                   self.temperature, self.softcap)
 
-        They are computed again in the backward pass, so that memory does not grow with N·V.
+
+class TokenLogProbs(torch.autograd.Function):
+    """log π(y) = z_y − log Σ_v e^{z_v} with z = W h/τ, so that ∂ log π(y)/∂z_v = 1[v = y] − π(v).
+
+    z exists for one slice of the vocabulary at a time, and the backward pass computes it again, so
+    that memory does not grow with N·V. From the forward pass it takes log Σ_v e^{z_v} alone: [N].
+    """
+
+    @staticmethod
+    def slices(hidden, weight, bias, targets, temperature, softcap):
+        """Of the vocabulary: W's rows, z [N, slice], and where in it the targets are, if they are.
+
+        Every z is in the memory of the one before.
         """
-        size = max(1, CHUNK // self.model.get_output_embeddings().weight.shape[0])
-        parts = [checkpoint(self.token_log_probs, h, y, use_reentrant=False)
-                 for h, y in zip(hidden.split(size), targets.split(size))]
-        return torch.cat(parts)
+        size = max(1, CHUNK // max(1, len(hidden)))
+        space = hidden.new_empty(len(hidden) * min(size, len(weight)))
+        wide = space.float()                                    # itself, where it is float32
+        for first in range(0, len(weight), size):
+            rows = slice(first, first + size)
+            z, product = (x[:len(hidden) * len(weight[rows])].view(len(hidden), -1)
+                          for x in (wide, space))
+            torch.mm(hidden, weight[rows].T, out=product)
+            if wide is not space:
+                z.copy_(product)
+            if bias is not None:
+                z.add_(bias[rows])
+            if softcap:
+                z.div_(softcap).tanh_().mul_(softcap)
+            if temperature != 1:
+                z.div_(temperature)
+            place = (targets - first)[:, None]
+            inside = (0 <= place) & (place < z.shape[1])
+            yield rows, z, place.where(inside, 0), inside
 
-    def token_log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = self.model.get_output_embeddings()(hidden).float()                     # [chunk, V]
-        if self.softcap:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        logits = logits / self.temperature
-        return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, softcap):
+        chosen, log_sum = hidden.new_full((2, len(hidden)), -math.inf, dtype=torch.float32)
+        given = weight, bias, targets, temperature, softcap
+        for _, z, place, inside in TokenLogProbs.slices(hidden, *given):
+            log_sum = torch.logaddexp(log_sum, z.logsumexp(-1))
+            chosen = torch.where(inside, z.gather(-1, place), chosen[:, None])[:, 0]
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sum)
+        ctx.settings = temperature, softcap
+        return chosen - log_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        hidden, weight, bias, targets, log_sum = ctx.saved_tensors
+        (temperature, softcap), g = ctx.settings, gradient[:, None]
+        of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        of_weight, of_bias = (None if x is None else torch.empty_like(x) for x in (weight, bias))
+        given = weight, bias, targets, temperature, softcap
+        for rows, z, place, inside in TokenLogProbs.slices(hidden, *given):
+            slope = 1 - (z * (temperature / softcap)).square() if softcap else None     # of tanh
+            z.sub_(log_sum[:, None]).exp_().mul_(-g).scatter_add_(-1, place, g * inside)
+            z = z if temperature == 1 else z.div_(temperature)
+            of_z = (z.mul_(slope) if softcap else z).to(weight.dtype)                   # [N, slice]
+            of_hidden += of_z @ weight[rows]
+            torch.mm(of_z.T, hidden, out=of_weight[rows])
+            if bias is not None:
+                torch.sum(of_z, 0, out=of_bias[rows])
+        return of_hidden.to(hidden.dtype), of_weight, of_bias, None, None, None
 
 
 def load_policy(path: str, config: Config, device, frozen: bool = False) -> Policy:

@@ -157,7 +157,6 @@ def log_prob_paths(head):
     from trainer import Policy
     ours = SimpleNamespace(model=SimpleNamespace(get_output_embeddings=lambda: head), softcap=None,
                            temperature=1.0)
-    ours.token_log_probs = lambda h, y: Policy.token_log_probs(ours, h, y)
     paths = {"ours": lambda h, y: Policy.log_probs(ours, h, y),
              "plain": lambda h, y: head(h).float().log_softmax(-1).gather(-1, y[:, None])[:, 0]}
     if selective_log_softmax:

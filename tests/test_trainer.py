@@ -199,7 +199,7 @@ def test_ranks_and_micro_batches_change_nothing(gradients, split):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_shared_prompts_and_chunks_give_the_log_probs_of_the_whole_logits(checkpointing, tiny_model, monkeypatch):
+def test_shared_prompts_and_slices_give_the_log_probs_of_the_whole_logits(checkpointing, tiny_model, monkeypatch):
     """Rows 0 and 2 share a prompt; the last has the same numbers, but its first is a token and no padding."""
     tokens = torch.tensor([[0, 5, 6, 7, 8, 9], [3, 4, 5, 6, 7, 0], [0, 5, 6, 9, 0, 0], [5, 5, 6, 9, 3, 1], [0, 5, 6, 7, 8, 0]])
     attention = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
@@ -213,15 +213,35 @@ def test_shared_prompts_and_chunks_give_the_log_probs_of_the_whole_logits(checkp
     whole[:4][mask[:4]].square().sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    sizes = []
     policy = trainer.Policy(model, 0.7)
-    monkeypatch.setattr(trainer, "CHUNK", 2 * 26)      # two tokens of 26 logits at a time
-    one_chunk = policy.token_log_probs
-    monkeypatch.setattr(policy, "token_log_probs", lambda h, y: sizes.append(len(y)) or one_chunk(h, y))
-    chunked = policy(tokens, attention, 3)
-    chunked[:4][mask[:4]].square().sum().backward()
-    assert set(sizes) == {1, 2} and torch.allclose(chunked[mask], whole[mask], atol=1e-5)
-    assert all(torch.allclose(p.grad, g, atol=1e-4) for p, g in zip(model.parameters(), expected))
+    monkeypatch.setattr(trainer, "CHUNK", 15 * 10)      # of 5 × 3 tokens' 26 logits: 10, 10 and 6
+    sliced = policy(tokens, attention, 3)
+    sliced[:4][mask[:4]].square().sum().backward()
+    assert torch.allclose(sliced[mask], whole[mask], atol=1e-5)
+    found, expected = (torch.cat([g.flatten() for g in gradients]) for gradients in
+                       ([p.grad for p in model.parameters()], expected))
+    assert (found - expected).norm() <= 2e-6 * expected.norm()          # attention is summed in another order
+
+
+@pytest.mark.parametrize("chunk", [1, 7 * 4, 7 * 11, 2 ** 20])                # slices of 1, 4, 11 and all
+@pytest.mark.parametrize("with_bias, temperature, softcap", [(False, 1.0, None), (True, 0.7, None), (True, 1.3, 2.0)])
+def test_slices_of_the_vocabulary_change_nothing(with_bias, temperature, softcap, chunk, monkeypatch):
+    """Value and gradients, against the same thing written out and left to autograd."""
+    monkeypatch.setattr(trainer, "CHUNK", chunk)
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, generator=g, requires_grad=True) for shape in ((7, 5), (11, 5), (11,)))
+    targets, given = torch.tensor([0, 3, 4, 10, 7, 3, 8]), [hidden, weight, bias][:2 + with_bias]
+    upstream = torch.randn(7, generator=g)
+    z = torch.nn.functional.linear(*given)
+    z = (softcap * torch.tanh(z / softcap) if softcap else z) / temperature
+    plain = z.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    ours = trainer.TokenLogProbs.apply(*given[:2], bias if with_bias else None, targets, temperature, softcap)
+    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+    for a, b in zip(torch.autograd.grad(ours, given, upstream), torch.autograd.grad(plain, given, upstream)):
+        assert (a - b).norm() <= 1e-6 * b.norm()
+    sizes = [z.shape[1] for _, z, *_ in trainer.TokenLogProbs.slices(
+        hidden.detach(), weight.detach(), None, targets, 1.0, None)]
+    assert sum(sizes) == 11 and max(sizes) == max(1, min(11, chunk // 7))
 
 
 @pytest.mark.parametrize("kind", ["transformers", "vllm"])
