@@ -286,8 +286,8 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
         result = correct(train, rollout, mask, config, advantages, group, compiled)
         return result.rows((slice(None), slice(0)))
     given = train_log_prob.detach(), rollout_log_prob.detach(), response_mask, advantages
-    weights, mask, sums = (_one_kernel() if compiled else _in_blocks)(*given, config)
-    sums = {name: x.flatten().double() for name, x in sums.items()}                 # [B] each
+    weights, mask, names, sums = (_one_kernel() if compiled else _in_blocks)(*given, config)
+    sums = dict(zip(names, sums.double()))                                          # [B] each
     statistics = _statistics(sums, config)
     if config.rollout_is_batch_normalize and weights is not None:
         weights = batch_normalize(weights, config.rollout_is, statistics, group)
@@ -310,14 +310,14 @@ def _in_blocks(train, rollout, response_mask, advantages, config):
     for rows in blocks:
         *given, w, m = (None if x is None else x[rows]
                         for x in (train, rollout, response_mask, advantages, weights, mask))
-        _, _, sums = _pass(*given, config, space[:, :len(m)], w, m)
-        parts.append(torch.stack([x.flatten() for x in sums.values()]))             # [sums, R]
-    return weights, mask, dict(zip(sums, torch.cat(parts, -1)))
+        _, _, names, sums = _pass(*given, config, space[:, :len(m)], w, m)
+        parts.append(sums)
+    return weights, mask, names, torch.cat(parts, -1)
 
 
 def _pass(train: Tensor, rollout: Tensor, response_mask: Tensor, advantages: Tensor | None,
           config: RolloutCorrectionConfig, space=(None,) * 5, weights=None, mask=None):
-    """Weights and mask [R, T], and the sums [R] that the metrics are made of.
+    """Weights and mask [R, T]; names, and the sums [names, R] that the metrics are made of.
 
     Into `weights` and `mask` and through `space`, if given; a compiled kernel works in registers.
     """
@@ -328,7 +328,8 @@ def _pass(train: Tensor, rollout: Tensor, response_mask: Tensor, advantages: Ten
         weights = block.weigh(config, weights)
     mask = (block.reject(config.rollout_rs, advantages, response_mask, mask) if config.rollout_rs
             else response_mask)
-    return weights, mask, block.sums
+    sums = torch.stack([x.flatten() for x in block.sums.values()])
+    return weights, mask, list(block.sums), sums
 
 
 @functools.cache
