@@ -580,7 +580,7 @@ class _Block:
             bottom = top = self.sum_of(kind) / (self.n.clamp(min=1) if where == "seq_mean" else 1)
         least, most = _nats(name, bound)
         below, above = bottom < least, top > most
-        sums = {"statistic": torch.where(self.n > 0, top, 0.0), "below": below, "above": above}
+        sums = {"statistic": top, "below": below, "above": above}
         self.sums |= {f"{name}.{field}": values for field, values in sums.items()}
         return (below | above).to(self.total.dtype)
 

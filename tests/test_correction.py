@@ -679,6 +679,7 @@ def test_diagnose_is_silent_when_nothing_is_wrong_and_names_metric_and_knob_othe
             assert sentence.startswith(name) and remedy in sentence and sentence.endswith(".")
         assert diagnose({name: low}) == diagnose({name: torch.tensor(high, dtype=torch.float64)}) == []
     assert "not finite" in diagnose({"rollout_corr/kl": math.nan})[0]
+    assert len(diagnose({"kl": math.nan, "k3_kl": math.nan})) == 2          # each once
 
 
 @pytest.mark.parametrize("name, well, ill", [
