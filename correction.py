@@ -559,13 +559,13 @@ class _Block:
             sums["bottom"] = self.lowest(x).amin(-1)
         within = torch.clamp(x, least, most, out=self.scratch)
         if not least <= 0 <= most:
-            self.only(within)
+            within = self.only(within)
         sums |= {"within": within.sum(-1), "squares": self.squares(within)}
         above = self.above(x, most)
         sums["above"] = above.sum(-1)
         below = x.lt_(least)
         if least > 0:
-            self.only(below)
+            below = self.only(below)
         sums["below"] = below.sum(-1)
         sums["rejected"] = sums["below"] + sums["above"]
         self.sums |= {f"{name}.{field}": values for field, values in sums.items()}

@@ -25,7 +25,8 @@ def batch(rows, length):
 @pytest.mark.parametrize("mask_dtype, config", [
     (torch.float32, Config("token", 1.5, True, {"token_k1": (0.5, 2.0), "token_k3": 0.3, "seq_max_k2": 0.9,
                                                 "seq_sum_k1": (0.1, 9.0)})),
-    (torch.bool, Config("geometric", (0.9, 1.1), rollout_rs={"opsm": 0.05, "seq_mean_k3": 0.4}))])
+    (torch.bool, Config("geometric", (0.9, 1.1), rollout_rs={"opsm": 0.05, "token_k1": (0.5, 0.9)})),
+    (torch.int64, Config("token", (1.1, 3.0), rollout_rs={"seq_mean_k3": 0.13, "seq_max_k1": (1e-4, None)}))])
 def test_one_kernel_gives_the_same_but_for_rounding(mask_dtype, config):
     for shape in ((37, 50), (21, 64)):                  # the second one is compiled for any shape
         train, rollout, mask, signs = batch(*shape)

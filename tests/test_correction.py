@@ -243,6 +243,17 @@ def test_the_fast_form_is_the_plain_one_whatever_the_blocks(batch, config, block
     assert torch.equal(kept, plain.mask.bool()) and fast.mask.dtype == mask_dtype
 
 
+@pytest.mark.parametrize("bound", [(0.5, 0.9), (1.1, 2.0), (None, 0.9), (1.1, None), 0.8])
+def test_padding_is_not_counted_where_one_is_out_of_bounds(bound):
+    """ρ = 1 on padding, so to speak: log ρ is 0 there, and so are k1, k2 and k3."""
+    g = torch.Generator().manual_seed(0)
+    train, rollout = torch.randn(2, 6, 9, dtype=torch.float64, generator=g) / 2
+    mask = torch.arange(9) < torch.arange(6)[:, None]
+    pair = bound if isinstance(bound, tuple) else (bound, None)
+    config = Config("token", bound, rollout_rs={"token_k1": pair, "seq_max_k1": pair})
+    assert_equal(correct(train, rollout, mask, config), plain_correct(train, rollout, mask, config), rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("scale", [1e-2, 1e-3])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_single_precision_is_as_good_as_double(scale, level):
