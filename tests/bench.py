@@ -111,6 +111,7 @@ SETTINGS = {
 
 
 def bench_correct():
+    keep_freed_memory()
     data, rows = batch(512, 4096), []
     unit = data[0].nbytes
     outputs = [torch.empty_like(data[0]) for _ in range(2)]
@@ -132,6 +133,7 @@ def bench_correct():
 
 
 def bench_scaling():
+    keep_freed_memory()
     data = {size: batch(*size) for size in ((256, 2048), (512, 2048), (256, 4096))}
     took = paired({size: lambda x=x: correct(*x, Config("token")).metrics for size, x in data.items()})
     one, *twice = took.values()
@@ -185,6 +187,7 @@ def bench_logprobs(N=1024, H=256, V=151_936):
 
 
 def bench_losses(B=512, T=4096):
+    keep_freed_memory()
     train, rollout, mask = batch(B, T)
     advantages, unit, rows = torch.randn(B, 1).expand(B, T).clone(), train.nbytes, []
     outputs = torch.empty_like(train), torch.empty_like(train)
@@ -326,17 +329,24 @@ def trl_steps(config, model: str, steps: int) -> list[tuple[float, float]]:
     return [(t, b - a) for t, a, b in zip(tokens, ends, ends[1:])]
 
 
+def keep_freed_memory() -> None:
+    """Else page faults, a matter of who freed how much before, would be charged to who comes next."""
+    with contextlib.suppress(AttributeError):                                   # glibc's
+        ctypes.CDLL(None).mallopt(-1, 2 ** 30)                                  # M_TRIM_THRESHOLD
+        ctypes.CDLL(None).mallopt(-3, 2 ** 25)                                  # M_MMAP_THRESHOLD
+
+
 def main(names: list[str]) -> None:
-    with contextlib.suppress(AttributeError):           # glibc: freed memory stays, or page faults
-        ctypes.CDLL(None).mallopt(-1, 2 ** 30)          # would be charged to whoever comes next
-        ctypes.CDLL(None).mallopt(-3, 2 ** 25)
-    torch.set_num_threads(int(os.environ.get("BENCH_THREADS", torch.get_num_threads())))
     parts = {name.removeprefix("bench_"): run for name, run in globals().items()
              if name.startswith("bench_")}
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, load "
+    if len(names) != 1:                                         # each in a process of its own
+        for name in names or parts:
+            subprocess.run([sys.executable, __file__, name], check=True)
+        return
+    torch.set_num_threads(int(os.environ.get("BENCH_THREADS", torch.get_num_threads())))
+    print(f"\n{names[0]}: torch {torch.__version__}, {torch.get_num_threads()} threads, load "
           f"{os.getloadavg()[0]:.1f}")
-    for name in names or parts:
-        parts[name]()
+    parts[names[0]]()
 
 
 if __name__ == "__main__":
