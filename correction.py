@@ -32,6 +32,7 @@ LOSS_TYPES = ("ppo_clip", "reinforce", "gspo", "cispo", "sapo")
 CRITERIA = tuple(f"{level}_k{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max")
                  for k in (1, 2, 3)) + ("opsm",)
 BLOCK = 2 ** 18                    # tokens that are worked on at a time, on a CPU
+SPACE = 5                          # and the tensors of that size that it takes
 GEO, SEQ, ICEPOP, VETO = (0.999, 1.001), (0.5, 2.0), (0.5, 5.0), (1e-4, None)
 
 
@@ -306,7 +307,7 @@ def _in_blocks(train, rollout, response_mask, advantages, config):
         weights = torch.empty_like(response_mask, dtype=dtype)
     if config.rollout_rs:
         mask = torch.empty_like(response_mask)
-    space = response_mask.new_empty((_Block.SPACE, *response_mask[blocks[0]].shape), dtype=dtype)
+    space = response_mask.new_empty((SPACE, *response_mask[blocks[0]].shape), dtype=dtype)
     for rows in blocks:
         *given, w, m = (None if x is None else x[rows]
                         for x in (train, rollout, response_mask, advantages, weights, mask))
@@ -316,7 +317,7 @@ def _in_blocks(train, rollout, response_mask, advantages, config):
 
 
 def _pass(train: Tensor, rollout: Tensor, response_mask: Tensor, advantages: Tensor | None,
-          config: RolloutCorrectionConfig, space=(None,) * 5, weights=None, mask=None):
+          config: RolloutCorrectionConfig, space=(None,) * SPACE, weights=None, mask=None):
     """Weights and mask [R, T]; names, and the sums [names, R] that the metrics are made of.
 
     Into `weights` and `mask` and through `space`, if given; a compiled kernel works in registers.
@@ -430,8 +431,6 @@ class _Block:
     such as Σk3 = Σ(ρ − 1) − Σ log ρ. Compiled, the first two are the compiler's business: `out` is
     None, and a mask is a mask.
     """
-
-    SPACE = 5                                                   # tensors [R, T] for a block
 
     def __init__(self, space, train: Tensor, rollout: Tensor, response_mask: Tensor, rho=None):
         """`space`: SPACE tensors [R, T]. `rho` [R, T]: where ρ stays; else ρ − 1 takes its place."""

@@ -447,7 +447,7 @@ class Policy(nn.Module):
         return torch.cat([before.last_hidden_state[row, -1:], after.last_hidden_state], 1)
 
     def log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """log π of each target: [N, H], [N] → [N], float32."""
+        """log π of each target: [N, H], [N] → [N], in float32 at least."""
         head = self.model.get_output_embeddings()
         return TokenLogProbs.apply(hidden, head.weight, getattr(head, "bias", None), targets,
                                    self.temperature, self.softcap)
@@ -458,6 +458,7 @@ class TokenLogProbs(torch.autograd.Function):
 
     z exists for one slice of the vocabulary at a time, and the backward pass computes it again, so
     that memory does not grow with N·V. From the forward pass it takes log Σ_v e^{z_v} alone: [N].
+    In float32 at least.  (eq:sampling)
     """
 
     @staticmethod
@@ -468,7 +469,7 @@ class TokenLogProbs(torch.autograd.Function):
         """
         size = max(1, CHUNK // max(1, len(hidden)))
         space = hidden.new_empty(len(hidden) * min(size, len(weight)))
-        wide = space.float()                                    # itself, where it is float32
+        wide = space.to(torch.promote_types(space.dtype, torch.float32))       # or itself
         for first in range(0, len(weight), size):
             rows = slice(first, first + size)
             z, product = (x[:len(hidden) * len(weight[rows])].view(len(hidden), -1)
@@ -488,7 +489,7 @@ class TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, softcap):
-        chosen, log_sum = hidden.new_full((2, len(hidden)), -math.inf, dtype=torch.float32)
+        chosen, log_sum = hidden.new_full((2, len(hidden)), -math.inf)          # z is wider
         given = weight, bias, targets, temperature, softcap
         for _, z, place, inside in TokenLogProbs.slices(hidden, *given):
             log_sum = torch.logaddexp(log_sum, z.logsumexp(-1))
@@ -502,7 +503,7 @@ class TokenLogProbs(torch.autograd.Function):
     def backward(ctx, gradient):
         hidden, weight, bias, targets, log_sum = ctx.saved_tensors
         (temperature, softcap), g = ctx.settings, gradient[:, None]
-        of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        of_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype)
         of_weight, of_bias = (None if x is None else torch.empty_like(x) for x in (weight, bias))
         given = weight, bias, targets, temperature, softcap
         for rows, z, place, inside in TokenLogProbs.slices(hidden, *given):

@@ -203,7 +203,7 @@ def test_shared_prompts_and_slices_give_the_log_probs_of_the_whole_logits(checkp
     """Rows 0 and 2 share a prompt; the last has the same numbers, but its first is a token and no padding."""
     tokens = torch.tensor([[0, 5, 6, 7, 8, 9], [3, 4, 5, 6, 7, 0], [0, 5, 6, 9, 0, 0], [5, 5, 6, 9, 3, 1], [0, 5, 6, 7, 8, 0]])
     attention = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model).train()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model).double().train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     positions = (attention.cumsum(-1) - 1).clamp(min=0)
@@ -218,9 +218,7 @@ def test_shared_prompts_and_slices_give_the_log_probs_of_the_whole_logits(checkp
     sliced = policy(tokens, attention, 3)
     sliced[:4][mask[:4]].square().sum().backward()
     assert torch.allclose(sliced[mask], whole[mask], atol=1e-5)
-    found, expected = (torch.cat([g.flatten() for g in gradients]) for gradients in
-                       ([p.grad for p in model.parameters()], expected))
-    assert (found - expected).norm() <= 2e-6 * expected.norm()          # attention is summed in another order
+    assert all(torch.allclose(p.grad, g, atol=1e-4) for p, g in zip(model.parameters(), expected))
 
 
 @pytest.mark.parametrize("chunk", [1, 7 * 4, 7 * 11, 2 ** 20])                # slices of 1, 4, 11 and all
@@ -229,16 +227,17 @@ def test_slices_of_the_vocabulary_change_nothing(with_bias, temperature, softcap
     """Value and gradients, against the same thing written out and left to autograd."""
     monkeypatch.setattr(trainer, "CHUNK", chunk)
     g = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (torch.randn(*shape, generator=g, requires_grad=True) for shape in ((7, 5), (11, 5), (11,)))
+    hidden, weight, bias = (torch.randn(*shape, generator=g, dtype=torch.float64, requires_grad=True)
+                            for shape in ((7, 5), (11, 5), (11,)))
     targets, given = torch.tensor([0, 3, 4, 10, 7, 3, 8]), [hidden, weight, bias][:2 + with_bias]
-    upstream = torch.randn(7, generator=g)
+    upstream = torch.randn(7, generator=g, dtype=torch.float64)
     z = torch.nn.functional.linear(*given)
     z = (softcap * torch.tanh(z / softcap) if softcap else z) / temperature
     plain = z.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     ours = trainer.TokenLogProbs.apply(*given[:2], bias if with_bias else None, targets, temperature, softcap)
-    torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
     for a, b in zip(torch.autograd.grad(ours, given, upstream), torch.autograd.grad(plain, given, upstream)):
-        assert (a - b).norm() <= 1e-6 * b.norm()
+        assert (a - b).norm() <= 1e-12 * b.norm()
     sizes = [z.shape[1] for _, z, *_ in trainer.TokenLogProbs.slices(
         hidden.detach(), weight.detach(), None, targets, 1.0, None)]
     assert sum(sizes) == 11 and max(sizes) == max(1, min(11, chunk // 7))
