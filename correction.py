@@ -287,8 +287,10 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
         result = correct(train, rollout, mask, config, advantages, group, compiled)
         return result.rows((slice(None), slice(0)))
     given = train_log_prob.detach(), rollout_log_prob.detach(), response_mask, advantages
-    weights, mask, names, sums = (_one_kernel() if compiled else _in_blocks)(*given, config)
-    sums = dict(zip(names, sums.double()))                                          # [B] each
+    weights, mask, sums = (_compiled if compiled else _in_blocks)(*given, config)
+    if config.rollout_rs:
+        mask = _reject_rows(config.rollout_rs, sums, mask, response_mask)
+    sums = dict(zip(sums, torch.stack(list(sums.values())).double()))               # [B] each
     statistics = _statistics(sums, config)
     if config.rollout_is_batch_normalize and weights is not None:
         weights = batch_normalize(weights, config.rollout_is, statistics, group)
@@ -305,37 +307,44 @@ def _in_blocks(train, rollout, response_mask, advantages, config):
     dtype = _precision(train, rollout)
     if config.rollout_is is not None:
         weights = torch.empty_like(response_mask, dtype=dtype)
-    if config.rollout_rs:
+    if any(map(_of_tokens, config.rollout_rs)):
         mask = torch.empty_like(response_mask)
     space = response_mask.new_empty((SPACE, *response_mask[blocks[0]].shape), dtype=dtype)
     for rows in blocks:
         *given, w, m = (None if x is None else x[rows]
                         for x in (train, rollout, response_mask, advantages, weights, mask))
-        _, _, names, sums = _pass(*given, config, space[:, :len(m)], w, m)
-        parts.append(sums)
-    return weights, mask, names, torch.cat(parts, -1)
+        _, _, sums = _pass(*given, config, 0.0, space[:, :len(m)], w, m)
+        parts.append(torch.stack(list(sums.values())))
+    return weights, mask, dict(zip(sums, torch.cat(parts, -1)))
 
 
-def _pass(train: Tensor, rollout: Tensor, response_mask: Tensor, advantages: Tensor | None,
-          config: RolloutCorrectionConfig, space=(None,) * SPACE, weights=None, mask=None):
-    """Weights and mask [R, T]; names, and the sums [names, R] that the metrics are made of.
-
-    Into `weights` and `mask` and through `space`, if given; a compiled kernel works in registers.
-    """
-    dtype = _precision(train, rollout)
-    rho = weights if config.rollout_is == "token" else None
-    block = _Block(space, train.to(dtype), rollout.to(dtype), response_mask, rho)
-    if config.rollout_is is not None:
-        weights = block.weigh(config, weights)
-    mask = (block.reject(config.rollout_rs, advantages, response_mask, mask) if config.rollout_rs
-            else response_mask)
-    sums = torch.stack([x.flatten() for x in block.sums.values()])
-    return weights, mask, list(block.sums), sums
+def _compiled(train, rollout, response_mask, advantages, config):
+    """`_pass` over all rows, by one kernel."""
+    zero = train.new_zeros((len(train), 1))
+    return _kernel()(train, rollout, response_mask, advantages, config, zero)
 
 
 @functools.cache
-def _one_kernel():
-    return torch.compile(_pass, fullgraph=True, recompile_limit=64)     # a kernel per configuration
+def _kernel():
+    return torch.compile(_pass, fullgraph=True, recompile_limit=64,         # of configurations
+                         options={"cpp.max_horizontal_fusion_size": 64})    # sums in one loop
+
+
+def _pass(train: Tensor, rollout: Tensor, response_mask: Tensor, advantages: Tensor | None,
+          config: RolloutCorrectionConfig, zero, space=(None,) * SPACE, weights=None, mask=None):
+    """Weights and mask [R, T], which knows rejected tokens, not yet rows; and sums, name → [R].
+
+    Into `weights` and `mask` and through `space`, if given; a compiled kernel works in registers,
+    and gets its `zero` as [R, 1]: what depends on the row keeps the loop over tokens inside the
+    loop over rows, so that all is one loop, and not one for the weights and one for the sums.
+    """
+    dtype = _precision(train, rollout)
+    rho = weights if config.rollout_is == "token" else None
+    block = _Block(space, train.to(dtype), rollout.to(dtype), response_mask, zero, rho)
+    if config.rollout_is is not None:
+        weights = block.weigh(config, weights)
+    mask = block.reject(config.rollout_rs, advantages, response_mask, mask)
+    return weights, mask, {name: x.flatten() for name, x in block.sums.items()}
 
 
 def _blocks(mask: Tensor) -> list[slice]:
@@ -432,9 +441,11 @@ class _Block:
     None, and a mask is a mask.
     """
 
-    def __init__(self, space, train: Tensor, rollout: Tensor, response_mask: Tensor, rho=None):
+    def __init__(self, space, train: Tensor, rollout: Tensor, response_mask: Tensor, zero,
+                 rho=None):
         """`space`: SPACE tensors [R, T]. `rho` [R, T]: where ρ stays; else ρ − 1 takes its place."""
         x, excess, valid, padding, self.scratch = space
+        self.zero = zero
         self.set_valid(response_mask, valid, padding, train.dtype)
         self.log_ratio = x = self.only(torch.sub(train, rollout, out=x))    # NaN on padding ends
         rho = torch.clamp(x, -SAFETY_BOUND, SAFETY_BOUND, out=excess if rho is None else rho)
@@ -465,7 +476,7 @@ class _Block:
     def only(self, x: Tensor, out=None) -> Tensor:
         """x, and 0 on padding, whatever stood there; in place without `out`."""
         if torch.compiler.is_compiling():
-            return torch.where(self.valid, x, 0.0)
+            return torch.where(self.valid, x, self.zero)
         out, integer = x if out is None else out, self.valid.dtype
         torch.bitwise_and(x.view(integer), self.valid, out=out.view(integer))
         return out
@@ -483,11 +494,11 @@ class _Block:
 
     def below(self, x: Tensor, bound: float) -> Tensor:
         """1 where a token's x is below the bound, else 0; on padding, where x is 0, always 0."""
-        found = torch.lt(x, bound, out=self.scratch)
+        found = torch.lt(x, bound, out=self.scratch).to(x.dtype)
         return self.only(found) if bound > 0 else found
 
     def above(self, x: Tensor, bound: float) -> Tensor:
-        found = torch.gt(x, bound, out=self.scratch)
+        found = torch.gt(x, bound, out=self.scratch).to(x.dtype)
         return self.only(found) if bound < 0 else found
 
     def weigh(self, config: RolloutCorrectionConfig, out: Tensor | None) -> Tensor:
@@ -516,25 +527,25 @@ class _Block:
 
     def reject(self, criteria: Mapping[str, Any], advantages: Tensor | None, response_mask: Tensor,
                out: Tensor | None) -> Tensor:
-        """What every criterion keeps of `response_mask`: [R, T]"""
+        """`response_mask` without the tokens that a criterion rejects, and what rows' need: [R, T]"""
         veto = criteria["seq_max_k1"][0] if "seq_max_k1" in criteria else None
         if veto:
             self.sums["catastrophic"] = self.below(self.log_ratio, math.log(veto)).sum(-1)
-        kept, hit = torch.ones_like(self.total), None       # [R, 1] of rows, [R, T] of tokens
+        if any(name.startswith(("seq_sum", "seq_mean")) for name in criteria):
+            limited = torch.clamp(self.log_ratio, -SAFETY_BOUND, SAFETY_BOUND, out=self.scratch)
+            self.sums["limited"] = limited.sum(-1)
+            if any(name.endswith("k2") for name in criteria):
+                self.sums["limited.squares"] = self.squares(limited)
+        hit = None                                                                  # [R, T]
         for name, bound in criteria.items():
-            if name != "opsm" and not name.startswith("token"):
-                rejected = self.row_criterion(name, bound)                                  # [R, 1]
-                self.sums[f"{name}.rejected"] = rejected * self.n
-                kept = kept * (1 - rejected)
-                continue
-            found = (self.opsm(bound, advantages) if name == "opsm" else
-                     self.token_criterion(name, bound))                                     # [R, T]
-            hit = found if hit is None else torch.maximum(hit, found, out=hit)
-        self.sums["kept"] = self.n * kept
-        if hit is not None:
-            self.sums["kept"] = (self.n - hit.sum(-1, keepdim=True)) * kept
-            kept = torch.mul(hit.eq_(0), kept, out=hit)
-        return torch.mul(response_mask, kept.to(response_mask.dtype), out=out)
+            if _of_tokens(name):
+                found = (self.opsm(bound, advantages) if name == "opsm" else
+                         self.token_criterion(name, bound))
+                hit = found if hit is None else torch.maximum(hit, found, out=hit)
+        if hit is None:
+            return response_mask
+        self.sums["hit"] = hit.sum(-1)
+        return torch.mul(response_mask, hit.eq_(0).to(response_mask.dtype), out=out)
 
     def opsm(self, bound: float, advantages: Tensor | None) -> Tensor:
         """Where opsm rejects, 0 or 1: [R, T]"""
@@ -570,26 +581,43 @@ class _Block:
         self.sums |= {f"{name}.{field}": values for field, values in sums.items()}
         return below.add_(above)
 
-    def row_criterion(self, name: str, bound) -> Tensor:
-        """Which rows a criterion rejects, 0 or 1: [R, 1]"""
-        where, kind = name.rsplit("_", 1)
-        if where == "seq_max":
-            bottom, top = _ends(kind, self.bottom, self.top)
-        else:
-            bottom = top = self.sum_of(kind) / (self.n.clamp(min=1) if where == "seq_mean" else 1)
-        least, most = _nats(name, bound)
-        below, above = bottom < least, top > most
-        sums = {"statistic": top, "below": below, "above": above}
-        self.sums |= {f"{name}.{field}": values for field, values in sums.items()}
-        return (below | above).to(self.total.dtype)
 
-    def sum_of(self, kind: str) -> Tensor:
-        """Σ of a row's estimates, from log ρ limited to ±SAFETY_BOUND: [R, 1]"""
-        limited = torch.clamp(self.log_ratio, -SAFETY_BOUND, SAFETY_BOUND, out=self.scratch)
-        if kind == "k2":
-            return self.squares(limited)[:, None] / 2
-        total = limited.sum(-1, keepdim=True)
-        return -total if kind == "k1" else self.sums["excess"] - total
+def _of_tokens(criterion: str) -> bool:
+    """Whether it rejects single tokens, and not sequences."""
+    return criterion == "opsm" or criterion.startswith("token")
+
+
+def _reject_rows(criteria: Mapping[str, Any], sums: dict[str, Tensor], mask: Tensor,
+                 response_mask: Tensor) -> Tensor:
+    """`mask` without the sequences that a criterion rejects; what it finds is added to `sums`, [B].
+
+    Apart from `_Block.reject`, since a sequence's fate is known when all its tokens are summed.
+    """
+    kept, of_rows = torch.ones_like(sums["n"]), [name for name in criteria if not _of_tokens(name)]
+    for name in of_rows:
+        (bottom, top), (least, most) = _row_statistic(name, sums), _nats(name, criteria[name])
+        below, above = bottom < least, top > most
+        rejected = (below | above).to(kept.dtype)
+        found = {"statistic": top, "below": below, "above": above, "rejected": rejected * sums["n"]}
+        sums |= {f"{name}.{field}": values for field, values in found.items()}
+        kept = kept * (1 - rejected)
+    sums["kept"] = (sums["n"] - sums.get("hit", 0)) * kept
+    if not of_rows:
+        return mask
+    return torch.mul(mask, kept[:, None].to(mask.dtype), out=None if mask is response_mask else mask)
+
+
+def _row_statistic(name: str, sums: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A criterion's statistic of each sequence, [B]: the smallest and largest that it looks at."""
+    where, kind = name.rsplit("_", 1)
+    if where == "seq_max":
+        return _ends(kind, sums["bottom"], sums["top"])
+    if kind == "k2":
+        total = sums["limited.squares"] / 2
+    else:                                           # Σ(−log ρ), or Σ(ρ − 1 − log ρ)
+        total = (0 if kind == "k1" else sums["excess"]) - sums["limited"]
+    mean = total / sums["n"].clamp(min=1) if where == "seq_mean" else total
+    return mean, mean
 
 
 def _ends(kind: str, bottom: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
