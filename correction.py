@@ -384,8 +384,8 @@ def batch_normalize(weights: Tensor, level: str, statistics: Statistics, group=N
     name = "rollout_is_mean" if level == "token" else "rollout_is_seq_mean"
     found = next(i for i, out in enumerate(statistics.outputs) if out.get("mean") == name)
     mean = Statistics()
-    mean.columns, mean.outputs = [statistics.columns[found]], [{"mean": "mean"}]
-    statistics.columns += mean.columns
+    mean.tables, mean.outputs = [torch.cat(statistics.tables)[found:found + 1]], [{"mean": "mean"}]
+    statistics.tables += mean.tables
     statistics.outputs.append({"mean": "rollout_is_batch_norm_factor"})
     mean = mean if group is None else mean.all_reduce(group)
     factor = mean.metrics()["mean"].to(weights.dtype)
@@ -596,8 +596,8 @@ def _reject_rows(criteria: Mapping[str, Any], sums: dict[str, Tensor], mask: Ten
     kept, of_rows = torch.ones_like(sums["n"]), [name for name in criteria if not _of_tokens(name)]
     for name in of_rows:
         (bottom, top), (least, most) = _row_statistic(name, sums), _nats(name, criteria[name])
-        below, above = bottom < least, top > most
-        rejected = (below | above).to(kept.dtype)
+        below, above = (bottom < least).to(kept.dtype), (top > most).to(kept.dtype)
+        rejected = torch.maximum(below, above)
         found = {"statistic": top, "below": below, "above": above, "rejected": rejected * sums["n"]}
         sums |= {f"{name}.{field}": values for field, values in found.items()}
         kept = kept * (1 - rejected)
@@ -659,76 +659,81 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
 
 
 class _Table:
-    """Quantities on their way into Statistics: of tokens, as RowSums, and of rows, [B]."""
+    """Quantities on their way into Statistics, which reduces all of a kind at once."""
 
     def __init__(self):
-        self.tokens, self.rows = [], []
+        self.tokens, self.rows, self.counts = [], [], []
 
     def of_tokens(self, sums: RowSums, **outputs) -> None:
         self.tokens.append((sums, outputs))
 
     def of_rows(self, values: Tensor, **outputs) -> None:
+        """`values`: float64 [B]; stacking other types with them would be slow."""
         self.rows.append((values, outputs))
+
+    def of_counts(self, count: Tensor, tokens=(), rows=()) -> None:
+        """Names of the fraction of tokens, of which a row has `count` [B], and of rows with any."""
+        self.counts.append((count, tokens, rows))
+
+    def statistics(self, n: Tensor) -> Statistics:
+        """n: how many tokens a row has, [B]; a row without any does not count."""
+        found = torch.stack([count for count, _, _ in self.counts]).double()    # [counts, B]
+        for count, some, (_, tokens, rows) in zip(found, (found > 0).double(), self.counts):
+            self.of_tokens(RowSums(count), mean=tokens)
+            self.of_rows(some, mean=rows)
+        statistics = Statistics()
+        statistics.add_sums(self.tokens, n)
+        statistics.add_rows(self.rows, n > 0)
+        return statistics
 
 
 def _statistics(sums: dict[str, Tensor], config: RolloutCorrectionConfig) -> Statistics:
     """Every metric from what `_Block` has summed; means are over valid tokens or non-empty rows."""
     table, n = _Table(), sums["n"]
-    _offpolicy_statistics(table, sums, n)
+    sums["length"] = n.clamp(min=1)
+    rho = RowSums.around_one(sums["excess"], sums["squares"], n, exp_ratio(sums["top"]),
+                             exp_ratio(sums["bottom"]))
+    _offpolicy_statistics(table, sums, rho)
     if config.rollout_is is not None:
-        _weight_statistics(table, sums, n, config)
+        _weight_statistics(table, sums, rho, config)
     first_k1 = next((name for name in config.rollout_rs
                      if name.endswith("k1") and name != "seq_max_k1"), None)
     for name, bound in config.rollout_rs.items():
         if name != "opsm":
-            _criterion_statistics(table, sums, n, name, bound)
+            _criterion_statistics(table, sums, name, bound)
         if name == first_k1:
-            _first_k1_statistics(table, sums, n, name, bound)
+            _first_k1_statistics(table, sums, rho, name, bound)
         _rejected_statistics(table, f"rollout_rs_{name}_", sums[f"{name}.rejected"])
-    caught = sums.get("catastrophic", torch.zeros_like(n))
-    table.of_tokens(RowSums(caught), mean="rollout_is_catastrophic_token_fraction")
-    table.of_rows(_any(caught), mean="rollout_is_veto_fraction")
+    table.of_counts(sums.get("catastrophic", torch.zeros_like(n)),
+                    "rollout_is_catastrophic_token_fraction", "rollout_is_veto_fraction")
     rejected = n - sums.get("kept", n)
     _rejected_statistics(table, "rollout_rs_", rejected)
-    nothing_left = (rejected == n).double()                     # on every row that has a token
-    table.of_rows(nothing_left, min="all_rejected")
-    statistics = Statistics()
-    statistics.add_sums(table.tokens, n)
-    statistics.add_rows(table.rows, n > 0)
-    return statistics
-
-
-def _any(count: Tensor) -> Tensor:
-    return (count > 0).double()
+    table.of_rows((rejected == n).double(), min="all_rejected")            # on every row that has a token
+    return table.statistics(n)
 
 
 def _rejected_statistics(table: _Table, prefix: str, rejected: Tensor) -> None:
-    table.of_tokens(RowSums(rejected), mean=f"{prefix}masked_fraction")
-    table.of_rows(_any(rejected), mean=f"{prefix}seq_masked_fraction")
+    table.of_counts(rejected, f"{prefix}masked_fraction", f"{prefix}seq_masked_fraction")
 
 
-def _offpolicy_statistics(table: _Table, sums: dict[str, Tensor], n: Tensor) -> None:
+def _offpolicy_statistics(table: _Table, sums: dict[str, Tensor], rho: RowSums) -> None:
     """verl's rollout_corr/* diagnostics, with δ = ρ − 1: k3 = δ − log ρ and ρ² − 1 = δ² + 2δ."""
     total, excess, squares = sums["log_ratio"], sums["excess"], sums["squares"]
     table.of_tokens(RowSums(-total), mean="kl")                 # KL(π_rollout‖π_train), by k1
     table.of_tokens(RowSums(excess - total), mean="k3_kl")
     table.of_tokens(RowSums(squares + 2 * excess), mean="chi2_token")
-    table.of_tokens(_rho_sums(sums, n), mean="is_ratio_mean", sample_std="is_ratio_std",
-                    max="is_ratio_max", min="is_ratio_min")
-    add, length = table.of_rows, n.clamp(min=1)
+    table.of_tokens(rho, mean="is_ratio_mean", sample_std="is_ratio_std", max="is_ratio_max",
+                    min="is_ratio_min")
+    add = table.of_rows
     add(torch.expm1(2 * total.clamp(-SAFETY_BOUND, SAFETY_BOUND)), mean="chi2_seq")
     for name, log_prob in (("training", sums["rollout"] + total), ("rollout", sums["rollout"])):
-        add(-log_prob / length, mean=f"{name}_log_ppl")
-        add(exp_ratio(-log_prob / length, 4 * SAFETY_BOUND), mean=f"{name}_ppl")   # never squared
-    difference = -total / length                                # log ppl_train − log ppl_rollout
+        log_ppl = -log_prob / sums["length"]
+        add(log_ppl, mean=f"{name}_log_ppl")
+        add(exp_ratio(log_ppl, 4 * SAFETY_BOUND), mean=f"{name}_ppl")           # never squared
+    difference = -total / sums["length"]                        # log ppl_train − log ppl_rollout
     add(difference, mean="log_ppl_diff", max="log_ppl_diff_max", min="log_ppl_diff_min")
     add(difference.abs(), mean="log_ppl_abs_diff")
     add(exp_ratio(difference, 4 * SAFETY_BOUND), mean="ppl_ratio")
-
-
-def _rho_sums(sums: dict[str, Tensor], n: Tensor) -> RowSums:
-    return RowSums.around_one(sums["excess"], sums["squares"], n, exp_ratio(sums["top"]),
-                              exp_ratio(sums["bottom"]))
 
 
 def _metric_bounds(threshold) -> tuple[float | None, float | None]:
@@ -736,16 +741,16 @@ def _metric_bounds(threshold) -> tuple[float | None, float | None]:
     return threshold if isinstance(threshold, tuple) else (1 / threshold, threshold)
 
 
-def _weight_statistics(table: _Table, sums: dict[str, Tensor], n: Tensor, config) -> None:
+def _weight_statistics(table: _Table, sums: dict[str, Tensor], raw: RowSums, config) -> None:
     """rollout_is_*: of the applied weights; rollout_is_raw_*: of ρ before truncation or zeroing.
 
     Two of verl's habits are kept under verl's names: above token level rollout_is_max and _min are
     those of ρ, and the fractions beyond the bounds always are.
     """
-    level, threshold = config.rollout_is, config.rollout_is_threshold
+    level, threshold, n = config.rollout_is, config.rollout_is_threshold, sums["n"]
     lo, hi = _metric_bounds(threshold)
     if level == "token":
-        raw, below, above = _rho_sums(sums, n), sums["below"], sums["above"]
+        below, above = sums["below"], sums["above"]
         if isinstance(threshold, tuple):
             top, bottom = sums["weight.top"], sums["weight.bottom"]
         else:
@@ -757,40 +762,43 @@ def _weight_statistics(table: _Table, sums: dict[str, Tensor], n: Tensor, config
         applied = applied._replace(top=rho, bottom=rho)
         below, above = (n * outside for outside in _outside(sums["log_rho"], lo, hi))
     per_row = level == "sequence"
-    _ratio_statistics(table, "rollout_is_raw", raw, raw, n, lo, hi, below, above, per_row)
-    _ratio_statistics(table, "rollout_is", applied, raw, n, lo, hi, below, above, per_row)
+    _ratio_statistics(table, "rollout_is_raw", raw, sums)
+    _ratio_statistics(table, "rollout_is", applied, sums)
+    _beyond_statistics(table, ("rollout_is_raw", "rollout_is"), raw, sums, lo, hi, below, above,
+                       per_row)
     if level != "geometric":                                                    # SkyRL's name
         name = "tis_token_clip_high_ratio" if level == "token" else "tis_seq_clip_high_ratio"
-        _fraction(table, above, per_row, name)
+        table.of_counts(above, **_kind(per_row, name))
     if isinstance(threshold, tuple):
-        zeroed = below + above
-        table.of_tokens(RowSums(zeroed),
-                        mean=("rollout_is_masked_fraction", "rollout_is_oob_ratio"))
-        table.of_rows(_any(zeroed), mean="rollout_is_seq_masked_fraction")
+        table.of_counts(below + above, ("rollout_is_masked_fraction", "rollout_is_oob_ratio"),
+                        "rollout_is_seq_masked_fraction")
 
 
-def _fraction(table: _Table, count: Tensor, per_row: bool, name: str) -> None:
-    """Of the rows that have such a token, or of the tokens themselves."""
-    if per_row:
-        table.of_rows(_any(count), mean=name)
-    else:
-        table.of_tokens(RowSums(count), mean=name)
+def _kind(per_row: bool, name) -> dict:
+    """The fraction of rows that have such a token, or of the tokens themselves."""
+    return {"rows" if per_row else "tokens": name}
 
 
-def _ratio_statistics(table, prefix, weights: RowSums, rho: RowSums, n, lo, hi, below, above,
-                      per_row: bool) -> None:
-    """Of weights and their sequences' means; `below`, `above` [B]: how many of a row's ρ are."""
+def _ratio_statistics(table: _Table, prefix: str, weights: RowSums, sums: dict[str, Tensor]):
+    """Of weights and their sequences' means."""
     table.of_tokens(weights, mean=f"{prefix}_mean", std=f"{prefix}_std",
                     ess=f"{prefix}_eff_sample_size", max=f"{prefix}_max", min=f"{prefix}_min")
-    _fraction(table, above, per_row, f"{prefix}_ratio_fraction_high")
-    _fraction(table, below, per_row, f"{prefix}_ratio_fraction_low")
-    add, length = table.of_rows, n.clamp(min=1)
-    row, raw_row = weights.total / length, rho.total / length
-    add(row, mean=f"{prefix}_seq_mean", sample_std=f"{prefix}_seq_std", max=f"{prefix}_seq_max",
-        min=f"{prefix}_seq_min", ess=f"{prefix}_seq_eff_sample_size")
-    add((row - 1).abs(), max=f"{prefix}_seq_max_deviation")
-    add((raw_row > (math.inf if hi is None else hi)).double(), mean=f"{prefix}_seq_fraction_high")
-    add((raw_row < (0.0 if lo is None else lo)).double(), mean=f"{prefix}_seq_fraction_low")
+    row = weights.total / sums["length"]
+    table.of_rows(row, mean=f"{prefix}_seq_mean", sample_std=f"{prefix}_seq_std",
+                  max=f"{prefix}_seq_max", min=f"{prefix}_seq_min",
+                  ess=f"{prefix}_seq_eff_sample_size")
+    table.of_rows((row - 1).abs(), max=f"{prefix}_seq_max_deviation")
+
+
+def _beyond_statistics(table: _Table, prefixes: tuple[str, ...], rho: RowSums, sums, lo, hi, below,
+                       above, per_row: bool) -> None:
+    """How many ρ and sequences' means of ρ are beyond the bounds; `below`, `above` [B]: of a row."""
+    row = rho.total / sums["length"]
+    for end, count, far in (("high", above, row > (math.inf if hi is None else hi)),
+                            ("low", below, row < (0.0 if lo is None else lo))):
+        names = tuple(f"{prefix}_ratio_fraction_{end}" for prefix in prefixes)
+        table.of_counts(count, **_kind(per_row, names))
+        table.of_rows(far.double(), mean=tuple(f"{prefix}_seq_fraction_{end}" for prefix in prefixes))
 
 
 def _nats(name: str, bound) -> tuple[float, float]:
@@ -801,51 +809,55 @@ def _nats(name: str, bound) -> tuple[float, float]:
     return (-math.inf if hi is None else -math.log(hi)), (math.inf if lo is None else -math.log(lo))
 
 
-def _first_k1_statistics(table: _Table, sums: dict[str, Tensor], n: Tensor, name, bound) -> None:
+def _first_k1_statistics(table: _Table, sums: dict[str, Tensor], rho: RowSums, name, bound) -> None:
     """verl 0.6's rollout_rs_*, statistics of ρ itself: those of the first such criterion."""
-    per_row, (lo, hi) = not name.startswith("token"), bound
+    per_row, (lo, hi), n = not name.startswith("token"), bound, sums["n"]
     if per_row:
-        log_rho = sums["log_ratio"] / (n.clamp(min=1) if name == "seq_mean_k1" else 1)
+        log_rho = sums["log_ratio"] / (sums["length"] if name == "seq_mean_k1" else 1)
         rho = RowSums.constant(exp_ratio(log_rho), n)
         below, above = (n * outside for outside in _outside(log_rho, lo, hi))
     else:
-        rho, below, above = _rho_sums(sums, n), sums[f"{name}.above"], sums[f"{name}.below"]
-    _ratio_statistics(table, "rollout_rs", rho, rho, n, lo, hi, below, above, per_row)
+        below, above = sums[f"{name}.above"], sums[f"{name}.below"]
+    _ratio_statistics(table, "rollout_rs", rho, sums)
+    _beyond_statistics(table, ("rollout_rs",), rho, sums, lo, hi, below, above, per_row)
 
 
 SKYRL_MASKS = {"seq_max_k1": "outlier_seq", "seq_sum_k1": "product_sequence_mask",
                "seq_mean_k1": "geo_sequence_mask"}
 
 
-def _criterion_statistics(table: _Table, sums: dict[str, Tensor], n: Tensor, name, bound) -> None:
+def _criterion_statistics(table: _Table, sums: dict[str, Tensor], name: str, bound) -> None:
     """rollout_rs_{criterion}_*, in nats. For k1, verl's "high" is a high −log ρ: a low ρ."""
-    prefix, (least, most) = f"rollout_rs_{name}", _nats(name, bound)
+    prefix, (least, most), n = f"rollout_rs_{name}", _nats(name, bound), sums["n"]
     get, per_token = (lambda field: sums[f"{name}.{field}"]), name.startswith("token")
     if per_token:
         bottom, top = _ends(name[-2:], sums["bottom"], sums["top"])
         whole = RowSums(get("total"), None, top, sums.get(f"{name}.bottom", bottom))
         within = RowSums(get("within"), get("squares"))
-        row = get("total") / n.clamp(min=1)
+        row = get("total") / sums["length"]
     else:
         row = get("statistic")
         whole, within = RowSums.constant(row, n), RowSums.constant(row.clamp(least, most), n)
     table.of_tokens(whole, mean=f"{prefix}_mean", max=f"{prefix}_max", min=f"{prefix}_min")
     table.of_tokens(within, std=f"{prefix}_std")                    # verl's: within the bounds
-    add = table.of_rows
-    add(row, mean=f"{prefix}_seq_mean", sample_std=f"{prefix}_seq_std", max=f"{prefix}_seq_max",
-        min=f"{prefix}_seq_min")
-    add(row.abs(), max=f"{prefix}_seq_max_deviation")
-    for count, end, far in ((get("above"), "high", row > most), (get("below"), "low", row < least)):
-        _fraction(table, count, not per_token, f"{prefix}_fraction_{end}")
-        add(far.double() if per_token else _any(count), mean=f"{prefix}_seq_fraction_{end}")
-        if name in SKYRL_MASKS:
-            ratio_end = "under_low" if end == "high" else "over_high"
-            add(_any(count), mean=f"{SKYRL_MASKS[name]}_{ratio_end}_ratio")
-    rejected = get("rejected")
-    if name in SKYRL_MASKS:
-        add(_any(rejected), mean=f"{SKYRL_MASKS[name]}_masked_ratio")
+    table.of_rows(row, mean=f"{prefix}_seq_mean", sample_std=f"{prefix}_seq_std",
+                  max=f"{prefix}_seq_max", min=f"{prefix}_seq_min")
+    table.of_rows(row.abs(), max=f"{prefix}_seq_max_deviation")
+    skyrl = SKYRL_MASKS.get(name)
+    for count, end, skyrls_end in ((get("above"), "high", "under_low"),
+                                   (get("below"), "low", "over_high")):
+        beyond, rows = f"{prefix}_fraction_{end}", f"{prefix}_seq_fraction_{end}"
+        if per_token:
+            table.of_counts(count, tokens=beyond)
+            far = row > most if end == "high" else row < least
+            table.of_rows(far.double(), mean=rows)
+        else:
+            skyrls = (f"{skyrl}_{skyrls_end}_ratio",) if skyrl else ()
+            table.of_counts(count, rows=(beyond, rows, *skyrls))
+    if skyrl:
+        table.of_counts(get("rejected"), rows=f"{skyrl}_masked_ratio")
     if name == "token_k1":
-        table.of_tokens(RowSums(rejected), mean="token_mask_ratio")
+        table.of_counts(get("rejected"), tokens="token_mask_ratio")
 
 
 # ----------------------------------------------------------------------------------- dialects

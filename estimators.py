@@ -178,7 +178,7 @@ class Statistics:
 
     def __init__(self):
         self.outputs: list[dict[str, str | tuple[str, ...]]] = []
-        self.columns: list[Tensor] = []                 # each [5]: n, Σx, Σx², max x, max −x
+        self.tables: list[Tensor] = []      # each [quantities, 5]: n, Σx, Σx², max x, max −x
 
     def add(self, values: Tensor, mask: Tensor, **outputs: str | tuple[str, ...]) -> None:
         """Reduces `values` over the entries where `mask` is true; only what `outputs` asks for."""
@@ -194,13 +194,13 @@ class Statistics:
         if "min" in outputs and mask.numel():
             bottom = torch.where(mask, -values, -torch.inf).amax().double()
         column = torch.stack([mask.sum(**wide), values.sum(**wide), squares, top, bottom])
-        self.columns.append(column)
+        self.tables.append(column[None])
         self.outputs.append(outputs)
 
     def add_rows(self, quantities: list[tuple[Tensor, dict]], rows: Tensor) -> None:
         """`add` for many pairs of (values [B], outputs), over the `rows` [B] that are true."""
-        x = torch.stack([values for values, _ in quantities]).double()          # [quantities, B]
-        x = torch.where(rows, x, 0.0)
+        x = torch.stack([values for values, _ in quantities])                   # [quantities, B]
+        x = x.double().masked_fill(~rows, 0.0)
         self._add([outputs for _, outputs in quantities], rows.double(), x, x.square(), x, x)
 
     def add_sums(self, quantities: list[tuple[RowSums, dict]], n: Tensor) -> None:
@@ -212,45 +212,45 @@ class Statistics:
 
     def _add(self, outputs: list[dict], n: Tensor, total, squares, top, bottom) -> None:
         """A quantity per row of these [quantities, B]."""
-        def peak(x: Tensor) -> Tensor:                                          # [quantities]
-            x = torch.where(n > 0, x, -torch.inf)
-            return x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:1], -torch.inf)
-
-        columns = [n.sum().expand(len(outputs)), total.sum(-1), squares.sum(-1), peak(top),
-                   peak(-bottom)]
-        self.columns += torch.stack(columns, -1).unbind()
+        peaks = torch.stack([top, -bottom]).masked_fill_(n <= 0, -torch.inf)    # [2, quantities, B]
+        if n.numel():
+            peaks = peaks.amax(-1)
+        else:                                                                   # no row at all
+            peaks = peaks.new_full(peaks.shape[:2], -torch.inf)
+        columns = [n.sum().expand(len(outputs)), total.sum(-1), squares.sum(-1), *peaks]
+        self.tables.append(torch.stack(columns, -1))
         self.outputs += outputs
 
     def merge(self, others: "list[Statistics]") -> "Statistics":
         """These statistics and those of other parts of the batch, as if computed at once."""
-        parts = torch.stack([torch.stack(part.columns) for part in [self, *others]])
+        parts = torch.stack([torch.cat(part.tables) for part in [self, *others]])
         merged = Statistics()
         merged.outputs = self.outputs
-        merged.columns = list(torch.cat([parts[..., :3].sum(0), parts[..., 3:].amax(0)], -1))
+        merged.tables = [torch.cat([parts[..., :3].sum(0), parts[..., 3:].amax(0)], -1)]
         return merged
 
     def all_reduce(self, group) -> "Statistics":
         """The same over the ranks of a process group: one sum and one maximum for everything."""
-        columns = torch.stack(self.columns)
-        sums, peaks = columns[:, :3].contiguous(), columns[:, 3:].contiguous()
+        table = torch.cat(self.tables)
+        sums, peaks = table[:, :3].contiguous(), table[:, 3:].contiguous()
         torch.distributed.all_reduce(sums, group=group)
         torch.distributed.all_reduce(peaks, torch.distributed.ReduceOp.MAX, group=group)
         merged = Statistics()
-        merged.outputs, merged.columns = self.outputs, list(torch.cat([sums, peaks], -1))
+        merged.outputs, merged.tables = self.outputs, [torch.cat([sums, peaks], -1)]
         return merged
 
     def metrics(self) -> dict[str, Tensor]:
-        n, total, squares, top, bottom = torch.stack(self.columns).unbind(-1)    # each [quantities]
-        count = n.clamp(min=1)
+        n, total, squares, top, bottom = torch.cat(self.tables).unbind(-1)       # each [quantities]
+        count, nothing = n.clamp(min=1), n <= 0
         mean = total / count
         variance = (squares / count - mean.square()).clamp(min=0)
         reduced = {
             "mean": mean,
             "std": variance.sqrt(),
             "sample_std": (variance * count / (count - 1).clamp(min=1)).sqrt(),
-            "ess": torch.where(squares > 0, total.square() / (count * squares), 0.0),
-            "max": torch.where(n > 0, top, 0.0),
-            "min": torch.where(n > 0, -bottom, 0.0),
+            "ess": (total.square() / (count * squares)).masked_fill(squares <= 0, 0.0),
+            "max": top.masked_fill(nothing, 0.0),
+            "min": (-bottom).masked_fill(nothing, 0.0),
         }
         reduced = {how: values.unbind() for how, values in reduced.items()}
         return {name: reduced[how][i] for i, outputs in enumerate(self.outputs)

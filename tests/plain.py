@@ -37,7 +37,7 @@ def batch_normalize(weights, response_mask, level, statistics: Statistics) -> Te
         mean.add(weights, valid, mean="mean")
     else:
         mean.add(weights.amax(-1), valid.any(-1), mean="mean")      # one weight on a whole sequence
-    statistics.columns += mean.columns
+    statistics.tables += mean.tables
     statistics.outputs.append({"mean": "rollout_is_batch_norm_factor"})
     factor = mean.metrics()["mean"].to(weights.dtype)
     return weights / torch.where(factor > 1e-8, factor, 1.0)
