@@ -536,15 +536,14 @@ class _Block:
             self.sums["limited"] = limited.sum(-1)
             if any(name.endswith("k2") for name in criteria):
                 self.sums["limited.squares"] = self.squares(limited)
-        hit = None                                                                  # [R, T]
-        for name, bound in criteria.items():
-            if _of_tokens(name):
-                found = (self.opsm(bound, advantages) if name == "opsm" else
-                         self.token_criterion(name, bound))
-                hit = found if hit is None else torch.maximum(hit, found, out=hit)
+        of_tokens, hit = [name for name in criteria if _of_tokens(name)], None
+        for name in of_tokens:
+            found = (self.opsm(criteria[name], advantages) if name == "opsm" else
+                     self.token_criterion(name, criteria[name]))                    # [R, T]
+            hit = found if hit is None else torch.maximum(hit, found, out=hit)
         if hit is None:
             return response_mask
-        self.sums["hit"] = hit.sum(-1)
+        self.sums["hit"] = hit.sum(-1) if len(of_tokens) > 1 else self.sums[f"{name}.rejected"]
         return torch.mul(response_mask, hit.eq_(0).to(response_mask.dtype), out=out)
 
     def opsm(self, bound: float, advantages: Tensor | None) -> Tensor:
@@ -564,7 +563,8 @@ class _Block:
             x.square_().div_(2)
         else:
             torch.sub(self.excess, x, out=x)
-        sums = {"total": x.sum(-1)}
+        shared = kind == "k1" and "limited" in self.sums
+        sums = {"total": -self.sums["limited"] if shared else x.sum(-1)}
         if kind != "k1":
             sums["bottom"] = self.lowest(x).amin(-1)
         within = torch.clamp(x, least, most, out=self.scratch)
@@ -576,10 +576,11 @@ class _Block:
         below = x.lt_(least)
         if least > 0:
             below = self.only(below)
-        sums["below"] = below.sum(-1)
-        sums["rejected"] = sums["below"] + sums["above"]
+        found = below.add_(above)
+        sums["rejected"] = found.sum(-1)
+        sums["below"] = sums["rejected"] - sums["above"]
         self.sums |= {f"{name}.{field}": values for field, values in sums.items()}
-        return below.add_(above)
+        return found
 
 
 def _of_tokens(criterion: str) -> bool:
