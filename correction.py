@@ -286,15 +286,19 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
         train, rollout, mask, advantages = padded
         result = correct(train, rollout, mask, config, advantages, group, compiled)
         return result.rows((slice(None), slice(0)))
-    given = train_log_prob.detach(), rollout_log_prob.detach(), response_mask, advantages
-    weights, mask, sums = (_compiled if compiled else _in_blocks)(*given, config)
+    mask = response_mask
+    if mask.dtype == torch.bool:
+        mask = mask.view(torch.uint8)                       # arithmetic on bools is not vectorised
+    given = train_log_prob.detach(), rollout_log_prob.detach(), mask, advantages
+    weights, kept, sums = (_compiled if compiled else _in_blocks)(*given, config)
     if config.rollout_rs:
-        mask = _reject_rows(config.rollout_rs, sums, mask, response_mask)
+        kept = _reject_rows(config.rollout_rs, sums, kept, mask)
     sums = dict(zip(sums, torch.stack(list(sums.values())).double()))               # [B] each
     statistics = _statistics(sums, config)
     if config.rollout_is_batch_normalize and weights is not None:
         weights = batch_normalize(weights, config.rollout_is, statistics, group)
-    return Correction(weights, mask, statistics)
+    return Correction(weights, kept.view(response_mask.dtype) if config.rollout_rs else response_mask,
+                      statistics)
 
 
 def _precision(train: Tensor, rollout: Tensor) -> torch.dtype:
@@ -462,7 +466,7 @@ class _Block:
     def set_valid(self, response_mask: Tensor, valid, padding, dtype) -> None:
         """Which tokens are valid; `padding`, 0 on them and −∞ elsewhere; n, how many there are."""
         if torch.compiler.is_compiling():
-            self.valid = response_mask != 0                         # .bool() is thrice as slow
+            self.valid = response_mask.to(dtype) != 0               # .bool() is thrice as slow
             self.padding = torch.where(self.valid, 0.0, -math.inf)
             self.n = self.valid.to(dtype).sum(-1, keepdim=True)
             return
@@ -544,7 +548,10 @@ class _Block:
         if hit is None:
             return response_mask
         self.sums["hit"] = hit.sum(-1) if len(of_tokens) > 1 else self.sums[f"{name}.rejected"]
-        return torch.mul(response_mask, hit.eq_(0).to(response_mask.dtype), out=out)
+        keep = hit.eq_(0)
+        if torch.compiler.is_compiling():
+            return (response_mask * keep).to(response_mask.dtype)
+        return torch.mul(response_mask, keep.to(response_mask.dtype), out=out)
 
     def opsm(self, bound: float, advantages: Tensor | None) -> Tensor:
         """Where opsm rejects, 0 or 1: [R, T]"""
