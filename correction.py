@@ -286,19 +286,17 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
         train, rollout, mask, advantages = padded
         result = correct(train, rollout, mask, config, advantages, group, compiled)
         return result.rows((slice(None), slice(0)))
-    mask = response_mask
-    if mask.dtype == torch.bool:
-        mask = mask.view(torch.uint8)                       # arithmetic on bools is not vectorised
-    given = train_log_prob.detach(), rollout_log_prob.detach(), mask, advantages
-    weights, kept, sums = (_compiled if compiled else _in_blocks)(*given, config)
-    if config.rollout_rs:
-        kept = _reject_rows(config.rollout_rs, sums, kept, mask)
+    is_bool = response_mask.dtype == torch.bool             # arithmetic on those is not vectorised
+    given = (train_log_prob.detach(), rollout_log_prob.detach(),
+             response_mask.view(torch.uint8) if is_bool else response_mask, advantages)
+    weights, mask, sums = (_compiled if compiled else _in_blocks)(*given, config)
+    mask = (_reject_rows(config.rollout_rs, sums, mask).view(response_mask.dtype)
+            if config.rollout_rs else response_mask)
     sums = dict(zip(sums, torch.stack(list(sums.values())).double()))               # [B] each
     statistics = _statistics(sums, config)
     if config.rollout_is_batch_normalize and weights is not None:
         weights = batch_normalize(weights, config.rollout_is, statistics, group)
-    return Correction(weights, kept.view(response_mask.dtype) if config.rollout_rs else response_mask,
-                      statistics)
+    return Correction(weights, mask, statistics)
 
 
 def _precision(train: Tensor, rollout: Tensor) -> torch.dtype:
@@ -531,7 +529,7 @@ class _Block:
 
     def reject(self, criteria: Mapping[str, Any], advantages: Tensor | None, response_mask: Tensor,
                out: Tensor | None) -> Tensor:
-        """`response_mask` without the tokens that a criterion rejects, and what rows' need: [R, T]"""
+        """`response_mask` without rejected tokens, [R, T]; and the sums that `_reject_rows` asks for."""
         veto = criteria["seq_max_k1"][0] if "seq_max_k1" in criteria else None
         if veto:
             self.sums["catastrophic"] = self.below(self.log_ratio, math.log(veto)).sum(-1)
@@ -595,8 +593,7 @@ def _of_tokens(criterion: str) -> bool:
     return criterion == "opsm" or criterion.startswith("token")
 
 
-def _reject_rows(criteria: Mapping[str, Any], sums: dict[str, Tensor], mask: Tensor,
-                 response_mask: Tensor) -> Tensor:
+def _reject_rows(criteria: Mapping[str, Any], sums: dict[str, Tensor], mask: Tensor) -> Tensor:
     """`mask` without the sequences that a criterion rejects; what it finds is added to `sums`, [B].
 
     Apart from `_Block.reject`, since a sequence's fate is known when all its tokens are summed.
@@ -612,7 +609,9 @@ def _reject_rows(criteria: Mapping[str, Any], sums: dict[str, Tensor], mask: Ten
     sums["kept"] = (sums["n"] - sums.get("hit", 0)) * kept
     if not of_rows:
         return mask
-    return torch.mul(mask, kept[:, None].to(mask.dtype), out=None if mask is response_mask else mask)
+    keep = kept[:, None].to(mask.dtype)
+    given = len(of_rows) == len(criteria)                           # the mask is still the caller's
+    return mask * keep if given else mask.mul_(keep)
 
 
 def _row_statistic(name: str, sums: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -716,7 +715,7 @@ def _statistics(sums: dict[str, Tensor], config: RolloutCorrectionConfig) -> Sta
                     "rollout_is_catastrophic_token_fraction", "rollout_is_veto_fraction")
     rejected = n - sums.get("kept", n)
     _rejected_statistics(table, "rollout_rs_", rejected)
-    table.of_rows((rejected == n).double(), min="all_rejected")            # on every row that has a token
+    table.of_rows((rejected == n).double(), min="all_rejected")    # in every row with a token
     return table.statistics(n)
 
 
@@ -800,13 +799,14 @@ def _ratio_statistics(table: _Table, prefix: str, weights: RowSums, sums: dict[s
 
 def _beyond_statistics(table: _Table, prefixes: tuple[str, ...], rho: RowSums, sums, lo, hi, below,
                        above, per_row: bool) -> None:
-    """How many ρ and sequences' means of ρ are beyond the bounds; `below`, `above` [B]: of a row."""
+    """How many ρ and sequences' means of ρ are beyond the bounds; `below`, `above`: a row's, [B]."""
     row = rho.total / sums["length"]
     for end, count, far in (("high", above, row > (math.inf if hi is None else hi)),
                             ("low", below, row < (0.0 if lo is None else lo))):
         names = tuple(f"{prefix}_ratio_fraction_{end}" for prefix in prefixes)
         table.of_counts(count, **_kind(per_row, names))
-        table.of_rows(far.double(), mean=tuple(f"{prefix}_seq_fraction_{end}" for prefix in prefixes))
+        names = tuple(f"{prefix}_seq_fraction_{end}" for prefix in prefixes)
+        table.of_rows(far.double(), mean=names)
 
 
 def _nats(name: str, bound) -> tuple[float, float]:

@@ -95,8 +95,8 @@ def table(title: str, head: str, rows: list[list]) -> None:
 
 def floor(a, b, c, x, y):
     """The least that `correct` could cost: reads three [B, T] tensors, writes two."""
-    for p, q, r, s, t in zip(*(z.split(16) for z in (a, b, c, x, y))):        # in cache the 2nd time
-        t.copy_(torch.addcmul(p, q, r, out=s))
+    torch.addcmul(a, b, c, out=x)
+    torch.mul(x, 2, out=y)
 
 
 SETTINGS = {

@@ -31,7 +31,9 @@ def test_one_kernel_gives_the_same_but_for_rounding(mask_dtype, config):
     for shape in ((37, 50), (21, 64)):                  # the second one is compiled for any shape
         train, rollout, mask, signs = batch(*shape)
         given = train, rollout, mask.to(mask_dtype), config, signs
-        one, blocks = correct(*given, compiled=True), correct(*given)
+        one = correct(*given, compiled=True)
+        blocks = correct(*given)
+        assert torch.equal(given[2], mask.to(mask_dtype))           # the caller's is left alone
         torch.testing.assert_close(one.weights, blocks.weights, rtol=1e-12, atol=1e-14)
         assert torch.equal(one.mask, blocks.mask) and one.mask.dtype == mask_dtype
         assert 0 < one.mask.sum() < mask.sum()
