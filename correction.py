@@ -445,7 +445,7 @@ class _Block:
 
     def __init__(self, space, train: Tensor, rollout: Tensor, response_mask: Tensor, zero,
                  rho=None):
-        """`space`: SPACE tensors [R, T]. `rho` [R, T]: where ρ stays; else ρ − 1 takes its place."""
+        """`space`: SPACE tensors [R, T]. `rho` [R, T]: where ρ stays; else ρ − 1 is in its place."""
         x, excess, valid, padding, self.scratch = space
         self.zero = zero
         self.set_valid(response_mask, valid, padding, train.dtype)
@@ -473,7 +473,7 @@ class _Block:
         torch.add(self.valid.new_full((), infinity), self.valid, alpha=infinity,
                   out=padding.view(integer))
         self.padding = padding
-        self.n = -self.valid.sum(-1, keepdim=True, dtype=integer)
+        self.n = -self.valid.sum(-1, keepdim=True, dtype=integer).to(dtype)
 
     def only(self, x: Tensor, out=None) -> Tensor:
         """x, and 0 on padding, whatever stood there; in place without `out`."""
@@ -529,7 +529,7 @@ class _Block:
 
     def reject(self, criteria: Mapping[str, Any], advantages: Tensor | None, response_mask: Tensor,
                out: Tensor | None) -> Tensor:
-        """`response_mask` without rejected tokens, [R, T]; and the sums that `_reject_rows` asks for."""
+        """`response_mask` without rejected tokens, [R, T]; and the sums `_reject_rows` asks for."""
         veto = criteria["seq_max_k1"][0] if "seq_max_k1" in criteria else None
         if veto:
             self.sums["catastrophic"] = self.below(self.log_ratio, math.log(veto)).sum(-1)
@@ -799,7 +799,7 @@ def _ratio_statistics(table: _Table, prefix: str, weights: RowSums, sums: dict[s
 
 def _beyond_statistics(table: _Table, prefixes: tuple[str, ...], rho: RowSums, sums, lo, hi, below,
                        above, per_row: bool) -> None:
-    """How many ρ and sequences' means of ρ are beyond the bounds; `below`, `above`: a row's, [B]."""
+    """How many ρ and sequences' means of ρ are beyond the bounds; `below`, `above` [B]: a row's."""
     row = rho.total / sums["length"]
     for end, count, far in (("high", above, row > (math.inf if hi is None else hi)),
                             ("low", below, row < (0.0 if lo is None else lo))):
