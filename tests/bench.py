@@ -51,7 +51,8 @@ def batch(B, T):
     g = torch.Generator().manual_seed(0)
     rollout = -3 * torch.rand(B, T, generator=g)
     train = rollout + 0.02 * torch.randn(B, T, generator=g)
-    return train, rollout, (torch.arange(T) < torch.randint(T // 4, T + 1, (B, 1), generator=g)).float()
+    lengths = torch.randint(T // 4, T + 1, (B, 1), generator=g)
+    return train, rollout, (torch.arange(T) < lengths).float()
 
 
 def paired(candidates: dict, turns: int = 15) -> dict[str, list[float]]:
@@ -134,11 +135,13 @@ def bench_correct():
 
 def bench_scaling():
     keep_freed_memory()
-    data = {size: batch(*size) for size in ((256, 2048), (512, 2048), (256, 4096))}
-    took = paired({size: lambda x=x: correct(*x, Config("token")).metrics for size, x in data.items()})
-    one, *twice = took.values()
-    table("`correct`, token: twice the tokens", "[256, 2048], ms | twice B | twice T",
-          [[ms(one), *(ratio(x, one) for x in twice)]])
+    rows, sizes = [], ((256, 2048), (512, 2048), (256, 4096), (256, 1))
+    for name, (config, _) in SETTINGS.items():
+        took = paired({size: lambda x=batch(*size): correct(*x, config).metrics for size in sizes})
+        one, *twice, fixed = took.values()
+        rows.append([name, ms(one), *(ratio(x, one) for x in twice), ms(fixed)])
+    table("`correct`: twice the tokens, and hardly any",
+          "setting | [256, 2048], ms | twice B | twice T | [256, 1], ms", rows)
 
 
 def head_and_data(N, H, V, dtype):
