@@ -425,6 +425,8 @@ def test_half_and_single_precision_stay_finite(dtype, size):
                                  Config(level, threshold, normalize, criteria), torch.ones(2, 3))
                 assert result.weights.dtype == torch.float32 and result.weights.isfinite().all()
                 assert all(math.isfinite(v) for v in to_host(result.metrics).values())
+    limited = perplexity(train.float(), mask).mean().item()                     # at most e^80 each
+    assert to_host(result.metrics)["rollout_corr/training_ppl"] == pytest.approx(limited, rel=1e-4)
 
 
 # -------------------------------------------------------------------- single facts, by hand
