@@ -254,6 +254,20 @@ def test_padding_is_not_counted_where_one_is_out_of_bounds(bound):
     assert_equal(correct(train, rollout, mask, config), plain_correct(train, rollout, mask, config), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("config", [
+    Config("token", 0.01),                                              # every ρ is above the bound
+    Config(rollout_rs={"token_k1": (0.8, 1.9), "token_k3": 0.1}),       # each rejects what the other keeps
+    Config(rollout_rs={"opsm": 0.05})])
+def test_the_fast_form_is_the_plain_one_where_chance_seldom_looks(config):
+    g = torch.Generator().manual_seed(0)
+    train, rollout = torch.randn(2, 6, 9, dtype=torch.float64, generator=g) / 2
+    mask = torch.arange(9) < torch.arange(6)[:, None]
+    signs = torch.arange(54, dtype=torch.float64).reshape(6, 9) % 3 - 1     # A < 0, A = 0 and A > 0
+    fast, plain = (form(train, rollout, mask, config, signs) for form in (correct, plain_correct))
+    assert_equal(fast, plain, rtol=1e-12, atol=0)
+    assert not config.rollout_rs or 0 < fast.mask.sum() < mask.sum()
+
+
 @pytest.mark.parametrize("scale", [1e-2, 1e-3])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_single_precision_is_as_good_as_double(scale, level):
