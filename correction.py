@@ -545,11 +545,8 @@ class _Block:
             hit = found if hit is None else torch.maximum(hit, found, out=hit)
         if hit is None:
             return response_mask
-        self.sums["hit"] = hit.sum(-1) if len(of_tokens) > 1 else self.sums[f"{name}.rejected"]
-        keep = hit.eq_(0)
-        if torch.compiler.is_compiling():
-            return (response_mask * keep).to(response_mask.dtype)
-        return torch.mul(response_mask, keep.to(response_mask.dtype), out=out)
+        self.sums["hit"] = hit.sum(-1) if len(of_tokens) > 1 else self.sums[f"{of_tokens[0]}.rejected"]
+        return torch.mul(response_mask, hit.eq_(0).to(response_mask.dtype), out=out)
 
     def opsm(self, bound: float, advantages: Tensor | None) -> Tensor:
         """Where opsm rejects, 0 or 1: [R, T]"""
