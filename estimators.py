@@ -10,7 +10,7 @@ the log-ratio of the KL term. The derivation is in math/, whose labels (eq:…) 
 docstrings. Only torch is needed.
 """
 
-from typing import NamedTuple
+import math
 
 import torch
 from torch import Tensor
@@ -29,15 +29,12 @@ KL_KINDS = ("k1", "k2", "k3", "abs")
 def masked_log_ratio(log_prob: Tensor, other_log_prob: Tensor, response_mask: Tensor) -> Tensor:
     """log(π/π') per token, 0 on padding, in float32 at least.  (eq:ratio)
 
-    `log_prob`, `other_log_prob`, `response_mask`: [B, T] → [B, T]. The mask is applied before
-    the subtraction, so that NaN or ±inf in the padding can reach neither value nor gradient.
+    `log_prob`, `other_log_prob`, `response_mask`: [B, T] → [B, T]. NaN or ±inf in the padding
+    reach neither the value nor the gradient: a difference has the slope 1 whatever stands there.
     """
-    mask = response_mask.bool()
     dtype = torch.promote_types(log_prob.dtype, other_log_prob.dtype)
     dtype = torch.promote_types(dtype, torch.float32)
-    zero = log_prob.new_zeros((), dtype=dtype)
-    return (torch.where(mask, log_prob.to(dtype), zero)
-            - torch.where(mask, other_log_prob.to(dtype), zero))
+    return torch.where(response_mask.bool(), log_prob.to(dtype) - other_log_prob.to(dtype), 0.0)
 
 
 def exp_ratio(log_ratio: Tensor, bound: float = SAFETY_BOUND) -> Tensor:
@@ -55,15 +52,38 @@ def aggregate_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) ->
     `log_ratio`, `response_mask`: [B, T] → [B, T], 0 on padding. Raises ValueError on another level.
     """
     mask = response_mask.bool()
-    log_ratio = torch.where(mask, log_ratio, 0.0)
     if level == "token":
-        return log_ratio
-    total = log_ratio.sum(-1, keepdim=True)                                      # [B, 1]
+        return torch.where(mask, log_ratio, 0.0)
+    return torch.where(mask, sequence_log_ratio(log_ratio, mask, level), 0.0)
+
+
+def sequence_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) -> Tensor:
+    """log ρ of each sequence, or of its geometric mean: [B, T] → [B, 1].  (eq:levels)"""
+    mask = response_mask.bool()
+    total = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True)
     if level == "sequence":
-        return torch.where(mask, total, 0.0)
+        return total
     if level == "geometric":
-        return torch.where(mask, total / mask.sum(-1, keepdim=True).clamp(min=1), 0.0)
+        return total / mask.sum(-1, keepdim=True).clamp(min=1)
     raise ValueError(f"level must be one of {', '.join(LEVELS)}, not {level!r}")
+
+
+def outside(log_rho: Tensor, lo: float | None, hi: float | None) -> tuple[Tensor, Tensor]:
+    """Where ρ < lo, and where ρ > hi; an open end (None) is never crossed.  (eq:mis, eq:rejection)
+
+    Bounds bound ρ and are compared as logarithms: [B, T] → bool [B, T] twice. A bound met exactly
+    is inside.
+    """
+    return (log_rho < (math.log(lo) if lo else -math.inf),
+            log_rho > (math.inf if hi is None else math.log(hi)))
+
+
+def extremes(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest and smallest valid x of each row, [B, T] → [B] twice; −∞ and ∞ if none.  (eq:merge)"""
+    if not x.shape[-1]:
+        nothing = x.new_full(x.shape[:-1], math.inf)
+        return -nothing, nothing
+    return torch.where(mask, x, -math.inf).amax(-1), torch.where(mask, x, math.inf).amin(-1)
 
 
 # ------------------------------------------------------------------- Kullback–Leibler, per token
@@ -108,6 +128,12 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
 
 # --------------------------------------------------------------- how good are the weights?
 
+def kish(n: Tensor, total: Tensor, squares: Tensor) -> Tensor:
+    """ESS/N from N, Σw and Σw²: any one shape; 0, not NaN, where all weights are 0.  (eq:ess)"""
+    tiny = torch.finfo(squares.dtype).tiny
+    return total.square() / (n * squares).clamp(min=tiny)
+
+
 def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
     """Kish's effective sample size as a share of the N valid entries.  (eq:ess)
 
@@ -117,10 +143,9 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
     Source: Kish 1965; Martino et al. 1602.03572; χ² link 1809.04129.
     """
     weights = torch.where(mask.bool(), weights, 0.0)
-    tiny = torch.finfo(weights.dtype).tiny
-    weights = weights / weights.abs().amax().clamp(min=tiny)   # scale-free, and w² stays finite
-    count = mask.bool().sum().clamp(min=1)
-    return weights.sum().square() / (count * weights.square().sum()).clamp(min=tiny)
+    largest = weights.abs().amax().clamp(min=torch.finfo(weights.dtype).tiny)
+    weights = weights / largest                                 # scale-free, and w² stays finite
+    return kish(mask.bool().sum().clamp(min=1), weights.sum(), weights.square().sum())
 
 
 def chi_square(log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -142,121 +167,7 @@ def perplexity(log_prob: Tensor, response_mask: Tensor) -> Tensor:
     return exp_ratio(-mean, 4 * SAFETY_BOUND)           # never squared: e^80 still fits a float32
 
 
-class RowSums(NamedTuple):
-    """Of a quantity over each row's valid tokens, float64 [B]; None: not needed.  (eq:merge)"""
-
-    total: Tensor                                       # Σx
-    squares: Tensor | None = None                       # Σx²
-    top: Tensor | None = None                           # max x
-    bottom: Tensor | None = None                        # min x
-
-    @classmethod
-    def constant(cls, x: Tensor, n: Tensor) -> "RowSums":
-        """Of one value [B] on all n [B] tokens of a row."""
-        return cls(n * x, n * x.square(), x, x)
-
-    @classmethod
-    def around_one(cls, excess: Tensor, squares: Tensor, n: Tensor, top, bottom) -> "RowSums":
-        """Of x near 1, from Σ(x − 1) and Σ(x − 1)²: in float32 Σx² could not tell x from 1."""
-        return cls(n + excess, n + 2 * excess + squares, top, bottom)
-
-
-class Statistics:
-    """Means, spreads and extremes of many quantities that merge exactly.  (eq:merge)
-
-    A mean over micro-batches or ranks is not the mean of their means. What does add up is
-    (n, Σx, Σx²) and what does compare is (max x, max −x); so these five numbers of every quantity
-    are kept, merged, and turned into metrics at the very end. No value leaves the device before.
-
-        add(x, mask, mean="kl", std=("kl_std", "alias"))    which reductions, and their names
-        add_rows, add_sums                                  many at once, of rows or their tokens
-        merge(others); all_reduce(group); metrics() → {name: 0-dim tensor}
-
-    Reductions: mean; std (n below it); sample_std (n − 1 below it); min; max; ess, (Σx)²/(nΣx²).
-    Of nothing at all they are 0. Sums are kept in float64, since var = Σx²/n − mean² cancels.
-    """
-
-    def __init__(self):
-        self.outputs: list[dict[str, str | tuple[str, ...]]] = []
-        self.tables: list[Tensor] = []      # each [quantities, 5]: n, Σx, Σx², max x, max −x
-
-    def add(self, values: Tensor, mask: Tensor, **outputs: str | tuple[str, ...]) -> None:
-        """Reduces `values` over the entries where `mask` is true; only what `outputs` asks for."""
-        mask, wide = mask.bool(), dict(dtype=torch.float64)
-        values = values.detach().to(torch.promote_types(values.dtype, torch.float32))
-        values = torch.where(mask, values, 0.0)
-        squares = values.new_zeros((), **wide)
-        top = bottom = values.new_full((), -torch.inf, **wide)
-        if {"std", "sample_std", "ess"} & outputs.keys():
-            squares = values.double().square().sum()          # 1 ± 1e-5: squared in float32, all 1
-        if "max" in outputs and mask.numel():
-            top = torch.where(mask, values, -torch.inf).amax().double()
-        if "min" in outputs and mask.numel():
-            bottom = torch.where(mask, -values, -torch.inf).amax().double()
-        column = torch.stack([mask.sum(**wide), values.sum(**wide), squares, top, bottom])
-        self.tables.append(column[None])
-        self.outputs.append(outputs)
-
-    def add_rows(self, quantities: list[tuple[Tensor, dict]], rows: Tensor) -> None:
-        """`add` for many pairs of (values [B], outputs), over the `rows` [B] that are true."""
-        x = torch.stack([values for values, _ in quantities])                   # [quantities, B]
-        x = x.double().masked_fill(~rows, 0.0)
-        self._add([outputs for _, outputs in quantities], rows.double(), x, x.square(), x, x)
-
-    def add_sums(self, quantities: list[tuple[RowSums, dict]], n: Tensor) -> None:
-        """`add` for many pairs of (RowSums, outputs), over tokens, of which a row has `n` [B]."""
-        nothing = torch.zeros_like(n)
-        fields = zip(*(sums for sums, _ in quantities))
-        tables = [torch.stack([nothing if x is None else x for x in field]) for field in fields]
-        self._add([outputs for _, outputs in quantities], n, *tables)
-
-    def _add(self, outputs: list[dict], n: Tensor, total, squares, top, bottom) -> None:
-        """A quantity per row of these [quantities, B]."""
-        peaks = torch.stack([top, -bottom]).masked_fill_(n <= 0, -torch.inf)    # [2, quantities, B]
-        if n.numel():
-            peaks = peaks.amax(-1)
-        else:                                                                   # no row at all
-            peaks = peaks.new_full(peaks.shape[:2], -torch.inf)
-        columns = [n.sum().expand(len(outputs)), total.sum(-1), squares.sum(-1), *peaks]
-        self.tables.append(torch.stack(columns, -1))
-        self.outputs += outputs
-
-    def merge(self, others: "list[Statistics]") -> "Statistics":
-        """These statistics and those of other parts of the batch, as if computed at once."""
-        parts = torch.stack([torch.cat(part.tables) for part in [self, *others]])
-        merged = Statistics()
-        merged.outputs = self.outputs
-        merged.tables = [torch.cat([parts[..., :3].sum(0), parts[..., 3:].amax(0)], -1)]
-        return merged
-
-    def all_reduce(self, group) -> "Statistics":
-        """The same over the ranks of a process group: one sum and one maximum for everything."""
-        table = torch.cat(self.tables)
-        sums, peaks = table[:, :3].contiguous(), table[:, 3:].contiguous()
-        torch.distributed.all_reduce(sums, group=group)
-        torch.distributed.all_reduce(peaks, torch.distributed.ReduceOp.MAX, group=group)
-        merged = Statistics()
-        merged.outputs, merged.tables = self.outputs, [torch.cat([sums, peaks], -1)]
-        return merged
-
-    def metrics(self) -> dict[str, Tensor]:
-        n, total, squares, top, bottom = torch.cat(self.tables).unbind(-1)       # each [quantities]
-        count, nothing = n.clamp(min=1), n <= 0
-        mean = total / count
-        variance = (squares / count - mean.square()).clamp(min=0)
-        reduced = {
-            "mean": mean,
-            "std": variance.sqrt(),
-            "sample_std": (variance * count / (count - 1).clamp(min=1)).sqrt(),
-            "ess": (total.square() / (count * squares)).masked_fill(squares <= 0, 0.0),
-            "max": top.masked_fill(nothing, 0.0),
-            "min": (-bottom).masked_fill(nothing, 0.0),
-        }
-        reduced = {how: values.unbind() for how, values in reduced.items()}
-        return {name: reduced[how][i] for i, outputs in enumerate(self.outputs)
-                for how, names in outputs.items()
-                for name in ((names,) if isinstance(names, str) else names)}
-
+# ------------------------------------------------------------------- the distribution sampled from
 
 def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
                        top_p: float = 1.0) -> tuple[Tensor, Tensor]:

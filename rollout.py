@@ -21,8 +21,6 @@ import os
 import random
 import sys
 import tempfile
-import threading
-import traceback
 import warnings
 from collections import deque
 from contextlib import contextmanager
@@ -34,6 +32,8 @@ import numpy
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LogitsProcessor
+
+from policy import padded, run_prompts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -76,51 +76,6 @@ def make_engine(
     return TransformersEngine(path, **settings)
 
 
-class EngineError(RuntimeError):
-    """The last words of an engine that failed, in one sentence."""
-
-
-@contextmanager
-def watched(engine, seconds, report):
-    """One call of an engine. Whatever it raises becomes an EngineError; after `seconds` of it,
-    `report` gets a sentence and the process ends: nothing can be raised into a call that hangs.
-    """
-    caller = threading.get_ident()
-
-    def end():
-        at = traceback.extract_stack(sys._current_frames()[caller])[-1]
-        report(f"rollout.engine={engine.name} has not answered for rollout.timeout={seconds:g} "
-               f"seconds, in {at.name} ({at.filename}:{at.lineno}): the same command continues "
-               "from the last checkpoint")
-        os._exit(1)
-
-    watch = threading.Timer(seconds, end)
-    watch.daemon = True
-    watch.start()
-    try:
-        yield
-    except Exception as error:
-        words = (str(error).strip() or "no word").splitlines()[0]
-        raise EngineError(f"rollout.engine={engine.name} failed with {type(error).__name__}: "
-                          f"{words}") from error
-    finally:
-        watch.cancel()
-
-
-def run_prompts(decoder, tokens, attention):
-    """Each prompt once, however many rows of tokens, attention [B, P] have it; padded left.
-
-    Returns the decoder's output for the different prompts, its cache already spread over the B
-    rows, and which of the prompts each row has: [B].
-    """
-    prompts, row = (2 * tokens + attention).unique(dim=0, return_inverse=True)
-    attention = prompts % 2
-    output = decoder(input_ids=prompts // 2, attention_mask=attention, use_cache=True,
-                     position_ids=(attention.cumsum(-1) - 1).clamp(min=0))
-    output.past_key_values.batch_select_indices(row)
-    return output, row
-
-
 class TransformersEngine:
     """Hugging Face `generate` over a model of its own; needs no further installation."""
 
@@ -150,8 +105,7 @@ class TransformersEngine:
     @torch.inference_mode()
     def _batch(self, prompts, seeds, temperature, max_tokens, eos_ids):
         width, device = max(map(len, prompts)), self.model.device
-        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])  # [B, P], padded
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])  # on the left
+        ids, mask = padded(prompts, "left")  # [B, P]
         config = GenerationConfig(do_sample=False, max_new_tokens=max_tokens, pad_token_id=0,
                                   eos_token_id=list(eos_ids) or None)
         sampler = GumbelMax(seeds, temperature, device)

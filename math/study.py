@@ -35,11 +35,13 @@ COLUMNS = ["regime", "method", "seed", "final_accuracy", "best_accuracy", "first
 def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
     """Trains, and reads its line of the table out of the run's metrics."""
     import trainer
-    settings = trainer.flat({**study["settings"], "correction": {"preset": method}, "seed": seed})
+    from plumbing.checkpoints import read_metrics
+    from plumbing.settings import flat, load_config
+    settings = flat({**study["settings"], "correction": {"preset": method}, "seed": seed})
     settings |= study["regimes"][regime] | study["methods"].get(method, {})
     run = f"study-{regime}-{method}-{seed}"
     overrides = [f"{key}={value}" for key, value in settings.items()]
-    config = trainer.load_config([str(ROOT / "configs" / "disabled.yaml"), *overrides, f"run={run}"])
+    config = load_config([str(ROOT / "configs" / "disabled.yaml"), *overrides, f"run={run}"])
     log = Path("runs") / ".study" / f"{run}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
@@ -48,7 +50,7 @@ def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
     began = time.perf_counter()
     plant(method, trainer)
     trainer.start(config)
-    lines = trainer.read_metrics(Path("runs") / run / "metrics.jsonl")
+    lines = read_metrics(Path("runs") / run / "metrics.jsonl")
     return {"regime": regime, "method": method, "seed": seed, **summary(lines),
             "seconds": round(time.perf_counter() - began, 1)}
 

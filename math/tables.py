@@ -22,10 +22,12 @@ import torch
 import yaml
 from oracle import J, Policy, exact_gradient, expectation, grad_J, kl, rewards, token_kl
 
-from correction import HEALTHY, HISTORICAL, PRESETS, RolloutCorrectionConfig
-from correction import from_dialect, importance_weights, offpolicy_metrics, rejection_mask
+from adapters.dialects import from_dialect
+from correction import (HISTORICAL, PRESETS, RolloutCorrectionConfig, correct, importance_weights,
+                        rejection_mask)
 from estimators import kl_estimate, masked_log_ratio
 from losses import kl_loss, policy_loss, reinforce_loss
+from metrics import HEALTHY
 
 SUM = "seq-mean-token-sum"
 TODAY = [name for name in PRESETS if name not in HISTORICAL and name not in ("geo_rs", "pg_rs")]
@@ -254,10 +256,10 @@ FORMULAS = {
 
 
 def metrics():
-    """What `diagnose` judges, then what `offpolicy_metrics` reports; one without a formula is a KeyError."""
+    """What `diagnose` judges, then what every correction reports; one without a formula is a KeyError."""
     pi = Policy(V=3, T=3, seed=0)
-    names = [name.removeprefix("rollout_corr/") for name in
-             offpolicy_metrics(pi.log_probs(), pi.log_probs(), pi.mask)]
+    nothing = correct(pi.log_probs(), pi.log_probs(), pi.mask, RolloutCorrectionConfig())
+    names = [name.removeprefix("rollout_corr/") for name in nothing.metrics]
     judged = [[f"`{name}`", f"{low:g}" if low == high else f"{low:g} to {high:g}", meaning, remedy]
               for name, low, high, meaning, remedy in HEALTHY]
     formulas = [[f"`{name}`", FORMULAS[name]] for name in names]

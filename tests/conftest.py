@@ -9,21 +9,7 @@ import os
 import pytest
 import torch
 
-SPECIAL = ["<pad>", "<eos>", "<unk>"]
 CHARACTERS = "0123456789+-*/=?() abcd"
-
-
-def character_tokenizer(characters=CHARACTERS):
-    """One token per character, saved and loaded like any other Hugging Face tokenizer."""
-    # Imported here: the core's own tests must run where torch is and transformers is not.
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *characters])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    names = dict(zip(["pad_token", "eos_token", "unk_token"], SPECIAL, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
 @pytest.fixture(scope="session")
@@ -33,9 +19,12 @@ def tiny_model(tmp_path_factory):
     The embeddings are tied, as in most small models, and the weights are ten times the usual size,
     so that the distributions are far from uniform and a wrong one is seen.
     """
+    # Imported here: the core's own tests must run where torch is and transformers is not.
     from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from plumbing.tasks import character_tokenizer
     directory = tmp_path_factory.mktemp("tiny_model")
-    tokenizer = character_tokenizer()
+    tokenizer = character_tokenizer(CHARACTERS)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = Qwen2Config(

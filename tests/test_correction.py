@@ -17,14 +17,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import correction
-from correction import (CRITERIA, HEALTHY, HISTORICAL, PRESETS, SAFETY_BOUND, RolloutCorrectionConfig,
-                        correct, diagnose, from_dialect, importance_weights, merge, offpolicy_metrics,
-                        rejection_mask, to_host)
-from estimators import (aggregate_log_ratio, chi_square, effective_sample_size, exp_ratio, kl_estimate,
-                        perplexity)
+from adapters.dialects import from_dialect
+from correction import (CRITERIA, HISTORICAL, PRESETS, RolloutCorrectionConfig, correct, importance_weights,
+                        rejection_mask)
+from estimators import (SAFETY_BOUND, aggregate_log_ratio, chi_square, effective_sample_size, exp_ratio,
+                        kl_estimate, perplexity)
 from losses import aggregate_loss
-from plain import plain_correct
+from metrics import merge, offpolicy_metrics, to_host
 
 # The same examples on every run, and no verdict about the speed of the machine.
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -230,60 +229,6 @@ def assert_equal(a, b, **tolerance):
         assert x[name] == pytest.approx(y[name], rel=1e-6, abs=1e-6 * max(1, abs(x[name])) if "std" in name else 1e-9), name
 
 
-@given(batches(), configs(), st.integers(1, 60), st.sampled_from([torch.bool, torch.int64, torch.float32]))
-def test_the_fast_form_is_the_plain_one_whatever_the_blocks(batch, config, block, mask_dtype):
-    """eq:correction: a block may hold one row, end inside the batch, or be larger than it."""
-    train, rollout, mask, advantages = batch
-    plain = plain_correct(train, rollout, mask.to(mask_dtype), config, advantages)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(correction, "BLOCK", block)
-        fast = correct(train, rollout, mask.to(mask_dtype), config, advantages)
-        kept = rejection_mask(train - rollout, mask, config.rollout_rs, advantages)
-    assert_equal(fast, plain, rtol=1e-12, atol=0)
-    assert torch.equal(kept, plain.mask.bool()) and fast.mask.dtype == mask_dtype
-
-
-@pytest.mark.parametrize("bound", [(0.5, 0.9), (1.1, 2.0), (None, 0.9), (1.1, None), 0.8])
-def test_padding_is_not_counted_where_one_is_out_of_bounds(bound):
-    """ρ = 1 on padding, so to speak: log ρ is 0 there, and so are k1, k2 and k3."""
-    g = torch.Generator().manual_seed(0)
-    train, rollout = torch.randn(2, 6, 9, dtype=torch.float64, generator=g) / 2
-    mask = torch.arange(9) < torch.arange(6)[:, None]
-    pair = bound if isinstance(bound, tuple) else (bound, None)
-    config = Config("token", bound, rollout_rs={"token_k1": pair, "seq_max_k1": pair})
-    assert_equal(correct(train, rollout, mask, config), plain_correct(train, rollout, mask, config), rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("config", [
-    Config("token", 0.01),                                              # every ρ is above the bound
-    Config(rollout_rs={"token_k1": (0.8, 1.9), "token_k3": 0.1}),       # each rejects what the other keeps
-    Config(rollout_rs={"opsm": 0.05})])
-def test_the_fast_form_is_the_plain_one_where_chance_seldom_looks(config):
-    g = torch.Generator().manual_seed(0)
-    train, rollout = torch.randn(2, 6, 9, dtype=torch.float64, generator=g) / 2
-    mask = torch.arange(9) < torch.arange(6)[:, None]
-    signs = torch.arange(54, dtype=torch.float64).reshape(6, 9) % 3 - 1     # A < 0, A = 0 and A > 0
-    fast, plain = (form(train, rollout, mask, config, signs) for form in (correct, plain_correct))
-    assert_equal(fast, plain, rtol=1e-12, atol=0)
-    assert not config.rollout_rs or 0 < fast.mask.sum() < mask.sum()
-
-
-@pytest.mark.parametrize("scale", [1e-2, 1e-3])
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_single_precision_is_as_good_as_double(scale, level):
-    """Sums over 2 000 tokens in float32 lose nothing that the log-probs themselves still have."""
-    g = torch.Generator().manual_seed(0)
-    rollout = -3 * torch.rand(40, 2000, generator=g)
-    train = rollout + scale * torch.randn(40, 2000, generator=g)
-    mask = torch.arange(2000) < torch.randint(1, 2001, (40, 1), generator=g)
-    config = Config(level, 1.0 + scale, rollout_rs={"token_k1": (1 - scale, 1 + scale)})
-    single = to_host(correct(train, rollout, mask, config).metrics)
-    double = to_host(plain_correct(train.double(), rollout.double(), mask, config).metrics)
-    for name, value in single.items():
-        # each e^x is rounded by up to 6e-8; what is the mean of many is better than that
-        assert value == pytest.approx(double[name], rel=2e-4, abs=1e-8), name
-
-
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0, 0)])
 def test_a_batch_of_nothing_gives_nothing(shape):
     x = torch.zeros(shape)
@@ -295,13 +240,12 @@ def test_a_batch_of_nothing_gives_nothing(shape):
 
 @pytest.mark.parametrize("criterion", ["token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_mean_k3"])
 def test_a_log_prob_that_is_not_a_number_is_not_rejected_away(criterion):
-    """Nothing may hide it: the mask keeps its token and the metrics say nan, as the plain form's do."""
+    """Nothing may hide it: the mask keeps its token and the metrics say nan."""
     train = torch.zeros(2, 3)
     train[0, 1] = math.nan
     config = Config(rollout_rs={criterion: (0.5, 2.0) if criterion.endswith("k1") else 0.1})
-    for form in correct, plain_correct:
-        result = form(train, torch.zeros(2, 3), torch.ones(2, 3), config)
-        assert result.mask.all() and math.isnan(result.metrics["rollout_corr/kl"])
+    result = correct(train, torch.zeros(2, 3), torch.ones(2, 3), config)
+    assert result.mask.all() and math.isnan(result.metrics["rollout_corr/kl"])
 
 
 def test_small_divergences_are_not_rejected_for_their_rounding():
@@ -694,32 +638,6 @@ def _keys(block):
             yield from _keys(value)
 
 
-# ------------------------------------------------------------------------------- diagnosis
-
-def test_diagnose_is_silent_when_nothing_is_wrong_and_names_metric_and_knob_otherwise():
-    x = torch.full((2, 3), -1.0)
-    assert diagnose(correct(x, x, x.bool(), Config.decoupled_token_is()).metrics) == []
-    assert diagnose({}) == []
-    for name, low, high, _, remedy in HEALTHY:
-        for value in (low - 1.5, high + 1.5):
-            sentence, = diagnose({f"rollout_corr/{name}": value})
-            assert sentence.startswith(name) and remedy in sentence and sentence.endswith(".")
-        assert diagnose({name: low}) == diagnose({name: torch.tensor(high, dtype=torch.float64)}) == []
-    assert "not finite" in diagnose({"rollout_corr/kl": math.nan})[0]
-    assert len(diagnose({"kl": math.nan, "k3_kl": math.nan})) == 2          # each once
-
-
-@pytest.mark.parametrize("name, well, ill", [
-    ("all_rejected", 0, 1), ("rollout_is_mean", 0.51, 0.49), ("rollout_is_mean", 1.99, 2.01),
-    ("rollout_is_raw_eff_sample_size", 0.31, 0.29), ("rollout_is_std", 0.99, 1.01),
-    ("rollout_is_catastrophic_token_fraction", 0.009, 0.011), ("rollout_is_veto_fraction", 0.09, 0.11),
-    ("rollout_rs_seq_masked_fraction", 0.49, 0.51), ("k3_kl", 0.099, 0.101), ("chi2_token", 0.99, 1.01),
-    ("chi2_token", -0.9, 1.01), ("ppl_ratio", 0.81, 0.79), ("ppl_ratio", 1.24, 1.26),
-])
-def test_the_limits_of_health(name, well, ill):
-    assert diagnose({name: well}) == [] and len(diagnose({name: ill})) == 1
-
-
 def test_a_correction_cannot_be_changed_by_whom_it_is_given_to():
     with pytest.raises(AttributeError):
         correct(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), Config()).mask = None
@@ -765,3 +683,41 @@ def test_bounds_belong_to_the_interval():
             made = correct(log_rho, zeros, mask, RolloutCorrectionConfig(rollout_rs={name: bounds}))
             assert made.mask.all() and made.metrics["rollout_corr/rollout_rs_masked_fraction"] == 0
             assert all(v == 0 for k, v in made.metrics.items() if "fraction_high" in k or "fraction_low" in k)
+
+
+@pytest.mark.parametrize("made, expected", [
+    (Config.token_is(threshold=3.0), Config("token", 3.0)),
+    (Config.token_is(), Config.decoupled_token_is()),
+    (Config.seq_is_rs(is_threshold=3.0, rs_threshold=2.0), Config("sequence", 3.0, rollout_rs={"seq_sum_k1": (0.5, 2.0)})),
+    (Config.seq_is_rs(3.0, (0.25, 4.0)), Config("sequence", 3.0, rollout_rs={"seq_sum_k1": (0.25, 4.0)})),
+    (Config.seq_mis(threshold=3.0), Config("sequence", 3.0, rollout_rs={"seq_sum_k1": (0.5, 2.0)})),
+    (Config.geo_rs(rs_threshold=1.001, rs_threshold_lower=0.999, veto_threshold=1e-5),
+     Config(rollout_rs={"seq_mean_k1": (0.999, 1.001), "seq_max_k1": (1e-5, None)})),
+    (Config.geo_rs(veto_threshold=None), Config(rollout_rs={"seq_mean_k1": (0.999, 1.001)})),
+    (Config.decoupled_geo_rs(1.25), Config(rollout_rs={"seq_mean_k1": (0.8, 1.25)})),
+    (Config.decoupled_geo_rs(rs_threshold="0.999_1.002"), Config(rollout_rs={"seq_mean_k1": (0.999, 1.002)})),
+    (Config.decoupled_geo_rs(1.25, veto_threshold=1e-4),
+     Config(rollout_rs={"seq_mean_k1": (0.8, 1.25), "seq_max_k1": (1e-4, None)})),
+    (Config.decoupled_k3_rs_seq_tis(3.0, 0.1), Config("sequence", 3.0, rollout_rs={"seq_mean_k3": 0.1})),
+    (Config.decoupled_token_icepop(4.0), Config("token", (0.5, 4.0))),
+    (Config.decoupled_token_icepop(4.0, 0.25), Config("token", (0.25, 4.0))),
+    (Config.decoupled_token_icepop(threshold_lower=0.25), Config("token", (0.25, 5.0))),
+    (Config.bypass_pg_token_icepop([0.1, 9]), Config("token", (0.1, 9.0), bypass_mode=True, loss_type="reinforce")),
+    (Config.ppo_is_bypass(threshold=3.0), Config(None, 3.0, bypass_mode=True)),
+    (Config.pure_is(threshold=3.0), Config("sequence", 3.0, bypass_mode=True, loss_type="reinforce")),
+    (Config.pg_rs(rs_threshold=1.25, veto_threshold=1e-4), Config(
+        None, 2.0, False, {"seq_mean_k1": (0.8, 1.25), "seq_max_k1": (1e-4, None)}, True, "reinforce")),
+])
+def test_presets_take_the_arguments_of_verls_documents(made, expected):
+    """Today's names and those of the migration guide; a single bound u of ρ is [1/u, u]."""
+    assert made == expected
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: Config.decoupled_token_is(rs_threshold=2.0), "argument of decoupled_token_is.*rs_threshold"),
+    (lambda: Config.geo_rs(rs_treshold=2.0), "argument of geo_rs.*did you mean 'rs_threshold'"),
+    (lambda: Config.decoupled_geo_rs(-1), "rs_threshold.*positive"),
+])
+def test_a_presets_wrong_argument_is_one_sentence(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()

@@ -11,8 +11,8 @@ import torch
 from oracle import (Policy, close, estimator_moments, exact_gradient, expectation, f64, grad_J, kl,
                     rewards, scores, token_kl)
 
-from estimators import (SAFETY_BOUND, Statistics, aggregate_log_ratio, chi_square,
-                        effective_sample_size, exp_ratio, grpo_advantages, kl_estimate,
+from estimators import (SAFETY_BOUND, aggregate_log_ratio, chi_square, effective_sample_size,
+                        exp_ratio, grpo_advantages, kl_estimate,
                         masked_log_ratio, perplexity, reinforce_advantages, rloo_advantages,
                         sampling_log_probs)
 
@@ -308,91 +308,6 @@ def test_perplexity_ratio_is_the_inverse_geometric_mean():
     assert perplexity(X, GOOD)[3] == 1
     assert close(perplexity(f64([[-1e4]]), torch.ones(1, 1)), [math.exp(80)])
     assert perplexity(torch.tensor([[-1e4]]), torch.ones(1, 1)).isfinite()
-
-
-# --------------------------------------------------------------------------------------- statistics
-
-ASKED = {how: (how, f"{how}_too") for how in ("mean", "std", "sample_std", "min", "max", "ess")}
-
-
-def reduced(x):
-    """Every reduction, by torch, of a flat tensor."""
-    n = len(x)
-    return {"mean": x.mean(), "std": x.std(correction=0), "min": x.min(), "max": x.max(),
-            "sample_std": x.std() if n > 1 else x.new_zeros(()),
-            "ess": x.sum() ** 2 / (n * x.square().sum())}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("pieces", [1, 2, 5])
-def test_statistics_merge_exactly(dtype, pieces):
-    """eq:merge: any split gives what torch gives on the whole; also with a part that is empty."""
-    generator = torch.Generator().manual_seed(pieces)
-    values = torch.randn(40, 3, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-12
-    mask = torch.rand(40, 3, generator=generator) < 0.6
-    cuts = sorted(torch.randint(0, 40, (pieces - 1,), generator=generator).tolist())
-    parts = []
-    for a, b in zip([0, *cuts, 40], [*cuts, 40, 40]):               # the last one is empty
-        part = Statistics()
-        part.add(torch.where(mask, values, math.nan)[a:b], mask[a:b], **ASKED)
-        part.add(2 - values[a:b], mask[a:b].float(), mean="other")
-        parts.append(part)
-    out = parts[0].merge(parts[1:]).metrics()
-    expected = reduced(values.detach().double()[mask])
-    for how, value in expected.items():
-        assert close(out[how], value, tolerance) and out[how] == out[f"{how}_too"]
-        assert out[how].ndim == 0 and not out[how].requires_grad
-    assert close(out["other"], 2 - expected["mean"], tolerance)
-    assert set(out) == {*ASKED, *(f"{how}_too" for how in ASKED), "other"}
-
-
-@pytest.mark.parametrize("values", [
-    [], [3.0], [-2.0, -2.0], [1e4, 1e4 + 1], [0.1, 0.2], [0.0, 0.0]])
-def test_statistics_of_few_values(values):
-    """eq:merge: nothing gives 0; one value has no spread; equal ones no negative variance."""
-    statistics, x = Statistics(), f64([*values, 7.0])
-    statistics.add(x, torch.arange(len(x)) < len(values), **ASKED)
-    expected = reduced(x[:-1]) if values else dict.fromkeys(ASKED, 0.0)
-    for how, value in expected.items():
-        value = 0.0 if values == [0.0, 0.0] and how == "ess" else value
-        assert close(statistics.metrics()[how], value, 1e-8), how
-
-
-def test_statistics_widen_half_precision():
-    """eq:merge: bfloat16 values are summed as what they are, in float64."""
-    statistics, x = Statistics(), torch.full((3000,), 0.1, dtype=torch.bfloat16)
-    statistics.add(x, torch.ones(3000), mean="mean", std="std")
-    assert close(statistics.metrics()["mean"], x[0].double()) and statistics.metrics()["std"] < 1e-8
-
-
-@pytest.mark.parametrize("spread", [1e-3, 1e-4, 1e-5])
-def test_statistics_see_a_small_spread_in_float32(spread):
-    """eq:merge: a good engine gives weights 1 ± 1e-5, whose squares must not be rounded first."""
-    x = 1 + spread * torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    statistics = Statistics()
-    statistics.add(x, torch.ones(1000), std="std")
-    exact = x.double().std(correction=0).item()
-    assert statistics.metrics()["std"].item() == pytest.approx(exact, rel=1e-4)
-
-
-def test_statistics_over_ranks(monkeypatch):
-    """eq:merge over a process group: sums are summed, extremes maximised; the own part stays."""
-    here, there = Statistics(), Statistics()
-    here.add(X[:2], GOOD[:2], **ASKED)
-    there.add(X[2:], GOOD[2:], **ASKED)
-    theirs = torch.cat(there.tables)
-
-    def all_reduce(tensor, op=torch.distributed.ReduceOp.SUM, group=None):
-        assert group == "ranks"
-        summed = op == torch.distributed.ReduceOp.SUM
-        tensor.copy_(tensor + theirs[:, :3] if summed else torch.maximum(tensor, theirs[:, 3:]))
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    before = here.metrics()
-    out = here.all_reduce("ranks").metrics()
-    assert all(close(out[how], value) for how, value in reduced(X[GOOD]).items())
-    assert before == here.metrics()
 
 
 # ------------------------------------------------------------------------ the sampling distribution

@@ -30,10 +30,12 @@ SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "roll
 DRIVER = """
 import json, os, signal, sys, time
 from pathlib import Path
-import trainer, rollout
+import shutil, trainer, rollout
+from plumbing import checkpoints, run
+from plumbing.tasks import Task
 faults, argv = json.loads(sys.argv[1]), sys.argv[2:]
 metrics = Path("runs") / argv[-1].removeprefix("run=") / "metrics.jsonl"
-trainer.Task.reward = lambda self, problem, response: float(len(response) % 2)     # untaught models earn it
+Task.reward = lambda self, problem, response: float(len(response) % 2)     # untaught models earn it
 def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
 def half(self, named_tensors):
     for (name, tensor), _ in zip(named_tensors, range(5)):
@@ -51,10 +53,10 @@ def half_a_line(self, step, metrics):
 PLACES = {                         # owner, function, what happens at the fatal call: before or instead, or after
     "generation": (rollout.TransformersEngine, "_batch", die, None), "scoring": (trainer, "score", die, None),
     "update": (trainer, "update", None, die), "weight sync": (rollout.TransformersEngine, "update_weights", half, None),
-    "metrics": (trainer.Run, "log", half_a_line, None), "checkpoint begun": (trainer.dcp, "save", die, None),
-    "checkpoint without state": (trainer.dcp, "save", None, die), "before rename": (os, "replace", renamed, None),
-    "after rename": (os, "replace", None, renamed), "removal of the oldest": (trainer.shutil, "rmtree", one_file, None),
-    "curves": (trainer, "plot", die, None),
+    "metrics": (run.Run, "log", half_a_line, None), "checkpoint begun": (checkpoints.dcp, "save", die, None),
+    "checkpoint without state": (checkpoints.dcp, "save", None, die), "before rename": (os, "replace", renamed, None),
+    "after rename": (os, "replace", None, renamed), "removal of the oldest": (shutil, "rmtree", one_file, None),
+    "curves": (run, "plot", die, None),
 }
 def arm(owner, name, before, after, left):
     real = getattr(owner, name)

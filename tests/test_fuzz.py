@@ -22,8 +22,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import correction  # noqa: E402
 import trainer  # noqa: E402
+from adapters import dialects  # noqa: E402
+from plumbing import checkpoints, tasks  # noqa: E402
+from plumbing.settings import Config, TaskConfig, UserError, leaves, load_config  # noqa: E402
 
 
 class Bomb:
@@ -99,11 +101,11 @@ def fuzz_config(rng):
         start = rng.choice([*NASTY_YAML, *GOOD_YAML, *GOOD_YAML, text_of(rng, value(rng))])
         Path("x.yaml").write_bytes(mangled(rng, start).encode("utf-8", "surrogatepass") if rng.random() < 0.95 else raw(rng))
         words.insert(0, "x.yaml")
-    trainer.load_config(words)
+    load_config(words)
 
 
 def fuzz_problems(rng):
-    config = trainer.TaskConfig(kind=rng.choice(["jsonl", "parquet"]), eval_size=1, path=rng.choice(["rows"] * 9 + ["/dev/zero", ".", "\0", "nowhere"]))
+    config = TaskConfig(kind=rng.choice(["jsonl", "parquet"]), eval_size=1, path=rng.choice(["rows"] * 9 + ["/dev/zero", ".", "\0", "nowhere"]))
     good = '{"question": "1+1=", "answer": "so\\n#### 2"}'
     lines = [mangled(rng, rng.choice([*NASTY_ROWS, *[good] * 20])) for _ in range(rng.randrange(1, 4))]
     Path("rows").write_bytes("\n".join(lines).encode("utf-8", "surrogatepass") if rng.random() < 0.9 else raw(rng))
@@ -117,12 +119,12 @@ def fuzz_problems(rng):
         for _ in range(rng.randrange(3) if content else 0):
             content[rng.randrange(len(content))] = rng.randrange(256)
         Path("rows").write_bytes(content)
-    trainer.make_task(config, 0)
+    tasks.make_task(config, 0)
 
 
 def fuzz_dialect(rng):
     block = {rng.choice(DIALECTS): value(rng) for _ in range(rng.randrange(5))}
-    correction.from_dialect(block if rng.random() < 0.9 else rng.choice(VALUES))
+    dialects.from_dialect(block if rng.random() < 0.9 else rng.choice(VALUES))
 
 
 def fuzz_checkpoint(rng):
@@ -133,17 +135,17 @@ def fuzz_checkpoint(rng):
     state = rng.choice([mangled(rng, good), text_of(rng, value(rng)), pickle.dumps(Bomb()), raw(rng), "[" * 9999])
     (place / "state.json").write_bytes(state if isinstance(state, bytes) else state.encode("utf-8", "surrogatepass"))
     Path("metrics.jsonl").write_bytes(b"\n".join([mangled(rng, '{"step": 1}').encode("utf-8", "surrogatepass"), raw(rng), b""]))
-    config = trainer.Config(run="x")
+    config = Config(run="x")
     try:
-        trainer.Checkpoints(directory, config)
-        trainer.read_metrics(Path("metrics.jsonl"))
+        checkpoints.Checkpoints(directory, config)
+        checkpoints.read_metrics(Path("metrics.jsonl"))
     finally:
         shutil.rmtree("runs")
 
 
 GOOD_YAML = [path.read_text() for path in (Path(trainer.__file__).parent / "configs").glob("*.yaml")]
-KEYS = [key for key, _ in trainer.leaves(trainer.Config)]
-DIALECTS = [*correction.OWN, *correction.VERL, *correction.VERL_060, *correction.VERL_TIS, *correction.SKYRL, *correction.WRAPPERS, "use_tis", 1, None, "x"]
+KEYS = [key for key, *_ in leaves(Config)]
+DIALECTS = [*dialects.OWN, *dialects.VERL, *dialects.VERL_060, *dialects.VERL_TIS, *dialects.SKYRL, *dialects.WRAPPERS, "use_tis", 1, None, "x"]
 FUZZERS = [fuzz_config, fuzz_config, fuzz_problems, fuzz_dialect, fuzz_checkpoint]
 
 
@@ -152,14 +154,14 @@ def corpus():
     for text in NASTY_YAML:
         def read(text=text):
             Path("x.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
-            trainer.load_config(["x.yaml"])
+            load_config(["x.yaml"])
         yield text[:60], read
     for word in NASTY_WORDS:
-        yield word[:60], lambda word=word: trainer.load_config([word])
+        yield word[:60], lambda word=word: load_config([word])
     for row in NASTY_ROWS:
         def rows(row=row):
             Path("rows").write_text(row, errors="surrogatepass", encoding="utf-8")
-            trainer.make_task(trainer.TaskConfig(kind="jsonl", path="rows", eval_size=1), 0)
+            tasks.make_task(TaskConfig(kind="jsonl", path="rows", eval_size=1), 0)
         yield row[:60], rows
 
 
@@ -173,8 +175,8 @@ def answered(name, call) -> None:
         with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             call()
-    except (trainer.UserError, ValueError, TypeError) as error:
-        contract = trainer.UserError if "dialect" not in str(name) else (ValueError, TypeError)
+    except (UserError, ValueError, TypeError) as error:
+        contract = UserError if "dialect" not in str(name) else (ValueError, TypeError)
         if not isinstance(error, contract) or isinstance(error, UnicodeError):
             raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error
         assert str(error).strip() and "\n" not in str(error), f"{name}: not one sentence: {error!s:.300}"

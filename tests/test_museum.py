@@ -14,9 +14,10 @@ from oracle import (Policy, close, estimator_moments, exact_gradient, expectatio
 
 from correction import RolloutCorrectionConfig as Config
 from correction import correct
-from estimators import (Statistics, aggregate_log_ratio, effective_sample_size, exp_ratio,
-                        kl_estimate, rloo_advantages, sampling_log_probs)
+from estimators import (aggregate_log_ratio, effective_sample_size, exp_ratio, kl_estimate,
+                        rloo_advantages, sampling_log_probs)
 from losses import aggregate_loss, count, kl_loss, policy_loss, ppo_clip_loss, reinforce_loss
+from metrics import Statistics, Tokens
 
 PI = Policy(3, 3, seed=0)
 MU, REF = PI.perturbed(1, 0.5), PI.perturbed(3, 0.7)
@@ -191,18 +192,15 @@ def mean_of_micro_batch_means():
 @exhibit("verl: https://github.com/verl-project/verl/issues/4294", "eq:merge")
 def mean_of_the_ranks_deviations():
     """Metrics averaged over ranks: the mean of deviations is not the deviation."""
-    first, second = Statistics(), Statistics()
-    first.add(VALUES[:1], ROWS[:1], std="std")
-    second.add(VALUES[1:], ROWS[1:], std="std")
-    std = torch.stack([first.metrics()["std"], second.metrics()["std"]]).mean()
-    return std, first.merge([second]).metrics()["std"], SPREAD
+    first, second = (Statistics.of([(Tokens.of(ROWS[i]).sums(VALUES[i]), {"std": "std"})]) for i in ([0], [1]))
+    std = torch.stack([*first.metrics().values(), *second.metrics().values()]).mean()
+    return std, first.merge([second]).metrics()["rollout_corr/std"], SPREAD
 
 
 @exhibit("SkyRL: https://github.com/NovaSky-AI/SkyRL/pull/849", "eq:merge")
 def minimum_and_deviation_over_padding():
     """The padding's zeros are smaller than any ratio, and counted in the spread."""
-    statistics = Statistics()
-    statistics.add(VALUES, ROWS, min="min", std="std")
+    statistics = Statistics.of([(Tokens.of(ROWS).sums(VALUES), {"min": "min", "std": "std"})])
     padded = torch.stack([VALUES.min(), VALUES.std(correction=0)])
     return padded, torch.stack([*statistics.metrics().values()]), [1.0, SPREAD]
 

@@ -18,7 +18,8 @@ SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "roll
          "train.lr=0.01", "train.eval_every=2"]
 DRIVER = """
 import os, sys, time, torch, rollout, trainer
-trainer.Task.reward = lambda self, problem, response: float(len(response) % 2)     # untaught models earn it
+from plumbing.tasks import Task
+Task.reward = lambda self, problem, response: float(len(response) % 2)     # untaught models earn it
 fault, rank, calls = sys.argv[1], int(os.environ.get("RANK", 0)), []
 def broken(owner, name):
     real = getattr(owner, name)

@@ -24,6 +24,10 @@ from safetensors.torch import load_file
 
 import trainer
 from correction import PRESETS
+from plumbing import checkpoints, tasks
+from plumbing.faults import process_group
+from plumbing.settings import TaskConfig, TrainConfig, load_config
+from policy import Policy, TokenLogProbs, full_weights, load_policy
 from rollout import Sample, TransformersEngine, WeightSync, make_engine
 
 HERE = Path(__file__).resolve().parent.parent
@@ -38,13 +42,13 @@ def run(tiny_model, tmp_path, monkeypatch):
     The reward is one that an untaught model earns half of the time: a response of odd length.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(trainer.Task, "reward", lambda self, problem, response: float(len(response) % 2))
+    monkeypatch.setattr(tasks.Task, "reward", lambda self, problem, response: float(len(response) % 2))
 
     def call(*overrides, engine="transformers", name="x"):
         code = trainer.main([*SMALL, f"policy.path={tiny_model}", f"rollout.engine={engine}", f"run={name}",
                              *overrides])
         path = Path("runs") / name / "metrics.jsonl"
-        return code, trainer.read_metrics(path) if path.exists() else []
+        return code, checkpoints.read_metrics(path) if path.exists() else []
     return call
 
 
@@ -73,7 +77,7 @@ def test_presets_with_vllm_under_torchrun(preset, tiny_model, tmp_path, vllm_req
                     f"correction.preset={preset}", "run=v"], tmp_path)
     assert result.returncode == 0, result.stderr
     assert "engine vllm (bfloat16)" in result.stderr and "Traceback" not in result.stdout + result.stderr
-    lines = trainer.read_metrics(tmp_path / "runs/v/metrics.jsonl")
+    lines = checkpoints.read_metrics(tmp_path / "runs/v/metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2] and lines[0]["rollout_corr/k3_kl"] > 0
 
 
@@ -103,20 +107,20 @@ def test_the_default_command_learns_from_a_demo_model(tmp_path):
     result = shell([sys.executable, str(HERE / "trainer.py"), "train.steps=2", "rollout.engine=transformers"], tmp_path)
     assert result.returncode == 0, result.stderr
     directory = tmp_path / "runs/demo,rollout.engine=transformers"
-    lines = trainer.read_metrics(directory / "metrics.jsonl")
+    lines = checkpoints.read_metrics(directory / "metrics.jsonl")
     assert 0.5 < lines[0]["eval/accuracy"] < 0.75
     assert {"config.yaml", "curves.png", "eval.jsonl", "checkpoints", "model"} <= {p.name for p in directory.iterdir()}
 
 
 def test_finished_model_reloads_and_reproduces_the_accuracy(run):
     _, lines = run("train.lr=0.01", "task.eval_size=32")
-    config = trainer.load_config(["runs/x/config.yaml"])
+    config = load_config(["runs/x/config.yaml"])
     model = transformers.AutoModelForCausalLM.from_pretrained("runs/x/model")
     tokenizer = transformers.AutoTokenizer.from_pretrained("runs/x/model")
     saved = [json.loads(line) for line in Path("runs/x/eval.jsonl").read_text().splitlines()]
     engine = make_engine("transformers", "runs/x/model", dtype="float32", max_model_len=32)
     samples = engine.generate([tokenizer(a["question"]).input_ids for a in saved],
-                              [trainer.seed_of(config.seed, "eval", i) for i in range(32)],
+                              [tasks.seed_of(config.seed, "eval", i) for i in range(32)],
                               temperature=1.0, max_tokens=5, eos_ids=[model.config.eos_token_id])
     texts = [tokenizer.decode(s.tokens, skip_special_tokens=True) for s in samples]
     assert texts == [a["response"] for a in saved]
@@ -130,8 +134,11 @@ import itertools, sys, torch, torch.distributed as dist, trainer
 from dataclasses import replace
 from types import SimpleNamespace
 from correction import PRESETS, RolloutCorrectionConfig, correct
+from metrics import merge
+from plumbing.faults import process_group
+from policy import load_policy
 path, out, results = sys.argv[1], sys.argv[2], {}
-with trainer.process_group() as device:
+with process_group() as device:
     rank, world = dist.get_rank(), dist.get_world_size()
     config = trainer.Config()
     config.train.max_grad_norm = 1e9
@@ -147,7 +154,7 @@ with trainer.process_group() as device:
             ("decoupled_seq_is_rs", "token-mean", "fixed", False), ("decoupled_seq_is_rs", "seq-mean-token-mean", "kept", True),
             ("bypass_pg_rs", "token-mean", "kept", True), ("bypass_pg_is", "seq-mean-token-sum-norm", "fixed", False)]):
         config.train.micro_batch_size = 8 // world // parts
-        policy = trainer.load_policy(path, config, device)
+        policy = load_policy(path, 1.0, "float32", device)
         options = (RolloutCorrectionConfig("token", 2.0, normalize, {"seq_sum_k1": [0.01, 1.0]}, True, "reinforce")
                    if preset == "bypass_pg_rs" else PRESETS[preset]())
         options = replace(options, rollout_is_batch_normalize=normalize)
@@ -165,7 +172,7 @@ with trainer.process_group() as device:
             def zero_grad(self): policy.zero_grad()
         run = SimpleNamespace(config=config, policy=policy, optimizer=Recorder())
         made = trainer.update(run, batch, options, given)
-        merged = trainer.merge(made.corrections, dist.group.WORLD)
+        merged = merge(made.corrections, dist.group.WORLD)
         results.setdefault(parts, {})[preset, denominator] = (gradient, {**made.metrics, **merged})
     if rank == 0: torch.save(results, out)
 """
@@ -213,8 +220,8 @@ def test_shared_prompts_and_slices_give_the_log_probs_of_the_whole_logits(checkp
     whole[:4][mask[:4]].square().sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    policy = trainer.Policy(model, 0.7)
-    monkeypatch.setattr(trainer, "CHUNK", 15 * 10)      # of 5 × 3 tokens' 26 logits: 10, 10 and 6
+    policy = Policy(model, 0.7)
+    monkeypatch.setattr("policy.CHUNK", 15 * 10)      # of 5 × 3 tokens' 26 logits: 10, 10 and 6
     sliced = policy(tokens, attention, 3)
     sliced[:4][mask[:4]].square().sum().backward()
     assert torch.allclose(sliced[mask], whole[mask], atol=1e-5)
@@ -225,7 +232,7 @@ def test_shared_prompts_and_slices_give_the_log_probs_of_the_whole_logits(checkp
 @pytest.mark.parametrize("with_bias, temperature, softcap", [(False, 1.0, None), (True, 0.7, None), (True, 1.3, 2.0)])
 def test_slices_of_the_vocabulary_change_nothing(with_bias, temperature, softcap, chunk, monkeypatch):
     """Value and gradients, against the same thing written out and left to autograd."""
-    monkeypatch.setattr(trainer, "CHUNK", chunk)
+    monkeypatch.setattr("policy.CHUNK", chunk)
     g = torch.Generator().manual_seed(0)
     hidden, weight, bias = (torch.randn(*shape, generator=g, dtype=torch.float64, requires_grad=True)
                             for shape in ((7, 5), (11, 5), (11,)))
@@ -234,11 +241,11 @@ def test_slices_of_the_vocabulary_change_nothing(with_bias, temperature, softcap
     z = torch.nn.functional.linear(*given)
     z = (softcap * torch.tanh(z / softcap) if softcap else z) / temperature
     plain = z.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-    ours = trainer.TokenLogProbs.apply(*given[:2], bias if with_bias else None, targets, temperature, softcap)
+    ours = TokenLogProbs.apply(*given[:2], bias if with_bias else None, targets, temperature, softcap)
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
     for a, b in zip(torch.autograd.grad(ours, given, upstream), torch.autograd.grad(plain, given, upstream)):
         assert (a - b).norm() <= 1e-12 * b.norm()
-    sizes = [z.shape[1] for _, z, *_ in trainer.TokenLogProbs.slices(
+    sizes = [z.shape[1] for _, z, *_ in TokenLogProbs.slices(
         hidden.detach(), weight.detach(), None, targets, 1.0, None)]
     assert sum(sizes) == 11 and max(sizes) == max(1, min(11, chunk // 7))
 
@@ -250,8 +257,8 @@ def test_engine_and_trainer_agree_before_and_after_a_sync(kind, tiny_model, requ
     config = trainer.Config()
     config.rollout.temperature = 0.7
     prompts = [[3 + i, 5, 7][:1 + i % 3] for i in range(12)]
-    with trainer.process_group() as device:
-        policy = trainer.load_policy(str(tiny_model), config, device)
+    with process_group() as device:
+        policy = load_policy(str(tiny_model), 0.7, "float32", device)
         engine = make_engine(kind, str(tiny_model), dtype="float32", max_model_len=64, device=device, batch_size=16)
         try:
             for seed in range(2):
@@ -263,7 +270,7 @@ def test_engine_and_trainer_agree_before_and_after_a_sync(kind, tiny_model, requ
                     for parameter in policy.parameters():
                         parameter.mul_(1.05)
                 assert seed or (trainer.score(policy, batch, config) - batch.rollout_log_prob).abs().max() > 1e-2
-                WeightSync(engine, 0, None).push(trainer.full_weights(policy))
+                WeightSync(engine, 0, None).push(full_weights(policy))
         finally:
             engine.close()
 
@@ -299,18 +306,18 @@ def test_finished_run_says_so_and_another_configuration_is_refused(run, capsys):
     code, _ = run("train.lr=0.5", "seed=3")
     said = capsys.readouterr().err
     assert code == 2 and "seed=0 (now 3)" in said
-    assert f"train.lr={trainer.TrainConfig.lr} (now 0.5)" in said
+    assert f"train.lr={TrainConfig.lr} (now 0.5)" in said
     assert all(torch.equal(x, weights("x")[name]) for name, x in before.items())
 
 
 def test_full_disk_is_one_sentence_and_the_last_checkpoint_remains(run, monkeypatch, capsys):
-    write = trainer.write
+    write = checkpoints.write
 
     def full(path, text):
         if path.name == "state.json" and "step-000002" in str(path):
             raise OSError(28, "No space left on device")
         write(path, text)
-    monkeypatch.setattr(trainer, "write", full)
+    monkeypatch.setattr(checkpoints, "write", full)
     code, _ = run("train.save_every=1")
     said = capsys.readouterr().err
     assert code == 1 and "the disk is full" in said and "Traceback" not in said
@@ -407,12 +414,12 @@ def test_broken_rows_are_named(line, said, run, tmp_path, capsys):
     (r"\boxed{never closed", "never closed"), ("the answer is 42", "the answer is 42"), ("1e3", "1e3"),
 ])
 def test_final_answers(text, answer):
-    assert trainer.final_answer(text) == answer
+    assert tasks.final_answer(text) == answer
 
 
 @pytest.mark.parametrize("kind", ["arithmetic", "sort"])
 def test_tasks_hold_out_problems_and_deal_the_rest_once_per_pass(kind):
-    task = trainer.make_task(trainer.TaskConfig(kind=kind, size=2, eval_size=20), seed=1)
+    task = tasks.make_task(TaskConfig(kind=kind, size=2, eval_size=20), seed=1)
     assert not {p.question for p in task.train} & {p.question for p in task.held_out} and len(task.held_out) == 20
     size = len(task.train)
     dealt = [i for first in range(0, 2 * size, size // 4) for i in task.order(1, first, size // 4)][:2 * size]
@@ -427,7 +434,7 @@ def spoil(monkeypatch, policy):
     """The first step's third row on its second token, or that row's reward, or the first gradient, is not a number."""
     calls = []
     if policy == "reward":
-        monkeypatch.setattr(trainer.Task, "reward", lambda self, problem, response: calls.append(1) or (
+        monkeypatch.setattr(tasks.Task, "reward", lambda self, problem, response: calls.append(1) or (
             math.nan if len(calls) == 8 + 3 else float(len(response) % 2)))      # 8 of the evaluation, then the third
     elif policy == "π_rollout":
         generate = TransformersEngine.generate
@@ -448,7 +455,7 @@ def spoil(monkeypatch, policy):
             return clip(parameters, *args)
         monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spoiled)
     else:
-        forward, wanted = trainer.Policy.forward, {"π_old": [1], "π_ref": [5], "π_θ": range(5, 99)}[policy]
+        forward, wanted = Policy.forward, {"π_old": [1], "π_ref": [5], "π_θ": range(5, 99)}[policy]
 
         def spoiled(self, *args):
             log_prob = forward(self, *args)
@@ -456,7 +463,7 @@ def spoil(monkeypatch, policy):
             if sum(calls) not in wanted:                 # `load_policy` checks itself with two
                 return log_prob
             return log_prob * torch.where(torch.arange(log_prob.shape[1]) == 1, math.nan, 1.0)
-        monkeypatch.setattr(trainer.Policy, "forward", spoiled)
+        monkeypatch.setattr(Policy, "forward", spoiled)
 
 
 @pytest.mark.parametrize("policy, skipped", [("π_rollout", "samples"), ("π_old", "samples"), ("π_ref", "samples"),
@@ -489,7 +496,7 @@ def test_what_is_not_finite_is_left_out_counted_and_said(policy, skipped, run, m
 def test_a_reward_that_is_not_finite_is_no_part_of_its_groups_baseline(run, monkeypatch):
     """All others earn 1: their mean is 1 and there is nothing to learn."""
     calls = []
-    monkeypatch.setattr(trainer.Task, "reward", lambda *_: calls.append(1) or (math.nan if len(calls) == 8 + 3 else 1.0))
+    monkeypatch.setattr(tasks.Task, "reward", lambda *_: calls.append(1) or (math.nan if len(calls) == 8 + 3 else 1.0))
     for kind in "grpo", "rloo", "reinforce":
         calls.clear()
         code, lines = run("train.on_nonfinite=skip", f"advantage.kind={kind}", name=kind)
@@ -513,7 +520,7 @@ def test_steps_without_anything_to_learn_from_are_counted(case, preset, run, mon
     if case == "rejected":
         settings, expected = [*settings, "correction.rollout_rs={token_k1: [1.0e6, null]}"], ("rollout_corr/all_rejected", 1)
     elif case == "equal":
-        monkeypatch.setattr(trainer.Task, "reward", lambda *_: 1.0)
+        monkeypatch.setattr(tasks.Task, "reward", lambda *_: 1.0)
     elif case == "masked":                           # the model's end token is never sampled in two tokens
         settings, expected = [*settings, "rollout.mask_truncated=true", "rollout.max_tokens=2"], ("response/truncated_fraction", 1)
         monkeypatch.setattr(TransformersEngine, "generate", cut(lambda s: replace(s, finished=False)))
@@ -525,7 +532,7 @@ def test_steps_without_anything_to_learn_from_are_counted(case, preset, run, mon
     assert code == 0 and len(lines) == 2 and all(line[expected[0]] == expected[1] for line in lines)
     assert all(math.isfinite(value) for line in lines for value in line.values())
     if case in ("rejected", "equal", "masked", "no tokens"):
-        first = load_file(Path(trainer.load_config(["runs/x/config.yaml"]).policy.path) / "model.safetensors")
+        first = load_file(Path(load_config(["runs/x/config.yaml"]).policy.path) / "model.safetensors")
         assert all(torch.equal(x, first[name]) for name, x in weights("x").items())
 
 
@@ -569,7 +576,7 @@ def test_an_engine_that_dies_has_its_last_words_and_leaves_the_checkpoint(where,
 def test_vllm_out_of_memory_at_its_start_names_the_settings(words, run, monkeypatch, capsys):
     def start(*_, **__):
         raise ValueError(words)
-    monkeypatch.setattr(trainer, "make_engine", start)
+    monkeypatch.setattr("plumbing.run.make_engine", start)
     assert run()[0] == 2 and "rollout.gpu_memory_utilization" in capsys.readouterr().err
 
 

@@ -1,0 +1,224 @@
+"""Other systems' words for the same corrections: their configuration blocks, read as ours.
+
+This file decides what verl 0.6.0, 0.6.1, 0.9 and SkyRL mean by their keys, and reproduces what
+*they* do, where their own documents and their code differ too. It knows no tensor.
+
+    from adapters.dialects import from_dialect
+    config = from_dialect({"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.5_2.0,0.01"})
+"""
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from correction import (CRITERIA, LEVELS, PRESETS, RolloutCorrectionConfig, choice, flag, interval,
+                        nearest, number)
+
+WRAPPERS = ("trainer", "algorithm", "actor_rollout_ref", "actor", "rollout", "rollout_correction",
+            "off_policy_correction")
+VERL_TIS = ("use_tis", "tis_imp_ratio_cap")
+VERL_060 = ("rollout_is", "rollout_is_level", "rollout_is_mode", "rollout_is_threshold",
+            "rollout_is_threshold_lower", "rollout_is_veto_threshold", "rollout_is_batch_normalize")
+VERL = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs",
+        "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold",
+        "bypass_mode", "bypass_old_logprob_for_rollout", "loss_type", "use_policy_gradient",
+        "use_pure_rollout_correction")
+SKYRL = VERL_TIS + (
+    "tis_ratio_type", "token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high",
+    "sequence_mask_metric", "product_mask_low", "product_mask_high", "geo_mask_low",
+    "geo_mask_high", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high",
+    "token_mask_is_threshold_low", "token_mask_is_threshold_high")
+OWN = ("preset", *(f.name for f in fields(RolloutCorrectionConfig)))
+
+
+def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
+    """A configuration block of verl or SkyRL, as their documents have it, as ours.  (eq:correction)
+
+    Takes, flat or inside their sections (algorithm.rollout_correction, off_policy_correction, …):
+        verl PR 2953   tis_imp_ratio_cap
+        verl 0.6.0     rollout_is_level, rollout_is_mode, rollout_is_threshold(_lower), …
+        verl 0.6.1     rollout_rs: token | sequence | geometric, rollout_rs_threshold(_lower), …
+        verl 0.9       rollout_rs: "token_k1,seq_mean_k3", rollout_rs_threshold: "0.5_2.0,0.01"
+        SkyRL          tis_ratio_type, sequence_mask_metric, outlier_token_is_threshold_low, …
+        this project   preset: NAME and/or the fields of RolloutCorrectionConfig
+    and reproduces what *they* do. verl 0.9's k1 bounds are on 1/ρ: they are inverted, with a
+    warning where that makes a difference. Raises ValueError, naming the key, for anything else.
+    """
+    block = _flatten(mapping, {})
+    keys = set(block) - {"calculate_log_probs"}
+    if "preset" in keys or isinstance(block.get("rollout_rs"), Mapping) \
+            or isinstance(block.get("rollout_is_threshold"), (list, tuple)):
+        read, allowed = _from_own, OWN
+    elif keys & set(SKYRL) - set(VERL_TIS) or "use_tis" in keys:
+        read, allowed = _from_skyrl, SKYRL
+    elif "tis_imp_ratio_cap" in keys:
+        read, allowed = _from_verl_tis, VERL_TIS
+    elif keys & set(VERL_060) - set(VERL) or isinstance(block.get("rollout_is"), bool):
+        read, allowed = _from_verl_060, VERL_060
+    else:
+        read, allowed = _from_verl, VERL
+    for key in keys:
+        if key not in allowed:
+            known = (*OWN, *VERL, *VERL_060, *SKYRL)
+            mixed = " here: it belongs to another dialect" if key in known else nearest(key, known)
+            raise ValueError(f"correction has no key {key!r}{mixed}")
+    config = read(block)
+    corrects = config.rollout_is or config.rollout_rs or config.bypass_mode
+    if block.get("calculate_log_probs") is False and corrects:
+        raise ValueError("calculate_log_probs is false, but a correction needs the rollout's "
+                         "log-probs")
+    return config
+
+
+def _flatten(mapping: Any, into: dict) -> dict:
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"correction must be a mapping of settings, not {mapping!r}")
+    for key, value in mapping.items():
+        if key in WRAPPERS:
+            _flatten({} if value is None else value, into)
+        elif not isinstance(key, str) or key in into:
+            fault = "given twice" if isinstance(key, str) else "no name"
+            raise ValueError(f"correction key {key!r} is {fault}")
+        else:
+            into[key] = value
+    return into
+
+
+def _from_own(block: Mapping) -> RolloutCorrectionConfig:
+    config = RolloutCorrectionConfig()
+    if block.get("preset") is not None:
+        choice("correction.preset", block["preset"], tuple(PRESETS))
+        config = PRESETS[block["preset"]]()
+    return replace(config, **{key: block[key] for key in OWN[1:] if key in block})
+
+
+def _from_verl_tis(block: Mapping) -> RolloutCorrectionConfig:
+    cap = block["tis_imp_ratio_cap"]
+    off = cap is None or (isinstance(cap, (int, float)) and not isinstance(cap, bool) and cap <= 0)
+    return RolloutCorrectionConfig() if off else RolloutCorrectionConfig(
+        "token", number("tis_imp_ratio_cap", cap))
+
+
+def _from_verl_060(block: Mapping) -> RolloutCorrectionConfig:
+    upper, lower = block.get("rollout_is_threshold"), block.get("rollout_is_threshold_lower")
+    veto, mode = block.get("rollout_is_veto_threshold"), block.get("rollout_is_mode", "truncate")
+    level = block.get("rollout_is_level", "token")
+    choice("rollout_is_level", level, LEVELS)
+    choice("rollout_is_mode", mode, ("truncate", "clip", "mask"))
+    normalize = flag("rollout_is_batch_normalize", block.get("rollout_is_batch_normalize", False))
+    if upper is None or not flag("rollout_is", block.get("rollout_is", True)):
+        return RolloutCorrectionConfig()                            # off, or metrics only
+    threshold = number("rollout_is_threshold", upper)
+    if mode == "mask":
+        lower = 1 / threshold if lower is None else lower
+        threshold = interval("rollout_is_threshold_lower", (lower, threshold))
+    criteria = {}
+    if veto is not None:
+        criteria["seq_max_k1"] = (number("rollout_is_veto_threshold", veto), None)
+    return RolloutCorrectionConfig(level, threshold, normalize, criteria)
+
+
+def _from_verl(block: Mapping) -> RolloutCorrectionConfig:
+    get = block.get
+    level, threshold = get("rollout_is"), get("rollout_is_threshold", 2.0)
+    if isinstance(threshold, str) and "_" in threshold:
+        threshold = interval("rollout_is_threshold", threshold.split("_"))
+    if threshold is None:
+        level, threshold = None, 2.0                                # verl: no threshold, no weights
+    bypass = any([flag(key, get(key, False))
+                  for key in ("bypass_mode", "bypass_old_logprob_for_rollout")])
+    loss_type = "ppo_clip" if get("loss_type") is None else get("loss_type")
+    for key in ("use_policy_gradient", "use_pure_rollout_correction"):
+        if flag(key, get(key, False)):
+            if not bypass:
+                raise ValueError(f"{key} needs bypass_mode true")
+            loss_type = "reinforce"
+    return RolloutCorrectionConfig(level, threshold, get("rollout_is_batch_normalize", False),
+                                   _verl_rejection(block), bypass, loss_type)
+
+
+def _verl_rejection(block: Mapping) -> dict[str, Any]:
+    """rollout_rs of verl 0.6.1 (levels, bounds on ρ) or of 0.9 (criteria, k1 bounds on 1/ρ)."""
+    given, bound = block.get("rollout_rs"), block.get("rollout_rs_threshold")
+    lower, veto = block.get("rollout_rs_threshold_lower"), block.get("rollout_token_veto_threshold")
+    criteria = {}
+    if given is not None:
+        if not isinstance(given, str) or not given.replace(",", "").strip():
+            raise ValueError(f"rollout_rs must name its criteria, such as 'token_k1,seq_mean_k3', "
+                             f"not {given!r}")
+        if bound is None:
+            raise ValueError(f"rollout_rs is {given!r}, but rollout_rs_threshold is missing")
+        if given in VERL_061_LEVELS:
+            upper = number("rollout_rs_threshold", bound)
+            lower = 1 / upper if lower is None else lower
+            pair = interval("rollout_rs_threshold_lower", (lower, upper))
+            criteria[VERL_061_LEVELS[given]] = pair
+        elif lower is not None:
+            raise ValueError("rollout_rs_threshold_lower goes with rollout_rs: token, sequence or "
+                             "geometric alone")
+        else:
+            criteria = _verl_criteria(given, str(bound))
+    if veto is not None:
+        criteria["seq_max_k1"] = (number("rollout_token_veto_threshold", veto), None)
+    return criteria
+
+
+VERL_061_LEVELS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+VERL_CRITERIA = tuple(name for name in CRITERIA if name not in ("opsm", "seq_max_k1"))
+
+
+def _verl_criteria(names: str, bounds: str) -> dict[str, Any]:
+    """"token_k1,seq_mean_k3" and "0.5_2.0,0.01", or one bound for all of them."""
+    names = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    parts = [part.strip() for part in bounds.split(",") if part.strip()]
+    if len(parts) == 1:
+        parts = parts * len(names)
+    if len(parts) != len(names):
+        raise ValueError(f"rollout_rs_threshold needs one bound or {len(names)}, one for each of "
+                         f"rollout_rs, not {bounds!r}")
+    for name in names:
+        choice("rollout_rs", name, VERL_CRITERIA)
+    return {name: _on_rho(part) if name.endswith("k1") else number("rollout_rs_threshold", part)
+            for name, part in zip(names, parts)}
+
+
+def _on_rho(text: str) -> tuple[float, float]:
+    """verl 0.9 bounds −log ρ by (log lo, log hi): on ρ that is [1/hi, 1/lo]."""
+    key = "rollout_rs_threshold"
+    lo, hi = text.split("_", 1) if "_" in text else (1 / number(key, text), text)
+    lo, hi = interval(key, (lo, hi))
+    if not math.isclose(lo * hi, 1, rel_tol=1e-9):
+        warnings.warn(f"{key} {text!r}: verl 0.9 bounds 1/ρ with it, which on ρ is [{1 / hi:.6g}, "
+                      f"{1 / lo:.6g}]; write rollout_rs as a mapping to bound ρ itself",
+                      stacklevel=2)
+    return 1 / hi, 1 / lo
+
+
+def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
+    get, criteria, cap = block.get, {}, 2.0
+    level, metric = get("tis_ratio_type"), get("sequence_mask_metric")
+    if flag("use_tis", get("use_tis", False)):
+        level, cap = "token", number("tis_imp_ratio_cap", get("tis_imp_ratio_cap"))
+    elif level is not None:
+        choice("tis_ratio_type", level, ("token", "sequence"))
+        key, default = {"token": ("token_tis_ratio_clip_high", 2.0),
+                        "sequence": ("sequence_tis_ratio_clip_high", 5.0)}[level]
+        cap = number(key, get(key, default))
+    low, high = get("outlier_token_is_threshold_low"), get("outlier_token_is_threshold_high")
+    if low is not None or high is not None:
+        criteria["seq_max_k1"] = interval("outlier_token_is_threshold_low", (low, high))
+    low, high = get("token_mask_is_threshold_low"), get("token_mask_is_threshold_high")
+    if low is not None and high is not None:
+        criteria["token_k1"] = interval("token_mask_is_threshold_low", (low, high))
+    elif low is not None or high is not None:
+        raise ValueError("token_mask_is_threshold_low and token_mask_is_threshold_high go "
+                         "together: SkyRL ignores one alone")
+    if metric is not None:
+        choice("sequence_mask_metric", metric, ("product", "geometric"))
+        name, prefix, low, high = {"product": ("seq_sum_k1", "product_mask", 0.5, 2.0),
+                                   "geometric": ("seq_mean_k1", "geo_mask", 0.99, 1.01)}[metric]
+        pair = get(f"{prefix}_low", low), get(f"{prefix}_high", high)
+        criteria[name] = interval(f"{prefix}_low", pair)
+    return RolloutCorrectionConfig(level, cap, rollout_rs=criteria)

@@ -1,0 +1,399 @@
+"""How far apart the policies are: sums per sequence, exact merging, metrics by name, a diagnosis.
+
+This file decides
+* Every metric follows from a few sums and extremes of each sequence: n, Σx, Σx², max x, min x, of
+  log ρ, ρ, the weights and the statistics of rejection. They are [B], so that a [B, T] tensor is
+  read once; and they add up, so that micro-batches and ranks have the metrics of the whole.
+* A metric is called what verl calls it; where SkyRL or an older verl has a name of its own, that
+  stands beside it. `rollout_is_raw_*` is of ρ before truncation, which hides degeneracy.
+Left out: percentiles, which cannot be merged. Derivation: math/8-diagnostics.md.
+
+    metrics = to_host(offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask))
+    print(*diagnose(metrics), sep="\\n")
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from estimators import (SAFETY_BOUND, exp_ratio, extremes, kish, masked_log_ratio, outside,
+                        sequence_log_ratio)
+
+
+# ---------------------------------------------------------------------------- sums that merge
+
+class Sums(NamedTuple):
+    """What the mean, the spread and the extremes of x follow from, by sequence.  (eq:merge)
+
+    n, Σx, Σx², max x and min x over the entries of each sequence that count: [B] each, float64.
+    """
+
+    n: Tensor
+    total: Tensor
+    squares: Tensor
+    top: Tensor
+    bottom: Tensor
+
+    @classmethod
+    def of_rows(cls, x: Tensor, n: Tensor) -> "Sums":
+        """Of one value, or a mean, x [B] on n [B] entries of each sequence."""
+        x = torch.where(n > 0, x.double(), 0.0)
+        return cls(n, n * x, n * x.square(), x, x)
+
+
+class Tokens(NamedTuple):
+    """The tokens that count, and what is summed over them.  (eq:merge)"""
+
+    mask: Tensor                                    # [B, T], bool
+    n: Tensor                                       # [B], float64: how many a sequence has
+    rows: Tensor                                    # [B], float64: 1 where it has any, else 0
+
+    @classmethod
+    def of(cls, response_mask: Tensor) -> "Tokens":
+        mask = response_mask.bool()
+        n = mask.sum(-1).double()
+        return cls(mask, n, (n > 0).double())
+
+    def sums(self, x: Tensor, ends=None) -> Sums:
+        """Of x [B, T]; or of x [B, 1], the value of all tokens of a sequence.
+
+        In float32 a spread of 1e-5 would drown in Σx², and ρ − 1 − log ρ in Σρ. So both are summed
+        as differences from the sequence's mean, and put together in float64. `ends`: max and min,
+        where they follow from others.
+        """
+        if x.shape != self.mask.shape:
+            return Sums.of_rows(x.detach().squeeze(-1), self.n)
+        x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+        mean = torch.where(self.mask, x, 0.0).sum(-1) / self.n.clamp(min=1).to(x.dtype)
+        apart = torch.where(self.mask, x - mean[:, None], 0.0)                           # [B, T]
+        mean, rest, squares = mean.double(), apart.sum(-1).double(), apart.square().sum(-1).double()
+        return Sums(self.n, self.n * mean + rest, squares + mean * (2 * rest + self.n * mean),
+                    *(end.double() for end in ends or extremes(x, self.mask)))
+
+    def count(self, found: Tensor) -> Tensor:
+        """How many of each sequence are `found`, [B, T] or [B, 1] bool: [B]"""
+        if found.shape != self.mask.shape:
+            return self.n * found.squeeze(-1)
+        return (found & self.mask).sum(-1).double()
+
+    def shares(self, count: Tensor, *, tokens=(), rows=()) -> "list[Quantity]":
+        """The share of tokens of which a sequence has `count` [B], and of sequences with any."""
+        return [(Sums.of_rows(count / self.n.clamp(min=1), self.n), dict.fromkeys(tokens, "mean")),
+                (Sums.of_rows(count > 0, self.rows), dict.fromkeys(rows, "mean"))]
+
+
+Quantity = tuple[Sums, dict[str, str]]      # and the metrics made of it: name → reduction
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Means, spreads and extremes of many quantities that merge exactly.  (eq:merge)
+
+    A mean over micro-batches or ranks is not the mean of their means. What does add up is
+    (n, Σx, Σx²), and what does compare is (max x, max −x): these five numbers of every quantity
+    are merged, and turned into metrics at the very end. No value leaves the device before.
+
+        Statistics.of([(sums, {"kl": "mean", "kl_max": "max"}), …]).merge(others).metrics()
+
+    Reductions: mean; std (n below it); sample_std (n − 1 below it); min; max; ess, (Σx)²/(nΣx²).
+    Of nothing at all they are 0. Sums are float64, since Σx²/n − mean² cancels.
+    """
+
+    names: tuple[dict[str, str], ...]               # of each quantity: metric → reduction
+    table: Tensor                                   # [quantities, 5]
+
+    @classmethod
+    def of(cls, quantities: list[Quantity]) -> "Statistics":
+        n, total, squares, top, bottom = (
+            torch.stack(column) for column in zip(*(sums for sums, _ in quantities)))     # [Q, B]
+        table = [n.sum(-1), total.sum(-1), squares.sum(-1), extremes(top, n > 0)[0],
+                 -extremes(bottom, n > 0)[1]]
+        return cls(tuple(names for _, names in quantities), torch.stack(table, -1))
+
+    def merge(self, others: "list[Statistics]") -> "Statistics":
+        """These statistics and those of other parts of the batch, as if computed at once."""
+        parts = torch.stack([self.table, *(other.table for other in others)])
+        table = torch.cat([parts[..., :3].sum(0), parts[..., 3:].amax(0)], -1)
+        return Statistics(self.names, table)
+
+    def all_reduce(self, group) -> "Statistics":
+        """The same over the ranks of a process group: one sum and one maximum for everything."""
+        sums, peaks = (x.clone(memory_format=torch.contiguous_format)
+                       for x in self.table.split([3, 2], 1))
+        torch.distributed.all_reduce(sums, group=group)
+        torch.distributed.all_reduce(peaks, torch.distributed.ReduceOp.MAX, group=group)
+        return Statistics(self.names, torch.cat([sums, peaks], -1))
+
+    def metrics(self) -> dict[str, Tensor]:
+        """{"rollout_corr/…": 0-dim tensor}, on the device."""
+        n, total, squares, top, bottom = self.table.unbind(-1)                            # [Q]
+        count, nothing = n.clamp(min=1), n <= 0
+        mean = total / count
+        variance = (squares / count - mean.square()).clamp(min=0)
+        reduced = {
+            "mean": mean,
+            "std": variance.sqrt(),
+            "sample_std": (variance * count / (count - 1).clamp(min=1)).sqrt(),
+            "ess": kish(count, total, squares),
+            "max": top.masked_fill(nothing, 0.0),
+            "min": (-bottom).masked_fill(nothing, 0.0),
+        }
+        return {f"rollout_corr/{metric}": reduced[how][i] for i, names in enumerate(self.names)
+                for metric, how in names.items()}
+
+
+# ----------------------------------------------------------------------- which metrics there are
+
+class Ratios(NamedTuple):
+    """ρ of one batch, per token, and its sums by sequence.  (eq:ratio)"""
+
+    log_rho: Tensor                                 # [B, T], 0 on padding
+    tokens: Tokens
+    total: Tensor                                   # [B], Σ log ρ in float64
+    of_rho: Sums
+
+    @classmethod
+    def of(cls, log_rho: Tensor, response_mask: Tensor) -> "Ratios":
+        tokens = Tokens.of(response_mask)
+        ends = [exp_ratio(end) for end in extremes(log_rho, tokens.mask)]
+        of_rho = tokens.sums(exp_ratio(log_rho), ends)
+        return cls(log_rho, tokens, log_rho.sum(-1).double(), of_rho)
+
+
+def offpolicy_quantities(ratios: Ratios, train_log_prob: Tensor,
+                         rollout_log_prob: Tensor) -> list[Quantity]:
+    """How far apart two policies are: means over tokens, or over the sequences that have any.
+
+    (eq:kl-estimators, eq:chi2, eq:perplexity)
+    """
+    _, (mask, n, rows), total, of_rho = ratios
+    length = n.clamp(min=1)
+    rollout = torch.where(mask, rollout_log_prob, 0.0).sum(-1) / length       # mean log μ, [B]
+    log_rho, limited = total / length, total.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    means = [
+        (n, -log_rho, {"kl": "mean"}),                          # KL(π_rollout‖π_train), by k1
+        (n, of_rho.total / length - 1 - log_rho, {"k3_kl": "mean"}),
+        (n, of_rho.squares / length - 1, {"chi2_token": "mean"}),
+        (rows, torch.expm1(2 * limited), {"chi2_seq": "mean"}),
+        (rows, -rollout - log_rho, {"training_log_ppl": "mean"}),
+        (rows, exp_ratio(-rollout - log_rho, 4 * SAFETY_BOUND), {"training_ppl": "mean"}),
+        (rows, -rollout, {"rollout_log_ppl": "mean"}),
+        (rows, exp_ratio(-rollout, 4 * SAFETY_BOUND), {"rollout_ppl": "mean"}),
+        (rows, -log_rho, {"log_ppl_diff": "mean", "log_ppl_diff_max": "max",
+                          "log_ppl_diff_min": "min"}),
+        (rows, log_rho.abs(), {"log_ppl_abs_diff": "mean"}),
+        (rows, exp_ratio(-log_rho, 4 * SAFETY_BOUND), {"ppl_ratio": "mean"})]
+    return [(Sums.of_rows(x, of), names) for of, x, names in means] + [
+        (of_rho, {"is_ratio_mean": "mean", "is_ratio_std": "sample_std", "is_ratio_max": "max",
+                  "is_ratio_min": "min"})]
+
+
+# Of a quantity x, under prefix_NAME: nats of a criterion have these, weights all of them.
+NATS = {"mean": "mean", "max": "max", "min": "min"}
+WEIGHTS = NATS | {"std": "std", "eff_sample_size": "ess"}
+
+
+def _spread(prefix: str, x: Sums, center: float, reductions: dict[str, str]) -> list[Quantity]:
+    """Of x over all tokens, and of its mean in each sequence."""
+    row, rows = x.total / x.n.clamp(min=1), (x.n > 0).double()
+    by_row = {f"{prefix}_seq_{name}": how for name, how in reductions.items()}
+    by_row[f"{prefix}_seq_std"] = "sample_std"
+    return [(x, {f"{prefix}_{name}": how for name, how in reductions.items()}),
+            (Sums.of_rows(row, rows), by_row),
+            (Sums.of_rows((row - center).abs(), rows), {f"{prefix}_seq_max_deviation": "max"})]
+
+
+def _also(quantities: list[Quantity], aliases: dict[str, str]) -> list[Quantity]:
+    """The same, with a second name for some metrics: {ours: another system's}."""
+    return [(sums, names | {aliases[ours]: how for ours, how in names.items() if ours in aliases})
+            for sums, names in quantities]
+
+
+def ratio_quantities(ratios: Ratios, level: str, bounds, prefix: str,
+                     weights: Tensor | None = None) -> list[Quantity]:
+    """Of ρ at a level; or of the `weights` made of it, beside ρ as prefix_raw.  (eq:levels, eq:ess)
+
+    What is beyond the bounds is counted by sequence at sequence level, else by token. Two of verl's
+    habits are kept under verl's names: it always counts ρ; and above token level the extremes of
+    the weights are those of ρ.
+    """
+    tokens, log_rho, rho = ratios.tokens, ratios.log_rho, ratios.of_rho
+    if level != "token":
+        log_rho = sequence_log_ratio(log_rho, tokens.mask, level)                        # [B, 1]
+        rho = tokens.sums(exp_ratio(log_rho))
+    described = {prefix: rho}
+    if weights is not None:
+        applied = tokens.sums(weights if level == "token" else weights.amax(-1, keepdim=True))
+        ends = applied if level == "token" else rho
+        applied = applied._replace(top=ends.top, bottom=ends.bottom)
+        described = {f"{prefix}_raw": rho, prefix: applied}
+    found = [x for name, sums in described.items() for x in _spread(name, sums, 1.0, WEIGHTS)]
+    lo, hi = (default if end is None else end for end, default in zip(bounds, (0.0, math.inf)))
+    per_token = level == "token" or (level == "geometric" and weights is not None)
+    row, by = rho.total / tokens.n.clamp(min=1), "tokens" if per_token else "rows"
+    for end, beyond, far in zip(("low", "high"), outside(log_rho, *bounds), (row < lo, row > hi)):
+        names = [f"{name}_ratio_fraction_{end}" for name in described]
+        found += tokens.shares(tokens.count(beyond), **{by: names})
+        found.append((Sums.of_rows(far, tokens.rows),
+                      {f"{name}_seq_fraction_{end}": "mean" for name in described}))
+    return found
+
+
+def weight_quantities(ratios: Ratios, weights: Tensor, level: str, threshold,
+                      normalized: bool) -> list[Quantity]:
+    """rollout_is_*: of the weights [B, T] before they are `normalized`; rollout_is_raw_*: of ρ.
+
+    (eq:tis, eq:mis, eq:self-normalised)
+
+    With a single threshold C, verl counts what is outside [1/C, C].
+    """
+    tokens, pair = ratios.tokens, isinstance(threshold, tuple)
+    bounds = threshold if pair else (1 / threshold, threshold)
+    found = ratio_quantities(ratios, level, bounds, "rollout_is", weights)
+    if pair:
+        zeroed = tokens.count(weights == 0)
+        found += tokens.shares(zeroed, tokens=["rollout_is_masked_fraction", "rollout_is_oob_ratio"],
+                               rows=["rollout_is_seq_masked_fraction"])
+    aliases = {"token": {"rollout_is_ratio_fraction_high": "tis_token_clip_high_ratio"},
+               "sequence": {"rollout_is_ratio_fraction_high": "tis_seq_clip_high_ratio"},
+               "geometric": {}}[level]
+    if normalized:
+        mean = "rollout_is_mean" if level == "token" else "rollout_is_seq_mean"
+        aliases = aliases | {mean: "rollout_is_batch_norm_factor"}
+    return _also(found, aliases)
+
+
+def criterion_quantities(ratios: Ratios, name: str, statistic: Tensor, interval: tuple,
+                         below: Tensor, above: Tensor) -> list[Quantity]:
+    """rollout_rs_{criterion}_*: of its statistic [B, T], in nats, to be kept within an interval.
+
+    (eq:rejection)
+
+    `below`, `above` [B, T]: the tokens that it rejects at either end; for k1 = −log ρ verl's "high"
+    is a low ρ. The standard deviation is verl's, too: of what is limited to the interval.
+    """
+    prefix, (least, most), tokens = f"rollout_rs_{name}", interval, ratios.tokens
+    whole, within = tokens.sums(statistic), tokens.sums(statistic.clamp(least, most))
+    row = whole.total / whole.n.clamp(min=1)
+    quantities = [*_spread(prefix, whole, 0.0, NATS), (within, {f"{prefix}_std": "std"}),
+                  *tokens.shares(tokens.count(below | above), tokens=[f"{prefix}_masked_fraction"],
+                                 rows=[f"{prefix}_seq_masked_fraction"])]
+    for end, beyond, far in (("low", below, row < least), ("high", above, row > most)):
+        names, count = [f"{prefix}_fraction_{end}", f"{prefix}_seq_fraction_{end}"], tokens.count(beyond)
+        if name.startswith("token"):
+            quantities += tokens.shares(count, tokens=names[:1])
+            quantities.append((Sums.of_rows(far, tokens.rows), {names[1]: "mean"}))
+        else:
+            quantities += tokens.shares(count, rows=names)
+    return quantities
+
+
+LEVEL_OF_K1 = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
+SKYRLS = {"rollout_rs_token_k1_masked_fraction": "token_mask_ratio"} | {
+    f"rollout_rs_{ours}_{name}": f"{skyrls}_{ratio}_ratio"
+    for ours, skyrls in (("seq_max_k1", "outlier_seq"), ("seq_sum_k1", "product_sequence_mask"),
+                         ("seq_mean_k1", "geo_sequence_mask"))
+    for name, ratio in (("fraction_high", "under_low"), ("fraction_low", "over_high"),
+                        ("seq_masked_fraction", "masked"))}
+
+
+def rejection_quantities(ratios: Ratios, kept: Tensor, criteria: Mapping[str, Any],
+                         verdicts: Mapping[str, tuple]) -> list[Quantity]:
+    """Of what all criteria keep, [B, T] bool, and of each with its bound and verdict.  (eq:rejection)
+
+    verl 0.6's rollout_rs_* are statistics of ρ itself: of the first criterion that bounds it.
+    """
+    quantities = [x for name, verdict in verdicts.items()
+                  for x in criterion_quantities(ratios, name, *verdict)]
+    for name in [name for name in criteria if name in LEVEL_OF_K1][:1]:
+        quantities += ratio_quantities(ratios, LEVEL_OF_K1[name], criteria[name], "rollout_rs")
+    tokens, (veto, _) = ratios.tokens, criteria.get("seq_max_k1", (None, None))
+    left, vetoed = tokens.count(kept), torch.zeros_like(tokens.n)                         # [B]
+    if veto is not None:
+        vetoed = tokens.count(outside(ratios.log_rho, veto, None)[0])
+    return _also([
+        *quantities,
+        *tokens.shares(vetoed, tokens=["rollout_is_catastrophic_token_fraction"],
+                       rows=["rollout_is_veto_fraction"]),
+        *tokens.shares(tokens.n - left, tokens=["rollout_rs_masked_fraction"],
+                       rows=["rollout_rs_seq_masked_fraction"]),
+        (Sums.of_rows(left == 0, tokens.rows), {"all_rejected": "min"})], SKYRLS)
+
+
+def offpolicy_metrics(train_log_prob: Tensor, rollout_log_prob: Tensor,
+                      response_mask: Tensor) -> dict[str, Tensor]:
+    """How far π_train is from π_rollout.  (eq:kl-estimators, eq:chi2, eq:perplexity)
+
+    [B, T] each → {"rollout_corr/kl", "…/k3_kl", "…/chi2_token", "…/chi2_seq", "…/ppl_ratio", …}.
+    """
+    log_rho = masked_log_ratio(train_log_prob, rollout_log_prob, response_mask)
+    ratios = Ratios.of(log_rho, response_mask)
+    return Statistics.of(offpolicy_quantities(ratios, train_log_prob, rollout_log_prob)).metrics()
+
+
+def merge(corrections: list, group=None) -> dict[str, Tensor]:
+    """Metrics of several micro-batches and all ranks of `group`, as of one batch.  (eq:merge)"""
+    statistics = corrections[0].statistics.merge([c.statistics for c in corrections[1:]])
+    return (statistics if group is None else statistics.all_reduce(group)).metrics()
+
+
+def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """The metrics as floats, in one transfer for all of them, wherever each is.  (eq:merge)"""
+    tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
+    if not tensors:
+        return dict(metrics)
+    device = max((x.device for x in tensors.values()), key=lambda device: device.type != "cpu")
+    moved = torch.stack([x.detach().double().to(device) for x in tensors.values()]).tolist()
+    return {**metrics, **dict(zip(tensors, moved))}
+
+
+# -------------------------------------------------------------------------------------- diagnosis
+
+# Metric, healthy from, to, what it means to be outside, what to turn; the limits are verl's. Its
+# advice to raise the veto's bound when it rejects too much is the wrong way round: lower it.
+HEALTHY = (
+    ("all_rejected", 0, 0, "every token was rejected, so the step taught nothing",
+     "widen the bounds of rollout_rs, or look for a bug that makes the two policies differ"),
+    ("rollout_is_mean", 0.5, 2, "the mean weight is far from 1, so ρ is systematically off",
+     "check that both log-probs are processed and at the sampling temperature, lower staleness"),
+    ("rollout_is_raw_eff_sample_size", 0.3, 1, "few samples carry all the weight",
+     "take token instead of sequence weights, reject with seq_mean_k1, or lower rollout.staleness"),
+    ("rollout_is_std", 0, 1, "the weights scatter widely, so the gradient is noisy",
+     "lower rollout_is_threshold, or use rollout_is: token"),
+    ("rollout_is_catastrophic_token_fraction", 0, 0.01, "π_train finds many tokens near impossible",
+     "compare both log-probs on one prompt: a template, dtype or temperature differs"),
+    ("rollout_is_veto_fraction", 0, 0.1, "the veto rejects many sequences",
+     "check the log-probs first; then lower the bound of seq_max_k1 (1e-4 → 1e-6)"),
+    ("rollout_rs_seq_masked_fraction", 0, 0.5, "over half of the sequences lose tokens to rejection",
+     "widen rollout_rs: 0.1 % (0.999–1.001) suits long responses and small mismatch only"),
+    ("k3_kl", 0, 0.1, "π_rollout and π_old are far apart",
+     "lower rollout.staleness, raise rollout.dtype or rollout.quantize_bits"),
+    ("chi2_token", -1, 1, "a severe shift: at χ² = 1 half of the samples are lost",
+     "lower rollout.staleness, or truncate with rollout_is_threshold"),
+    ("ppl_ratio", 0.8, 1.25, "the two policies differ in confidence, not only in noise",
+     "check temperature, top-p and top-k on both sides"),
+)
+
+
+def diagnose(metrics: Mapping[str, Any]) -> list[str]:
+    """What looks wrong, and which knob to turn; [] when nothing does.  (eq:ess, eq:chi2)
+
+    `metrics`: as `correct` returns them, tensors or floats, with or without "rollout_corr/"; those
+    that are missing are not judged. A value that is not finite is always named.
+    """
+    values = {name.removeprefix("rollout_corr/"): value for name, value in to_host(metrics).items()}
+    found = []
+    for name, low, high, meaning, remedy in HEALTHY:
+        value = values.get(name)
+        if value is not None and not low <= value <= high:
+            found.append(f"{name} is {value:.3g} (healthy: {low:g} to {high:g}): {meaning}; "
+                         f"{remedy}.")
+    known = {row[0] for row in HEALTHY}
+    found += [f"{name} is {value}: a log-prob was not finite; look at the engine's output first."
+              for name, value in values.items()
+              if name not in known and isinstance(value, float) and not math.isfinite(value)]
+    return found

@@ -1,0 +1,125 @@
+"""What a machine does to a run: ranks, calls that hang, failures; each is one sentence at the most.
+
+This file decides: the first rank that fails speaks, and the others end without a word; whatever is
+no bug of this program is one sentence and an exit code (2: the user can mend it, 130: interrupted,
+1: the machine), and a bug is a traceback.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import sys
+import threading
+import traceback
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+
+from plumbing.settings import UserError
+
+# How torch, vLLM and gloo say it.
+OUT_OF_MEMORY = ("MemoryError|out of memory|can't allocate memory|memory for the cache|"
+                 "gpu_memory_utilization")
+LOST = "connection (closed|reset) by peer|broken pipe|remote process exited"
+
+
+@contextlib.contextmanager
+def process_group():
+    """The device of this rank, inside a process group: torchrun's, or one of a single process."""
+    local, on_gpu = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.is_available()
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                            device_id=device if on_gpu else None,
+                            **({} if "RANK" in os.environ else alone))
+    try:
+        yield device
+        # Gloo's threads free a collective's tensors after its result is known. One that did so
+        # while the interpreter shuts down would abort the process; meanwhile they get the GIL.
+        dist.barrier()
+    except BaseException as error:
+        error.silent = not first_to_fail()
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def first_to_fail() -> bool:
+    """Whether no other rank has failed before: the failures that follow are its consequences."""
+    with contextlib.suppress(Exception):           # the store may have gone with the launcher
+        return dist.distributed_c10d._get_default_store().add("failed", 1) == 1
+    return True
+
+
+class EngineError(RuntimeError):
+    """The last words of an engine that failed, in one sentence."""
+
+
+@contextlib.contextmanager
+def watched(engine, seconds):
+    """One call of an engine. Whatever it raises becomes an EngineError; after `seconds` of it,
+    a sentence is printed and the process ends: nothing can be raised into a call that hangs.
+    """
+    caller = threading.get_ident()
+
+    def end():
+        at = traceback.extract_stack(sys._current_frames()[caller])[-1]
+        if first_to_fail():
+            print(f"trainer.py: rollout.engine={engine.name} has not answered for rollout.timeout="
+                  f"{seconds:g} seconds, in {at.name} ({at.filename}:{at.lineno}): the same command "
+                  "continues from the last checkpoint", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    watch = threading.Timer(seconds, end)
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    except Exception as error:
+        words = (str(error).strip() or "no word").splitlines()[0]
+        raise EngineError(f"rollout.engine={engine.name} failed with {type(error).__name__}: "
+                          f"{words}") from error
+    finally:
+        watch.cancel()
+
+
+@contextlib.contextmanager
+def reported():
+    """Yields .code, the exit code. A failure in here is its sentence; a bug is raised."""
+    outcome = SimpleNamespace(code=0)
+    try:
+        yield outcome
+    except (Exception, KeyboardInterrupt, dcp.CheckpointException) as error:
+        outcome.code = {KeyboardInterrupt: 130, UserError: 2}.get(type(error), 1)
+        # Before the ranks have met they all find the same: the first one says it.
+        if getattr(error, "silent", int(os.environ.get("RANK", 0)) > 0):
+            return
+        if not (sentence := explain(error)):
+            raise
+        print(f"trainer.py: {sentence}", file=sys.stderr)
+
+
+def explain(error: BaseException) -> str:
+    """A sentence for what a machine does to a run; nothing for what must be a bug."""
+    words, full = str(error), getattr(error, "errno", None) == errno.ENOSPC
+    if isinstance(error, UserError):
+        return words
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted: the same command continues from the last checkpoint"
+    if full or re.search("No space|os error 28", words):
+        return "the disk is full: free some, and the same command goes on from the last checkpoint"
+    if re.search(OUT_OF_MEMORY, repr(error), re.I):
+        return ("out of memory: lower train.micro_batch_size, rollout.batch_size or "
+                "rollout.max_tokens, set policy.gradient_checkpointing=true, or divide the GPU "
+                "otherwise by rollout.gpu_memory_utilization")
+    if isinstance(error, RuntimeError) and re.search(LOST, words, re.I):
+        return ("another rank has ended without a word (killed, or its machine is gone): the same "
+                "command continues from the last checkpoint")
+    return words.strip().split("\n")[0] if isinstance(error, (OSError, EngineError)) else ""

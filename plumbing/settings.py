@@ -1,0 +1,272 @@
+"""The settings: what there is, what each means and may be, and one sentence for what is wrong.
+
+This file decides: a setting is a field of a dataclass, with its meaning and its limits beside it;
+FILE.yaml and dotted overrides fill them; the help is made of them. YAML is read by its safe loader,
+and neither aliases nor ${…} are replaced.
+"""
+
+import difflib
+import hashlib
+import os
+import re
+import typing
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+import yaml
+from omegaconf import OmegaConf
+
+from adapters.dialects import from_dialect
+from correction import RolloutCorrectionConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class UserError(Exception):
+    """One sentence, on one line, for whoever started the run."""
+
+    def __init__(self, sentence: str):
+        super().__init__(" ".join(sentence.split()))
+
+
+# -------------------------------------------------------------------------------- what there is
+
+def setting(default, meaning: str, low=None, high=2 ** 31):
+    """A field with what it means, and the smallest and largest value that make sense."""
+    return field(default=default, metadata={"meaning": meaning, "low": low, "high": high})
+
+
+@dataclass
+class TaskConfig:
+    kind: Literal["arithmetic", "sort", "jsonl", "parquet"] = setting("arithmetic", "what is learned")
+    size: int = setting(2, "digits per number, or digits to sort", 1, 9)
+    path: Optional[str] = setting(None, "file whose rows have `question` and `answer`")
+    eval_path: Optional[str] = setting(None, "the held-out ones; null: eval_size rows of `path`")
+    eval_size: int = setting(1024, "held-out problems, one sample each", 1)
+    instruction: str = setting("", "appended to every question of a file")
+
+
+@dataclass
+class PolicyConfig:
+    path: Optional[str] = setting(None, "directory or hub id; null: a tiny demo model")
+    dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "of the computation; weights and moments are float32")
+    gradient_checkpointing: bool = setting(False, "less memory for a second forward pass")
+
+
+@dataclass
+class RolloutConfig:
+    engine: Literal["auto", "vllm", "transformers"] = setting(
+        "auto", "what samples; auto: vLLM where it imports")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of the engine")
+    prompts: int = setting(128, "per step, over all ranks", 1)
+    samples: int = setting(8, "per prompt: a group", 1)
+    max_tokens: int = setting(10, "longest response", 1)
+    temperature: float = setting(1.0, "of sampling, and of all log-probs", 0.01, 100)
+    top_p: float = setting(1.0, "must stay 1: log-probs would miss the mass cut")
+    top_k: Optional[int] = setting(None, "must stay null, for the same reason")
+    quantize_bits: Optional[int] = setting(None, "of weights on their way to the engine", 2, 16)
+    staleness: int = setting(0, "updates by which the engine lags", 0)
+    batch_size: int = setting(512, "samples generated at a time", 1)
+    mask_truncated: bool = setting(False, "responses cut at max_tokens give no gradient")
+    timeout: float = setting(1800.0, "seconds for one call of the engine", 1)
+    gpu_memory_utilization: float = setting(0.4, "vLLM's share of a GPU while awake", 0.01, 0.99)
+
+
+@dataclass
+class AdvantageConfig:
+    kind: Literal["grpo", "rloo", "reinforce"] = setting("grpo", "the baseline")
+    normalize_std: bool = setting(True, "grpo: divide by the group's standard deviation")
+
+
+@dataclass
+class LossConfig:
+    clip_low: float = setting(0.2, "ε below 1", 0, 1)
+    clip_high: float = setting(0.2, "ε above 1", 0)
+    dual_clip: Optional[float] = setting(None, "bounds the loss of A < 0 by this many times −A", 1)
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
+                         "seq-mean-token-sum-norm"] = setting(
+        "token-mean", "from tokens to a scalar")
+    denominator: Literal["fixed", "kept"] = setting(
+        "fixed", "counts all response tokens, or those that rejection left")
+    kl_coef: float = setting(0.0, "of KL(π_θ‖π_ref); 0: no reference policy is loaded", 0)
+    kl_kind: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = setting(
+        "k3+", "its estimator; + takes k2's gradient")
+    kl_in: Literal["loss", "reward"] = setting("loss", "where it stands")
+
+
+@dataclass
+class TrainConfig:
+    steps: int = setting(150, "of sampling and updating", 1)
+    epochs: int = setting(1, "over one step's rollouts", 1)
+    mini_batches: int = setting(4, "optimizer steps per epoch", 1)
+    micro_batch_size: int = setting(256, "rows per forward pass and rank", 1)
+    lr: float = setting(2e-4, "learning rate of AdamW", 0, 10)
+    warmup_steps: int = setting(10, "steps of rising rate", 0)
+    schedule: Literal["constant", "cosine"] = setting("constant", "of the rate after that")
+    max_grad_norm: float = setting(1.0, "longer gradients are shortened to it", 1e-6)
+    weight_decay: float = setting(0.0, "of AdamW", 0, 10)
+    save_every: int = setting(50, "steps between checkpoints", 1)
+    keep: int = setting(3, "checkpoints that stay", 1)
+    eval_every: int = setting(50, "steps between evaluations", 1)
+    on_nonfinite: Literal["raise", "skip"] = setting(
+        "raise", "on a number that is not finite: end, or leave it out")
+
+
+@dataclass
+class Config:
+    seed: int = setting(0, "of everything random", 0)
+    run: Optional[str] = setting(None, "writes runs/<run>/; null: named after file and overrides")
+    task: TaskConfig = field(default_factory=TaskConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    correction: dict[str, Any] = field(default_factory=dict, metadata={
+        "meaning": "preset: NAME and fields of RolloutCorrectionConfig, or a verl or SkyRL block"})
+    loss: LossConfig = field(default_factory=LossConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+# What may differ when a run is continued.
+CHANGEABLE = {"train.steps", "train.save_every", "train.keep", "train.eval_every",
+              "train.on_nonfinite", "rollout.gpu_memory_utilization", "rollout.timeout"}
+
+
+def help_text() -> str:
+    """Every setting with its default, what it may be, and what it means."""
+    lines = []
+    for key, kind, of in leaves(Config):
+        if not is_dataclass(kind):
+            low, high = of.metadata.get("low"), of.metadata.get("high", 2 ** 31)
+            limits = "" if low is None else f", {allowed(low, high)}"
+            default = "{}" if of.default is MISSING else "null" if of.default is None else of.default
+            lines.append(f"  {f'{key}={default}':38} {of.metadata['meaning']} ({describe(kind)}{limits})")
+    return "\n".join(["settings (key=value, or nested in FILE.yaml):", *lines])
+
+
+# --------------------------------------------------------------------------------- how it is read
+
+def load_config(argv: list[str]) -> Config:
+    """FILE.yaml and dotted overrides, checked. Whatever is wrong is a UserError of one sentence."""
+    paths = [a for a in argv if "=" not in a or a.endswith(".yaml") and Path(a).is_file()]
+    overrides = [a for a in argv if a not in paths]
+    if len(paths) > 1:
+        raise UserError(f"expected at most one FILE.yaml, and key=value, not {paths}")
+    path = Path(paths[0]) if paths else ROOT / "configs" / "demo.yaml"
+    try:
+        texts = [read_text(path), *(o.partition("=")[2] for o in overrides)]
+        if len("".join(texts)) > 2 ** 14:
+            raise UserError(f"{path} and the overrides have more than {2 ** 14} characters")
+        if "${" in "".join(texts):
+            raise UserError(f"{path}: '${{…}}' is not replaced here; write the value itself")
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        if any(isinstance(event, yaml.AliasEvent) or len(getattr(event, "value", "") or "") > 3000
+               for text in texts for event in yaml.parse(text, loader)):
+            raise UserError(f"{path}: '*name' is not replaced here, and a value has at most 3000 "
+                            "characters; write the value itself")
+        user = OmegaConf.merge(OmegaConf.load(path), given := OmegaConf.from_dotlist(overrides))
+        settings = flat(OmegaConf.to_container(user))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except UserError:
+        raise
+    except Exception as error:     # YAML's and OmegaConf's own have many types and several lines
+        raise UserError(f"{path} and the overrides must be a mapping of settings in YAML, such as "
+                        f"train: {{steps: 10}} ({str(error)[:300]})") from None
+    known = {key: kind for key, kind, _ in leaves(Config)}
+    for key, value in settings.items():
+        if key not in known and not key.startswith("correction."):
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
+            raise UserError(f"{key} is not a setting; did you mean {near}?")
+        if is_dataclass(known.get(key)) and value != {}:
+            raise UserError(f"{key} must be {describe(known[key])}, not {value!r}")
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), user))
+    except Exception as error:     # OmegaConf's own, and an OverflowError that it lets through
+        key = getattr(error, "full_key", "a setting")
+        raise UserError(f"{key} must be {describe(known.get(key))}, "
+                        f"not {settings.get(key)!r}") from None
+    config.correction = dict(config.correction) or {"preset": "decoupled_token_is"}
+    if "run" not in given:
+        name = ",".join([config.run or path.stem, *sorted(
+            o for o in overrides if o.split("=")[0] not in CHANGEABLE)])
+        digest = hashlib.sha256(repr(name).encode()).hexdigest()
+        name = re.sub(r"[^\w.,=+-]+", "_", name, flags=re.ASCII)
+        config.run = name if len(name) < 100 else f"{name[:80]}-{digest[:8]}"
+    validate(config)
+    return config
+
+
+def leaves(cls, prefix="") -> Iterator[tuple[str, Any, Any]]:
+    """("train", TrainConfig, field), ("train.steps", int, field) … for every section and setting."""
+    kinds = typing.get_type_hints(cls)
+    for of in fields(cls):
+        yield prefix + of.name, kinds[of.name], of
+        if is_dataclass(kinds[of.name]):
+            yield from leaves(kinds[of.name], f"{prefix}{of.name}.")
+
+
+def flat(settings: dict, prefix="") -> dict[str, Any]:
+    """{"train": {"lr": 1}} → {"train.lr": 1}"""
+    found = {}
+    for key, value in settings.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def describe(hint) -> str:
+    choices = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return f"one of {', '.join(choices)}"
+    if type(None) in choices:
+        return f"{describe(choices[0])} or null"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return words.get(hint, "a section of settings")
+
+
+def allowed(low, high) -> str:
+    return f"{low} to {high}" if high < 2 ** 31 else f"at least {low}"
+
+
+def read_text(path: Path) -> str:
+    if path.exists() and not path.is_file():       # a device or a pipe may never end
+        raise UserError(f"{path} is not a file")
+    return path.read_text(encoding="utf-8-sig")
+
+
+def validate(config: Config) -> None:
+    """Values that have the right type and still make no sense."""
+    for section, part in [("", config), *((f"{f.name}.", getattr(config, f.name))
+                                          for f in fields(Config)[2:])]:
+        for f in fields(part) if is_dataclass(part) else ():
+            low, high, value = (*map(f.metadata.get, ("low", "high")), getattr(part, f.name))
+            if low is not None and value is not None and not low <= value <= high:
+                raise UserError(f"{section}{f.name} must be {allowed(low, high)}, not {value!r}")
+    if not re.fullmatch(r"\w[\w.,=+-]{0,99}", config.run or "", re.ASCII):
+        raise UserError(f"run must be a plain name of letters, digits and .,=+-_ since it is a "
+                        f"directory inside runs/, not {config.run!r}")
+    if (config.task.path is None) == (config.task.kind in ("jsonl", "parquet")):
+        raise UserError(f"task.path must be a file for task.kind=jsonl or parquet, and null for "
+                        f"the others, not {config.task.path!r} with task.kind={config.task.kind}")
+    for key, neutral in [("top_p", (1,)), ("top_k", (None, 0, -1))]:
+        if getattr(config.rollout, key) not in neutral:
+            raise UserError(f"rollout.{key} must be left at its neutral value, not "
+                            f"{getattr(config.rollout, key)!r}: log-probs would miss the mass cut")
+    share = config.train.mini_batches * int(os.environ.get("WORLD_SIZE", 1))
+    if config.rollout.prompts % share:
+        raise UserError(f"rollout.prompts={config.rollout.prompts} must be a multiple of {share}, "
+                        "train.mini_batches × ranks, so that all ranks have the same share")
+    correction_of(config)
+
+
+def correction_of(config: Config) -> RolloutCorrectionConfig:
+    """`correction: {preset: NAME, field: value …}`, or any dialect that adapters/dialects.py reads."""
+    try:
+        return from_dialect(config.correction)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{'' if 'correction' in str(error) else 'correction: '}{error}") from None

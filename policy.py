@@ -1,0 +1,197 @@
+"""π_old, π_θ and π_ref: a Hugging Face model that returns the log-probs of its responses.
+
+This file decides
+* All log-probs are those of the sampling temperature, in float32; the logits of prompts are never
+  computed, and those of responses for one slice of the vocabulary at a time.
+* Prompts are padded on the left, responses on the right, so that every response begins in one
+  column. A prompt that several rows share is run once.
+* Weights are float32 and sharded over the ranks by FSDP2; the computation is in the dtype asked.
+Left out: tensor and pipeline parallelism, LoRA, image inputs.
+
+    policy = load_policy("path/to/model", 1.0, "bfloat16", torch.device("cuda"))
+    log_prob = policy(tokens, attention, width)                                           # [B, T]
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+CHUNK = 2 ** 24                    # logits at a time, in float32: 64 MB
+
+
+def padded(rows: list[list], side: str, least: int = 0) -> tuple[Tensor, Tensor]:
+    """Rows of several lengths, with 0 on the "left" or "right"; and 1 where something was given.
+
+    → [B, width] twice; the width is that of the longest, and `least` at least.
+    """
+    width = max(least, *map(len, rows))
+
+    def fill(row: list) -> list:
+        gap = [0] * (width - len(row))
+        return [*gap, *row] if side == "left" else [*row, *gap]
+
+    return (torch.tensor([fill(row) for row in rows]),
+            torch.tensor([fill([1] * len(row)) for row in rows]))
+
+
+def run_prompts(decoder, tokens, attention):
+    """Each prompt once, however many rows of tokens, attention [B, P] have it; padded left.
+
+    Returns the decoder's output for the different prompts, its cache already spread over the B
+    rows, and which of the prompts each row has: [B].
+    """
+    prompts, row = (2 * tokens + attention).unique(dim=0, return_inverse=True)
+    attention = prompts % 2
+    output = decoder(input_ids=prompts // 2, attention_mask=attention, use_cache=True,
+                     position_ids=(attention.cumsum(-1) - 1).clamp(min=0))
+    output.past_key_values.batch_select_indices(row)
+    return output, row
+
+
+class Policy(nn.Module):
+    """A Hugging Face causal LM that returns log-probs of responses at the sampling temperature."""
+
+    def __init__(self, model, temperature: float):
+        super().__init__()
+        self.model, self.temperature = model, temperature
+        self.softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+    def forward(self, tokens: Tensor, attention: Tensor, width: int) -> Tensor:
+        """tokens, attention [B, P + T]: prompts padded left, responses, T = width, padded right.
+
+        Returns log π(y_t | x, y_<t), float32, [B, T], 0 beyond the longest response of these rows.
+        """
+        t = attention[:, -width:].sum(-1).max().clamp(min=1).item()
+        p = attention[:, :-width].sum(-1).max().item()
+        kept = slice(tokens.shape[1] - width - p, tokens.shape[1] - width + t)
+        tokens, attention = tokens[:, kept], attention[:, kept]                         # [B, p + t]
+        hidden = self.hidden_states(tokens, attention, p)[:, :t].flatten(0, 1)          # [B·t, H]
+        targets = tokens[:, p:].flatten()                                               # [B·t]
+        return F.pad(self.log_probs(hidden, targets).view(-1, t), (0, width - t))       # [B, T]
+
+    def hidden_states(self, tokens: Tensor, attention: Tensor, p: int) -> Tensor:
+        """From the prompt's last one to that before the last token's: [B, p + t] → [B, ≥ t, H]."""
+        decoder, places = self.model.get_decoder(), (attention.cumsum(-1) - 1).clamp(min=0)
+        if self.model.is_gradient_checkpointing:                       # it has no use for a cache
+            return decoder(input_ids=tokens, attention_mask=attention, position_ids=places,
+                           use_cache=False).last_hidden_state[:, p - 1:]
+        # A group's samples have one prompt: it is run once, and its keys and values serve them all.
+        before, row = run_prompts(decoder, tokens[:, :p], attention[:, :p])
+        end = max(p + 1, tokens.shape[1] - 1)      # all ranks run both, whatever their lengths
+        after = decoder(input_ids=tokens[:, p:end], attention_mask=attention[:, :end],
+                        position_ids=places[:, p:end], use_cache=True,
+                        past_key_values=before.past_key_values)
+        return torch.cat([before.last_hidden_state[row, -1:], after.last_hidden_state], 1)
+
+    def log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """log π of each target: [N, H], [N] → [N], in float32 at least."""
+        head = self.model.get_output_embeddings()
+        return TokenLogProbs.apply(hidden, head.weight, getattr(head, "bias", None), targets,
+                                   self.temperature, self.softcap)
+
+
+class TokenLogProbs(torch.autograd.Function):
+    """log π(y) = z_y − log Σ_v e^{z_v} with z = W h/τ, so that ∂ log π(y)/∂z_v = 1[v = y] − π(v).
+
+    z exists for one slice of the vocabulary at a time, and the backward pass computes it again, so
+    that memory does not grow with N·V. From the forward pass it takes log Σ_v e^{z_v} alone: [N].
+    In float32 at least.  (eq:sampling)
+    """
+
+    @staticmethod
+    def slices(hidden, weight, bias, targets, temperature, softcap):
+        """Of the vocabulary: W's rows, z [N, slice], and where in it the targets are, if they are.
+
+        Every z is in the memory of the one before.
+        """
+        size = max(1, CHUNK // max(1, len(hidden)))
+        space = hidden.new_empty(len(hidden) * min(size, len(weight)))
+        wide = space.to(torch.promote_types(space.dtype, torch.float32))       # or itself
+        for first in range(0, len(weight), size):
+            rows = slice(first, first + size)
+            z, product = (x[:len(hidden) * len(weight[rows])].view(len(hidden), -1)
+                          for x in (wide, space))
+            torch.mm(hidden, weight[rows].T, out=product)
+            if wide is not space:
+                z.copy_(product)
+            if bias is not None:
+                z.add_(bias[rows])
+            if softcap:
+                z.div_(softcap).tanh_().mul_(softcap)
+            if temperature != 1:
+                z.div_(temperature)
+            place = (targets - first)[:, None]
+            inside = (0 <= place) & (place < z.shape[1])
+            yield rows, z, place.where(inside, 0), inside
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, softcap):
+        chosen, log_sum = hidden.new_full((2, len(hidden)), -math.inf)          # z is wider
+        given = weight, bias, targets, temperature, softcap
+        for _, z, place, inside in TokenLogProbs.slices(hidden, *given):
+            log_sum = torch.logaddexp(log_sum, z.logsumexp(-1))
+            chosen = torch.where(inside, z.gather(-1, place), chosen[:, None])[:, 0]
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sum)
+        ctx.settings = temperature, softcap
+        return chosen - log_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        hidden, weight, bias, targets, log_sum = ctx.saved_tensors
+        (temperature, softcap), g = ctx.settings, gradient[:, None]
+        of_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype)
+        of_weight, of_bias = (None if x is None else torch.empty_like(x) for x in (weight, bias))
+        given = weight, bias, targets, temperature, softcap
+        for rows, z, place, inside in TokenLogProbs.slices(hidden, *given):
+            slope = 1 - (z * (temperature / softcap)).square() if softcap else None     # of tanh
+            z.sub_(log_sum[:, None]).exp_().mul_(-g).scatter_add_(-1, place, g * inside)
+            z = z if temperature == 1 else z.div_(temperature)
+            of_z = (z.mul_(slope) if softcap else z).to(weight.dtype)                   # [N, slice]
+            of_hidden += of_z @ weight[rows]
+            torch.mm(of_z.T, hidden, out=of_weight[rows])
+            if bias is not None:
+                torch.sum(of_z, 0, out=of_bias[rows])
+        return of_hidden.to(hidden.dtype), of_weight, of_bias, None, None, None
+
+
+def load_policy(path: str, temperature: float, dtype: str, device: torch.device, *,
+                gradient_checkpointing: bool = False, frozen: bool = False) -> Policy:
+    """The model in float32, checked, sharded over the ranks (FSDP2), computing in `dtype`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False)   # no pickles
+    policy = Policy(model, temperature).train(not frozen).requires_grad_(not frozen)
+    check(policy)
+    if gradient_checkpointing and not frozen:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    precision = MixedPrecisionPolicy(getattr(torch, dtype), torch.float32)
+    for module in list(model.modules()):
+        if type(module).__name__ in (model._no_split_modules or ()):     # the decoder's layers
+            fully_shard(module, mesh=mesh, mp_policy=precision)
+    return fully_shard(policy, mesh=mesh, mp_policy=precision)
+
+
+@torch.no_grad()
+def check(policy: Policy) -> None:
+    """That the log-probs are those of the model's own logits: some models do more to them."""
+    model = policy.model
+    tokens = torch.arange(4).expand(2, -1) % model.config.get_text_config().vocab_size
+    whole = (model(input_ids=tokens).logits.float() / policy.temperature).log_softmax(-1)
+    whole = whole[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    if not torch.allclose(policy(tokens, torch.ones_like(tokens), 3), whole, atol=1e-3):
+        raise ValueError(f"{type(model).__name__} does more to its logits than policy.py knows of, "
+                         "so its log-probs would be wrong")
+
+
+def full_weights(policy: Policy):
+    """(name, whole tensor) of every parameter, one at a time; every rank has to walk through it."""
+    policy.reshard()               # a forward pass without a backward leaves the root gathered
+    for name, parameter in policy.model.named_parameters():
+        yield name, parameter.detach().full_tensor()

@@ -1,0 +1,385 @@
+"""metrics.py: each metric is what its name says, counted by hand; parts merge into the whole exactly.
+
+`by_hand` computes every metric from lists of numbers, one response after another, without torch. What the
+peers themselves return is compared in test_correction.py.
+"""
+
+import math
+import os
+import random
+import shutil
+
+import pytest
+import torch
+from oracle import close, f64
+
+from correction import CRITERIA, correct
+from correction import RolloutCorrectionConfig as Config
+from metrics import HEALTHY, Statistics, Tokens, diagnose, merge, offpolicy_metrics, to_host
+
+GOOD = torch.tensor([[True, True, False], [True, False, False], [True, True, True], [False] * 3])
+X = f64([[0.1, -0.3, 9.0], [0.5, 9.0, 9.0], [0.2, 0.4, -0.9], [9.0] * 3])
+
+
+# --------------------------------------------------------------------------------------- statistics
+
+ASKED = {how: how for how in ("mean", "std", "sample_std", "min", "max", "ess")}
+
+
+def collected(values, mask):
+    return Statistics.of([(Tokens.of(mask).sums(values), ASKED)])
+
+
+def read(statistics):
+    return {name.removeprefix("rollout_corr/"): value for name, value in statistics.metrics().items()}
+
+
+def reduced(x):
+    """Every reduction, by torch, of a flat tensor."""
+    n = len(x)
+    return {"mean": x.mean(), "std": x.std(correction=0), "min": x.min(), "max": x.max(),
+            "sample_std": x.std() if n > 1 else x.new_zeros(()),
+            "ess": x.sum() ** 2 / (n * x.square().sum())}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("pieces", [1, 2, 5])
+def test_statistics_merge_exactly(dtype, pieces):
+    """eq:merge: any split gives what torch gives on the whole; also with a part that is empty."""
+    generator = torch.Generator().manual_seed(pieces)
+    values = torch.randn(40, 3, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-12
+    mask = torch.rand(40, 3, generator=generator) < 0.6
+    cuts = sorted(torch.randint(0, 40, (pieces - 1,), generator=generator).tolist())
+    parts = []
+    for a, b in zip([0, *cuts, 40], [*cuts, 40, 40]):               # the last one is empty
+        tokens = Tokens.of(mask[a:b])
+        parts.append(Statistics.of([(tokens.sums(torch.where(mask, values, math.nan)[a:b]), ASKED),
+                                    (tokens.sums(2 - values[a:b]), {"other": "mean", "alias": "mean"})]))
+    out = read(parts[0].merge(parts[1:]))
+    expected = reduced(values.detach().double()[mask])
+    for how, value in expected.items():
+        assert close(out[how], value, tolerance)
+        assert out[how].ndim == 0 and not out[how].requires_grad
+    assert close(out["other"], 2 - expected["mean"], tolerance) and out["other"] == out["alias"]
+    assert set(out) == {*ASKED, "other", "alias"}
+
+
+@pytest.mark.parametrize("values", [
+    [], [3.0], [-2.0, -2.0], [1e4, 1e4 + 1], [0.1, 0.2], [0.0, 0.0]])
+def test_statistics_of_few_values(values):
+    """eq:merge: nothing gives 0; one value has no spread; equal ones no negative variance."""
+    x = f64([[*values, 7.0]])
+    found = read(collected(x, torch.arange(x.shape[1])[None] < len(values)))
+    expected = reduced(x[0, :-1]) if values else dict.fromkeys(ASKED, 0.0)
+    for how, value in expected.items():
+        value = 0.0 if values == [0.0, 0.0] and how == "ess" else value
+        assert close(found[how], value, 1e-8), how
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)])
+def test_statistics_of_no_tokens_at_all(shape):
+    """eq:merge"""
+    assert all(value == 0 for value in read(collected(torch.zeros(shape), torch.ones(shape))).values())
+
+
+def test_statistics_widen_half_precision():
+    """eq:merge: bfloat16 values are summed as what they are."""
+    x = torch.full((3, 1000), 0.1, dtype=torch.bfloat16)
+    found = read(collected(x, torch.ones(3, 1000)))
+    assert found["mean"].item() == pytest.approx(x[0, 0].item(), rel=1e-7) and found["std"] < 1e-8
+
+
+@pytest.mark.parametrize("center", [1.0, math.e])
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 1e-4, 1e-5])
+def test_statistics_see_a_small_spread_in_float32(spread, center):
+    """eq:merge: weights 1 ± 1e-5 of a good engine, or a constant ρ = e: no spread drowns in Σx², nor appears."""
+    x = center + spread * torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
+    exact = x.double().std(correction=0).item()
+    assert read(collected(x, torch.ones(5, 1000)))["std"].item() == pytest.approx(exact, rel=1e-4, abs=1e-7)
+
+
+def test_statistics_over_ranks(monkeypatch):
+    """eq:merge over a process group: sums are summed, extremes maximised; the own part stays."""
+    here, there = collected(X[:2], GOOD[:2]), collected(X[2:], GOOD[2:])
+
+    def all_reduce(tensor, op=torch.distributed.ReduceOp.SUM, group=None):
+        assert group == "ranks"
+        summed = op == torch.distributed.ReduceOp.SUM
+        tensor.copy_(tensor + there.table[:, :3] if summed else torch.maximum(tensor, there.table[:, 3:]))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    before = here.metrics()
+    out = read(here.all_reduce("ranks"))
+    assert all(close(out[how], value) for how, value in reduced(X[GOOD]).items())
+    assert before == here.metrics()
+
+
+# ------------------------------------------------------------------------------- metrics, by hand
+
+def exp(x, bound=20.0):
+    return math.exp(max(-bound, min(bound, x)))
+
+
+def mean(values):
+    return sum(values) / len(values) if values else 0.0
+
+
+def std(values, lost=0):
+    return math.sqrt(sum((v - mean(values)) ** 2 for v in values) / max(1, len(values) - lost)) if values else 0.0
+
+
+def ess(values):
+    squares = sum(v * v for v in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else 0.0
+
+
+def spread(prefix, rows, center, weights=True):
+    """Of a list of numbers for every response."""
+    flat, means = [v for row in rows for v in row], [mean(row) for row in rows]
+    found = {"mean": mean(flat), "max": max(flat, default=0), "min": min(flat, default=0),
+             "seq_mean": mean(means), "seq_max": max(means, default=0), "seq_min": min(means, default=0),
+             "seq_std": std(means, 1), "seq_max_deviation": max((abs(m - center) for m in means), default=0)}
+    if weights:
+        found |= {"std": std(flat), "eff_sample_size": ess(flat), "seq_eff_sample_size": ess(means)}
+    return {f"{prefix}_{name}": value for name, value in found.items()}
+
+
+def at(level, rows):
+    """log ρ of a level, on every token."""
+    if level == "token":
+        return rows
+    return [[sum(row) / (len(row) if level == "geometric" else 1)] * len(row) for row in rows]
+
+
+def share(rows, of_rows=False):
+    flat = [any(row) for row in rows] if of_rows else [v for row in rows for v in row]
+    return mean([float(v) for v in flat])
+
+
+def of_ratio(prefixes, logs, applied, bounds, by_row, level):
+    """ρ and, after it, the weights that are applied, with what is beyond the bounds."""
+    lo, hi = 0 if bounds[0] is None else bounds[0], math.inf if bounds[1] is None else bounds[1]
+    rho, found = [[exp(x) for x in row] for row in logs], {}
+    for prefix, rows in zip(prefixes, (rho, applied), strict=False):
+        found |= spread(prefix, rows, 1)
+        if level != "token":
+            flat = [v for row in rho for v in row]
+            found |= {f"{prefix}_max": max(flat, default=0), f"{prefix}_min": min(flat, default=0)}
+        found |= {
+            f"{prefix}_ratio_fraction_low": share([[lo > 0 and x < math.log(lo) for x in row] for row in logs], by_row),
+            f"{prefix}_ratio_fraction_high": share([[hi < math.inf and x > math.log(hi) for x in row] for row in logs], by_row),
+            f"{prefix}_seq_fraction_low": mean([float(mean(row) < lo) for row in rho]),
+            f"{prefix}_seq_fraction_high": mean([float(mean(row) > hi) for row in rho])}
+    return found
+
+
+def of_criterion(name, bound, logs, advantages):
+    """(metrics, which tokens are rejected) of one criterion."""
+    prefix = f"rollout_rs_{name}"
+    limited = [[max(-20.0, min(20.0, x)) for x in row] for row in logs]
+    estimate = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
+    if name == "opsm":
+        rows, least, most = at("geometric", [[-x for x in row] for row in logs]), -math.inf, bound
+    else:
+        rows = [[estimate[name[-2:]](x) for x in row] for row in limited]
+        least, most = -math.inf, bound
+        if name.endswith("k1"):
+            least, most = (-math.inf if bound[1] is None else -math.log(bound[1]),
+                           math.inf if bound[0] is None else -math.log(bound[0]))
+    lowest = highest = rows
+    if name.startswith("seq_max"):
+        lowest, highest = ([[end(row)] * len(row) for row in rows] for end in (min, max))
+    elif name.startswith("seq"):
+        lowest = highest = at("sequence" if name.startswith("seq_sum") else "geometric", rows)
+    low, high = [[v < least for v in row] for row in lowest], [[v > most for v in row] for row in highest]
+    if name == "opsm":
+        high = [[h and a < 0 for h, a in zip(*pair)] for pair in zip(high, advantages)]
+    gone = [[a or b for a, b in zip(*pair)] for pair in zip(low, high)]
+    found = spread(prefix, highest, 0, weights=False)
+    found[f"{prefix}_std"] = std([max(least, min(most, v)) for row in highest for v in row])
+    for end, hit, far in (("low", low, [mean(row) < least for row in highest]),
+                          ("high", high, [mean(row) > most for row in highest])):
+        by_row = not name.startswith("token")
+        found[f"{prefix}_fraction_{end}"] = share(hit, by_row)
+        found[f"{prefix}_seq_fraction_{end}"] = share(hit, True) if by_row else mean([float(f) for f in far])
+    found |= {f"{prefix}_masked_fraction": share(gone), f"{prefix}_seq_masked_fraction": share(gone, True)}
+    skyrl = {"seq_max_k1": "outlier_seq", "seq_sum_k1": "product_sequence_mask", "seq_mean_k1": "geo_sequence_mask"}
+    if name in skyrl:
+        found |= {f"{skyrl[name]}_under_low_ratio": share(high, True), f"{skyrl[name]}_over_high_ratio": share(low, True),
+                  f"{skyrl[name]}_masked_ratio": share(gone, True)}
+    if name == "token_k1":
+        found["token_mask_ratio"] = share(gone)
+    return found, gone
+
+
+def by_hand(train, rollout, mask, config, advantages):
+    """{metric: value} of a batch, all responses without a token left aside."""
+    def listed(x):
+        return [[v for v, m in zip(row, on) if m] for row, on in zip(x.tolist(), mask.tolist()) if any(on)]
+    logs = [[a - b for a, b in zip(*rows)] for rows in zip(listed(train), listed(rollout))]
+    flat, rho = [x for row in logs for x in row], [exp(x) for row in logs for x in row]
+    ppl = {name: [-mean(row) for row in listed(x)] for name, x in (("training", train), ("rollout", rollout))}
+    apart = [-mean(row) for row in logs]
+    found = {"kl": -mean(flat), "k3_kl": mean([r - 1 - x for r, x in zip(rho, flat)]),
+             "chi2_token": mean([r * r - 1 for r in rho]), "is_ratio_mean": mean(rho), "is_ratio_std": std(rho, 1),
+             "is_ratio_max": max(rho, default=0), "is_ratio_min": min(rho, default=0),
+             "chi2_seq": mean([exp(2 * sum(row), 40) - 1 for row in logs]),
+             "log_ppl_diff": mean(apart), "log_ppl_diff_max": max(apart, default=0),
+             "log_ppl_diff_min": min(apart, default=0), "log_ppl_abs_diff": mean([abs(x) for x in apart]),
+             "ppl_ratio": mean([exp(x, 80) for x in apart])}
+    for name, values in ppl.items():
+        found |= {f"{name}_log_ppl": mean(values), f"{name}_ppl": mean([exp(x, 80) for x in values])}
+    if config.rollout_is is not None:
+        found |= weights_by_hand(logs, config)
+    kept, first = [[True] * len(row) for row in logs], True
+    for name, bound in config.rollout_rs.items():
+        metrics, gone = of_criterion(name, bound, logs, listed(advantages))
+        found |= metrics
+        kept = [[k and not g for k, g in zip(*rows)] for rows in zip(kept, gone)]
+        level = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}.get(name)
+        if level and first:
+            found |= of_ratio(["rollout_rs"], at(level, logs), None, bound, level != "token", level)
+            first = False
+    veto = (config.rollout_rs.get("seq_max_k1") or (None,))[0]
+    vetoed = [[veto is not None and x < math.log(veto) for x in row] for row in logs]
+    gone = [[not k for k in row] for row in kept]
+    return found | {"rollout_is_catastrophic_token_fraction": share(vetoed), "rollout_is_veto_fraction": share(vetoed, True),
+                    "rollout_rs_masked_fraction": share(gone), "rollout_rs_seq_masked_fraction": share(gone, True),
+                    "all_rejected": float(bool(kept) and not any(k for row in kept for k in row))}
+
+
+def weights_by_hand(logs, config):
+    level, bound = config.rollout_is, config.rollout_is_threshold
+    logs = at(level, logs)
+    if isinstance(bound, tuple):
+        inside = [[(bound[0] is None or x >= math.log(bound[0])) and (bound[1] is None or x <= math.log(bound[1]))
+                   for x in row] for row in logs]
+        applied = [[exp(x) * keep for x, keep in zip(*rows)] for rows in zip(logs, inside)]
+        zeroed = [[not keep for keep in row] for row in inside]
+    else:
+        applied = [[min(exp(x), bound) for x in row] for row in logs]
+    bounds = bound if isinstance(bound, tuple) else (1 / bound, bound)
+    found = of_ratio(["rollout_is_raw", "rollout_is"], logs, applied, bounds, level == "sequence", level)
+    if isinstance(bound, tuple):
+        found |= {"rollout_is_masked_fraction": share(zeroed), "rollout_is_oob_ratio": share(zeroed),
+                  "rollout_is_seq_masked_fraction": share(zeroed, True)}
+    capped = {"token": "tis_token_clip_high_ratio", "sequence": "tis_seq_clip_high_ratio"}
+    if level in capped:
+        found[capped[level]] = found["rollout_is_ratio_fraction_high"]
+    if config.rollout_is_batch_normalize:
+        found["rollout_is_batch_norm_factor"] = found["rollout_is_mean" if level == "token" else "rollout_is_seq_mean"]
+    return found
+
+
+def drawn(rng):
+    """A batch and a configuration; some responses are empty, some ρ are huge, some bounds exclude 1."""
+    rows, length, scale = rng.randint(1, 6), rng.randint(1, 8), rng.choice([1e-3, 0.3, 3.0, 40.0])
+    g = torch.Generator().manual_seed(rng.randrange(2 ** 20))
+    rollout = -3 * torch.rand(rows, length, generator=g, dtype=torch.float64)
+    train = rollout + scale * torch.randn(rows, length, generator=g, dtype=torch.float64)
+    mask = torch.rand(rows, length, generator=g) < rng.choice([0.4, 0.8, 1.0])
+    signs = torch.randint(-1, 2, (rows, 1), generator=g).double().expand(rows, length)
+
+    def pair():
+        lo, hi = sorted(rng.uniform(0.05, 3) for _ in range(2))
+        return rng.choice([(lo, hi), (None, hi), (lo, None)])
+    criteria = {name: pair() if name.endswith("k1") else rng.uniform(1e-3, 3)
+                for name in rng.sample(CRITERIA, rng.randint(0, 4))}
+    config = Config(rng.choice([None, "token", "sequence", "geometric"]), rng.choice([0.05, 0.7, 2.0, pair()]),
+                    rng.random() < 0.5, criteria)
+    return train, rollout, mask, config, signs
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_metric_is_what_it_is_by_hand(seed):
+    """eq:kl-estimators, eq:chi2, eq:ess, eq:perplexity, eq:levels, eq:rejection"""
+    rng = random.Random(seed)
+    for _ in range(60):
+        train, rollout, mask, config, signs = drawn(rng)
+        result = correct(train, rollout, mask, config, signs)
+        found, expected = read(result.statistics), by_hand(train, rollout, mask, config, signs)
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            # a standard deviation is the root of a cancelling difference: 1e-8 of the values where it is 0
+            size = max([1.0, *(abs(v) for k, v in expected.items() if k == name.removesuffix("std") + "mean")])
+            tolerance = 1e-7 * size if name.endswith("std") else 1e-9
+            assert found[name].item() == pytest.approx(value, rel=1e-6, abs=tolerance), (name, config)
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1e-3])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_single_precision_is_as_good_as_double(scale, level):
+    """Sums over 2 000 tokens in float32 lose nothing that the log-probs themselves still have."""
+    g = torch.Generator().manual_seed(0)
+    rollout = -3 * torch.rand(40, 2000, generator=g)
+    train = rollout + scale * torch.randn(40, 2000, generator=g)
+    mask = torch.arange(2000) < torch.randint(1, 2001, (40, 1), generator=g)
+    config = Config(level, 1.0 + scale, rollout_rs={"token_k1": (1 - scale, 1 + scale)})
+    single = to_host(correct(train, rollout, mask, config).metrics)
+    double = to_host(correct(train.double(), rollout.double(), mask, config).metrics)
+    for name, value in single.items():
+        # each e^x is rounded by up to 6e-8; what is the mean of many is better than that
+        assert value == pytest.approx(double[name], rel=2e-4, abs=1e-8), name
+
+
+def test_offpolicy_metrics_are_those_of_a_correction():
+    g = torch.Generator().manual_seed(0)
+    train, rollout = torch.randn(2, 5, 7, generator=g, dtype=torch.float64)
+    mask = torch.rand(5, 7, generator=g) < 0.7
+    found, every = offpolicy_metrics(train, rollout, mask), correct(train, rollout, mask, Config()).metrics
+    assert found.items() <= every.items() and {"rollout_corr/kl", "rollout_corr/ppl_ratio"} <= set(found)
+
+
+def test_merged_parts_are_the_whole():
+    g = torch.Generator().manual_seed(0)
+    train, rollout = torch.randn(2, 6, 7, generator=g, dtype=torch.float64)
+    config = Config("token", rollout_rs={"seq_mean_k1": (0.5, 1.5)})
+    parts = [correct(train[i], rollout[i], torch.ones(len(i), 7), config) for i in ([0], [1, 2, 3], [4, 5])]
+    whole = to_host(correct(train, rollout, torch.ones(6, 7), config).metrics)
+    assert to_host(merge(parts)) == pytest.approx(whole, rel=1e-9, abs=1e-9)
+
+
+# -------------------------------------------------------------------------------------- diagnosis
+
+def test_diagnose_is_silent_when_nothing_is_wrong_and_names_metric_and_knob_otherwise():
+    x = torch.full((2, 3), -1.0)
+    assert diagnose(correct(x, x, x.bool(), Config.decoupled_token_is()).metrics) == []
+    assert diagnose({}) == []
+    for name, low, high, _, remedy in HEALTHY:
+        for value in (low - 1.5, high + 1.5):
+            sentence, = diagnose({f"rollout_corr/{name}": value})
+            assert sentence.startswith(name) and remedy in sentence and sentence.endswith(".")
+        assert diagnose({name: low}) == diagnose({name: torch.tensor(high, dtype=torch.float64)}) == []
+    assert "not finite" in diagnose({"rollout_corr/kl": math.nan})[0]
+    assert len(diagnose({"kl": math.nan, "k3_kl": math.nan})) == 2          # each once
+
+
+@pytest.mark.parametrize("name, well, ill", [
+    ("all_rejected", 0, 1), ("rollout_is_mean", 0.51, 0.49), ("rollout_is_mean", 1.99, 2.01),
+    ("rollout_is_raw_eff_sample_size", 0.31, 0.29), ("rollout_is_std", 0.99, 1.01),
+    ("rollout_is_catastrophic_token_fraction", 0.009, 0.011), ("rollout_is_veto_fraction", 0.09, 0.11),
+    ("rollout_rs_seq_masked_fraction", 0.49, 0.51), ("k3_kl", 0.099, 0.101), ("chi2_token", 0.99, 1.01),
+    ("chi2_token", -0.9, 1.01), ("ppl_ratio", 0.81, 0.79), ("ppl_ratio", 1.24, 1.26),
+])
+def test_the_limits_of_health(name, well, ill):
+    assert diagnose({name: well}) == [] and len(diagnose({name: ill})) == 1
+
+
+# ------------------------------------------------------------------------------------- compilation
+
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")),
+                    reason="torch.compile needs a C++ compiler, and there is no g++ (nor CXX)")
+def test_correct_compiles_whole():
+    """`torch.compile(correct)` for whoever wants more speed: no graph break, the same results."""
+    g = torch.Generator().manual_seed(0)
+    rollout, noise, signs = torch.randn(3, 37, 50, dtype=torch.float64, generator=g)
+    mask = torch.arange(50) < torch.randint(0, 51, (37, 1), generator=g)
+    train = torch.where(mask, rollout + noise / 2, math.nan)
+    config = Config("token", 1.5, True, {"token_k1": (0.5, 2.0), "seq_mean_k3": 0.13, "seq_max_k1": (1e-4, None),
+                                         "opsm": 0.05})
+    compiled = torch.compile(correct, fullgraph=True)(train, rollout, mask, config, signs)
+    plain = correct(train, rollout, mask, config, signs)
+    torch.testing.assert_close(compiled.weights, plain.weights, rtol=1e-12, atol=1e-14)
+    assert torch.equal(compiled.mask, plain.mask) and 0 < plain.mask.sum() < mask.sum()
+    assert to_host(compiled.metrics) == pytest.approx(to_host(plain.metrics), rel=1e-9, abs=1e-9)
