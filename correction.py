@@ -57,7 +57,7 @@ def batch_normalize(weights: Tensor, response_mask: Tensor, level: str, group=No
     Bias O(1/N). Source: verl PR 3980; Owen 2013, ch. 9.
     """
     mask, one_each = response_mask.bool(), weights
-    if level != "token":                                # a sequence has one weight on all its tokens
+    if level != "token":                                # one weight on all tokens of a sequence
         mask, one_each = mask.any(-1), weights.sum(-1) / mask.sum(-1).clamp(min=1)
     sums = torch.stack([one_each.sum(dtype=torch.float64), mask.sum(dtype=torch.float64)])
     if group is not None:
@@ -88,7 +88,7 @@ def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[s
 
 
 class Verdict(NamedTuple):
-    """Of one criterion: its statistic, and where that is below or above an interval.  (eq:rejection)
+    """One criterion's statistic, and where it is below or above an interval.  (eq:rejection)
 
     [B, T] each for criteria of tokens, [B, 1] for those of sequences.
     """

@@ -79,7 +79,7 @@ def outside(log_rho: Tensor, lo: float | None, hi: float | None) -> tuple[Tensor
 
 
 def extremes(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest and smallest valid x of each row, [B, T] → [B] twice; −∞ and ∞ if none.  (eq:merge)"""
+    """Largest and smallest x of each row: [B, T] → [B] twice; −∞ and ∞ of none.  (eq:merge)"""
     if not x.shape[-1]:
         nothing = x.new_full(x.shape[:-1], math.inf)
         return -nothing, nothing

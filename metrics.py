@@ -70,9 +70,10 @@ class Tokens(NamedTuple):
         x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
         mean = torch.where(self.mask, x, 0.0).sum(-1) / self.n.clamp(min=1).to(x.dtype)
         apart = torch.where(self.mask, x - mean[:, None], 0.0)                           # [B, T]
-        mean, rest, squares = mean.double(), apart.sum(-1).double(), apart.square().sum(-1).double()
-        return Sums(self.n, self.n * mean + rest, squares + mean * (2 * rest + self.n * mean),
-                    *(end.double() for end in ends or extremes(x, self.mask)))
+        mean, rest, squares, top, bottom = (column.double() for column in (
+            mean, apart.sum(-1), apart.square().sum(-1), *(ends or extremes(x, self.mask))))
+        total = self.n * mean + rest
+        return Sums(self.n, total, squares + mean * (total + rest), top, bottom)
 
     def count(self, found: Tensor) -> Tensor:
         """How many of each sequence are `found`, [B, T] or [B, 1] bool: [B]"""
@@ -255,9 +256,8 @@ def weight_quantities(ratios: Ratios, weights: Tensor, level: str, threshold,
     bounds = threshold if pair else (1 / threshold, threshold)
     found = ratio_quantities(ratios, level, bounds, "rollout_is", weights)
     if pair:
-        zeroed = tokens.count(weights == 0)
-        found += tokens.shares(zeroed, tokens=["rollout_is_masked_fraction", "rollout_is_oob_ratio"],
-                               rows=["rollout_is_seq_masked_fraction"])
+        found += tokens.shares(tokens.count(weights == 0), rows=["rollout_is_seq_masked_fraction"],
+                               tokens=["rollout_is_masked_fraction", "rollout_is_oob_ratio"])
     aliases = {"token": {"rollout_is_ratio_fraction_high": "tis_token_clip_high_ratio"},
                "sequence": {"rollout_is_ratio_fraction_high": "tis_seq_clip_high_ratio"},
                "geometric": {}}[level]
@@ -283,7 +283,8 @@ def criterion_quantities(ratios: Ratios, name: str, statistic: Tensor, interval:
                   *tokens.shares(tokens.count(below | above), tokens=[f"{prefix}_masked_fraction"],
                                  rows=[f"{prefix}_seq_masked_fraction"])]
     for end, beyond, far in (("low", below, row < least), ("high", above, row > most)):
-        names, count = [f"{prefix}_fraction_{end}", f"{prefix}_seq_fraction_{end}"], tokens.count(beyond)
+        count = tokens.count(beyond)
+        names = [f"{prefix}_fraction_{end}", f"{prefix}_seq_fraction_{end}"]
         if name.startswith("token"):
             quantities += tokens.shares(count, tokens=names[:1])
             quantities.append((Sums.of_rows(far, tokens.rows), {names[1]: "mean"}))
@@ -303,7 +304,7 @@ SKYRLS = {"rollout_rs_token_k1_masked_fraction": "token_mask_ratio"} | {
 
 def rejection_quantities(ratios: Ratios, kept: Tensor, criteria: Mapping[str, Any],
                          verdicts: Mapping[str, tuple]) -> list[Quantity]:
-    """Of what all criteria keep, [B, T] bool, and of each with its bound and verdict.  (eq:rejection)
+    """Of what all criteria keep, [B, T] bool, and of each verdict.  (eq:rejection)
 
     verl 0.6's rollout_rs_* are statistics of ρ itself: of the first criterion that bounds it.
     """
@@ -368,7 +369,7 @@ HEALTHY = (
      "compare both log-probs on one prompt: a template, dtype or temperature differs"),
     ("rollout_is_veto_fraction", 0, 0.1, "the veto rejects many sequences",
      "check the log-probs first; then lower the bound of seq_max_k1 (1e-4 → 1e-6)"),
-    ("rollout_rs_seq_masked_fraction", 0, 0.5, "over half of the sequences lose tokens to rejection",
+    ("rollout_rs_seq_masked_fraction", 0, 0.5, "over half of the sequences lose tokens",
      "widen rollout_rs: 0.1 % (0.999–1.001) suits long responses and small mismatch only"),
     ("k3_kl", 0, 0.1, "π_rollout and π_old are far apart",
      "lower rollout.staleness, raise rollout.dtype or rollout.quantize_bits"),

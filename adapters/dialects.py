@@ -4,7 +4,7 @@ This file decides what verl 0.6.0, 0.6.1, 0.9 and SkyRL mean by their keys, and 
 *they* do, where their own documents and their code differ too. It knows no tensor.
 
     from adapters.dialects import from_dialect
-    config = from_dialect({"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.5_2.0,0.01"})
+    config = from_dialect({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"})
 """
 
 import math

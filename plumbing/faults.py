@@ -73,8 +73,8 @@ def watched(engine, seconds):
         at = traceback.extract_stack(sys._current_frames()[caller])[-1]
         if first_to_fail():
             print(f"trainer.py: rollout.engine={engine.name} has not answered for rollout.timeout="
-                  f"{seconds:g} seconds, in {at.name} ({at.filename}:{at.lineno}): the same command "
-                  "continues from the last checkpoint", file=sys.stderr, flush=True)
+                  f"{seconds:g} seconds, in {at.name} ({at.filename}:{at.lineno}): the same "
+                  "command continues from the last checkpoint", file=sys.stderr, flush=True)
         os._exit(1)
 
     watch = threading.Timer(seconds, end)

@@ -5,6 +5,7 @@ a progress bar, writes metrics, curves and the final model, and watches the engi
 """
 
 import contextlib
+import functools
 import gc
 import json
 import math
@@ -83,9 +84,9 @@ class Run:
                                                                         trust_remote_code=False)
             self.prompts = self.encode(self.task.train, model)
             self.held_out_prompts = self.encode(self.task.held_out, model)
-            self.policy = load_policy(
-                path, config.rollout.temperature, config.policy.dtype, self.device,
-                gradient_checkpointing=config.policy.gradient_checkpointing)
+            load = functools.partial(load_policy, path, config.rollout.temperature,
+                                     config.policy.dtype, self.device)
+            self.policy = load(gradient_checkpointing=config.policy.gradient_checkpointing)
         except UserError:
             raise
         except Exception as error:         # of as many types as there are kinds of damage
@@ -95,8 +96,7 @@ class Run:
         ends = ends if isinstance(ends, list) else [ends]
         self.eos_ids = sorted({*ends, self.tokenizer.eos_token_id} - {None})
         if config.loss.kl_coef != 0:
-            self.reference = load_policy(path, config.rollout.temperature, config.policy.dtype,
-                                         self.device, frozen=True)
+            self.reference = load(frozen=True)
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=config.train.lr, fused=True,
                                            weight_decay=config.train.weight_decay)
         longest = max(map(len, self.prompts + self.held_out_prompts)) + config.rollout.max_tokens
@@ -179,7 +179,7 @@ class Run:
         self.say(f"* {sentence}")
 
     def nonfinite_rows(self, batch, policies: dict[str, Tensor]) -> list[str]:
-        """Policy, token and prompt of the first log-prob that is not finite in each row with one."""
+        """Policy, token and prompt of the first log-prob that is not finite, for each such row."""
         found, width = {}, batch.response_mask.shape[1]
         for policy, log_prob in policies.items():
             for row, t in (~log_prob.isfinite() & batch.response_mask).nonzero().tolist():

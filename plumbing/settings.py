@@ -19,7 +19,6 @@ import yaml
 from omegaconf import OmegaConf
 
 from adapters.dialects import from_dialect
-from correction import RolloutCorrectionConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,7 +39,8 @@ def setting(default, meaning: str, low=None, high=2 ** 31):
 
 @dataclass
 class TaskConfig:
-    kind: Literal["arithmetic", "sort", "jsonl", "parquet"] = setting("arithmetic", "what is learned")
+    kind: Literal["arithmetic", "sort", "jsonl", "parquet"] = setting(
+        "arithmetic", "what is learned")
     size: int = setting(2, "digits per number, or digits to sort", 1, 9)
     path: Optional[str] = setting(None, "file whose rows have `question` and `answer`")
     eval_path: Optional[str] = setting(None, "the held-out ones; null: eval_size rows of `path`")
@@ -136,14 +136,15 @@ CHANGEABLE = {"train.steps", "train.save_every", "train.keep", "train.eval_every
 
 def help_text() -> str:
     """Every setting with its default, what it may be, and what it means."""
-    lines = []
+    lines = ["settings (key=value, or nested in FILE.yaml), each with its default:"]
     for key, kind, of in leaves(Config):
         if not is_dataclass(kind):
-            low, high = of.metadata.get("low"), of.metadata.get("high", 2 ** 31)
-            limits = "" if low is None else f", {allowed(low, high)}"
-            default = "{}" if of.default is MISSING else "null" if of.default is None else of.default
-            lines.append(f"  {f'{key}={default}':38} {of.metadata['meaning']} ({describe(kind)}{limits})")
-    return "\n".join(["settings (key=value, or nested in FILE.yaml):", *lines])
+            default = {} if of.default is MISSING else of.default
+            default = yaml.safe_dump(default, default_flow_style=True).split("\n")[0]
+            low, high = of.metadata.get("low"), of.metadata.get("high")
+            may_be = describe(kind) + (f", {allowed(low, high)}" if low is not None else "")
+            lines += [f"  {key}={default}", f"      {of.metadata['meaning']} ({may_be})"]
+    return "\n".join(lines)
 
 
 # --------------------------------------------------------------------------------- how it is read
@@ -200,7 +201,7 @@ def load_config(argv: list[str]) -> Config:
 
 
 def leaves(cls, prefix="") -> Iterator[tuple[str, Any, Any]]:
-    """("train", TrainConfig, field), ("train.steps", int, field) … for every section and setting."""
+    """("train", TrainConfig, field), ("train.steps", int, field) … for all there is."""
     kinds = typing.get_type_hints(cls)
     for of in fields(cls):
         yield prefix + of.name, kinds[of.name], of
@@ -264,8 +265,8 @@ def validate(config: Config) -> None:
     correction_of(config)
 
 
-def correction_of(config: Config) -> RolloutCorrectionConfig:
-    """`correction: {preset: NAME, field: value …}`, or any dialect that adapters/dialects.py reads."""
+def correction_of(config: Config):
+    """The RolloutCorrectionConfig of `correction: {preset: NAME, field: value …}`, or a dialect."""
     try:
         return from_dialect(config.correction)
     except (ValueError, TypeError) as error:

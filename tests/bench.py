@@ -13,7 +13,6 @@ verl==0.9.1` and what it imports, TRL `pip install trl==1.16.0`.
 import contextlib
 import ctypes
 import io
-import itertools
 import json
 import os
 import statistics
@@ -116,8 +115,8 @@ def bench_correct():
     data, rows = batch(512, 4096), []
     unit = data[0].nbytes
     outputs = [torch.empty_like(data[0]) for _ in range(2)]
-    for (name, (config, verls)), compiled in itertools.product(SETTINGS.items(), (False, True)):
-        candidates = {"ours": lambda: correct(*data, config, compiled=compiled).metrics,
+    for name, (config, verls) in SETTINGS.items():
+        candidates = {"ours": lambda: correct(*data, config).metrics,
                       "floor": lambda: floor(*data, *outputs)}
         if verl_correct:
             candidates["verl"] = lambda: verl_correct(*data, **verls)
@@ -126,7 +125,7 @@ def bench_correct():
         if verl_correct:
             verl = [ms(took["verl"]), ratio(took["ours"], took["verl"]),
                     f"{peak(candidates['verl']) / unit:.1f}"]
-        rows.append([name + ", compiled" * compiled, ms(took["ours"]), verl[0], verl[1],
+        rows.append([name, ms(took["ours"]), verl[0], verl[1],
                      ms(took["floor"]), ratio(took["ours"], took["floor"]),
                      f"{peak(candidates['ours']) / unit:.1f}", verl[2]])
     table("`correct` with all metrics, [512, 4096], float32",
@@ -153,7 +152,7 @@ def head_and_data(N, H, V, dtype):
 
 def log_prob_paths(head):
     """Three ways from hidden states to the log-probs of the sampled tokens, in float32."""
-    from trainer import Policy
+    from policy import Policy
     ours = SimpleNamespace(model=SimpleNamespace(get_output_embeddings=lambda: head), softcap=None,
                            temperature=1.0)
     paths = {"ours": lambda h, y: Policy.log_probs(ours, h, y),
@@ -269,18 +268,20 @@ def bench_step(steps=12, turns=5):
     The trainer takes one thread for so small a model; TRL is run with one and with all there are.
     """
     import trainer
+    from plumbing.checkpoints import read_metrics
+    from plumbing.settings import load_config
     threads = torch.get_num_threads()
     peers = {"TRL, 1 thread": 1, **({f"TRL, {threads} threads": threads} if threads > 1 else {})}
     found = {"ours": [], **{name: [] for name in peers}}
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
-        config = trainer.load_config(["rollout.engine=transformers", "rollout.quantize_bits=null",
+        config = load_config(["rollout.engine=transformers", "rollout.quantize_bits=null",
                                       f"train.steps={steps}", "train.eval_every=1000"])
         for turn in range(turns):
             config.run = f"ours-{turn}"
             with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
                 trainer.start(config)
                 model = next(Path("runs/.demo").iterdir())
-                lines = trainer.read_metrics(Path("runs", config.run, "metrics.jsonl"))[1:-1]
+                lines = read_metrics(Path("runs", config.run, "metrics.jsonl"))[1:-1]
                 found["ours"].append([(line["response/tokens"], line["time/step"]) for line in lines])
                 for name, n in peers.items():
                     torch.set_num_threads(n)
@@ -301,12 +302,13 @@ def bench_step(steps=12, turns=5):
 
 def trl_steps(config, model: str, steps: int) -> list[tuple[float, float]]:
     """(sampled tokens, seconds) of each step of TRL's GRPOTrainer."""
-    import trainer
     from datasets import Dataset
     from datasets.table import InMemoryTable
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
-    task, parts, n = trainer.make_task(config.task, config.seed), config.train.mini_batches, []
+
+    from plumbing.tasks import make_task
+    task, parts, n = make_task(config.task, config.seed), config.train.mini_batches, []
     answers = {problem.question: problem.answer for problem in task.train}
 
     class Clock(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Plants one-line errors in the three core files and counts those the core tests notice.
+"""Plants one-line errors in the four core files and counts those the core tests notice.
 
     python tests/mutate.py [N] [SEED]       # N mutants drawn at random (300), of all there are
 
@@ -23,8 +23,8 @@ import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
-OWN_TESTS = {"estimators.py": "test_estimators.py", "correction.py": "test_correction.py",
-             "losses.py": "test_losses.py"}
+OWN_TESTS = {"estimators.py": "test_estimators.py", "metrics.py": "test_metrics.py",
+             "correction.py": "test_correction.py", "losses.py": "test_losses.py"}
 TESTS = [*OWN_TESTS.values(), "test_museum.py"]
 OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.BitAnd: "|",
              ast.BitOr: "&", ast.And: "or", ast.Or: "and"}
@@ -134,8 +134,9 @@ def main(n: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as place:
         copy = Path(place)
         (copy / "tests").mkdir()
+        (copy / "adapters").mkdir()
         for name in [*OWN_TESTS, *(f"tests/{name}" for name in TESTS), "tests/oracle.py",
-                     "tests/plain.py", "tests/conftest.py", "tests/peers.json.gz"]:
+                     "tests/conftest.py", "tests/peers.json.gz", "adapters/dialects.py"]:
             shutil.copy(ROOT / name, copy / name)
         (copy / "pytest.ini").write_text((ROOT / ".pytest.ini").read_text())
         if caught(copy, [f"tests/{name}" for name in TESTS], 600):

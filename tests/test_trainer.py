@@ -8,11 +8,12 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -26,7 +27,7 @@ import trainer
 from correction import PRESETS
 from plumbing import checkpoints, tasks
 from plumbing.faults import process_group
-from plumbing.settings import TaskConfig, TrainConfig, load_config
+from plumbing.settings import Config, TaskConfig, TrainConfig, leaves, load_config
 from policy import Policy, TokenLogProbs, full_weights, load_policy
 from rollout import Sample, TransformersEngine, WeightSync, make_engine
 
@@ -273,6 +274,35 @@ def test_engine_and_trainer_agree_before_and_after_a_sync(kind, tiny_model, requ
                 WeightSync(engine, 0, None).push(full_weights(policy))
         finally:
             engine.close()
+
+
+# ---------------------------------------------------------------------------- what it says and leaves
+
+def test_help_lists_every_setting_with_its_default_and_meaning(capsys):
+    assert trainer.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    for key, kind, of in leaves(Config):
+        if not is_dataclass(kind):
+            assert re.search(rf"^  {re.escape(key)}=.*\n      {re.escape(of.metadata['meaning'])} \(", said, re.M), key
+    for line in ("  train.steps=150\n      of sampling and updating (a whole number, at least 1)",
+                 "  policy.path=null\n", "  loss.kl_kind=k3+\n      its estimator; + takes k2's gradient (one of k1, "):
+        assert line in said
+
+
+def test_metrics_are_tensorboard_scalars_where_that_is_installed(run):
+    """And nothing of steps that a resumed run does again."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    run("train.save_every=1")
+    shutil.rmtree("runs/x/checkpoints/step-000002")
+    shutil.rmtree("runs/x/model")
+    _, lines = run("train.save_every=1", "train.steps=3")
+    events = EventAccumulator("runs/x/tensorboard")
+    events.Reload()
+    for name in ("reward/mean", "loss/policy", "rollout_corr/k3_kl"):
+        scalars = events.Scalars(name)
+        assert [event.step for event in scalars] == [1, 2, 3]
+        assert [event.value for event in scalars] == pytest.approx([line[name] for line in lines], rel=1e-6)
 
 
 # -------------------------------------------------------------------------------- it can be stopped

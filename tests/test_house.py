@@ -1,0 +1,136 @@
+"""The house: what stands where, who imports whom, and that the equations which read are those which run."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BOOK = ("estimators", "metrics", "correction", "losses", "policy", "rollout", "trainer")
+CORE = BOOK[:4]
+MAY_IMPORT = {
+    "estimators": set(), "metrics": {"estimators"}, "correction": {"estimators", "metrics"},
+    "losses": {"estimators", "metrics", "correction"}, "policy": set(), "rollout": {"policy"},
+    "plumbing": {"plumbing", "policy", "rollout", "metrics", "adapters.dialects"},
+    "adapters": {"adapters", *CORE},
+    "trainer": {*BOOK[:6], "plumbing", "adapters"}}
+
+# Public functions that cite an equation and are not entered by a run, each with the reason.
+NOT_ENTERED = {
+    "chi_square": "of one whole batch; a run adds up its sums over ranks, and test_correction.py holds the two together",
+    "effective_sample_size": "likewise: what runs is `kish`, of merged sums",
+    "perplexity": "likewise: a run has Σ log μ and Σ log ρ of every sequence already",
+    "offpolicy_metrics": "for a batch that is not corrected; its quantities are a part of every correction's",
+    "sampling_log_probs": "top-p and top-k are refused by the trainer; policy.py computes the rest in slices of the vocabulary"}
+
+
+def test_what_stands_at_the_top():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    top = {path.split("/")[0] for path in tracked if not path.startswith(".")}
+    if not tracked:
+        pytest.skip("not a git checkout, so what is tracked is not known")
+    assert {f"{name}.py" for name in BOOK} <= top
+    assert top <= {"README.md", "LICENSE", "CITATION.cff", "plumbing", "adapters", "configs", "tests", "math",
+                   *(f"{name}.py" for name in BOOK), *(name for name in top if name.startswith("requirements"))}
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names
+
+
+def test_imports_go_one_way():
+    for path in [*(ROOT / f"{name}.py" for name in BOOK), *ROOT.glob("plumbing/*.py"), *ROOT.glob("adapters/*.py")]:
+        place = path.parent.name if path.parent != ROOT else path.stem
+        ours = {name for name in imported(path) if name.split(".")[0] in {*BOOK, "plumbing", "adapters", "tests"}}
+        allowed = MAY_IMPORT[place]
+        wrong = {name for name in ours if not any(name == a or name.startswith(f"{a}.") for a in allowed)
+                 and not (name == "adapters" and "adapters.dialects" in ours)}
+        assert not wrong, f"{path.relative_to(ROOT)} must not import {wrong}"
+        assert not any(name.startswith("math.") for name in imported(path))
+
+
+def test_plumbing_has_no_circle():
+    files = {path.stem: {name.removeprefix("plumbing.").split(".")[0] for name in imported(path) if name.startswith("plumbing.")}
+             for path in ROOT.glob("plumbing/*.py")}
+    while files:
+        leaves = {name for name, needs in files.items() if not needs & set(files)}
+        assert leaves, f"a circle among {set(files)}"
+        files = {name: needs for name, needs in files.items() if name not in leaves}
+
+
+def test_the_core_needs_torch_alone():
+    for name in CORE:
+        outside = {module.split(".")[0] for module in imported(ROOT / f"{name}.py")} - set(CORE)
+        assert outside <= {*sys.stdlib_module_names, "torch"}, f"{name}.py imports {outside}"
+
+
+# ------------------------------------------------------------------ what reads is what runs
+
+def public_with_equation():
+    """(module, function) of every public function and method-free class function of the core that cites a label."""
+    found = set()
+    for module in CORE:
+        for node in ast.parse((ROOT / f"{module}.py").read_text()).body:
+            cites = isinstance(node, ast.FunctionDef) and "eq:" in (ast.get_docstring(node) or "")
+            if cites and not node.name.startswith("_"):
+                found.add((module, node.name))
+    return found
+
+
+RUNS = [
+    ["correction.preset=decoupled_token_is", "loss.kl_coef=0.1", "advantage.kind=grpo"],
+    ["correction.preset=decoupled_seq_is_rs", "correction.rollout_is_batch_normalize=true", "advantage.kind=rloo"],
+    ["correction.preset=bypass_pg_geo_rs", "advantage.kind=reinforce"],
+    *([f"correction.loss_type={kind}"] for kind in ("gspo", "cispo", "sapo"))]
+
+
+@pytest.fixture(scope="module")
+def entered(tiny_model, tmp_path_factory):
+    """Every (module, function) of this repository that short runs of the trainer enter, and the calls in order."""
+    import os
+
+    import trainer
+    from plumbing.tasks import Task
+    directory, home, calls = tmp_path_factory.mktemp("entered"), os.getcwd(), []
+    places = {str(ROOT / f"{name}.py"): name for name in BOOK}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Task, "reward", lambda self, problem, response: float(len(response) % 2))
+
+        def tracer(frame, event, _):
+            if event == "call" and (module := places.get(frame.f_code.co_filename)):
+                taken = frame.f_code.co_varnames[:frame.f_code.co_argcount]
+                calls.append((module, frame.f_code.co_name, "rollout_log_prob" in taken))
+        os.chdir(directory)
+        sys.setprofile(tracer)
+        try:
+            for i, settings in enumerate(RUNS):
+                assert trainer.main([
+                    "task.size=1", "task.eval_size=8", "rollout.prompts=4", "rollout.samples=4", "rollout.max_tokens=5",
+                    "rollout.quantize_bits=4", "rollout.engine=transformers", "train.mini_batches=1", "train.steps=1",
+                    f"policy.path={tiny_model}", f"run={i}", *settings]) == 0
+        finally:
+            sys.setprofile(None)
+            os.chdir(home)
+    return calls
+
+
+def test_every_equation_that_reads_is_one_that_runs(entered):
+    ran = {(module, name) for module, name, _ in entered}
+    missing = {name for _, name in public_with_equation() - ran}
+    assert missing == set(NOT_ENTERED)
+
+
+def test_rollout_log_prob_walks_from_correction_to_loss_and_never_back(entered):
+    """In a decoupled step with one update: `correct`, its metrics, the loss."""
+    first_run = entered[:next(i for i, call in enumerate(entered) if call[1] == "rloo_advantages")]
+    walk = [module for module, _, takes in first_run if takes]
+    rooms = [module for i, module in enumerate(walk) if i == 0 or walk[i - 1] != module]
+    assert rooms == ["correction", "metrics", "losses"]
