@@ -22,6 +22,7 @@ SAFETY_BOUND = 20.0
 
 LEVELS = ("token", "sequence", "geometric")
 KL_KINDS = ("k1", "k2", "k3", "abs")
+VERLS_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
 # ------------------------------------------------------------------------------- log-ratios
@@ -103,12 +104,14 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     gradient: how a token changes the KL of later states is missing (eq:kl-gradient).
 
     `log_prob`, `ref_log_prob`: [B, T] → [B, T], in float32 at least. Only e^{−ℓ} is limited (at
-    ±SAFETY_BOUND), so that no value is cut. Raises ValueError on another kind.
+    ±SAFETY_BOUND), so that no value is cut. verl's names kl, mse and low_var_kl are k1, k2 and k3.
+    Raises ValueError on another kind; `full` would need both policies' whole vocabulary.
     Source: Schulman, "Approximating KL divergence" (values); Tang & Munos 2506.09477 (gradients).
     """
-    base = kind[:-1] if kind.endswith("+") else kind
-    ell = log_prob - ref_log_prob
-    ell = ell.to(torch.promote_types(ell.dtype, torch.float32))
+    base = kind.removesuffix("+")
+    base = VERLS_KL.get(base, base)
+    wide = torch.promote_types(torch.promote_types(log_prob.dtype, ref_log_prob.dtype), torch.float32)
+    ell = log_prob.to(wide) - ref_log_prob.to(wide)
     if base == "k1":
         value = ell
     elif base == "k2":
@@ -118,9 +121,10 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     elif base == "abs":
         value = ell.abs()
     else:
-        raise ValueError(f"kind must be one of {', '.join(KL_KINDS)}, each with an optional '+', "
-                         f"not {kind!r}")
-    if kind == base:
+        why = ": that takes the whole vocabulary of both policies" if base == "full" else ""
+        raise ValueError(f"kind must be one of {', '.join((*KL_KINDS, *VERLS_KL))}, each with an "
+                         f"optional '+', not {kind!r}{why}")
+    if not kind.endswith("+"):
         return value
     k2 = ell.square() / 2
     return k2 - k2.detach() + value.detach()
@@ -204,6 +208,11 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
 
 def _group_sums(values: Tensor, groups: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     """Of each row's group: how many rows count, and the sum of their values; [B] each."""
+    given = [("rewards", values), ("groups", groups), *([] if keep is None else [("keep", keep)])]
+    if len({x.shape for _, x in given}) > 1 or values.ndim != 1:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given)
+        raise ValueError(f"{shapes}: all must have one shape [B], one number for each response")
+
     def total(x: Tensor) -> Tensor:                             # float64, since it adds one by one
         zero = torch.zeros_like(x, dtype=torch.float64)
         return zero.index_add(0, group, x.double())[group].to(values.dtype)
@@ -250,4 +259,5 @@ def reinforce_advantages(rewards: Tensor, keep: Tensor | None = None) -> Tensor:
 
     `rewards`: [B] → [B]. With `keep` [B], the mean is over those rows. Source: Williams 1992.
     """
-    return grpo_advantages(rewards, torch.zeros_like(rewards), normalize_std=False, keep=keep)
+    count, total = _group_sums(rewards, torch.zeros_like(rewards), keep)
+    return rewards - total / count.clamp(min=1)

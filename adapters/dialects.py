@@ -18,15 +18,15 @@ from correction import (CRITERIA, LEVELS, PRESETS, RolloutCorrectionConfig, choi
 
 WRAPPERS = ("trainer", "algorithm", "actor_rollout_ref", "actor", "rollout", "rollout_correction",
             "off_policy_correction")
-VERL_TIS = ("use_tis", "tis_imp_ratio_cap")
+VERL_TIS = ("use_tis", "tis_imp_ratio_cap", "imp_ratio_cap", "behav_imp_weight_cap")
 VERL_060 = ("rollout_is", "rollout_is_level", "rollout_is_mode", "rollout_is_threshold",
             "rollout_is_threshold_lower", "rollout_is_veto_threshold", "rollout_is_batch_normalize")
 VERL = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs",
         "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold",
         "bypass_mode", "bypass_old_logprob_for_rollout", "loss_type", "use_policy_gradient",
         "use_pure_rollout_correction")
-SKYRL = VERL_TIS + (
-    "tis_ratio_type", "token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high",
+SKYRL = (
+    "use_tis", "tis_imp_ratio_cap", "tis_ratio_type", "token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high",
     "sequence_mask_metric", "product_mask_low", "product_mask_high", "geo_mask_low",
     "geo_mask_high", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high",
     "token_mask_is_threshold_low", "token_mask_is_threshold_high")
@@ -37,7 +37,7 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
     """A configuration block of verl or SkyRL, as their documents have it, as ours.  (eq:correction)
 
     Takes, flat or inside their sections (algorithm.rollout_correction, off_policy_correction, …):
-        verl PR 2953   tis_imp_ratio_cap
+        verl PR 2953   tis_imp_ratio_cap, at first imp_ratio_cap or behav_imp_weight_cap
         verl 0.6.0     rollout_is_level, rollout_is_mode, rollout_is_threshold(_lower), …
         verl 0.6.1     rollout_rs: token | sequence | geometric, rollout_rs_threshold(_lower), …
         verl 0.9       rollout_rs: "token_k1,seq_mean_k3", rollout_rs_threshold: "0.5_2.0,0.01"
@@ -53,7 +53,7 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         read, allowed = _from_own, OWN
     elif keys & set(SKYRL) - set(VERL_TIS) or "use_tis" in keys:
         read, allowed = _from_skyrl, SKYRL
-    elif "tis_imp_ratio_cap" in keys:
+    elif keys & set(VERL_TIS):
         read, allowed = _from_verl_tis, VERL_TIS
     elif keys & set(VERL_060) - set(VERL) or isinstance(block.get("rollout_is"), bool):
         read, allowed = _from_verl_060, VERL_060
@@ -61,9 +61,13 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         read, allowed = _from_verl, VERL
     for key in keys:
         if key not in allowed:
-            known = (*OWN, *VERL, *VERL_060, *SKYRL)
+            known = (*OWN, *VERL, *VERL_060, *VERL_TIS, *SKYRL)
             mixed = " here: it belongs to another dialect" if key in known else nearest(key, known)
             raise ValueError(f"correction has no key {key!r}{mixed}")
+    if read is _from_verl_060 and "algorithm" in mapping:
+        # verl's configuration has rollout_is: false by default; its function, whose arguments a
+        # block outside of any section is taken for, has no such switch.
+        block.setdefault("rollout_is", False)
     config = read(block)
     corrects = config.rollout_is or config.rollout_rs or config.bypass_mode
     if block.get("calculate_log_probs") is False and corrects:
@@ -95,10 +99,13 @@ def _from_own(block: Mapping) -> RolloutCorrectionConfig:
 
 
 def _from_verl_tis(block: Mapping) -> RolloutCorrectionConfig:
-    cap = block["tis_imp_ratio_cap"]
+    given = [key for key in VERL_TIS[1:] if key in block]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are one setting: give one of them")
+    cap = block[given[0]]
     off = cap is None or (isinstance(cap, (int, float)) and not isinstance(cap, bool) and cap <= 0)
     return RolloutCorrectionConfig() if off else RolloutCorrectionConfig(
-        "token", number("tis_imp_ratio_cap", cap))
+        "token", number(given[0], cap))
 
 
 def _from_verl_060(block: Mapping) -> RolloutCorrectionConfig:
@@ -111,7 +118,7 @@ def _from_verl_060(block: Mapping) -> RolloutCorrectionConfig:
     if upper is None or not flag("rollout_is", block.get("rollout_is", True)):
         return RolloutCorrectionConfig()                            # off, or metrics only
     threshold = number("rollout_is_threshold", upper)
-    if mode == "mask":
+    if mode != "truncate":                  # clip: its document's word for mask, zero outside both
         lower = 1 / threshold if lower is None else lower
         threshold = interval("rollout_is_threshold_lower", (lower, threshold))
     criteria = {}
@@ -148,6 +155,8 @@ def _verl_rejection(block: Mapping) -> dict[str, Any]:
         if not isinstance(given, str) or not given.replace(",", "").strip():
             raise ValueError(f"rollout_rs must name its criteria, such as 'token_k1,seq_mean_k3', "
                              f"not {given!r}")
+        if bound is None and given in VERL_061_LEVELS:              # PR 3984
+            bound = block.get("rollout_is_threshold", 2.0)
         if bound is None:
             raise ValueError(f"rollout_rs is {given!r}, but rollout_rs_threshold is missing")
         if given in VERL_061_LEVELS:

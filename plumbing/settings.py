@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, Optional
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from adapters.dialects import from_dialect
+from adapters.dialects import WRAPPERS, from_dialect
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -92,8 +92,9 @@ class LossConfig:
     denominator: Literal["fixed", "kept"] = setting(
         "fixed", "counts all response tokens, or those that rejection left")
     kl_coef: float = setting(0.0, "of KL(π_θ‖π_ref); 0: no reference policy is loaded", 0)
-    kl_kind: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"] = setting(
-        "k3+", "its estimator; + takes k2's gradient")
+    kl_kind: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "kl", "mse",
+                     "low_var_kl", "kl+", "mse+", "low_var_kl+"] = setting(
+        "k3+", "its estimator; + takes k2's gradient; the last six are verl's names of k1, k2, k3")
     kl_in: Literal["loss", "reward"] = setting("loss", "where it stands")
 
 
@@ -156,6 +157,30 @@ def load_config(argv: list[str]) -> Config:
     if len(paths) > 1:
         raise UserError(f"expected at most one FILE.yaml, and key=value, not {paths}")
     path = Path(paths[0]) if paths else ROOT / "configs" / "demo.yaml"
+    user, given = read_yaml(path, overrides)
+    settings = flat(OmegaConf.to_container(user))
+    known = {key: kind for key, kind, _ in leaves(Config)}
+    check_keys(settings, known)
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), user))
+    except Exception as error:     # OmegaConf's own, and an OverflowError that it lets through
+        key = getattr(error, "full_key", "a setting")
+        raise UserError(f"{key} must be {describe(known.get(key))}, "
+                        f"not {settings.get(key)!r}") from None
+    if "correction" not in user:
+        config.correction = {"preset": "decoupled_token_is"}
+    if "run" not in given:
+        name = ",".join([config.run or path.stem, *sorted(
+            o for o in overrides if o.split("=")[0] not in CHANGEABLE)])
+        digest = hashlib.sha256(repr(name).encode()).hexdigest()
+        name = re.sub(r"[^\w.,=+-]+", "_", name, flags=re.ASCII)
+        config.run = name if len(name) < 100 else f"{name[:80]}-{digest[:8]}"
+    validate(config)
+    return config
+
+
+def read_yaml(path: Path, overrides: list[str]) -> tuple[DictConfig, DictConfig]:
+    """What the user says in all, and what of it in overrides."""
     try:
         texts = [read_text(path), *(o.partition("=")[2] for o in overrides)]
         if len("".join(texts)) > 2 ** 14:
@@ -168,7 +193,11 @@ def load_config(argv: list[str]) -> Config:
             raise UserError(f"{path}: '*name' is not replaced here, and a value has at most 3000 "
                             "characters; write the value itself")
         user = OmegaConf.merge(OmegaConf.load(path), given := OmegaConf.from_dotlist(overrides))
-        settings = flat(OmegaConf.to_container(user))
+        last = given if "correction" in given else user
+        if "correction" in user and last.correction in (None, {}):
+            user.correction = {}                   # off, and no default in its place
+        OmegaConf.to_container(user)               # not all that loads is a mapping
+        return user, given
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except UserError:
@@ -176,28 +205,18 @@ def load_config(argv: list[str]) -> Config:
     except Exception as error:     # YAML's and OmegaConf's own have many types and several lines
         raise UserError(f"{path} and the overrides must be a mapping of settings in YAML, such as "
                         f"train: {{steps: 10}} ({str(error)[:300]})") from None
-    known = {key: kind for key, kind, _ in leaves(Config)}
+
+
+def check_keys(settings: dict[str, Any], known: dict[str, Any]) -> None:
     for key, value in settings.items():
         if key not in known and not key.startswith("correction."):
+            if key.split(".")[0] in WRAPPERS and key.split(".")[0] not in known:
+                raise UserError(f"{key} is a setting of verl or SkyRL: put that block under "
+                                "correction:")
             near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
             raise UserError(f"{key} is not a setting; did you mean {near}?")
         if is_dataclass(known.get(key)) and value != {}:
             raise UserError(f"{key} must be {describe(known[key])}, not {value!r}")
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), user))
-    except Exception as error:     # OmegaConf's own, and an OverflowError that it lets through
-        key = getattr(error, "full_key", "a setting")
-        raise UserError(f"{key} must be {describe(known.get(key))}, "
-                        f"not {settings.get(key)!r}") from None
-    config.correction = dict(config.correction) or {"preset": "decoupled_token_is"}
-    if "run" not in given:
-        name = ",".join([config.run or path.stem, *sorted(
-            o for o in overrides if o.split("=")[0] not in CHANGEABLE)])
-        digest = hashlib.sha256(repr(name).encode()).hexdigest()
-        name = re.sub(r"[^\w.,=+-]+", "_", name, flags=re.ASCII)
-        config.run = name if len(name) < 100 else f"{name[:80]}-{digest[:8]}"
-    validate(config)
-    return config
 
 
 def leaves(cls, prefix="") -> Iterator[tuple[str, Any, Any]]:

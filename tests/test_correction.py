@@ -548,7 +548,15 @@ def test_presets_by_todays_and_historical_names():
     ({"rollout_is": False, "rollout_is_level": "token", "rollout_is_threshold": 2.0}, Config()),
     ({"rollout_is_level": "token", "rollout_is_threshold": None, "rollout_is_veto_threshold": 1e-4}, Config()),
     ({"rollout_is_level": "token", "rollout_is_mode": "clip", "rollout_is_threshold": 2.0, "rollout_is_veto_threshold": "1e-4"},
-     Config("token", 2.0, rollout_rs={"seq_max_k1": (1e-4, None)})),
+     Config("token", (0.5, 2.0), rollout_rs={"seq_max_k1": (1e-4, None)})),      # its document: zero outside both
+    ({"rollout_is_mode": "clip", "rollout_is_threshold": 2.0, "rollout_is_threshold_lower": 0.8}, Config("token", (0.8, 2.0))),
+    ({"algorithm": {"rollout_is_level": "token", "rollout_is_threshold": 2.0}}, Config()),     # rollout_is: false by default
+    ({"algorithm": {"rollout_is_level": "token", "rollout_is_threshold": 2.0, "rollout_is": True}}, Config("token", 2.0)),
+    ({"rollout_rs": "token"}, Config(rollout_rs={"token_k1": (0.5, 2.0)})),                    # PR 3984
+    ({"rollout_is": "token", "rollout_is_threshold": 4.0, "rollout_rs": "sequence"},
+     Config("token", 4.0, rollout_rs={"seq_sum_k1": (0.25, 4.0)})),
+    ({"behav_imp_weight_cap": 2.0}, Config("token", 2.0)), ({"imp_ratio_cap": 3}, Config("token", 3.0)),
+    ({"imp_ratio_cap": -1}, Config()),
     ({"algorithm": {"rollout_correction": {"rollout_is": None, "rollout_rs": "geometric", "rollout_rs_threshold": 1.25,
                                            "rollout_token_veto_threshold": 1e-4}},
       "actor_rollout_ref": {"rollout": {"calculate_log_probs": True}}},
@@ -590,6 +598,7 @@ def test_verls_bounds_on_one_over_rho_are_inverted_and_it_is_said():
     ({"rollout_is": "token", "use_policy_gradient": True}, "use_policy_gradient needs bypass_mode"),
     ({"tis_imp_ratio_cap": 2.0, "calculate_log_probs": False}, "calculate_log_probs is false"),
     ({"tis_imp_ratio_cap": 2.0, "rollout_is": "token"}, "rollout_is.*another dialect"),
+    ({"imp_ratio_cap": 2.0, "behav_imp_weight_cap": 2.0}, "imp_ratio_cap and behav_imp_weight_cap are one setting"),
     ({"use_tis": True}, "tis_imp_ratio_cap"), ({"tis_ratio_type": "geo"}, "tis_ratio_type"),
     ({"sequence_mask_metric": "mean"}, "sequence_mask_metric"),
     ({"token_mask_is_threshold_low": 0.5}, "token_mask_is_threshold_high"),

@@ -310,6 +310,21 @@ def test_perplexity_ratio_is_the_inverse_geometric_mean():
     assert perplexity(torch.tensor([[-1e4]]), torch.ones(1, 1)).isfinite()
 
 
+@pytest.mark.parametrize("kind", [f"{kind}{plus}" for kind in KINDS for plus in ("", "+")])
+def test_half_precision_is_widened_before_the_subtraction(kind):
+    """eq:kl-estimators: −2.3 − (−0.013) is −2.28387 in bfloat16's own numbers, and not −2.28125."""
+    log_prob, ref = torch.tensor([[-2.3]]).bfloat16(), torch.tensor([[-0.013]]).bfloat16()
+    exact = kl_estimate(log_prob.double(), ref.double(), kind)
+    torch.testing.assert_close(kl_estimate(log_prob, ref, kind).double(), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("verls, ours", [("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("low_var_kl+", "k3+")])
+def test_verls_names_of_the_estimators(verls, ours):
+    assert torch.equal(kl_estimate(LP, REF_LP, verls), kl_estimate(LP, REF_LP, ours))
+    with pytest.raises(ValueError, match="'full': that takes the whole vocabulary"):
+        kl_estimate(LP, REF_LP, "full")
+
+
 # ------------------------------------------------------------------------ the sampling distribution
 
 def slow_sampling(logits, temperature, top_k, top_p):
@@ -388,14 +403,13 @@ GROUPS = torch.tensor([0, 0, 0, 5, 5, 9])                           # the last i
 
 
 def test_advantages_by_hand():
-    """eq:baseline: group mean, deviation + 1e-6, leave-one-out, batch mean; alone: A = R."""
+    """eq:baseline: group mean, deviation + 1e-6, leave-one-out, batch mean; alone in a group: A = R."""
     centred = f64([-2.0, -1.0, 3.0, 0.0, 0.0, 7.0])
     assert close(grpo_advantages(REWARDS, GROUPS, normalize_std=False), centred)
     std = f64([7.0 ** 0.5 + 1e-6] * 3 + [1e-6] * 2 + [1.0])
     assert close(grpo_advantages(REWARDS, GROUPS), centred / std)
     assert close(rloo_advantages(REWARDS, GROUPS), f64([-3.0, -1.5, 4.5, 0.0, 0.0, 7.0]))
     assert close(reinforce_advantages(REWARDS), REWARDS - 6)
-    assert close(reinforce_advantages(REWARDS[:1]), REWARDS[:1])
 
 
 def test_rejected_rows_are_not_in_the_baseline():
@@ -478,3 +492,20 @@ def test_ties_with_the_kth_token_are_kept():
     assert close(mass, q[:3].sum()) and close(log_mu[:3], (q[:3] / q[:3].sum()).log())
     assert log_mu[3] == -math.inf
     assert close(sampling_log_probs(f64([1.0, 2.0]), top_k=5)[1], 1.0)
+
+
+@pytest.mark.parametrize("call", [
+    lambda: grpo_advantages(torch.tensor([6.0]), torch.tensor([0, 0, 0])),
+    lambda: rloo_advantages(torch.ones(3, 1), torch.tensor([0, 0, 0])),
+    lambda: reinforce_advantages(torch.ones(3, 1)),
+    lambda: reinforce_advantages(torch.ones(3), torch.ones(1, dtype=torch.bool)),
+])
+def test_rewards_that_do_not_fit_their_groups_are_one_sentence(call):
+    with pytest.raises(ValueError, match=r"rewards \(.*must have one shape \[B\]"):
+        call()
+
+
+def test_one_kept_row_is_its_own_mean():
+    """eq:baseline: R − mean(R) of a batch with one row that counts is 0 for that row, as documented."""
+    assert reinforce_advantages(f64([3, 5]), torch.tensor([True, False])).tolist() == [0, 2]
+    assert reinforce_advantages(f64([3])).tolist() == [0]

@@ -24,10 +24,10 @@ from packaging.requirements import Requirement
 from safetensors.torch import load_file
 
 import trainer
-from correction import PRESETS
+from correction import PRESETS, RolloutCorrectionConfig
 from plumbing import checkpoints, tasks
 from plumbing.faults import process_group
-from plumbing.settings import Config, TaskConfig, TrainConfig, leaves, load_config
+from plumbing.settings import Config, TaskConfig, TrainConfig, correction_of, leaves, load_config
 from policy import Policy, TokenLogProbs, full_weights, load_policy
 from rollout import Sample, TransformersEngine, WeightSync, make_engine
 
@@ -395,15 +395,27 @@ def test_control_c(tiny_model, tmp_path):
     (["broken.yaml"], ["broken.yaml", "in YAML"]),
     (["list.yaml"], ["list.yaml", "mapping of settings"]),
     (["policy.path=./nowhere"], ["policy.path=./nowhere"]),
+    (["verl.yaml"], ["algorithm.rollout_correction.rollout_is", "under correction:"]),
 ])
 def test_mistakes_are_one_sentence(arguments, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.yaml").write_text("train: {steps: [1")
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
+    (tmp_path / "verl.yaml").write_text("algorithm: {rollout_correction: {rollout_is: token}}")
     assert trainer.main(arguments) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in said) and error.count("\n") == 1, error
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("text, overrides, off", [
+    ("correction: {}", [], True), ("correction: null", [], True), ("correction:", [], True), ("seed: 1", [], False),
+    ("correction: {preset: seq_is}", ["correction=null"], True), ("correction: {preset: seq_is}", ["correction={}"], True),
+    ("correction: null", ["correction.preset=seq_is"], False), ("seed: 1", ["correction={}"], True)])
+def test_no_correction_is_an_empty_one_and_no_word_is_the_default(text, overrides, off, tmp_path):
+    (tmp_path / "x.yaml").write_text(text)
+    config = correction_of(load_config([str(tmp_path / "x.yaml"), *overrides]))
+    assert config == (RolloutCorrectionConfig() if off else PRESETS["seq_is" if overrides else "token_is"]())
 
 
 ROWS = [{"question": f"{a}+{b}=", "answer": f"{a} and {b} are {a + b}.\n#### {a + b}"} for a in range(4) for b in range(6)]
