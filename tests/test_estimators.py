@@ -418,8 +418,9 @@ def test_rejected_rows_are_not_in_the_baseline():
     assert rloo_advantages(r, groups)[0] == -99
     assert grpo_advantages(r, groups, False)[0] == -49.5
     for advantages in (rloo_advantages(r, groups, keep), grpo_advantages(r, groups, False, keep),
-                       grpo_advantages(r, groups, True, keep), reinforce_advantages(r, keep)):
+                       grpo_advantages(r, groups, True, keep)):
         assert advantages[0] == 1
+    assert reinforce_advantages(r, keep)[0] == 0                    # its mean is its own reward
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
