@@ -14,6 +14,7 @@ words for all this are read by adapters/dialects.py. Derivation: math/.
 
 import difflib
 import math
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -174,7 +175,8 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
     quantities, weights = offpolicy_quantities(ratios, train_log_prob, rollout_log_prob), None
     if level is not None:
         weights = importance_weights(log_rho, response_mask, level, config.rollout_is_threshold)
-        quantities += weight_quantities(ratios, weights, level, config.rollout_is_threshold,
+        applied = weights if config.applies_weights else None
+        quantities += weight_quantities(ratios, applied, level, config.rollout_is_threshold,
                                         config.rollout_is_batch_normalize)
     if level is not None and config.rollout_is_batch_normalize:
         weights = batch_normalize(weights, response_mask, level, group)
@@ -243,7 +245,8 @@ class RolloutCorrectionConfig:
     loss_type                   ppo_clip, gspo, cispo, sapo; reinforce in bypass mode only
 
     In bypass mode only reinforce takes the weights: the ratio of the others already is
-    π_θ/π_rollout, and weighting it once more would count it twice (eq:double-count).
+    π_θ/π_rollout, and weighting it once more would count it twice (eq:double-count). A warning
+    says so, and the metrics of such weights are not called applied.
     """
 
     rollout_is: str | None = None
@@ -274,6 +277,15 @@ class RolloutCorrectionConfig:
         object.__setattr__(self, "rollout_rs", {
             name: (interval if name.endswith("k1") else number)(f"rollout_rs.{name}", bound)
             for name, bound in criteria.items()})
+        if self.rollout_is is not None and not self.applies_weights:
+            warnings.warn(f"rollout_is={self.rollout_is} is not applied with bypass_mode and "
+                          f"loss_type={self.loss_type}, whose ratio already is π_θ/π_rollout "
+                          "(eq:double-count): its metrics are rollout_is_raw_*", stacklevel=3)
+
+    @property
+    def applies_weights(self) -> bool:
+        counted_already = self.bypass_mode and self.loss_type != "reinforce"
+        return self.rollout_is is not None and not counted_already
 
 
 # ----------------------------------------------------------------------------------------- presets

@@ -244,16 +244,19 @@ def ratio_quantities(ratios: Ratios, level: str, bounds, prefix: str,
     return found
 
 
-def weight_quantities(ratios: Ratios, weights: Tensor, level: str, threshold,
+def weight_quantities(ratios: Ratios, weights: Tensor | None, level: str, threshold,
                       normalized: bool) -> list[Quantity]:
     """rollout_is_*: of the weights [B, T] before they are `normalized`; rollout_is_raw_*: of ρ.
 
     (eq:tis, eq:mis, eq:self-normalised)
 
-    With a single threshold C, verl counts what is outside [1/C, C].
+    Without weights that are applied, of ρ alone. With a single threshold C, verl counts what is
+    outside [1/C, C].
     """
     tokens, pair = ratios.tokens, isinstance(threshold, tuple)
     bounds = threshold if pair else (1 / threshold, threshold)
+    if weights is None:
+        return ratio_quantities(ratios, level, bounds, "rollout_is_raw")
     found = ratio_quantities(ratios, level, bounds, "rollout_is", weights)
     if pair:
         found += tokens.shares(tokens.count(weights == 0), rows=["rollout_is_seq_masked_fraction"],

@@ -730,3 +730,18 @@ def test_presets_take_the_arguments_of_verls_documents(made, expected):
 def test_a_presets_wrong_argument_is_one_sentence(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize("loss_type", ["ppo_clip", "gspo", "cispo", "sapo"])
+def test_weights_that_would_count_twice_are_not_called_applied_and_it_is_said(loss_type):
+    """eq:double-count: bypass mode's ratio is the weight; ρ is measured, and nothing is called applied."""
+    with pytest.warns(UserWarning, match=f"rollout_is=token is not applied.*{loss_type}.*eq:double-count"):
+        config = Config("token", 1.5, True, bypass_mode=True, loss_type=loss_type)
+    result = correct(RHO.log(), RHO.log() * 0, torch.ones(2, 3), config)
+    named = [name for name in result.metrics if "rollout_is_" in name and "_is_raw_" not in name]
+    assert set(named) == {"rollout_corr/rollout_is_catastrophic_token_fraction", "rollout_corr/rollout_is_veto_fraction"}
+    assert result.metrics["rollout_corr/rollout_is_raw_max"] == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Config("token", bypass_mode=True, loss_type="reinforce").applies_weights
+        assert not Config(bypass_mode=True).applies_weights
