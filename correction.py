@@ -169,10 +169,10 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
                          f"{tuple(response_mask.shape)} must have one shape [B, T]")
     if advantages is None and "opsm" in config.rollout_rs:
         raise ValueError("rollout_rs.opsm needs the advantages: it looks at A < 0 alone")
-    train_log_prob, level = train_log_prob.detach(), config.rollout_is
-    log_rho = masked_log_ratio(train_log_prob, rollout_log_prob.detach(), response_mask)  # [B, T]
+    train, rollout = train_log_prob.detach(), rollout_log_prob.detach()
+    log_rho, level = masked_log_ratio(train, rollout, response_mask), config.rollout_is  # [B, T]
     ratios = Ratios.of(log_rho, response_mask)
-    quantities, weights = offpolicy_quantities(ratios, train_log_prob, rollout_log_prob), None
+    quantities, weights = offpolicy_quantities(ratios, rollout), None
     if level is not None:
         weights = importance_weights(log_rho, response_mask, level, config.rollout_is_threshold)
         applied = weights if config.applies_weights else None

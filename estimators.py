@@ -149,7 +149,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
     weights = torch.where(mask.bool(), weights, 0.0)
     largest = weights.abs().amax().clamp(min=torch.finfo(weights.dtype).tiny)
     weights = weights / largest                                 # scale-free, and w² stays finite
-    return kish(mask.bool().sum().clamp(min=1), weights.sum(), weights.square().sum())
+    return kish(mask.bool().sum(), weights.sum(), weights.square().sum())
 
 
 def chi_square(log_ratio: Tensor, mask: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def of_rows(cls, x: Tensor, n: Tensor) -> "Sums":
-        """Of one value, or a mean, x [B] on n [B] entries of each sequence."""
+        """Of one value, or a mean, x [B] on n [B] entries of each sequence; where n is 0 of none."""
         x = torch.where(n > 0, x.double(), 0.0)
         return cls(n, n * x, n * x.square(), x, x)
 
@@ -79,11 +79,11 @@ class Tokens(NamedTuple):
         """How many of each sequence are `found`, [B, T] or [B, 1] bool: [B]"""
         if found.shape != self.mask.shape:
             return self.n * found.squeeze(-1)
-        return (found & self.mask).sum(-1).double()
+        return (found & self.mask).sum(-1)
 
     def shares(self, count: Tensor, *, tokens=(), rows=()) -> "list[Quantity]":
         """The share of tokens of which a sequence has `count` [B], and of sequences with any."""
-        return [(Sums.of_rows(count / self.n.clamp(min=1), self.n), dict.fromkeys(tokens, "mean")),
+        return [(Sums.of_rows(count / self.n, self.n), dict.fromkeys(tokens, "mean")),
                 (Sums.of_rows(count > 0, self.rows), dict.fromkeys(rows, "mean"))]
 
 
@@ -165,20 +165,18 @@ class Ratios(NamedTuple):
         return cls(log_rho, tokens, log_rho.sum(-1).double(), of_rho)
 
 
-def offpolicy_quantities(ratios: Ratios, train_log_prob: Tensor,
-                         rollout_log_prob: Tensor) -> list[Quantity]:
+def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quantity]:
     """How far apart two policies are: means over tokens, or over the sequences that have any.
 
     (eq:kl-estimators, eq:chi2, eq:perplexity)
     """
     _, (mask, n, rows), total, of_rho = ratios
-    length = n.clamp(min=1)
-    rollout = torch.where(mask, rollout_log_prob, 0.0).sum(-1) / length       # mean log μ, [B]
-    log_rho, limited = total / length, total.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    rollout = torch.where(mask, rollout_log_prob, 0.0).sum(-1) / n            # mean log μ, [B]
+    log_rho, limited = total / n, total.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     means = [
         (n, -log_rho, {"kl": "mean"}),                          # KL(π_rollout‖π_train), by k1
-        (n, of_rho.total / length - 1 - log_rho, {"k3_kl": "mean"}),
-        (n, of_rho.squares / length - 1, {"chi2_token": "mean"}),
+        (n, of_rho.total / n - 1 - log_rho, {"k3_kl": "mean"}),
+        (n, of_rho.squares / n - 1, {"chi2_token": "mean"}),
         (rows, torch.expm1(2 * limited), {"chi2_seq": "mean"}),
         (rows, -rollout - log_rho, {"training_log_ppl": "mean"}),
         (rows, exp_ratio(-rollout - log_rho, 4 * SAFETY_BOUND), {"training_ppl": "mean"}),
@@ -200,7 +198,7 @@ WEIGHTS = NATS | {"std": "std", "eff_sample_size": "ess"}
 
 def _spread(prefix: str, x: Sums, center: float, reductions: dict[str, str]) -> list[Quantity]:
     """Of x over all tokens, and of its mean in each sequence."""
-    row, rows = x.total / x.n.clamp(min=1), (x.n > 0).double()
+    row, rows = x.total / x.n, (x.n > 0).double()
     by_row = {f"{prefix}_seq_{name}": how for name, how in reductions.items()}
     by_row[f"{prefix}_seq_std"] = "sample_std"
     return [(x, {f"{prefix}_{name}": how for name, how in reductions.items()}),
@@ -235,7 +233,7 @@ def ratio_quantities(ratios: Ratios, level: str, bounds, prefix: str,
     found = [x for name, sums in described.items() for x in _spread(name, sums, 1.0, WEIGHTS)]
     lo, hi = (default if end is None else end for end, default in zip(bounds, (0.0, math.inf)))
     per_token = level == "token" or (level == "geometric" and weights is not None)
-    row, by = rho.total / tokens.n.clamp(min=1), "tokens" if per_token else "rows"
+    row, by = rho.total / tokens.n, "tokens" if per_token else "rows"
     for end, beyond, far in zip(("low", "high"), outside(log_rho, *bounds), (row < lo, row > hi)):
         names = [f"{name}_ratio_fraction_{end}" for name in described]
         found += tokens.shares(tokens.count(beyond), **{by: names})
@@ -281,7 +279,7 @@ def criterion_quantities(ratios: Ratios, name: str, statistic: Tensor, interval:
     """
     prefix, (least, most), tokens = f"rollout_rs_{name}", interval, ratios.tokens
     whole, within = tokens.sums(statistic), tokens.sums(statistic.clamp(least, most))
-    row = whole.total / whole.n.clamp(min=1)
+    row = whole.total / whole.n
     quantities = [*_spread(prefix, whole, 0.0, NATS), (within, {f"{prefix}_std": "std"}),
                   *tokens.shares(tokens.count(below | above), tokens=[f"{prefix}_masked_fraction"],
                                  rows=[f"{prefix}_seq_masked_fraction"])]
@@ -336,7 +334,7 @@ def offpolicy_metrics(train_log_prob: Tensor, rollout_log_prob: Tensor,
     """
     log_rho = masked_log_ratio(train_log_prob, rollout_log_prob, response_mask)
     ratios = Ratios.of(log_rho, response_mask)
-    return Statistics.of(offpolicy_quantities(ratios, train_log_prob, rollout_log_prob)).metrics()
+    return Statistics.of(offpolicy_quantities(ratios, rollout_log_prob)).metrics()
 
 
 def merge(corrections: list, group=None) -> dict[str, Tensor]:
@@ -361,13 +359,15 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
 # advice to raise the veto's bound when it rejects too much is the wrong way round: lower it.
 HEALTHY = (
     ("all_rejected", 0, 0, "every token was rejected, so the step taught nothing",
-     "widen the bounds of rollout_rs, or look for a bug that makes the two policies differ"),
+     "widen rollout_rs, take a larger batch or new rollouts; or a bug makes the policies differ"),
     ("rollout_is_mean", 0.5, 2, "the mean weight is far from 1, so ρ is systematically off",
      "check that both log-probs are processed and at the sampling temperature, lower staleness"),
     ("rollout_is_raw_eff_sample_size", 0.3, 1, "few samples carry all the weight",
      "take token instead of sequence weights, reject with seq_mean_k1, or lower rollout.staleness"),
     ("rollout_is_std", 0, 1, "the weights scatter widely, so the gradient is noisy",
-     "lower rollout_is_threshold, or use rollout_is: token"),
+     "lower rollout_is_threshold (token 1.5–5, sequence 2–10, geometric 1.0002–1.001)"),
+    ("rollout_is_masked_fraction", 0, 0.5, "most tokens have the weight 0 and teach nothing",
+     "widen the pair of rollout_is_threshold, or truncate with a single number"),
     ("rollout_is_catastrophic_token_fraction", 0, 0.01, "π_train finds many tokens near impossible",
      "compare both log-probs on one prompt: a template, dtype or temperature differs"),
     ("rollout_is_veto_fraction", 0, 0.1, "the veto rejects many sequences",
@@ -376,11 +376,15 @@ HEALTHY = (
      "widen rollout_rs: 0.1 % (0.999–1.001) suits long responses and small mismatch only"),
     ("k3_kl", 0, 0.1, "π_rollout and π_old are far apart",
      "lower rollout.staleness, raise rollout.dtype or rollout.quantize_bits"),
-    ("chi2_token", -1, 1, "a severe shift: at χ² = 1 half of the samples are lost",
+    ("chi2_token", -1, 1, "a large shift: at χ² = 1 half of the samples are lost",
      "lower rollout.staleness, or truncate with rollout_is_threshold"),
     ("ppl_ratio", 0.8, 1.25, "the two policies differ in confidence, not only in noise",
      "check temperature, top-p and top-k on both sides"),
 )
+
+
+SEVERE = {"chi2_token": (10, "a severe shift: more than nine samples in ten are lost",
+                         "sample anew with today's weights; no bound repairs such a batch")}
 
 
 def diagnose(metrics: Mapping[str, Any]) -> list[str]:
@@ -392,7 +396,9 @@ def diagnose(metrics: Mapping[str, Any]) -> list[str]:
     values = {name.removeprefix("rollout_corr/"): value for name, value in to_host(metrics).items()}
     found = []
     for name, low, high, meaning, remedy in HEALTHY:
-        value = values.get(name)
+        value, (limit, *words) = values.get(name), SEVERE.get(name, (math.inf, meaning, remedy))
+        if value is not None and value >= limit:
+            meaning, remedy = words
         if value is not None and not low <= value <= high:
             found.append(f"{name} is {value:.3g} (healthy: {low:g} to {high:g}): {meaning}; "
                          f"{remedy}.")

@@ -12,7 +12,7 @@ import sys
 import matplotlib
 import torch
 from PIL import Image
-from tables import AGES, OBJECTIVES, PARTS, ROOT, ascend, bias_and_std, gain_reached, gains_by_batch_size, runs
+from tables import AGES, OBJECTIVES, PARTS, POLICIES, ROOT, ascend, bias_and_std, gain_reached, gains_by_batch_size, runs
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -63,9 +63,11 @@ def bias_variance():
         "no weight": (lambda c: Config(), BLACK, ":"),
     }
     for name, (config, color, style) in against_cap.items():
-        found = [bias_and_std(config(c), T=4, size=0.5, seeds=range(16)) for c in caps]
-        for row in (0, 1):
-            axes[row, 0].plot(caps, [f[row] for f in found], style, color=color, label=name)
+        found = [bias_and_std(config(c), T=4, size=0.5) for c in caps]
+        for row, which in ((0, 0), (1, 2)):
+            axes[row, 0].plot(caps, [f[which] for f in found], style, color=color, label=name)
+        axes[0, 0].fill_between(caps, [f[0] - f[1] for f in found], [f[0] + f[1] for f in found], color=color,
+                                alpha=0.15, linewidth=0)
     lengths = list(range(1, 9))
     against_length = {
         "token, C = 2": (Config("token", 2.0), SKY, "--"),
@@ -75,11 +77,14 @@ def bias_variance():
         "no weight": (Config(), BLACK, ":"),
     }
     for name, (config, color, style) in against_length.items():
-        found = [bias_and_std(config, T=T, size=0.5, seeds=range(16)) for T in lengths]
-        for row in (0, 1):
-            axes[row, 1].plot(lengths, [f[row] for f in found], linestyle=style, color=color, label=name)
+        found = [bias_and_std(config, T=T, size=0.5) for T in lengths]
+        for row, which in ((0, 0), (1, 2)):
+            axes[row, 1].plot(lengths, [f[which] for f in found], linestyle=style, color=color, label=name)
+        axes[0, 1].fill_between(lengths, [f[0] - f[1] for f in found], [f[0] + f[1] for f in found], color=color,
+                                alpha=0.15, linewidth=0)
     axes[0, 0].set(ylabel="bias / |∇J|", title="against the cap C (T = 4)", ylim=(-0.03, None))
     axes[0, 1].set(title="against the length T")
+    figure.suptitle(f"{POLICIES} random policies, noise Δ = 0.5 on the logits of μ; shaded: ± standard error", fontsize=9)
     axes[1, 0].set(ylabel="std / |∇J|", xlabel="C", xscale="log", ylim=(0, None))
     axes[1, 0].set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
     axes[1, 0].minorticks_off()

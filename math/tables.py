@@ -6,6 +6,7 @@ No number is typed: all come from the presets, from the public functions, and fr
     python math/tables.py    # write, about 15 s         python math/tables.py --check  # exit 1 when stale
 """
 
+import copy
 import csv
 import itertools
 import re
@@ -117,8 +118,11 @@ def kl_table():
         ("k2", "loss", loss("k2")),
         ("k3", "loss", loss("k3")),
         ("abs", "loss", loss("abs")),
-        ("k1+, k3+, abs+", "loss", loss("k3+")),
-        ("sg(ρ)·k2, sg(ρ)·k3+", "loss", loss("k2", "sg")),
+        ("k1+", "loss", loss("k1+")),
+        ("k3+", "loss", loss("k3+")),
+        ("abs+", "loss", loss("abs+")),
+        ("sg(ρ)·k2", "loss", loss("k2", "sg")),
+        ("sg(ρ)·k3+", "loss", loss("k3+", "sg")),
         ("sg(ρ)·k3", "loss", loss("k3", "sg")),
         ("ρ·k3", "loss", loss("k3", "graph")),
         ("ρ·k1", "loss", loss("k1", "graph")),
@@ -181,31 +185,83 @@ def field(config, theta, old, mu, advantages):
     return per_token, correction, mean
 
 
-def moments(config, theta, old, mu, advantages):
-    """Mean, variance (trace) of the gradient from one response, and the share of tokens that count."""
+def side_by_side(policies):
+    """Independent policies as the blocks of one, so that one call computes all of them."""
+    whole = Policy(policies[0].V, policies[0].T)
+    whole.tokens, whole.mask = (torch.cat([getattr(p, x) for p in policies]) for x in ("tokens", "mask"))
+    whole.states = torch.cat([p.states + i * len(p.logits) for i, p in enumerate(policies)])
+    whole.logits = torch.cat([p.logits.detach() for p in policies]).requires_grad_()
+    return whole
+
+
+def moments(config, theta, old, mu, advantages, policies=1):
+    """Of each of the policies side by side: mean [K, P] and variance (trace) [K] of the gradient from one
+    response, and the share of tokens that count [K].
+    """
+    def of_each(values):
+        return (mu.probs().detach() * values).reshape(policies, -1).sum(-1)
+
     per_token, correction, mean = field(config, theta, old, mu, advantages)
+    mean = mean.reshape(policies, -1)
     p = theta.step_log_probs().detach().exp()
     chosen = p[theta.states, theta.tokens]  # each token has its own row of logits:
     score_norm = 1 - 2 * chosen + p.square().sum(-1)[theta.states]  # |onehot − p|²
-    second = expectation(mu, (per_token.square() * score_norm).sum(-1))
+    second = of_each((per_token.square() * score_norm).sum(-1))
     counts = correction.mask.bool() & (True if correction.weights is None else correction.weights > 0)
-    kept = expectation(mu, counts.double().sum(-1)) / expectation(mu, theta.mask.double().sum(-1))
-    return mean, (second - mean.square().sum()).item(), kept.item()
+    kept = of_each(counts.double().sum(-1)) / of_each(theta.mask.double().sum(-1))
+    return mean, second - mean.square().sum(-1), kept
 
 
-def bias_and_std(config, T, size, update=0.0, seeds=range(5)):
-    """Over a few policies: bias and standard deviation, root mean square, in units of |∇J|; share kept."""
-    error = spread = scale = share = 0.0
-    for seed in seeds:
-        old = long_policy(T, seed)
-        mu, theta = old.perturbed(seed + 100, size), old.perturbed(seed + 200, update)
-        reward = rewards(old, seed + 300)
-        advantages = (reward - J(old, reward).detach()).expand(-1, T)
-        mean, variance, kept = moments(config, theta, old, mu, advantages)
-        target = grad_J(theta, reward)
-        error, spread = error + (mean - target).square().sum().item(), spread + variance
-        scale, share = scale + target.square().sum().item(), share + kept / len(seeds)
-    return (error / scale) ** 0.5, (spread / scale) ** 0.5, share
+POLICIES = 64  # random ones that an average is over
+
+
+def root_mean_square(values, units):
+    """√(Σ values / Σ units), and its standard error: by leaving out each policy in turn."""
+    total = (values.sum() / units.sum()).sqrt().item()
+    without = ((values.sum() - values) / (units.sum() - units)).sqrt()
+    n = len(values)
+    return total, ((n - 1) / n * (without - without.mean()).square().sum()).sqrt().item()
+
+
+@cache
+def crowd(T):
+    """Random policies side by side, noise for the logits of others near them, and a reward of every response."""
+    alone = [long_policy(T, seed) for seed in range(POLICIES)]
+    noise = [torch.cat([Policy(3, T, seed + first).logits.detach() for seed in range(POLICIES)]) for first in (100, 200)]
+    return side_by_side(alone), noise, torch.cat([rewards(p, seed + 300) for seed, p in enumerate(alone)])
+
+
+def near(policy, noise, size):
+    other = copy.copy(policy)
+    other.logits = (policy.logits.detach() + size * noise).requires_grad_()
+    return other
+
+
+@cache
+def studies(T, size, update):
+    """π_old, μ with noise of this size, π_θ, the advantages, ∇J of each [K, P]."""
+    old, noise, reward = crowd(T)
+    mu, theta = near(old, noise[0], size), near(old, noise[1], update)
+    value = (old.probs().detach() * reward[:, 0]).reshape(POLICIES, -1).sum(-1)  # J of each
+    advantages = (reward - value.repeat_interleave(len(reward) // POLICIES)[:, None]).expand(-1, T)
+    return old, mu, theta, advantages, exact_gradient(theta, J(theta, reward)).reshape(POLICIES, -1)
+
+
+def bias_and_std(config, T, size, update=0.0):
+    """Over random policies, root mean square in units of |∇J|: bias, its standard error, standard deviation;
+    and the share kept.
+    """
+    old, mu, theta, advantages, target = studies(T, size, update)
+    mean, variance, kept = moments(config, theta, old, mu, advantages, POLICIES)
+    scale = target.square().sum(-1)
+    bias, error = root_mean_square((mean - target).square().sum(-1), scale)
+    return bias, error, root_mean_square(variance, scale)[0], kept.mean().item()
+
+
+def priced(found):
+    """A cell: bias ± its standard error / standard deviation."""
+    bias, error, std, _ = found
+    return f"{number(bias)}{'' if error < 0.005 else f' ± {error:.2f}'} / {std:.2f}"
 
 
 def studied():
@@ -222,8 +278,7 @@ def bias_variance():
     rows = []
     for name, config in studied().items():
         found = [bias_and_std(config, *setting) for setting in settings]
-        cells = (f"{number(bias)} / {std:.2f}" for bias, std, _ in found)
-        rows.append([name, *cells, f"{100 * found[1][2]:.0f} %"])
+        rows.append([name, *map(priced, found), f"{100 * found[1][3]:.0f} %"])
     return markdown(["preset", *names, "kept, " + names[1]], rows)
 
 
@@ -268,15 +323,6 @@ def metrics():
 
 
 # ------------------------------------------------------------------------------------ gradient field
-
-def side_by_side(policies):
-    """Independent policies as the blocks of one, so that one call computes all of them."""
-    whole = Policy(policies[0].V, policies[0].T)
-    whole.tokens, whole.mask = (torch.cat([getattr(p, x) for p in policies]) for x in ("tokens", "mask"))
-    whole.states = torch.cat([p.states + i * len(p.logits) for i, p in enumerate(policies)])
-    whole.logits = torch.cat([p.logits.detach() for p in policies]).requires_grad_()
-    return whole
-
 
 def ascend(config, start, noise, reward, lagging, beta=0.3, steps=400, rate=0.1, lag=8):
     """Exact ascent on E[R] − β KL(π‖start), without sampling noise: the logits of every step.
@@ -495,15 +541,13 @@ def study_summary():
             f"uncorrected and **{spread(late['small_steps_token_is'])}** with token weights, {more[0]:.2f} ± {more[1]:.2f} higher; with nothing late {spread(on_time)}.")
 
 
-def per_token_k3(size, T, seeds=range(5)):
+def per_token_k3(size, T):
     """E_μ of a token's k3 between `old` and `mu`, where `mu` is `old` with noise of this size."""
-    total = 0.0
-    for seed in seeds:
-        old = long_policy(T, seed)
-        mu = old.perturbed(seed + 100, size)
-        k3 = kl_estimate(mu.log_probs(), old.log_probs(), "k3") * old.mask
-        total += (expectation(mu, k3.sum(-1)) / expectation(mu, old.mask.double().sum(-1))).item()
-    return total / len(seeds)
+    old, noise, _ = crowd(T)
+    mu = near(old, noise[0], size)
+    k3 = torch.where(old.mask, kl_estimate(mu.log_probs(), old.log_probs(), "k3"), 0.0).detach()
+    of, tokens = ((mu.probs().detach() * x.double().sum(-1)).reshape(POLICIES, -1).sum(-1) for x in (k3, old.mask))
+    return (of / tokens).mean().item()
 
 
 @cache
@@ -534,10 +578,11 @@ def predictions(regime="staleness_8", common=0.1, samples=512):
         config = from_dialect(given)
         cells = [bias_and_std(config, T, noise_with_k3(common, T)) for T in (2, 4, 8)]
         own = bias_and_std(config, 8, noise_with_k3(round(k3, 4), 8))
-        error = (own[0] ** 2 + own[1] ** 2 / samples) ** 0.5
+        error = (own[0] ** 2 + own[2] ** 2 / samples) ** 0.5
         errors[method], outcomes[method] = error, final
-        lines.append([f"`{method}`", *(f"{number(b)} / {std:.2f}" for b, std, _ in cells), f"{k3:.3f}",
-                      f"{number(own[0])} / {own[1]:.2f}", f"{error:.2f}", f"{final:.2f}"])
+        lines.append([f"`{method}`", *map(priced, cells), f"{k3:.3f}", priced(own), f"{error:.2f}",
+                      f"{final:.2f}"])
+
     def correlation(but=None):
         return "{:+.2f}".format(statistics.correlation(
             *(ranks([x for method, x in of.items() if method != but]) for of in (errors, outcomes))))
@@ -602,4 +647,5 @@ def main(arguments):
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # small tensors: threads would only wait for one another
     raise SystemExit(main(sys.argv[1:]))

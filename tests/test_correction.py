@@ -475,9 +475,17 @@ def test_an_open_end_is_never_crossed():
     assert metrics["rollout_corr/rollout_is_seq_fraction_low"] == 0.5
 
 
-def test_the_gradient_never_flows_through_a_weight():
-    train = RHO.log().requires_grad_()
-    assert not correct(train, RHO.log() * 0, torch.ones(2, 3), Config("sequence", math.inf, True)).weights.requires_grad
+def test_the_gradient_never_flows_through_a_weight_nor_a_metric():
+    """eq:detached: whichever log-prob has a graph."""
+    with_graph, without = RHO.log().requires_grad_(), RHO.log() * 0
+    for train, rollout in ((with_graph, without), (without, with_graph)):
+        result = correct(train, rollout, torch.ones(2, 3), Config("sequence", math.inf, True, {"seq_mean_k3": 1.0}))
+        assert not any(x.requires_grad for x in (result.weights, result.mask, *result.metrics.values()))
+
+
+def test_a_configuration_is_frozen():
+    with pytest.raises(AttributeError):
+        Config().rollout_is = "token"
 
 
 def test_inputs_that_do_not_fit_say_so():

@@ -347,7 +347,7 @@ def test_diagnose_is_silent_when_nothing_is_wrong_and_names_metric_and_knob_othe
     assert diagnose(correct(x, x, x.bool(), Config.decoupled_token_is()).metrics) == []
     assert diagnose({}) == []
     for name, low, high, _, remedy in HEALTHY:
-        for value in (low - 1.5, high + 1.5):
+        for value in (low - 1.5, high + 1.5):               # neither severe
             sentence, = diagnose({f"rollout_corr/{name}": value})
             assert sentence.startswith(name) and remedy in sentence and sentence.endswith(".")
         assert diagnose({name: low}) == diagnose({name: torch.tensor(high, dtype=torch.float64)}) == []
@@ -361,9 +361,16 @@ def test_diagnose_is_silent_when_nothing_is_wrong_and_names_metric_and_knob_othe
     ("rollout_is_catastrophic_token_fraction", 0.009, 0.011), ("rollout_is_veto_fraction", 0.09, 0.11),
     ("rollout_rs_seq_masked_fraction", 0.49, 0.51), ("k3_kl", 0.099, 0.101), ("chi2_token", 0.99, 1.01),
     ("chi2_token", -0.9, 1.01), ("ppl_ratio", 0.81, 0.79), ("ppl_ratio", 1.24, 1.26),
+    ("rollout_is_masked_fraction", 0.49, 0.99),
 ])
 def test_the_limits_of_health(name, well, ill):
     assert diagnose({name: well}) == [] and len(diagnose({name: ill})) == 1
+
+
+@pytest.mark.parametrize("chi2, word", [(1.5, "a large shift"), (9.99, "a large shift"), (10.0, "a severe shift"), (99.0, "a severe shift")])
+def test_a_severe_shift_has_a_sentence_of_its_own(chi2, word):
+    sentence, = diagnose({"chi2_token": chi2})
+    assert word in sentence and ("sample anew" in sentence) == (chi2 >= 10)
 
 
 # ------------------------------------------------------------------------------------- compilation
