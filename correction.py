@@ -160,6 +160,30 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
     asks for. With `group`, a torch.distributed process group, the batch normalisation is over all
     its ranks. Raises ValueError: shapes that differ, no rollout_log_prob, opsm without advantages.
     """
+    _check_batch(train_log_prob, rollout_log_prob, response_mask, config, advantages)
+    train, rollout = train_log_prob.detach(), rollout_log_prob.detach()
+    level, threshold, weights = config.rollout_is, config.rollout_is_threshold, None
+
+    log_rho = masked_log_ratio(train, rollout, response_mask)                            # [B, T]
+    if level is not None:
+        weights = importance_weights(log_rho, response_mask, level, threshold)           # [B, T]
+    kept = rejection_mask(log_rho, response_mask, config.rollout_rs, advantages)         # [B, T]
+
+    ratios = Ratios.of(log_rho, response_mask)
+    quantities = offpolicy_quantities(ratios, rollout)
+    if level is not None:
+        applied, normalize = config.applies_weights, config.rollout_is_batch_normalize
+        quantities += weight_quantities(ratios, weights if applied else None, level, threshold,
+                                        normalize)
+        weights = batch_normalize(weights, response_mask, level, group) if normalize else weights
+    verdicts = {name: judge(log_rho, response_mask, name, bound, advantages)
+                for name, bound in config.rollout_rs.items()}
+    quantities += rejection_quantities(ratios, kept, config.rollout_rs, verdicts)
+    mask = response_mask * kept if config.rollout_rs else response_mask
+    return Correction(weights, mask, Statistics.of(quantities))
+
+
+def _check_batch(train_log_prob, rollout_log_prob, response_mask, config, advantages) -> None:
     if rollout_log_prob is None:
         raise ValueError("rollout_log_prob is missing: without the sampler's log-probs there is "
                          "nothing to correct")
@@ -169,23 +193,6 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
                          f"{tuple(response_mask.shape)} must have one shape [B, T]")
     if advantages is None and "opsm" in config.rollout_rs:
         raise ValueError("rollout_rs.opsm needs the advantages: it looks at A < 0 alone")
-    train, rollout = train_log_prob.detach(), rollout_log_prob.detach()
-    log_rho, level = masked_log_ratio(train, rollout, response_mask), config.rollout_is  # [B, T]
-    ratios = Ratios.of(log_rho, response_mask)
-    quantities, weights = offpolicy_quantities(ratios, rollout), None
-    if level is not None:
-        weights = importance_weights(log_rho, response_mask, level, config.rollout_is_threshold)
-        applied = weights if config.applies_weights else None
-        quantities += weight_quantities(ratios, applied, level, config.rollout_is_threshold,
-                                        config.rollout_is_batch_normalize)
-    if level is not None and config.rollout_is_batch_normalize:
-        weights = batch_normalize(weights, response_mask, level, group)
-    kept = rejection_mask(log_rho, response_mask, config.rollout_rs, advantages)
-    verdicts = {name: judge(log_rho, response_mask, name, bound, advantages)
-                for name, bound in config.rollout_rs.items()}
-    quantities += rejection_quantities(ratios, kept, config.rollout_rs, verdicts)
-    mask = response_mask * kept if config.rollout_rs else response_mask
-    return Correction(weights, mask, Statistics.of(quantities))
 
 
 # ----------------------------------------------------------------------------------- configuration

@@ -24,11 +24,11 @@ import yaml
 from oracle import J, Policy, exact_gradient, expectation, grad_J, kl, rewards, token_kl
 
 from adapters.dialects import from_dialect
-from correction import (HISTORICAL, PRESETS, RolloutCorrectionConfig, correct, importance_weights,
+from correction import (CRITERIA, HISTORICAL, PRESETS, RolloutCorrectionConfig, correct, importance_weights,
                         rejection_mask)
 from estimators import kl_estimate, masked_log_ratio
 from losses import kl_loss, policy_loss, reinforce_loss
-from metrics import HEALTHY
+from metrics import HEALTHY, SEVERE
 
 SUM = "seq-mean-token-sum"
 TODAY = [name for name in PRESETS if name not in HISTORICAL and name not in ("geo_rs", "pg_rs")]
@@ -290,7 +290,7 @@ FORMULAS = {
     "chi2_token": "mean ρ_t² − 1",
     "chi2_seq": "mean (Πρ)² − 1",
     "is_ratio_mean": "mean ρ_t, 1 in expectation",
-    "is_ratio_std": "standard deviation of ρ_t",
+    "is_ratio_std": "standard deviation of ρ_t (n − 1)",
     "is_ratio_max": "largest ρ_t",
     "is_ratio_min": "smallest ρ_t",
     "training_ppl": "mean perplexity under π",
@@ -302,23 +302,89 @@ FORMULAS = {
     "log_ppl_diff_min": "smallest",
     "log_ppl_abs_diff": "mean of its absolute value",
     "ppl_ratio": "mean of ppl(π)/ppl(μ): 1/geometric mean of ρ",
+    "PREFIX_mean": "mean of w over tokens",
+    "PREFIX_std": "standard deviation of w over tokens (n)",
+    "PREFIX_eff_sample_size": "(Σw)²/(nΣw²) over tokens",
+    "PREFIX_max": "largest w; above token level largest ρ",
+    "PREFIX_min": "smallest w; above token level smallest ρ",
+    "PREFIX_seq_mean": "mean over responses of w̄, a response's mean w",
+    "PREFIX_seq_std": "standard deviation of w̄ (n − 1)",
+    "PREFIX_seq_eff_sample_size": "(Σw̄)²/(nΣw̄²) over responses",
+    "PREFIX_seq_max": "largest w̄",
+    "PREFIX_seq_min": "smallest w̄",
+    "PREFIX_seq_max_deviation": "largest |w̄ − 1|",
+    "PREFIX_ratio_fraction_high": "share of ρ above hi (C); of responses at sequence level",
+    "PREFIX_ratio_fraction_low": "share of ρ below lo (1/C); of responses at sequence level",
+    "PREFIX_seq_fraction_high": "share of responses whose mean ρ is above hi (C)",
+    "PREFIX_seq_fraction_low": "share of responses whose mean ρ is below lo (1/C)",
+    "rollout_is_masked_fraction": "share of tokens with w = 0, outside [lo, hi]",
+    "rollout_is_oob_ratio": "the same, SkyRL's name",
+    "rollout_is_seq_masked_fraction": "share of responses with such a token",
+    "rollout_is_batch_norm_factor": "what the weights were divided by: their mean, by token or response",
+    "tis_token_clip_high_ratio": "rollout_is_ratio_fraction_high at token level, SkyRL's name",
+    "tis_seq_clip_high_ratio": "the same at sequence level",
     "rollout_is_catastrophic_token_fraction": "share of tokens with ρ_t below the veto, seq_max_k1",
     "rollout_is_veto_fraction": "share of responses with such a token",
+    "CRITERION_mean": "mean of its statistic s over tokens: k1, k2 or k3 per token, or its sum, mean or maximum",
+    "CRITERION_max": "largest s",
+    "CRITERION_min": "smallest s",
+    "CRITERION_std": "standard deviation of s limited to its bounds (n)",
+    "CRITERION_seq_mean": "mean over responses of s̄, a response's mean s",
+    "CRITERION_seq_std": "standard deviation of s̄ (n − 1)",
+    "CRITERION_seq_max": "largest s̄",
+    "CRITERION_seq_min": "smallest s̄",
+    "CRITERION_seq_max_deviation": "largest |s̄|",
+    "CRITERION_fraction_high": "share of tokens, or responses, with s above its bound: ρ too low for k1",
+    "CRITERION_fraction_low": "with s below it: ρ too high for k1",
+    "CRITERION_seq_fraction_high": "share of responses with s̄ (seq: s) above its bound",
+    "CRITERION_seq_fraction_low": "below it",
+    "CRITERION_masked_fraction": "share of tokens that it rejects",
+    "CRITERION_seq_masked_fraction": "share of responses that lose a token to it",
+    "token_mask_ratio": "rollout_rs_token_k1_masked_fraction, SkyRL's name",
+    "SKYRL_under_low_ratio": "share of responses rejected for a low ρ, of seq_max_k1, seq_sum_k1 or seq_mean_k1",
+    "SKYRL_over_high_ratio": "for a high ρ",
+    "SKYRL_masked_ratio": "for either",
     "rollout_rs_masked_fraction": "share of tokens that any criterion rejects",
     "rollout_rs_seq_masked_fraction": "share of responses that lose a token",
     "all_rejected": "1 when no token is left",
 }
 
 
+def every_metric():
+    """The names of all metrics that any configuration reports."""
+    pi, names = Policy(V=3, T=3, seed=0), {}
+    bounds = {name: (0.5, 2.0) if name.endswith("k1") else 0.1 for name in CRITERIA}
+    for level in ("token", "sequence", "geometric"):
+        for first in ("token_k1", "seq_sum_k1", "seq_mean_k1"):
+            config = RolloutCorrectionConfig(level, (0.5, 2.0), True, {first: (0.5, 2.0), **bounds})
+            names |= correct(pi.log_probs(), pi.log_probs(), pi.mask, config, -pi.mask.double()).metrics
+    return [name.removeprefix("rollout_corr/") for name in names]
+
+
+def family(name):
+    """The row of FORMULAS that a metric belongs to."""
+    if name in FORMULAS:
+        return name
+    for pattern, stands_for in ((f"rollout_rs_(?:{'|'.join(CRITERIA)})", "CRITERION"),
+                                ("outlier_seq|product_sequence_mask|geo_sequence_mask", "SKYRL"),
+                                ("rollout_is_raw|rollout_is|rollout_rs", "PREFIX")):
+        if found := re.fullmatch(f"(?:{pattern})_(.*)", name):
+            return f"{stands_for}_{found[1]}"
+    return name
+
+
 def metrics():
-    """What `diagnose` judges, then what every correction reports; one without a formula is a KeyError."""
-    pi = Policy(V=3, T=3, seed=0)
-    nothing = correct(pi.log_probs(), pi.log_probs(), pi.mask, RolloutCorrectionConfig())
-    names = [name.removeprefix("rollout_corr/") for name in nothing.metrics]
+    """What `diagnose` judges, then what a correction reports; a name without a formula is a KeyError."""
     judged = [[f"`{name}`", f"{low:g}" if low == high else f"{low:g} to {high:g}", meaning, remedy]
               for name, low, high, meaning, remedy in HEALTHY]
-    formulas = [[f"`{name}`", FORMULAS[name]] for name in names]
-    return (markdown(["metric", "healthy", "outside it", "what to turn"], judged) + "\n\n"
+    judged += [[f"`{name}`", f"below {limit:g}", meaning, remedy] for name, (limit, meaning, remedy) in SEVERE.items()]
+    names = every_metric()
+    formulas = [[f"`{row}`", FORMULAS[row]] for row in dict.fromkeys(family(name) for name in names)]
+    return (markdown(["metric", "healthy", "outside it", "what to turn"], judged)
+            + f"\n\nAll {len(names)} metrics, `rollout_corr/` left out. PREFIX is `rollout_is` (w: the weights as applied), "
+            "`rollout_is_raw` (w: ρ at their level)\nor `rollout_rs` (w: ρ at the level of the first k1 criterion); CRITERION "
+            "is `rollout_rs_` and the criterion's name; SKYRL is\n`outlier_seq`, `product_sequence_mask` or "
+            "`geo_sequence_mask`. ρ is a token's, or its sequence's product or geometric mean.\n\n"
             + markdown(["metric", "formula"], formulas))
 
 
