@@ -81,7 +81,8 @@ def sapo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, tau_po
     ratio = exp_ratio(log_prob - old_log_prob)
     tau = torch.where(advantages > 0, ratio.new_full((), tau_positive),
                       ratio.new_full((), tau_negative))
-    return -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return -gate * advantages
 
 
 # ---------------------------------------------------------------------------------- aggregation
