@@ -130,16 +130,17 @@ class Correction:
     """What `correct` returns; unpacks into weights, mask, metrics.  (eq:correction)
 
     weights [B, T]: detached, 0 on padding, None when rollout_is is None. mask [B, T]: response_mask
-    without the rejected, in its dtype. metrics: {"rollout_corr/…": 0-dim tensor}, on the device.
+    without the rejected, in its dtype. metrics: {"rollout_corr/…": 0-dim tensor}, on the device;
+    none where weights and mask were made elsewhere, and there are no statistics.
     """
 
     weights: Tensor | None
     mask: Tensor
-    statistics: Statistics
+    statistics: Statistics | None = None
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        return self.statistics.metrics()
+        return {} if self.statistics is None else self.statistics.metrics()
 
     def __iter__(self):
         return iter((self.weights, self.mask, self.metrics))

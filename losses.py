@@ -17,8 +17,9 @@ from torch import Tensor
 from correction import Correction, RolloutCorrectionConfig, correct
 from estimators import aggregate_log_ratio, exp_ratio, kl_estimate
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
                 "seq-mean-token-sum-norm")
+CLIP = {"gspo": (3e-4, 4e-4)}           # ε_low, ε_high where they are not (0.2, 0.2)
 
 
 # ------------------------------------------------- per token: [B, T] → [B, T], to be minimised
@@ -80,7 +81,8 @@ def sapo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, tau_po
     ratio = exp_ratio(log_prob - old_log_prob)
     tau = torch.where(advantages > 0, ratio.new_full((), tau_positive),
                       ratio.new_full((), tau_negative))
-    return -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return -gate * advantages
 
 
 # ---------------------------------------------------------------------------------- aggregation
@@ -104,6 +106,7 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
     """Per-token values to one scalar.  (eq:aggregation)
 
         token-mean               Σ_i Σ_t x / Σ_i |y_i|            every token weighs the same
+        token-sum                Σ_i Σ_t x                        for who divides later
         seq-mean-token-sum       (1/N) Σ_i Σ_t x                  the policy gradient: long > short
         seq-mean-token-mean      (1/N) Σ_i (1/|y_i|) Σ_t x        every sequence weighs the same
         seq-mean-token-sum-norm  (1/N) Σ_i (1/H) Σ_t x            H = horizon, default T: Dr. GRPO
@@ -120,6 +123,8 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
     counted = mask if denominator_mask is None else denominator_mask.bool()
     tokens, sequences = count(counted) if counts is None else counts
     row = torch.where(mask, values, 0.0).sum(-1)                                      # [B]
+    if mode == "token-sum":
+        return row.sum()
     if mode == "token-mean":
         return row.sum() / torch.as_tensor(tokens).clamp(min=1)
     if mode == "seq-mean-token-mean":
@@ -131,12 +136,36 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
 
 # ------------------------------------------------------------------------------------- the losses
 
-def policy_loss(log_prob: Tensor, old_log_prob: Tensor, rollout_log_prob: Tensor,
+def _checked(log_prob, old_log_prob, rollout_log_prob, advantages, response_mask, needed,
+             nan_is_missing: bool) -> list[Tensor | None]:
+    """The four tensors of `policy_loss`, [B, T] each and 0 on padding, or a sentence."""
+    if advantages is not None and advantages.shape in ((len(response_mask),),
+                                                       (len(response_mask), 1)):
+        advantages = advantages.reshape(-1, 1).expand_as(response_mask)
+    tensors = {"log_prob": log_prob, "old_log_prob": old_log_prob,
+               "rollout_log_prob": rollout_log_prob, "advantages": advantages}
+    for name, x in tensors.items():
+        if x is None and name in needed:
+            raise ValueError(f"{name} is missing")
+        if x is not None and x.shape != response_mask.shape:
+            raise ValueError(f"{name} {tuple(x.shape)} and response_mask "
+                             f"{tuple(response_mask.shape)} must have one shape [B, T]")
+    log_prob, old_log_prob, rollout_log_prob, advantages = (
+        None if x is None else torch.where(response_mask.bool(), x, 0.0) for x in tensors.values())
+    old_log_prob = (log_prob if old_log_prob is None else old_log_prob).detach()
+    if rollout_log_prob is not None and nan_is_missing:
+        rollout_log_prob = torch.where(rollout_log_prob.isnan(), old_log_prob, rollout_log_prob)
+    return [log_prob, old_log_prob, rollout_log_prob, advantages]
+
+
+def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob: Tensor | None,
                 advantages: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig, *,
-                correction: Correction | None = None, clip_low: float = 0.2,
-                clip_high: float = 0.2, dual_clip: float | None = None, mode: str = "token-mean",
+                correction: Correction | None = None, clip_low: float | None = None,
+                clip_high: float | None = None, dual_clip: float | None = None,
+                tau_positive: float = 1.0, tau_negative: float = 1.05, mode: str = "token-mean",
                 denominator: str = "fixed", counts: Counts | None = None,
-                horizon: int | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+                mean_metrics: bool = False, horizon: int | None = None,
+                nan_is_missing: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one batch in any mode, and its metrics.
 
     (eq:decoupled-ppo, eq:bypass, eq:off-policy)
@@ -144,32 +173,36 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor, rollout_log_prob: Tensor
         decoupled: E_μ[ w(π_old/μ) · L(π_θ/π_old) ]     bypass: E_μ[ L(π_θ/μ) ]
         reinforce: E_μ[ w(π_θ/μ) · (−A log π_θ) ]
 
-    All tensors [B, T]. In bypass mode `old_log_prob` is not looked at: π_rollout takes its place.
+    All tensors [B, T]; advantages may be [B] or [B, 1]. `old_log_prob`: None is this log_prob,
+    detached, as in a first update; in bypass mode π_rollout takes its place. `rollout_log_prob`:
+    None where nothing is corrected, or `correction` is given, in decoupled mode; with
+    `nan_is_missing` a NaN in it is a token that the sampler gave no log-prob: ρ = 1 there.
     `correction`: as `correct` gave it for these rows; when None it is computed here, from
     old_log_prob (decoupled) or from this log_prob (bypass), and its metrics (rollout_corr/*) are
-    among those returned. `denominator`: "fixed" counts the response mask, "kept" what rejection
-    left; `counts` likewise, for the whole mini-batch: loss and loss/* metrics are then summands.
+    among those returned. `clip_low`, `clip_high`: None is the loss's own. `denominator`: "fixed"
+    counts the response mask, "kept" what rejection left; `counts` likewise, for the whole
+    mini-batch: loss and loss/* metrics are then summands, but with `mean_metrics` only loss/policy
+    is, and the others are means over these rows, for trainers that average metrics.
     Everything rejected: a zero loss whose graph is attached.
     Raises ValueError: unknown mode or denominator, a tensor missing, shapes that differ.
     """
     if denominator not in ("fixed", "kept"):
         raise ValueError(f"denominator must be fixed or kept, not {denominator!r}")
-    for name, x in (("log_prob", log_prob), ("old_log_prob", old_log_prob),
-                    ("rollout_log_prob", rollout_log_prob), ("advantages", advantages)):
-        if x is None and not (name == "old_log_prob" and config.bypass_mode):
-            raise ValueError(f"{name} is missing")
-        if x is not None and x.shape != response_mask.shape:
-            raise ValueError(f"{name} {tuple(x.shape)} and response_mask "
-                             f"{tuple(response_mask.shape)} must have one shape [B, T]")
-    valid = response_mask.bool()
-    log_prob, rollout_log_prob, advantages = (
-        torch.where(valid, x, 0.0) for x in (log_prob, rollout_log_prob, advantages))
-    anchor = rollout_log_prob if config.bypass_mode else torch.where(valid, old_log_prob, 0.0)
-    anchor, corrected_here = anchor.detach(), {}
-    if correction is None:
-        train_log_prob = log_prob if config.bypass_mode else anchor
-        correction = correct(train_log_prob, rollout_log_prob, response_mask, config, advantages)
+    corrects = config.bypass_mode or (correction is None and
+                                      (config.rollout_is is not None or config.rollout_rs))
+    needed = ["log_prob", "advantages", *(["rollout_log_prob"] if corrects else [])]
+    log_prob, old_log_prob, rollout_log_prob, advantages = _checked(
+        log_prob, None if config.bypass_mode else old_log_prob, rollout_log_prob, advantages,
+        response_mask, needed, nan_is_missing)
+    anchor = rollout_log_prob.detach() if config.bypass_mode else old_log_prob
+    valid, corrected_here = response_mask.bool(), {}
+    if correction is None and rollout_log_prob is None:
+        correction = Correction(None, response_mask)
+    elif correction is None:
+        correction = correct(old_log_prob, rollout_log_prob, response_mask, config, advantages)
         corrected_here = correction.metrics
+    clip_low, clip_high = (own if given is None else given for given, own in zip(
+        (clip_low, clip_high), CLIP.get(config.loss_type, (0.2, 0.2))))
     if config.loss_type == "reinforce":
         loss = reinforce_loss(log_prob, advantages)
     elif config.loss_type == "ppo_clip":
@@ -179,24 +212,26 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor, rollout_log_prob: Tensor
     elif config.loss_type == "cispo":
         loss = cispo_loss(log_prob, anchor, advantages, clip_low, clip_high)
     else:
-        loss = sapo_loss(log_prob, anchor, advantages)
+        loss = sapo_loss(log_prob, anchor, advantages, tau_positive, tau_negative)
     ratio_is_the_weight = config.bypass_mode and config.loss_type != "reinforce"
     if correction.weights is not None and not ratio_is_the_weight:      # or eq:double-count
         loss = loss * correction.weights
     counted = valid if denominator == "fixed" else correction.mask
 
-    def mean(x: Tensor, how: str = "token-mean") -> Tensor:
+    def mean(x: Tensor, how: str, counts: Counts | None) -> Tensor:
         return aggregate_loss(x, correction.mask, how, denominator_mask=counted, counts=counts,
                               horizon=horizon)
 
-    total = mean(loss, mode)
+    total, of_metrics = mean(loss, mode, counts), None if mean_metrics else counts
     with torch.no_grad():
         log_r = log_prob - anchor
         ratio = exp_ratio(log_r)
         left = torch.where(advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
-        metrics = {"loss/policy": total.detach(), "loss/ratio": mean(ratio),
-                   "loss/approx_kl": mean(-log_r),
-                   "loss/clip_fraction": mean((left & (advantages != 0)).to(ratio.dtype))}
+        left = (left & (advantages != 0)).to(ratio.dtype)
+        metrics = {"loss/policy": total.detach(),
+                   "loss/ratio": mean(ratio, "token-mean", of_metrics),
+                   "loss/approx_kl": mean(-log_r, "token-mean", of_metrics),
+                   "loss/clip_fraction": mean(left, "token-mean", of_metrics)}
     return total, {**metrics, **corrected_here}
 
 

@@ -47,7 +47,7 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
     warning where that makes a difference. Raises ValueError, naming the key, for anything else.
     """
     block = _flatten(mapping, {})
-    keys = set(block) - {"calculate_log_probs"}
+    keys = set(block) - {"calculate_log_probs", "_target_"}         # verl's dataclass has the latter
     if "preset" in keys or isinstance(block.get("rollout_rs"), Mapping) \
             or isinstance(block.get("rollout_is_threshold"), (list, tuple)):
         read, allowed = _from_own, OWN

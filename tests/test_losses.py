@@ -14,7 +14,7 @@ from oracle import (MarkovPolicy, Policy, close, estimator_moments, exact_gradie
                     f64, grad_J, kl, rewards, scores, token_kl)
 
 from correction import RolloutCorrectionConfig as Config
-from correction import correct
+from correction import Correction, correct
 from losses import (AGGREGATIONS, Counts, aggregate_loss, cispo_loss, count, gspo_loss, kl_loss,
                     policy_loss, ppo_clip_loss, reinforce_loss, sapo_loss)
 
@@ -346,6 +346,8 @@ def by_loops(values, mask, mode, counted, horizon):
         divide = {"seq-mean-token-mean": max(sum(on), 1),
                   "seq-mean-token-sum-norm": horizon or len(row)}.get(mode, 1)
         total += sum(x for x, k in zip(row, kept) if k) / divide
+    if mode == "token-sum":
+        return total
     number = sum if mode == "token-mean" else any
     return total / sum(number(on) for on in counted.tolist())
 
@@ -361,7 +363,7 @@ def test_aggregation_against_loops(how, mask, counted, horizon):
 
 
 @pytest.mark.parametrize("how, weights", [
-    ("token-mean", [1 / 7, 1 / 7, 1 / 7]), ("seq-mean-token-sum", [1 / 3, 1 / 3, 1 / 3]),
+    ("token-mean", [1 / 7, 1 / 7, 1 / 7]), ("token-sum", [1, 1, 1]), ("seq-mean-token-sum", [1 / 3, 1 / 3, 1 / 3]),
     ("seq-mean-token-mean", [1 / 12, 1 / 6, 1 / 3]),
     ("seq-mean-token-sum-norm", [1 / 12, 1 / 12, 1 / 12])])
 def test_what_each_aggregation_weighs(how, weights):
@@ -377,7 +379,7 @@ def test_counts():
     assert all(n.dtype == torch.float32 and n.ndim == 0 for n in count(GRID))
     for how in AGGREGATIONS:
         assert close(aggregate_loss(VALUES, GRID, how, counts=Counts(14, 6)),
-                     by_loops(VALUES, GRID, how, GRID, None) / 2)
+                     by_loops(VALUES, GRID, how, GRID, None) / (1 if how == "token-sum" else 2))
 
 
 def batch(seed=0, rows=6, T=5, junk=0.0):
@@ -573,8 +575,8 @@ def test_kl_loss_value_aggregation_and_padding(how, junk):
     weighted = kl_loss(lp, ref, mask, mode=how, ratio=ratio)
     assert close(weighted, by_loops(1.7 * value, mask, how, mask, None))
     assert torch.autograd.grad(weighted, lp)[0].isfinite().all()
-    tenfold = kl_loss(lp, ref, mask, mode=how, counts=Counts(*(10 * n for n in count(mask))))
-    assert close(10 * tenfold, kl_loss(lp, ref, mask, mode=how))
+    tenth = kl_loss(lp, ref, mask, mode=how, counts=Counts(*(10 * n for n in count(mask))))
+    assert close((1 if how == "token-sum" else 10) * tenth, kl_loss(lp, ref, mask, mode=how))
     assert close(kl_loss(lp, ref, mask), by_loops(value, mask, "token-mean", mask, None))
     assert close(torch.autograd.grad(kl_loss(lp, ref, mask), lp)[0], ell / mask.sum())
 
@@ -601,25 +603,128 @@ def test_a_wrong_option_is_one_sentence(options, words):
 
 @pytest.mark.parametrize("wrong", range(4))
 def test_a_wrong_shape_is_an_error(wrong):
-    """eq:correction: [B, T] of one shape; a [B, 1] that broadcasts is no exception."""
+    """eq:correction: [B, T] of one shape; a [B, 1] that broadcasts is none, but of advantages."""
     tensors = list(batch())
-    tensors[wrong] = tensors[wrong][:, :1]
+    tensors[wrong] = tensors[wrong][:, :2 if wrong == 3 else 1]
     with pytest.raises(ValueError, match="one shape"):
         policy_loss(*tensors, Config())
 
 
-@pytest.mark.parametrize("missing", ["log_prob", "old_log_prob", "rollout_log_prob", "advantages"])
-def test_a_missing_tensor_is_an_error_that_names_it(missing):
-    """eq:correction: decoupled mode needs all four, bypass mode all but old_log_prob."""
+@pytest.mark.parametrize("missing", ["log_prob", "rollout_log_prob", "advantages"])
+@pytest.mark.parametrize("config", [Config("token"), Config(rollout_rs={"token_k3": 1.0}),
+                                    Config(bypass_mode=True)], ids=["weights", "rejection", "bypass"])
+def test_a_missing_tensor_is_an_error_that_names_it(missing, config):
+    """eq:correction: old_log_prob alone may be missing where something is corrected."""
     names = "log_prob", "old_log_prob", "rollout_log_prob", "advantages"
     *tensors, mask = [None if name == missing else x for name, x in zip((*names, "mask"), batch())]
-    for bypass in (False, True):
-        config = Config(bypass_mode=bypass)
-        if bypass and missing == "old_log_prob":
-            assert policy_loss(*tensors, mask, config)[0].isfinite()
-        else:
-            with pytest.raises(ValueError, match=f"^{missing} is missing"):
-                policy_loss(*tensors, mask, config)
+    with pytest.raises(ValueError, match=f"^{missing} is missing"):
+        policy_loss(*tensors, mask, config)
+
+
+# ------------------------------------------------------------------ what other trainers do not have
+
+def same(one, other, lp):
+    """Loss, gradient and metrics of two results of policy_loss are equal."""
+    gradients = [torch.autograd.grad(loss, lp, retain_graph=True)[0] for loss, _ in (one, other)]
+    return (close(one[0], other[0]) and close(*gradients) and one[1].keys() == other[1].keys()
+            and all(close(one[1][name], other[1][name]) for name in one[1]))
+
+
+@every_mode
+def test_without_old_log_prob_it_is_this_one(mode):
+    """eq:ppo-clip: r = 1, and ρ is from π_θ; in bypass mode nobody looks at it."""
+    lp, old, mu, advantages, mask = batch(6)
+    config = config_of(mode, "token", 1.2, False, {"token_k1": (0.5, 1.5)})
+    missing = policy_loss(lp, None, mu, advantages, mask, config)
+    given = policy_loss(lp, old if config.bypass_mode else lp.detach(), mu, advantages, mask, config)
+    assert same(missing, given, lp)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_weights_and_mask_made_elsewhere_need_no_rollout_log_prob(loss_type):
+    """eq:decoupled-ppo: the loss sees μ through the correction alone."""
+    lp, old, mu, advantages, mask = batch(7)
+    config = Config("token", 1.2, rollout_rs={"token_k1": (0.5, 1.5)}, loss_type=loss_type)
+    weights, kept, _ = correct(old, mu, mask, config)
+    assert Correction(weights, kept).metrics == {} and kept.sum() < mask.sum()
+    given = policy_loss(lp, old, None, advantages, mask, config, correction=Correction(weights, kept))
+    computed = policy_loss(lp, old, mu, advantages, mask, config)
+    computed = computed[0], {name: x for name, x in computed[1].items() if name in given[1]}
+    assert same(given, computed, lp) and len(given[1]) == 4
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_without_rollout_log_prob_nothing_is_corrected(loss_type):
+    """eq:ppo-clip: with one, the loss is the same, and the distance is measured."""
+    lp, old, mu, advantages, mask = batch(8)
+    missing = policy_loss(lp, old, None, advantages, mask, Config(loss_type=loss_type))
+    given = policy_loss(lp, old, mu, advantages, mask, Config(loss_type=loss_type))
+    assert "rollout_corr/kl" in given[1]
+    assert same(missing, (given[0], {name: given[1][name] for name in missing[1]}), lp)
+
+
+@every_mode
+@pytest.mark.parametrize("shape", ["[B]", "[B, 1]"])
+def test_one_advantage_for_a_sequence(mode, shape):
+    """eq:policy-gradient: an outcome's advantage is that of all its tokens."""
+    lp, old, mu, advantages, mask = batch(9)
+    one = advantages[:, 0] if shape == "[B]" else advantages[:, :1]
+    config = config_of(mode, "sequence", 1.2, False, {"opsm": 0.01})
+    whole = policy_loss(lp, old, mu, advantages[:, :1].expand_as(mask), mask, config)
+    assert same(policy_loss(lp, old, mu, one, mask, config), whole, lp)
+
+
+def test_an_advantage_for_each_time_step_is_no_advantage_of_sequences():
+    """eq:policy-gradient: [T] would broadcast in PyTorch, over the wrong axis."""
+    lp, old, mu, advantages, mask = batch(9)
+    assert lp.shape[0] != lp.shape[1]
+    with pytest.raises(ValueError, match=r"advantages \(5,\) and response_mask \(6, 5\)"):
+        policy_loss(lp, old, mu, advantages[0], mask, Config())
+
+
+@every_mode
+def test_means_beside_a_summed_loss(mode):
+    """eq:aggregation: with `counts` the loss is a summand; loss/ratio and its like are then means."""
+    lp, old, mu, advantages, mask = batch(10)
+    options = {"clip_low": 0.1, "clip_high": 0.1}
+    inputs = lp, old, mu, advantages, mask, config_of(mode, "token", 1.5)
+    plain = policy_loss(*inputs, **options)[1]
+    counts = Counts(*(4 * n for n in count(mask)))
+    summands = policy_loss(*inputs, counts=counts, **options)
+    loss, metrics = policy_loss(*inputs, counts=counts, mean_metrics=True, **options)
+    assert close(loss, summands[0]) and close(metrics["loss/policy"], loss)
+    for name in ("loss/ratio", "loss/approx_kl", "loss/clip_fraction"):
+        assert close(metrics[name], plain[name]) and plain[name] != 0
+        assert close(4 * summands[1][name], plain[name])
+
+
+@every_mode
+def test_a_token_without_a_sampling_log_prob(mode):
+    """eq:ratio: ρ = 1 there, at every level, as if π_rollout had agreed; otherwise NaN is NaN."""
+    lp, old, mu, advantages, mask = batch(11)
+    gaps = mask & (torch.arange(5) % 2 == 0)
+    assert 0 < gaps.sum() < mask.sum()
+    for level in ("token", "sequence", "geometric"):
+        config = config_of(mode, level, 1.3, False, {"seq_mean_k1": (0.5, 1.5)})
+        train = lp.detach() if config.bypass_mode else old
+        holes = torch.where(gaps, math.nan, mu)
+        inputs = lp, old, torch.where(gaps, train, mu), advantages, mask, config
+        assert policy_loss(lp, old, holes, advantages, mask, config)[0].isnan()
+        assert same(policy_loss(lp, old, holes, advantages, mask, config, nan_is_missing=True),
+                    policy_loss(*inputs), lp)
+
+
+def test_clips_and_temperatures_of_their_own():
+    """eq:gspo, eq:sapo: GSPO's clip is a thousand times narrower; SAPO's two τ are options."""
+    lp, old, mu, advantages, mask = batch(12)
+    inputs = lp, old, mu, advantages, mask
+    gspo, sapo = Config(loss_type="gspo"), Config(loss_type="sapo")
+    narrow = policy_loss(*inputs, gspo, clip_low=3e-4, clip_high=4e-4)
+    assert same(policy_loss(*inputs, gspo), narrow, lp)
+    assert not close(narrow[0], policy_loss(*inputs, gspo, clip_low=0.2, clip_high=0.2)[0])
+    gate = sapo_loss(lp, old, advantages, 0.5, 2.0)
+    loss = policy_loss(*inputs, sapo, tau_positive=0.5, tau_negative=2.0)[0]
+    assert close(loss, by_loops(gate, mask, "token-mean", mask, None))
 
 
 # ------------------------------------------------------------------------------ Monte Carlo, larger

@@ -1,0 +1,312 @@
+"""adapters/trl.py against TRL's own trainer, in TRL 1.16.0; vLLM's place is taken by a stub.
+
+The stub answers as TRL's VLLMGeneration does: tokens drawn from a seed, and log-probs that differ
+from the trainer's by noise, some of them missing.
+"""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("trl_required")
+MODES = {"token_truncate": ("token", 2.0), "token_mask": ("token", (0.5, 2.0)),
+         "sequence_truncate": ("sequence", 2.0), "sequence_mask": ("sequence", (0.5, 2.0))}
+LOSSES = {"dapo": {}, "grpo": {}, "bnpo": {}, "dr_grpo": {}, "sapo": {"sapo_temperature_neg": 1.3},
+          "cispo": {"epsilon_high": 5.0}, "dapo delta": {"delta": 1.25}}
+
+
+class Engine:
+    """In vLLM's place: lengths 1 to 8, every second response not ended, log-probs off by noise."""
+
+    def __init__(self, *, model, processing_class, max_completion_length, **_):
+        self.model, self.tokenizer = model, processing_class
+        self.longest, self.generator = max_completion_length, torch.Generator().manual_seed(0)
+
+    def sync_weights(self):
+        pass
+
+    def generate(self, prompts, num_generations, **_):
+        draw = lambda low, high, *size: torch.randint(low, high, size, generator=self.generator)
+        responses = [draw(4, 26, int(draw(1, self.longest + 1, 1))).tolist() for _ in prompts]
+        responses = [ids[:-1] + [self.tokenizer.eos_token_id] if i % 2 else ids
+                     for i, ids in enumerate(responses)]
+        return None, responses, [self.log_probs(*both) for both in zip(prompts, responses)], None
+
+    @torch.no_grad()
+    def log_probs(self, prompt, response):
+        ids = torch.tensor(prompt + response)
+        log_prob = self.model(ids[None]).logits[0, len(prompt) - 1:-1].log_softmax(-1)
+        log_prob = log_prob[range(len(response)), response]
+        log_prob += 0.4 * torch.randn(len(response), generator=self.generator)
+        missing = torch.rand(len(response), generator=self.generator) < 0.1
+        return [[None if gone else x] for x, gone in zip(log_prob.tolist(), missing.tolist())]
+
+
+@pytest.fixture
+def trainer(tiny_model, tmp_path, monkeypatch):
+    """trainer(class, mode, **settings): on 16 prompts of its own, two completions for each."""
+    import datasets
+    import transformers
+    import trl
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", Engine)
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+
+    def reward(completion_ids, **_):
+        return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+    def make(kind, mode="token_truncate", correction=None, rollout_func=None, **settings):
+        defaults = {"use_vllm": True, "gradient_accumulation_steps": 2, "num_generations": 2,
+                    "per_device_train_batch_size": 4, "max_completion_length": 8, "beta": 0.0,
+                    "learning_rate": 1e-2, "max_steps": 4, "lr_scheduler_type": "constant",
+                    "mask_truncated_completions": True}
+        args = trl.GRPOConfig(
+            output_dir=str(tmp_path), report_to="none", save_strategy="no", use_cpu=True, bf16=False,
+            disable_tqdm=True, seed=1, vllm_importance_sampling_mode=mode,
+            vllm_importance_sampling_clip_max=2.0, logging_steps=1,
+            vllm_importance_sampling_clip_min=0.5 if mode.endswith("mask") else None,
+            **defaults | settings)
+        rows = datasets.Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)])
+        given = {} if correction is None else {"correction": correction}
+        return kind(model=transformers.AutoModelForCausalLM.from_pretrained(tiny_model),
+                    processing_class=transformers.AutoTokenizer.from_pretrained(tiny_model),
+                    reward_funcs=reward, args=args, train_dataset=rows, rollout_func=rollout_func, **given)
+
+    return make
+
+
+def config(mode, **options):
+    from correction import RolloutCorrectionConfig
+    return RolloutCorrectionConfig(*MODES[mode], **options)
+
+
+def gradient(trainer, loss):
+    trainer.model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+
+
+def both_losses(trainer, inputs):
+    """(loss, gradient) by TRL and by the trainer itself, with weights that have moved."""
+    from trl import GRPOTrainer
+    results = []
+    for compute in (GRPOTrainer._compute_loss, type(trainer)._compute_loss):
+        loss = compute(trainer, trainer.model, inputs)
+        results.append((loss.item(), gradient(trainer, loss)))
+    return results
+
+
+def first_batches(trainer, number):
+    """What TRL's loop would pass to the first losses; weights move after the first."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    batches = iter(trainer.get_train_dataloader())
+    for trainer._step in range(number):
+        inputs = trainer._prepare_inputs(next(batches))
+        if trainer._step == 0:
+            with torch.no_grad():
+                for p in trainer.model.parameters():
+                    p.mul_(1.01)
+        yield inputs
+
+
+# ------------------------------------------------------------------------------- the loss is ours
+
+SCHEDULES = (2, 2, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2)     # accumulation, steps per generation, iterations
+SQUARE = [(loss, list(MODES)[(i + j) % 4], schedule) for i, loss in enumerate(LOSSES)
+          for j, schedule in enumerate(SCHEDULES)]         # each loss in every mode and every schedule
+
+
+@pytest.mark.parametrize("loss, mode, schedule", SQUARE, ids=str)
+def test_the_loss_is_trls(trainer, loss, mode, schedule):
+    """eq:decoupled-ppo: value to 2e-6 and gradient exactly, on every micro-batch; some rows empty."""
+    from adapters.trl import PolicyLossGRPOTrainer
+    names = dict(zip(("gradient_accumulation_steps", "steps_per_generation", "num_iterations"), schedule))
+    ours = trainer(PolicyLossGRPOTrainer, mode, config(mode), loss_type=loss.split()[0], **names,
+                   **LOSSES[loss])
+    empty = moved = 0
+    for inputs in first_batches(ours, schedule[1] * schedule[2]):
+        (theirs, expected), (mine, found) = both_losses(ours, inputs)
+        assert abs(theirs - mine) <= 2e-6 and expected.equal(found)
+        empty += (inputs["completion_mask"].sum(1) == 0).sum()
+        moved += expected.norm() > 0
+    assert empty > 0 and moved > 1
+
+
+def test_evaluation_divides_by_the_batch(trainer):
+    """eq:aggregation: nothing is accumulated there, and the batch is its own generation batch."""
+    from adapters.trl import PolicyLossGRPOTrainer
+    ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), steps_per_generation=4)
+    inputs = next(first_batches(ours, 1))
+    ours.model.eval()
+    (theirs, expected), (mine, found) = both_losses(ours, inputs)
+    assert abs(theirs - mine) <= 2e-6 and expected.equal(found) and expected.norm() > 0
+
+
+def test_without_vllm_nothing_is_known_of_the_sampler(trainer):
+    """eq:ppo-clip: aligned steps have no old_per_token_logps either: π_old is this forward pass."""
+    from adapters.trl import PolicyLossGRPOTrainer
+    from correction import RolloutCorrectionConfig
+    ours = trainer(PolicyLossGRPOTrainer, correction=RolloutCorrectionConfig(), use_vllm=False,
+                   mask_truncated_completions=False)
+    for inputs in first_batches(ours, 2):
+        assert not {"old_per_token_logps", "sampling_per_token_logps"} & inputs.keys()
+        (theirs, expected), (mine, found) = both_losses(ours, inputs)
+        assert abs(theirs - mine) <= 2e-6 and expected.equal(found) and expected.norm() > 0
+    ours.correction = config("token_truncate")
+    with pytest.raises(ValueError, match="rollout_log_prob is missing"):
+        ours._compute_loss(ours.model, inputs)
+
+
+def environment(prompts, trainer):
+    """A rollout_func: the stub's tokens, of which every third is a tool's."""
+    ids = trainer.processing_class(text=prompts)["input_ids"]
+    engine = Engine(model=trainer.model, processing_class=trainer.processing_class, max_completion_length=8)
+    _, responses, log_probs, _ = engine.generate(ids, 2)
+    return {"prompt_ids": ids, "completion_ids": responses,
+            "logprobs": [[x[0] for x in row] for row in log_probs],
+            "env_mask": [[int(t % 3 != 1) for t in range(len(row))] for row in responses]}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tools_tokens_are_masked(trainer, mode):
+    """eq:aggregation: in the loss, in the weights and in what divides."""
+    from adapters.trl import PolicyLossGRPOTrainer
+    ours = trainer(PolicyLossGRPOTrainer, mode, config(mode), environment, loss_type="bnpo")
+    for inputs in first_batches(ours, 2):
+        assert (inputs["tool_mask"] == 0).any()
+        (theirs, expected), (mine, found) = both_losses(ours, inputs)
+        assert abs(theirs - mine) <= 2e-6 and expected.equal(found) and expected.norm() > 0
+
+
+def test_a_rollout_func_without_vllm(trainer):
+    """eq:decoupled-ppo: it gives log-probs (NaN: none), TRL no π_old: ρ is from this forward pass."""
+    from adapters.trl import PolicyLossGRPOTrainer
+    ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), use_vllm=False,
+                   rollout_func=environment)
+    missing = 0
+    for inputs in first_batches(ours, 2):
+        assert "old_per_token_logps" not in inputs
+        missing += inputs["sampling_per_token_logps"].isnan().sum()
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        log_prob, *_ = ours._get_per_token_logps_and_entropies(
+            ours.model, ids, attention, inputs["completion_ids"].shape[1])
+        rho = (log_prob.detach() - inputs["sampling_per_token_logps"]).nan_to_num(0.0).exp()
+        inputs["importance_sampling_ratio"] = rho.clamp(max=2.0)
+        ours.use_vllm = True                                        # so that TRL's loss takes it
+        (theirs, expected), (mine, found) = both_losses(ours, inputs)
+        ours.use_vllm = False
+        assert abs(theirs - mine) <= 2e-6 and torch.allclose(expected, found, rtol=1e-6, atol=1e-9)
+        assert expected.norm() > 0
+    assert missing > 0
+
+
+def test_bypass_and_reinforce(trainer):
+    """eq:bypass, eq:off-policy: PPO on π_θ/μ without a weight; −min(π_θ/μ, 2) A log π_θ."""
+    from adapters.trl import PolicyLossGRPOTrainer
+    from correction import PRESETS
+    ours = trainer(PolicyLossGRPOTrainer, correction=PRESETS["bypass_ppo_clip"](), loss_type="grpo")
+    *_, inputs = first_batches(ours, 2)
+    mask, A = inputs["completion_mask"], inputs["advantages"][:, None]
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    attention = torch.cat([inputs["prompt_mask"], mask], 1)
+    log_prob = ours._get_per_token_logps_and_entropies(ours.model, ids, attention, mask.shape[1])[0].detach()
+    mu = inputs["sampling_per_token_logps"]
+    r = torch.where(mu.isnan(), 0.0, log_prob - mu).exp()
+    terms = {"bypass_ppo_clip": -torch.minimum(r * A, r.clamp(0.8, 1.2) * A),
+             "bypass_pg_is": -(r.log() * mask).sum(1, keepdim=True).exp().clamp(max=2.0) * A * log_prob}
+    for preset, values in terms.items():
+        ours.correction = PRESETS[preset]()
+        expected = ((values * mask).sum(1) / mask.sum(1).clamp(min=1)).mean() / 2
+        assert torch.allclose(ours._compute_loss(ours.model, inputs), expected, atol=1e-6) and expected != 0
+
+
+# ------------------------------------------------------------------------- TRL's loss, our weights
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_alone(trainer, monkeypatch, mode):
+    """eq:tis, eq:mis: in place of importance_sampling_ratio, whatever TRL's own mode is."""
+    from trl import GRPOTrainer
+
+    from adapters.trl import WeightedGRPOTrainer
+    generate, seen = GRPOTrainer._generate_and_score_completions, []
+
+    def remember(self, inputs):
+        seen.append(generate(self, inputs))
+        return dict(seen[-1])
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", remember)
+    ours = trainer(WeightedGRPOTrainer, mode, config(mode))
+    ours.model.train()
+    batch = ours._generate_and_score_completions([{"prompt": f"{i}="} for i in range(8) for _ in range(2)])
+    ratio = seen[0]["importance_sampling_ratio"] * batch["completion_mask"]
+    assert torch.allclose(batch["importance_sampling_ratio"], ratio, rtol=1e-6, atol=0)
+    assert batch["importance_sampling_ratio"].unique().numel() > 3
+    assert ours._metrics["train"]["rollout_corr/rollout_is_mean"][0] > 0
+
+
+def test_rejection_alone(trainer):
+    """eq:rejection: the ratio is 1 where a token is kept and 0 where it is not; NaN agrees with all."""
+    from adapters.trl import WeightedGRPOTrainer
+    from correction import RolloutCorrectionConfig
+    correction = RolloutCorrectionConfig(rollout_rs={"token_k1": (0.8, 1.2), "opsm": 1e-3})
+    ours = trainer(WeightedGRPOTrainer, correction=correction)
+    batch = ours._generate_and_score_completions([{"prompt": f"{i}="} for i in range(8) for _ in range(2)])
+    log_rho = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).nan_to_num(0.0)
+    log_rho, mask = log_rho * batch["completion_mask"], batch["completion_mask"].bool()
+    drift = -log_rho.sum(1) / mask.sum(1).clamp(min=1)
+    kept = mask & (log_rho.exp() >= 0.8) & (log_rho.exp() <= 1.2)
+    kept &= ~((drift > 1e-3) & (batch["advantages"] < 0))[:, None]
+    assert batch["importance_sampling_ratio"].equal(kept.float()) and 0 < kept.sum() < mask.sum()
+
+
+@pytest.mark.parametrize("loss, mode", [("dapo", "token_truncate"), ("dr_grpo", "sequence_mask")])
+def test_training_ends_with_trls_weights(trainer, loss, mode):
+    """eq:decoupled-ppo: ten steps of TRL's own loop, by its loss, by our weights and by our loss."""
+    from trl import GRPOTrainer
+
+    from adapters.trl import PolicyLossGRPOTrainer, WeightedGRPOTrainer
+    ended = []
+    for kind in (GRPOTrainer, WeightedGRPOTrainer, PolicyLossGRPOTrainer):
+        run = trainer(kind, mode, None if kind is GRPOTrainer else config(mode), loss_type=loss,
+                      steps_per_generation=4, max_steps=10)
+        start = torch.cat([p.detach().flatten().clone() for p in run.model.parameters()])
+        run.train()
+        ended.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
+    assert ended[0].equal(ended[1]) and ended[0].equal(ended[2]) and not ended[0].equal(start)
+    assert any("rollout_corr/kl" in row and "loss/ratio" in row for row in run.state.log_history)
+
+
+# ------------------------------------------------------------------------------ what is not carried
+
+@pytest.mark.parametrize("settings, words", [
+    ({"beta": 0.1}, "beta"), ({"entropy_coef": 0.1}, "an entropy bonus"),
+    ({"top_entropy_quantile": 0.5}, "top_entropy_quantile"),
+    ({"off_policy_mask_threshold": 0.1}, "off_policy_mask_threshold"),
+    ({"importance_sampling_level": "sequence"}, "importance_sampling_level"),
+    ({"loss_type": "vespo"}, "loss_type vespo"), ({"delta": 1.1}, "delta below 1 . epsilon_high")])
+def test_what_the_loss_does_not_carry_is_named(trainer, settings, words):
+    """eq:correction: rather than trained without."""
+    from adapters.trl import PolicyLossGRPOTrainer
+    with pytest.raises(ValueError, match=f"PolicyLossGRPOTrainer does not carry {words}$"):
+        trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), **settings)
+
+
+@pytest.mark.parametrize("options, settings, words", [
+    ({"rollout_is_batch_normalize": True}, {}, "rollout_is_batch_normalize"),
+    ({"loss_type": "gspo"}, {"loss_type": "sapo"}, "loss_type gspo under sapo")])
+def test_corrections_that_the_loss_does_not_carry(trainer, options, settings, words):
+    """eq:correction."""
+    from adapters.trl import PolicyLossGRPOTrainer
+    with pytest.raises(ValueError, match=f"does not carry {words}$"):
+        trainer(PolicyLossGRPOTrainer, correction=config("token_truncate", **options), **settings)
+
+
+@pytest.mark.parametrize("options, settings, words", [
+    ({"bypass_mode": True}, {}, "bypass_mode"), ({"loss_type": "gspo"}, {}, "loss_type gspo"),
+    ({}, {"loss_type": "vespo"}, "vespo"), ({}, {"use_vllm": False}, "use_vllm=False"),
+    ({}, {"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction=False")])
+def test_what_the_weights_do_not_carry_is_named(trainer, options, settings, words):
+    """eq:correction: TRL would leave them out, or does not have the weights' place."""
+    from adapters.trl import WeightedGRPOTrainer
+    with pytest.raises(ValueError, match=f"WeightedGRPOTrainer does not carry {words}$"):
+        trainer(WeightedGRPOTrainer, correction=config("token_truncate", **options), **settings)
