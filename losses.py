@@ -55,10 +55,14 @@ def gspo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, respon
               dual_clip: float | None = None) -> Tensor:
     """PPO's clip on the sequence's s = (π_θ/π_old)^{1/T} instead of the token's r.  (eq:gspo)
 
-    To be aggregated by seq-mean-token-mean. At T = 1 it is PPO. Source: Zheng et al. 2507.18071,
-    whose clip range is that narrow because s is a geometric mean.
+    In the form GSPO-token, sg(s)·π_θ/sg(π_θ): a token has the value of its sequence and the
+    gradient of its own log-prob, so that a weight, a mask or an advantage of one token is no other
+    token's. Where these are constant over a sequence its gradient is that of s itself. To be
+    aggregated by seq-mean-token-mean. At T = 1 it is PPO. Source: Zheng et al. 2507.18071, whose
+    clip range is that narrow because s is a geometric mean.
     """
-    log_s = aggregate_log_ratio(log_prob - old_log_prob, response_mask, "geometric")
+    log_s = aggregate_log_ratio(log_prob - old_log_prob, response_mask, "geometric").detach()
+    log_s = log_s + (log_prob - log_prob.detach())
     return ppo_clip_loss(log_s, torch.zeros_like(log_s), advantages, clip_low, clip_high, dual_clip)
 
 
@@ -150,8 +154,9 @@ def _checked(log_prob, old_log_prob, rollout_log_prob, advantages, response_mask
         if x is not None and x.shape != response_mask.shape:
             raise ValueError(f"{name} {tuple(x.shape)} and response_mask "
                              f"{tuple(response_mask.shape)} must have one shape [B, T]")
-    log_prob, old_log_prob, rollout_log_prob, advantages = (
-        None if x is None else torch.where(response_mask.bool(), x, 0.0) for x in tensors.values())
+    log_prob, old_log_prob, rollout_log_prob, advantages = (         # float32 before r is formed
+        None if x is None else torch.where(response_mask.bool(), x, 0.0).to(
+            torch.promote_types(x.dtype, torch.float32)) for x in tensors.values())
     old_log_prob = (log_prob if old_log_prob is None else old_log_prob).detach()
     if rollout_log_prob is not None and nan_is_missing:
         rollout_log_prob = torch.where(rollout_log_prob.isnan(), old_log_prob, rollout_log_prob)
@@ -164,8 +169,8 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
                 clip_high: float | None = None, dual_clip: float | None = None,
                 tau_positive: float = 1.0, tau_negative: float = 1.05, mode: str = "token-mean",
                 denominator: str = "fixed", counts: Counts | None = None,
-                mean_metrics: bool = False, horizon: int | None = None,
-                nan_is_missing: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+                horizon: int | None = None, nan_is_missing: bool = False,
+                ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one batch in any mode, and its metrics.
 
     (eq:decoupled-ppo, eq:bypass, eq:off-policy)
@@ -181,8 +186,8 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     old_log_prob (decoupled) or from this log_prob (bypass), and its metrics (rollout_corr/*) are
     among those returned. `clip_low`, `clip_high`: None is the loss's own. `denominator`: "fixed"
     counts the response mask, "kept" what rejection left; `counts` likewise, for the whole
-    mini-batch: loss and loss/* metrics are then summands, but with `mean_metrics` only loss/policy
-    is, and the others are means over these rows, for trainers that average metrics.
+    mini-batch. loss/ratio, loss/approx_kl and loss/clip_fraction are means over the kept tokens of
+    these rows; with `counts` the metrics are summands, of which `loss_means` makes means.
     Everything rejected: a zero loss whose graph is attached.
     Raises ValueError: unknown mode or denominator, a tensor missing, shapes that differ.
     """
@@ -218,21 +223,43 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
         loss = loss * correction.weights
     counted = valid if denominator == "fixed" else correction.mask
 
-    def mean(x: Tensor, how: str, counts: Counts | None) -> Tensor:
-        return aggregate_loss(x, correction.mask, how, denominator_mask=counted, counts=counts,
-                              horizon=horizon)
-
-    total, of_metrics = mean(loss, mode, counts), None if mean_metrics else counts
+    total = aggregate_loss(loss, correction.mask, mode, denominator_mask=counted, counts=counts,
+                           horizon=horizon)
     with torch.no_grad():
-        log_r = log_prob - anchor
-        ratio = exp_ratio(log_r)
-        left = torch.where(advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
-        left = (left & (advantages != 0)).to(ratio.dtype)
-        metrics = {"loss/policy": total.detach(),
-                   "loss/ratio": mean(ratio, "token-mean", of_metrics),
-                   "loss/approx_kl": mean(-log_r, "token-mean", of_metrics),
-                   "loss/clip_fraction": mean(left, "token-mean", of_metrics)}
-    return total, {**metrics, **corrected_here}
+        log_r, kept = log_prob - anchor, correction.mask.bool()
+        stops = stopped(config.loss_type, log_r, valid, advantages, clip_low, clip_high, dual_clip)
+        of_tokens = {"loss/ratio": exp_ratio(log_r), "loss/approx_kl": -log_r,
+                     "loss/clip_fraction": stops.to(log_r.dtype)}
+        sums = {name: torch.where(kept, x, 0.0).sum() for name, x in of_tokens.items()}
+        metrics = {"loss/policy": total.detach(), **sums, "loss/kept_tokens": kept.sum().float()}
+    return total, {**(loss_means(metrics) if counts is None else metrics), **corrected_here}
+
+
+def stopped(loss_type: str, log_ratio: Tensor, response_mask: Tensor, advantages: Tensor,
+            clip_low: float, clip_high: float, dual_clip: float | None) -> Tensor:
+    """Tokens whose gradient, or whose weight (CISPO), the clip of this loss holds: [B, T], bool.
+
+    (eq:ppo-clip, eq:dual-clip, eq:gspo, eq:cispo)
+    """
+    if loss_type in ("reinforce", "sapo"):
+        return torch.zeros_like(response_mask)
+    if loss_type == "gspo":
+        log_ratio = aggregate_log_ratio(log_ratio, response_mask, "geometric")
+    ratio = exp_ratio(log_ratio)
+    above, below = ratio > 1 + clip_high, ratio < 1 - clip_low
+    if loss_type == "cispo":
+        return above | below
+    if dual_clip is not None:
+        below = below | (ratio > dual_clip)
+    return (above & (advantages > 0)) | (below & (advantages < 0))
+
+
+def loss_means(totals: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Means over kept tokens from the sums of all micro-batches and ranks.  (eq:aggregation)"""
+    over_kept = ("loss/ratio", "loss/approx_kl", "loss/clip_fraction")
+    kept = totals["loss/kept_tokens"].clamp(min=1)
+    return {name: x / kept if name in over_kept else x for name, x in totals.items()
+            if name != "loss/kept_tokens"}
 
 
 def kl_loss(log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, kind: str = "k3+",

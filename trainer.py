@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from correction import Correction, RolloutCorrectionConfig, correct
 from estimators import grpo_advantages, kl_estimate, reinforce_advantages, rloo_advantages
-from losses import Counts, count, kl_loss, policy_loss
+from losses import Counts, count, kl_loss, loss_means, policy_loss
 from metrics import merge
 from plumbing.faults import reported
 from plumbing.run import Run, opened
@@ -232,7 +232,7 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig, correction=
         return Update({}, [])
     run.optimizer.step()
     run.optimizer.zero_grad()
-    return Update({**dict(zip(sums, totals)), "grad_norm": norm},
+    return Update({**loss_means(dict(zip(sums, totals))), "grad_norm": norm},
                   [correction] if correction else corrections)
 
 

@@ -17,7 +17,7 @@ from verl.trainer.ppo.core_algos import register_policy_loss
 
 from adapters.dialects import from_dialect
 from correction import Correction
-from losses import Counts, policy_loss
+from losses import Counts, loss_means, policy_loss
 from metrics import to_host
 
 
@@ -29,13 +29,15 @@ def three_policies(old_log_prob, log_prob, advantages, response_mask, loss_agg_m
     bypass, clipped = block.bypass_mode, block.loss_type == "ppo_clip"
     clip_low, clip_high = (config.clip_ratio if end is None else end
                            for end in (config.clip_ratio_low, config.clip_ratio_high))
+    counts = whole_counts(config.global_batch_info, loss_agg_mode)
     loss, metrics = policy_loss(
         log_prob, old_log_prob, old_log_prob if bypass else None, advantages, response_mask, block,
         correction=None if bypass else Correction(rollout_is_weights, response_mask),
         clip_low=clip_low, clip_high=clip_high, dual_clip=config.clip_ratio_c if clipped else None,
         tau_positive=config.tau_pos, tau_negative=config.tau_neg, mode=loss_agg_mode,
-        denominator="kept", counts=whole_counts(config.global_batch_info, loss_agg_mode),
-        mean_metrics=True, horizon=config.global_batch_info.get("loss_scale_factor"))
+        denominator="kept", counts=counts,
+        horizon=config.global_batch_info.get("loss_scale_factor"))
+    metrics = loss_means(metrics) if counts is not None else metrics
     named = {"actor/ppo_kl": metrics["loss/approx_kl"], "actor/ratio": metrics["loss/ratio"],
              "actor/pg_clipfrac": metrics["loss/clip_fraction"]}
     named |= {name: x for name, x in metrics.items() if name.startswith("rollout_corr/")}

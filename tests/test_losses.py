@@ -15,8 +15,9 @@ from oracle import (MarkovPolicy, Policy, close, estimator_moments, exact_gradie
 
 from correction import RolloutCorrectionConfig as Config
 from correction import Correction, correct
+from estimators import aggregate_log_ratio
 from losses import (AGGREGATIONS, Counts, aggregate_loss, cispo_loss, count, gspo_loss, kl_loss,
-                    policy_loss, ppo_clip_loss, reinforce_loss, sapo_loss)
+                    loss_means, policy_loss, ppo_clip_loss, reinforce_loss, sapo_loss)
 
 PI = Policy(3, 3, seed=0)
 MU, OLD, REF = PI.perturbed(1, 0.5), PI.perturbed(2, 0.3), PI.perturbed(3, 0.7)
@@ -415,8 +416,8 @@ def test_micro_batches_add_up_to_the_full_batch(mode, denominator, how):
                  for i in map(torch.tensor, split)]
         assert close(sum(part for part, _ in parts), loss)
         assert close(torch.autograd.grad(sum(part for part, _ in parts), lp)[0], gradient)
-        for key in ("loss/policy", "loss/ratio", "loss/approx_kl", "loss/clip_fraction"):
-            assert close(sum(m[key] for _, m in parts), metrics[key])
+        summed = loss_means({key: sum(m[key] for _, m in parts) for key in (*metrics, "loss/kept_tokens")})
+        assert all(close(summed[key], metrics[key]) for key in metrics)
 
 
 # --------------------------------------------------------------------------- policy_loss as a whole
@@ -443,12 +444,15 @@ def test_policy_loss_is_its_parts(mode, denominator, how):
     loss, metrics = policy_loss(lp, old, mu, advantages, mask, config, **clip, dual_clip=1.2,
                                 mode=how, denominator=denominator, horizon=9)
     assert close(loss, by_loops(terms, kept, how, counted, 9))
-    outside = torch.where(advantages > 0, ratio > 1.3, ratio < 0.9)
-    by_hand = {"ratio": ratio, "approx_kl": -ratio.log(), "clip_fraction": outside.double()}
-    for name, values in by_hand.items():
-        assert close(metrics[f"loss/{name}"], by_loops(values, kept, "token-mean", counted, None))
+    s = aggregate_log_ratio(ratio.log(), mask, "geometric").exp() if config.loss_type == "gspo" else ratio
+    held = torch.where(advantages > 0, s > 1.3, (s < 0.9) | (s > 1.2))               # 1.2: the dual clip
+    held = {"cispo": (ratio > 1.3) | (ratio < 0.9), "sapo": torch.zeros_like(mask),
+            "reinforce": torch.zeros_like(mask)}.get(config.loss_type, held)
+    by_hand = {"ratio": ratio, "approx_kl": -ratio.log(), "clip_fraction": held.double()}
+    for name, values in by_hand.items():                        # over what is kept, whatever is counted
+        assert close(metrics[f"loss/{name}"], by_loops(values, kept, "token-mean", kept, None))
     assert close(metrics["loss/policy"], loss) and not metrics["loss/policy"].requires_grad
-    assert metrics["loss/clip_fraction"] > 0 and "rollout_corr/kl" in metrics
+    assert (metrics["loss/clip_fraction"] > 0) == held[kept].any() and "rollout_corr/kl" in metrics
 
 
 def test_default_options_of_policy_loss():
@@ -684,18 +688,17 @@ def test_an_advantage_for_each_time_step_is_no_advantage_of_sequences():
 
 @every_mode
 def test_means_beside_a_summed_loss(mode):
-    """eq:aggregation: with `counts` the loss is a summand; loss/ratio and its like are then means."""
+    """eq:aggregation: with `counts` everything is a summand; `loss_means` makes means of all but the loss."""
     lp, old, mu, advantages, mask = batch(10)
     options = {"clip_low": 0.1, "clip_high": 0.1}
     inputs = lp, old, mu, advantages, mask, config_of(mode, "token", 1.5)
     plain = policy_loss(*inputs, **options)[1]
     counts = Counts(*(4 * n for n in count(mask)))
-    summands = policy_loss(*inputs, counts=counts, **options)
-    loss, metrics = policy_loss(*inputs, counts=counts, mean_metrics=True, **options)
-    assert close(loss, summands[0]) and close(metrics["loss/policy"], loss)
+    loss, summands = policy_loss(*inputs, counts=counts, **options)
+    metrics = loss_means(summands)
+    assert close(metrics["loss/policy"], loss)
     for name in ("loss/ratio", "loss/approx_kl", "loss/clip_fraction"):
-        assert close(metrics[name], plain[name]) and plain[name] != 0
-        assert close(4 * summands[1][name], plain[name])
+        assert close(metrics[name], plain[name]) and close(summands[name], plain[name] * mask.sum())
 
 
 @every_mode
@@ -773,3 +776,74 @@ def test_monte_carlo_detects_the_biased(config):
     z = z_score(config, BIG)
     print(f"\nz = {z:+.2f}")
     assert abs(z) > 6
+
+
+# ------------------------------------------------------------------------------- GSPO, token by token
+
+def gspo_of_the_sequence(lp, old, advantages, mask, **clip):
+    """The paper's first form: the gradient goes through s itself."""
+    log_s = aggregate_log_ratio(lp - old, mask, "geometric")
+    return ppo_clip_loss(log_s, torch.zeros_like(log_s), advantages, **clip)
+
+
+def test_gspo_of_tokens_and_of_sequences_agree_where_all_is_constant_over_a_sequence():
+    """eq:gspo: with one advantage, weight and fate for a response, the mean over its tokens has one gradient."""
+    lp, old, mu, _, mask = batch(4)
+    advantages = torch.randn(len(lp), 1, generator=torch.Generator().manual_seed(0)).double().expand_as(lp)
+    weights = torch.rand(len(lp), 1, generator=torch.Generator().manual_seed(1)).double()
+    for clip in ({"clip_low": 0.01, "clip_high": 0.02}, {"clip_low": 9.0, "clip_high": 9.0}):
+        of = [aggregate_loss(weights * form(lp, old, advantages, mask, **clip), mask, "seq-mean-token-mean")
+              for form in (gspo_loss, gspo_of_the_sequence)]
+        assert close(*of)
+        assert close(*(torch.autograd.grad(loss, lp)[0] for loss in of))
+
+
+def test_gspo_gives_a_rejected_token_no_gradient_through_its_neighbour():
+    """eq:gspo: log ρ = (0, 6): the second token's weight or mask is 0; through s both would get −1/4."""
+    old = torch.zeros(1, 2, dtype=torch.float64)
+    mu, one = old - f64([[0.0, 6.0]]), torch.ones(1, 2)
+    for config in (Config(rollout_rs={"token_k1": (0.5, 2.0)}, loss_type="gspo"),
+                   Config("token", (0.5, 2.0), loss_type="gspo")):
+        lp = old.clone().requires_grad_()
+        loss, _ = policy_loss(lp, old, mu, one.double(), one, config, mode="seq-mean-token-mean")
+        assert torch.autograd.grad(loss, lp)[0].tolist() == [[-0.5, 0.0]]
+    lp = old.clone().requires_grad_()
+    through_s = gspo_of_the_sequence(lp, old, one.double(), one)[:, :1].sum() / 2
+    assert torch.autograd.grad(through_s, lp)[0].tolist() == [[-0.25, -0.25]]
+
+
+def test_gspo_with_advantages_of_tokens_is_each_tokens_own():
+    """eq:gspo, by the oracle: the expected gradient is E_π[Σ_t A_t ∇log π_t / T] at π_θ = π_old."""
+    advantages, lp = torch.arange(3).double() * R, PI.log_probs()           # another one for each token
+    old, config = lp.detach(), Config(loss_type="gspo")
+    token = estimator_moments(PI, PI, lambda i: policy_loss(
+        lp[i], old[i], None, advantages[i], MASK[i], config, mode="seq-mean-token-mean")[0])
+    share = MASK / MASK.sum(-1, keepdim=True)
+    exact = expectation(PI, (scores(PI) * (advantages * share)[..., None]).sum(1))
+    assert close(-token.mean, exact)
+    whole = estimator_moments(PI, PI, lambda i: aggregate_loss(gspo_of_the_sequence(
+        lp[i], old[i], advantages[i], MASK[i]), MASK[i], "seq-mean-token-mean"))
+    print(f"through s: bias {(whole.mean + exact).norm() / exact.norm():.2f} of the gradient")
+    assert not close(-whole.mean, exact)
+
+
+# ------------------------------------------------------------------------------------ loss metrics
+
+@pytest.mark.parametrize("denominator", ["fixed", "kept"])
+def test_metrics_of_the_loss_are_not_diluted_by_rejection(denominator):
+    """eq:aggregation: half rejected and π_θ = π_old: the mean r is 1, whatever the denominator."""
+    x = torch.zeros(2, 2)
+    _, metrics = policy_loss(x, x, torch.tensor([[0.0, 9.0], [0.0, 9.0]]), x + 1, x + 1,
+                             Config(rollout_rs={"token_k1": (0.5, 2.0)}), denominator=denominator)
+    assert metrics["loss/ratio"] == 1
+
+
+def test_half_precision_is_widened_before_the_ratio():
+    """eq:gspo: bfloat16 cannot tell e^{2⁻⁷} from 1.0078125; the gradient returns in its own type."""
+    lp = torch.tensor([[-2.0, -1.9921875]]).bfloat16().requires_grad_()
+    old = torch.tensor([[-2.0, -2.0]]).bfloat16()
+    one = torch.ones(1, 2)
+    loss, metrics = policy_loss(lp, old, old, one.bfloat16(), one, Config(loss_type="gspo"))
+    assert loss.dtype == torch.float32
+    assert metrics["loss/ratio"].item() == pytest.approx((1 + math.exp(2 ** -7)) / 2, rel=1e-6)
+    assert torch.autograd.grad(loss, lp)[0].dtype == torch.bfloat16
