@@ -818,7 +818,7 @@ def test_gspo_with_advantages_of_tokens_is_each_tokens_own():
     old, config = lp.detach(), Config(loss_type="gspo")
     token = estimator_moments(PI, PI, lambda i: policy_loss(
         lp[i], old[i], None, advantages[i], MASK[i], config, mode="seq-mean-token-mean")[0])
-    share = MASK / MASK.sum(-1, keepdim=True)
+    share = MASK.double() / MASK.sum(-1, keepdim=True)
     exact = expectation(PI, (scores(PI) * (advantages * share)[..., None]).sum(1))
     assert close(-token.mean, exact)
     whole = estimator_moments(PI, PI, lambda i: aggregate_loss(gspo_of_the_sequence(
