@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
-from policy import padded, run_prompts
+from policy import Shape, padded, run_prompts, sent
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -109,9 +109,10 @@ class TransformersEngine:
         config = GenerationConfig(do_sample=False, max_new_tokens=max_tokens, pad_token_id=0,
                                   eos_token_id=list(eos_ids) or None)
         sampler = GumbelMax(seeds, temperature, device)
-        ids, mask, prefilled = ids.to(device), mask.to(device), {}
+        shape, prefilled = Shape.of(ids[:, :-1], mask[:, :-1], 0, device), {}
+        ids, mask = sent(device, ids, mask)
         if width > 1:  # all but the last token, which `generate` runs itself
-            before, _ = run_prompts(self.model.get_decoder(), ids[:, :-1], mask[:, :-1])
+            before = run_prompts(self.model.get_decoder(), ids[:, :-1], mask[:, :-1], shape)
             prefilled["past_key_values"] = before.past_key_values
         output = self.model.generate(ids, attention_mask=mask, generation_config=config,
                                      logits_processor=[sampler], **prefilled)
