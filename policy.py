@@ -21,6 +21,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -203,13 +204,20 @@ class TokenLogProbs(torch.autograd.Function):
 
 def load_policy(path: str, temperature: float, dtype: str, device: torch.device, *,
                 gradient_checkpointing: bool = False, frozen: bool = False) -> Policy:
-    """The model in float32, checked, sharded over the ranks (FSDP2), computing in `dtype`."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False)   # no pickles
+    """The model in float32, checked, sharded over the ranks (FSDP2), computing in `dtype`.
+
+    Rank 0 reads it and sends every rank its shards: the others hold no whole model at any time.
+    """
+    # cuDNN's attention gives NaN in the backward pass for masked rows (PyTorch issue 196678).
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    reads = dist.get_rank() == 0
+    model = read_model(path) if reads else empty_model(path)
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("sdpa_unseen")
     policy = Policy(model, temperature).train(not frozen).requires_grad_(not frozen)
-    check(policy)
+    if reads:
+        check(policy)
+    whole = policy.state_dict() if reads and dist.get_world_size() > 1 else {}
     if gradient_checkpointing and not frozen:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
@@ -217,7 +225,30 @@ def load_policy(path: str, temperature: float, dtype: str, device: torch.device,
     for module in list(model.modules()):
         if type(module).__name__ in (model._no_split_modules or ()):     # the decoder's layers
             fully_shard(module, mesh=mesh, mp_policy=precision)
-    return fully_shard(policy, mesh=mesh, mp_policy=precision)
+    policy = fully_shard(policy, mesh=mesh, mp_policy=precision)
+    if dist.get_world_size() > 1:
+        policy = policy if reads else policy.to_empty(device=device)
+        set_model_state_dict(policy, whole, options=StateDictOptions(full_state_dict=True,
+                                                                     broadcast_from_rank0=True))
+        for buffer in policy.buffers():            # such as rotary frequencies: in no state dict
+            dist.broadcast(buffer, 0)
+    return policy
+
+
+def read_model(path: str):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False)   # no pickles
+
+
+def empty_model(path: str):
+    """As `read_model`, without weights and their memory."""
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if transformers.utils.cached_file(path, "generation_config.json",
+                                      _raise_exceptions_for_missing_entries=False):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    return model
 
 
 @torch.no_grad()

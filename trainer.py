@@ -7,7 +7,8 @@ What this file decides
 * A loss is a sum over tokens divided by a global count, so that ranks and micro-batches only split
   the work: mini-batch m is the same prompts on one rank or on eight, and gradients are summed.
 * Everything random is drawn from (seed, what for, step, index): a run that was killed continues
-  with what it would have done, on any number of ranks, and no random state needs to be saved.
+  with what it would have done, on any number of ranks, and no random state needs to be saved. On
+  a CPU it ends with the same bits; a GPU's atomic additions come in any order.
 What it leaves out: tensor parallelism, value functions, rewards other than right or wrong, and
 rollouts of several turns.
 
@@ -89,7 +90,6 @@ def train(run: Run) -> None:
             if correction or first_epoch:          # or every update was skipped
                 metrics |= merge([correction] if correction else first_epoch, dist.group.WORLD)
         with run.timed("sync"):
-            run.engine.wake()
             if step == config.train.steps or step % config.train.eval_every == 0:
                 metrics["eval/accuracy"] = evaluate(run)
             elif step == 1:
