@@ -13,6 +13,7 @@ Left out: tensor and pipeline parallelism, LoRA, image inputs.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,10 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 CHUNK = 2 ** 24                    # logits at a time, in float32: 64 MB
 
@@ -40,18 +44,53 @@ def padded(rows: list[list], side: str, least: int = 0) -> tuple[Tensor, Tensor]
             torch.tensor([fill([1] * len(row)) for row in rows]))
 
 
-def run_prompts(decoder, tokens, attention):
+class Shape(NamedTuple):
+    """What shapes a forward pass, found on the host: reading it off the device would wait for it."""
+
+    p: int                         # longest prompt
+    t: int                         # longest response, at least 1
+    first: Tensor                  # [prompts]  a row with each of the different prompts
+    which: Tensor                  # [B]        of these, the one that each row has
+    padded: bool                   # whether prompts differ in length
+
+    @staticmethod
+    def of(tokens: Tensor, attention: Tensor, width: int, device) -> "Shape":
+        """Of tokens, attention [B, P + width] on the host; first and which are sent to `device`."""
+        start = tokens.shape[1] - width
+        lengths = attention[:, :start].sum(-1)                                          # [B]
+        prompts, which = (2 * tokens + attention)[:, :start].unique(dim=0, return_inverse=True)
+        first = which.new_empty(len(prompts)).scatter_(0, which, torch.arange(len(which)))
+        t = int(attention[:, start:].sum(-1).max()) if width else 0
+        return Shape(int(lengths.max()), max(1, t), *sent(device, first, which),
+                     bool(lengths.min() < lengths.max()))
+
+
+def sent(device, *tensors: Tensor) -> list[Tensor]:
+    """On their way to the device; the host does not wait for their arrival."""
+    return [x.to(device, non_blocking=True) for x in tensors]
+
+
+def run_prompts(decoder, tokens: Tensor, attention: Tensor, shape: Shape):
     """Each prompt once, however many rows of tokens, attention [B, P] have it; padded left.
 
-    Returns the decoder's output for the different prompts, its cache already spread over the B
-    rows, and which of the prompts each row has: [B].
+    Returns the decoder's output for the different prompts; its cache is spread over the B rows.
     """
-    prompts, row = (2 * tokens + attention).unique(dim=0, return_inverse=True)
-    attention = prompts % 2
-    output = decoder(input_ids=prompts // 2, attention_mask=attention, use_cache=True,
+    attention = attention[shape.first]
+    output = decoder(input_ids=tokens[shape.first], use_cache=True,
+                     attention_mask=attention if shape.padded else None,
                      position_ids=(attention.cumsum(-1) - 1).clamp(min=0))
-    output.past_key_values.batch_select_indices(row)
-    return output, row
+    output.past_key_values.batch_select_indices(shape.which)
+    return output
+
+
+def mask_without_a_look(*args, attention_mask=None, allow_is_causal_skip=True, **settings):
+    """transformers' mask for SDPA, which otherwise looks on the device whether it can be left out."""
+    return sdpa_mask(*args, attention_mask=attention_mask, **settings,
+                     allow_is_causal_skip=allow_is_causal_skip and attention_mask is None)
+
+
+transformers.AttentionInterface.register("sdpa_unseen", sdpa_attention_forward)
+transformers.AttentionMaskInterface.register("sdpa_unseen", mask_without_a_look)
 
 
 class Policy(nn.Module):
@@ -62,32 +101,34 @@ class Policy(nn.Module):
         self.model, self.temperature = model, temperature
         self.softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
-    def forward(self, tokens: Tensor, attention: Tensor, width: int) -> Tensor:
+    def forward(self, tokens: Tensor, attention: Tensor, width: int,
+                shape: Shape | None = None) -> Tensor:
         """tokens, attention [B, P + T]: prompts padded left, responses, T = width, padded right.
 
         Returns log π(y_t | x, y_<t), float32, [B, T], 0 beyond the longest response of these rows.
         """
-        t = attention[:, -width:].sum(-1).max().clamp(min=1).item()
-        p = attention[:, :-width].sum(-1).max().item()
-        kept = slice(tokens.shape[1] - width - p, tokens.shape[1] - width + t)
-        tokens, attention = tokens[:, kept], attention[:, kept]                         # [B, p + t]
-        hidden = self.hidden_states(tokens, attention, p)[:, :t].flatten(0, 1)          # [B·t, H]
+        shape = shape or Shape.of(tokens.cpu(), attention.cpu(), width, tokens.device)
+        start, (p, t) = tokens.shape[1] - width, shape[:2]
+        tokens, attention = (x[:, start - p:start + t] for x in (tokens, attention))    # [B, p + t]
+        hidden = self.hidden_states(tokens, attention, shape)[:, :t].flatten(0, 1)      # [B·t, H]
         targets = tokens[:, p:].flatten()                                               # [B·t]
         return F.pad(self.log_probs(hidden, targets).view(-1, t), (0, width - t))       # [B, T]
 
-    def hidden_states(self, tokens: Tensor, attention: Tensor, p: int) -> Tensor:
+    def hidden_states(self, tokens: Tensor, attention: Tensor, shape: Shape) -> Tensor:
         """From the prompt's last one to that before the last token's: [B, p + t] → [B, ≥ t, H]."""
         decoder, places = self.model.get_decoder(), (attention.cumsum(-1) - 1).clamp(min=0)
+        p, end = shape.p, max(shape.p + 1, tokens.shape[1] - 1)
         if self.model.is_gradient_checkpointing:                       # it has no use for a cache
             return decoder(input_ids=tokens, attention_mask=attention, position_ids=places,
                            use_cache=False).last_hidden_state[:, p - 1:]
         # A group's samples have one prompt: it is run once, and its keys and values serve them all.
-        before, row = run_prompts(decoder, tokens[:, :p], attention[:, :p])
-        end = max(p + 1, tokens.shape[1] - 1)      # all ranks run both, whatever their lengths
+        # All ranks run both, whatever their lengths.
+        before = run_prompts(decoder, tokens[:, :p], attention[:, :p], shape)
         after = decoder(input_ids=tokens[:, p:end], attention_mask=attention[:, :end],
                         position_ids=places[:, p:end], use_cache=True,
                         past_key_values=before.past_key_values)
-        return torch.cat([before.last_hidden_state[row, -1:], after.last_hidden_state], 1)
+        last = before.last_hidden_state[shape.which, -1:]                               # [B, 1, H]
+        return torch.cat([last, after.last_hidden_state], 1)
 
     def log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """log π of each target: [N, H], [N] → [N], in float32 at least."""
@@ -163,11 +204,20 @@ class TokenLogProbs(torch.autograd.Function):
 
 def load_policy(path: str, temperature: float, dtype: str, device: torch.device, *,
                 gradient_checkpointing: bool = False, frozen: bool = False) -> Policy:
-    """The model in float32, checked, sharded over the ranks (FSDP2), computing in `dtype`."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False)   # no pickles
+    """The model in float32, checked, sharded over the ranks (FSDP2), computing in `dtype`.
+
+    Rank 0 reads it and sends every rank its shards: the others hold no whole model at any time.
+    """
+    # cuDNN's attention gives NaN in the backward pass for masked rows (PyTorch issue 196678).
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    reads = dist.get_rank() == 0
+    model = read_model(path) if reads else empty_model(path)
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("sdpa_unseen")
     policy = Policy(model, temperature).train(not frozen).requires_grad_(not frozen)
-    check(policy)
+    if reads:
+        check(policy)
+    whole = policy.state_dict() if reads and dist.get_world_size() > 1 else {}
     if gradient_checkpointing and not frozen:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
@@ -175,7 +225,30 @@ def load_policy(path: str, temperature: float, dtype: str, device: torch.device,
     for module in list(model.modules()):
         if type(module).__name__ in (model._no_split_modules or ()):     # the decoder's layers
             fully_shard(module, mesh=mesh, mp_policy=precision)
-    return fully_shard(policy, mesh=mesh, mp_policy=precision)
+    policy = fully_shard(policy, mesh=mesh, mp_policy=precision)
+    if dist.get_world_size() > 1:
+        policy = policy if reads else policy.to_empty(device=device)
+        set_model_state_dict(policy, whole, options=StateDictOptions(full_state_dict=True,
+                                                                     broadcast_from_rank0=True))
+        for buffer in policy.buffers():            # such as rotary frequencies: in no state dict
+            dist.broadcast(buffer, 0)
+    return policy
+
+
+def read_model(path: str):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False)   # no pickles
+
+
+def empty_model(path: str):
+    """As `read_model`, without weights and their memory."""
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if transformers.utils.cached_file(path, "generation_config.json",
+                                      _raise_exceptions_for_missing_entries=False):
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    return model
 
 
 @torch.no_grad()

@@ -4,10 +4,14 @@ What this file decides
 * A sample carries log μ of the distribution its tokens were DRAWN from: temperature applied,
   normalised in float32 over the whole vocabulary. Top-p, top-k and penalties are off, whatever
   the model's generation_config.json says, so that μ = softmax(logits / temperature).
-* One seed per sample. A sample depends on its prompt, its seed and the weights, not on its batch.
+* One seed per sample. A sample depends on its prompt, its seed and the weights, not on its batch:
+  so it is on a CPU. A GPU's kernels round otherwise for another size of batch, and now and then
+  another token is drawn; what is recorded of it is still its own log μ.
 * Weights enter the running engine in place, by Hugging Face name, and every one has to arrive.
 * μ differs from π_old for three reasons, each a setting: the engine's arithmetic (`dtype`),
   rounded weights (`quantize_bits`) and late weights (`staleness`).
+* On a GPU with Triton vLLM takes its second model runner, whose sampler is other code than the CPU
+  tests run; the contract (seeds, processed log-probs in float32) is the same, and was not tried.
 What it leaves out: tensor parallelism (every rank holds a whole engine), LoRA, image inputs, and
 models whose modules and checkpoints name or shape their weights differently (fused experts).
 
@@ -23,7 +27,7 @@ import sys
 import tempfile
 import warnings
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from unittest import mock
@@ -33,7 +37,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
-from policy import padded, run_prompts
+from policy import Shape, padded, run_prompts, sent
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -48,13 +52,15 @@ class Sample:
 
 
 def make_engine(
-    kind, path, *, dtype, max_model_len, gpu_memory_utilization=0.4, device="cpu", batch_size=512
+    kind, path, *, dtype, max_model_len, gpu_memory_utilization=0.4, device="cpu", batch_size=512,
+    enforce_eager=None
 ):
     """The engine named `kind`: "vllm", "transformers", or "auto", which is vLLM where it imports.
 
     path: directory or hub id of the first weights. dtype: a key of DTYPES. max_model_len: longest
     prompt plus response. gpu_memory_utilization: vLLM's share of the GPU while awake. batch_size:
-    most samples at a time. Under torchrun, call `init_process_group` before and `close` the engine
+    most samples at a time. enforce_eager: vLLM without CUDA graphs and compilation, slower by far on a
+    GPU; None: on a CPU only. Under torchrun, call `init_process_group` before and `close` the engine
     before `destroy_process_group`.
     """
     kinds = ["auto", "vllm", "transformers"]
@@ -72,7 +78,8 @@ def make_engine(
             if find_spec("vllm"):  # installed and broken is worth a word, absent is not
                 warnings.warn(f"rollout.engine=auto takes transformers: {error}", stacklevel=2)
         else:
-            return VllmEngine(path, gpu_memory_utilization=gpu_memory_utilization, **settings)
+            return VllmEngine(path, gpu_memory_utilization=gpu_memory_utilization,
+                              enforce_eager=enforce_eager, **settings)
     return TransformersEngine(path, **settings)
 
 
@@ -109,9 +116,10 @@ class TransformersEngine:
         config = GenerationConfig(do_sample=False, max_new_tokens=max_tokens, pad_token_id=0,
                                   eos_token_id=list(eos_ids) or None)
         sampler = GumbelMax(seeds, temperature, device)
-        ids, mask, prefilled = ids.to(device), mask.to(device), {}
+        shape, prefilled = Shape.of(ids[:, :-1], mask[:, :-1], 0, device), {}
+        ids, mask = sent(device, ids, mask)
         if width > 1:  # all but the last token, which `generate` runs itself
-            before, _ = run_prompts(self.model.get_decoder(), ids[:, :-1], mask[:, :-1])
+            before = run_prompts(self.model.get_decoder(), ids[:, :-1], mask[:, :-1], shape)
             prefilled["past_key_values"] = before.past_key_values
         output = self.model.generate(ids, attention_mask=mask, generation_config=config,
                                      logits_processor=[sampler], **prefilled)
@@ -133,7 +141,7 @@ class TransformersEngine:
     def sleep(self):
         """Nothing to give back: the cache lives only while `generate` runs."""
 
-    wake = close = sleep
+    close = sleep
 
 
 class GumbelMax(LogitsProcessor):
@@ -167,10 +175,12 @@ class VllmEngine:
 
     name = "vllm"
 
-    def __init__(self, path, *, dtype, max_model_len, gpu_memory_utilization, device, batch_size):
+    def __init__(self, path, *, dtype, max_model_len, gpu_memory_utilization, enforce_eager, device,
+                 batch_size):
         LLM, self.SamplingParams = _import_vllm()
-        self.llm, self.max_model_len, self.asleep = None, max_model_len, False
+        self.llm, self.max_model_len, self.asleep = None, max_model_len, set()
         self.on_gpu = torch.device(device).type == "cuda"
+        self.eager = not self.on_gpu if enforce_eager is None else enforce_eager
         self.group_is_ours = not dist.is_initialized()
         # Under torchrun: the GPU of this rank rather than the first one, and ranks that agree.
         alone = self.group_is_ours or dist.get_world_size() == 1
@@ -184,7 +194,7 @@ class VllmEngine:
                 generation_config="vllm",  # the model's own top-p, top-k and penalties stay out
                 enable_prefix_caching=False,  # a cached prefix would outlive its weights
                 enable_chunked_prefill=self.on_gpu,  # on a CPU it fails where requests have seeds
-                enforce_eager=True,  # on a GPU, False is faster per token and slower to start
+                enforce_eager=self.eager,
                 enable_sleep_mode=self.on_gpu, gpu_memory_utilization=gpu_memory_utilization,
                 distributed_executor_backend=None if alone else "external_launcher",
                 tensor_parallel_size=1, skip_tokenizer_init=True, disable_log_stats=True)
@@ -192,7 +202,7 @@ class VllmEngine:
     def generate(self, prompts, seeds, *, temperature, max_tokens, eos_ids, progress=None):
         """As TransformersEngine.generate; vLLM batches by itself, so progress comes at the end."""
         _check_request(prompts, seeds, temperature, max_tokens, self.max_model_len)
-        self.wake()
+        self.wake("weights", "kv_cache")
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         params = [
             self.SamplingParams(
@@ -202,8 +212,8 @@ class VllmEngine:
                 detokenize=False)
             for seed in seeds
         ]
-        # Compiling the one small function that vLLM still compiles takes 3 s and a C++ compiler.
-        with torch.compiler.set_stance("force_eager"):
+        # Eager vLLM still compiles one small function: that takes 3 s and a C++ compiler.
+        with torch.compiler.set_stance("force_eager") if self.eager else nullcontext():
             outputs = self.llm.generate(requests, params, use_tqdm=False)
         if progress is not None:
             progress(len(outputs))
@@ -219,7 +229,7 @@ class VllmEngine:
 
         They may come from a generator, one at a time; if it fails halfway, so has the engine.
         """
-        self.wake()
+        self.wake("weights")  # the cache's memory is not needed before there is something to generate
         weights = _every_weight_once(named_tensors, self.layout)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.layout.config.tie_word_embeddings and not self.on_gpu:
@@ -233,17 +243,20 @@ class VllmEngine:
         """
         if self.on_gpu and not self.asleep:
             self.llm.sleep(level=1)
-            self.asleep = True
+            self.asleep = {"weights", "kv_cache"}
 
-    def wake(self):
-        if self.asleep:
-            self.llm.wake_up()
-            self.asleep = False
+    def wake(self, *parts):
+        """Those of "weights" and "kv_cache" that are asleep."""
+        if parts := [part for part in parts if part in self.asleep]:
+            self.llm.wake_up(tags=parts)
+            self.asleep -= set(parts)
 
     def close(self):
         """Shut vLLM down and keep the trainer's process group; a second call does nothing."""
         if self.llm is None:
             return
+        with suppress(Exception):  # memory of a sleeping engine would be unmapped a second time
+            self.wake("weights", "kv_cache")
         core, self.llm = self.llm.llm_engine.engine_core, None
         destroy = dist.destroy_process_group
 
@@ -260,23 +273,31 @@ class WeightSync:
 
     After push number n (n = 0 before the first update) the engine holds the weights of push
     max(0, n - staleness): an asynchronous trainer on one machine. The snapshots wait in host
-    memory at full precision.
+    memory as the engine will get them: rounded already, and matrices in its dtype.
     """
 
-    def __init__(self, engine, staleness=0, quantize_bits=None):
+    def __init__(self, engine, staleness=0, quantize_bits=None, dtype="float32"):
         if staleness < 0:
             raise ValueError(f"rollout.staleness={staleness} must be 0 or more updates.")
         quantize_weights([], quantize_bits)  # raises now rather than at the first push
         self.engine, self.staleness, self.bits = engine, staleness, quantize_bits
+        self.dtype = DTYPES[dtype]
         self.waiting = deque(maxlen=staleness + 1)  # the latest pushes, oldest first
 
     def push(self, named_tensors):
         """To be called with the policy's full weights at the start, also of a resumed run, and
         after every update."""
+        named_tensors = quantize_weights(named_tensors, self.bits)
         if self.staleness > 0:
-            self.waiting.append({n: t.detach().to("cpu", copy=True) for n, t in named_tensors})
+            self.waiting.append(dict(map(self.kept, named_tensors)))
             named_tensors = self.waiting[0].items()
-        self.engine.update_weights(quantize_weights(named_tensors, self.bits))
+        self.engine.update_weights(named_tensors)
+
+    def kept(self, named_tensor):
+        """A weight as it waits. Engines keep some vectors in float32, so these stay as they are."""
+        name, tensor = named_tensor
+        dtype = self.dtype if tensor.dim() > 1 else tensor.dtype
+        return name, tensor.detach().to("cpu", dtype, copy=True)
 
     def state_dict(self):
         """The older snapshots; the newest is the policy itself, which a resumed run pushes."""

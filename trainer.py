@@ -7,7 +7,8 @@ What this file decides
 * A loss is a sum over tokens divided by a global count, so that ranks and micro-batches only split
   the work: mini-batch m is the same prompts on one rank or on eight, and gradients are summed.
 * Everything random is drawn from (seed, what for, step, index): a run that was killed continues
-  with what it would have done, on any number of ranks, and no random state needs to be saved.
+  with what it would have done, on any number of ranks, and no random state needs to be saved. On
+  a CPU it ends with the same bits; a GPU's atomic additions come in any order.
 What it leaves out: tensor parallelism, value functions, rewards other than right or wrong, and
 rollouts of several turns.
 
@@ -33,12 +34,15 @@ from plumbing.faults import reported
 from plumbing.run import Run, opened
 from plumbing.settings import Config, correction_of, help_text, load_config
 from plumbing.tasks import seed_of
-from policy import Policy, padded
+from policy import Policy, Shape, padded, sent
 from rollout import Sample
 
 
 class Batch(NamedTuple):
-    """One step's rollouts on this rank: N = prompts × samples / ranks rows."""
+    """One step's rollouts on this rank: N = prompts × samples / ranks rows.
+
+    Tokens and attention stay on the host, where they shape the work; the rest is on the device.
+    """
 
     tokens: Tensor                                  # [N, P + T]
     attention: Tensor                               # [N, P + T]
@@ -48,8 +52,9 @@ class Batch(NamedTuple):
     old_log_prob: Tensor | None = None              # [N, T]  π_old
     ref_log_prob: Tensor | None = None              # [N, T]  π_ref
 
-    def rows(self, index) -> "Batch":
-        return Batch(*(None if x is None else x[index] for x in self))
+    def rows(self, index, there) -> "Batch":
+        """Some of them, by an index that is on the host and on the device: nobody waits for it."""
+        return Batch(*(x[index] for x in self[:2]), *(x if x is None else x[there] for x in self[2:]))
 
 
 def train(run: Run) -> None:
@@ -76,15 +81,15 @@ def train(run: Run) -> None:
             set_learning_rate(run, step)
             updates = []
             for _ in range(config.train.epochs):
-                for rows in torch.arange(len(batch.tokens)).chunk(config.train.mini_batches):
+                size = len(batch.tokens) // config.train.mini_batches
+                for rows in (slice(i, i + size) for i in range(0, len(batch.tokens), size)):
                     part = correction and correction.rows(rows)
-                    updates.append(update(run, batch.rows(rows), options, part))
+                    updates.append(update(run, batch.rows(rows, rows), options, part))
             metrics |= average([u.metrics for u in updates if u.metrics])
             first_epoch = [c for u in updates[:config.train.mini_batches] for c in u.corrections]
             if correction or first_epoch:          # or every update was skipped
                 metrics |= merge([correction] if correction else first_epoch, dist.group.WORLD)
         with run.timed("sync"):
-            run.engine.wake()
             if step == config.train.steps or step % config.train.eval_every == 0:
                 metrics["eval/accuracy"] = evaluate(run)
             elif step == 1:
@@ -132,7 +137,7 @@ def sample(run: Run, step: int) -> tuple[Batch, dict]:
     best = torch.where(known, rewards, -math.inf).view(-1, n).amax(1)                   # [prompts]
     worst = torch.where(known, rewards, math.inf).view(-1, n).amin(1)
     batch = pad(prompts, samples, advantages, run.device)
-    mask = batch.response_mask & kept.to(run.device)[:, None]                           # [N, T]
+    mask = batch.response_mask & sent(run.device, kept)[0][:, None]                     # [N, T]
     return batch._replace(response_mask=mask), {
         "reward/mean": rewards.sum() / known.sum().clamp(min=1),
         "reward/std": rewards[known].std(correction=0) if known.any() else torch.tensor(0.0),
@@ -146,14 +151,30 @@ def pad(prompts: list[list[int]], samples: list[Sample], advantages: Tensor, dev
     (before, prompt_mask), (after, mask) = (
         padded(prompts, "left"), padded([s.tokens for s in samples], "right", least=1))
     rollout_log_prob, _ = padded([s.log_probs for s in samples], "right", least=1)
-    batch = (torch.cat([before, after], 1), torch.cat([prompt_mask, mask], 1), mask.bool(),
-             advantages[:, None].expand_as(mask), rollout_log_prob.float())
-    return Batch(*(x.to(device) for x in batch))
+    return Batch(torch.cat([before, after], 1), torch.cat([prompt_mask, mask], 1),
+                 *sent(device, mask.bool(), advantages[:, None].expand_as(mask),
+                       rollout_log_prob.float()))
 
 
-def micro_batches(batch: Batch, config: Config) -> tuple[Tensor, ...]:
-    """Row numbers, micro_batch_size at a time, rows of similar length together."""
-    return batch.attention.sum(-1).argsort(stable=True).split(config.train.micro_batch_size)
+def micro_batches(batch: Batch, config: Config, together: bool = False) -> list[Tensor]:
+    """Row numbers, micro_batch_size at a time, rows of similar length together.
+
+    With `together` a prompt's samples are not separated where micro-batches hold whole groups: the
+    prompt is then run once for all of them.
+    """
+    lengths, n = batch.attention.sum(-1), config.rollout.samples                        # [N]
+    length, size = lengths, config.train.micro_batch_size
+    if together and size % n == 0:
+        length = lengths.view(-1, n).amax(1).repeat_interleave(n)     # of the group's longest: [N]
+    parts = length.argsort(stable=True).split(size)
+    return [rows[lengths[rows].argsort(stable=True)] for rows in (x.sort().values for x in parts)]
+
+
+def log_probs(policy: Policy, batch: Batch) -> Tensor:
+    """Of these rows under a policy: [b, T]"""
+    width, device = batch.response_mask.shape[1], batch.response_mask.device
+    return policy(*sent(device, batch.tokens, batch.attention), width,
+                  Shape.of(batch.tokens, batch.attention, width, device))
 
 
 @torch.no_grad()
@@ -161,7 +182,8 @@ def score(policy: Policy, batch: Batch, config: Config) -> Tensor:
     """Log-probs of all rows under a policy, without a graph: [N, T]"""
     log_prob = torch.zeros_like(batch.rollout_log_prob)
     for rows in micro_batches(batch, config):
-        log_prob[rows] = policy(batch.tokens[rows], batch.attention[rows], log_prob.shape[1])
+        [there] = sent(log_prob.device, rows)
+        log_prob[there] = log_probs(policy, batch.rows(rows, there))
     return log_prob
 
 
@@ -203,10 +225,11 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig, correction=
     whole = global_counts(batch.response_mask)
     counts = whole if how.denominator == "fixed" else global_counts(correction.mask)
     sums, corrections = defaultdict(float), []
-    for rows in micro_batches(batch, config):
-        part = batch.rows(rows)
-        log_prob = policy(part.tokens, part.attention, part.response_mask.shape[1])     # [b, T]
-        corrections.append(correction.rows(rows) if correction else correct(
+    for rows in micro_batches(batch, config, together=not config.policy.gradient_checkpointing):
+        [there] = sent(batch.response_mask.device, rows)
+        part = batch.rows(rows, there)
+        log_prob = log_probs(policy, part)                                              # [b, T]
+        corrections.append(correction.rows(there) if correction else correct(
             log_prob, part.rollout_log_prob, part.response_mask, options, part.advantages))
         loss, metrics = policy_loss(
             log_prob, part.rollout_log_prob if options.bypass_mode else part.old_log_prob,

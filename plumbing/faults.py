@@ -36,8 +36,9 @@ def process_group():
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    # No device_id: with it a new group is split off by all ranks, also by those that are not in it,
+    # and vLLM makes groups that not all ranks are in.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-                            device_id=device if on_gpu else None,
                             **({} if "RANK" in os.environ else alone))
     try:
         yield device

@@ -23,7 +23,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from metrics import diagnose, to_host
-from plumbing.checkpoints import Checkpoints, aside, read_metrics, write
+from plumbing.checkpoints import (Checkpoints, aside, read_metrics, require_one_directory,
+                                  write)
 from plumbing.faults import explain, process_group, watched
 from plumbing.settings import Config, UserError
 from plumbing.tasks import Problem, make_demo_model, make_task, seed_of
@@ -39,6 +40,8 @@ def opened(config: Config):
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="torch.distributed")
     with process_group() as device:
+        if dist.get_world_size() > 1:
+            require_one_directory(Path("runs"))
         run = Run(config, device)
         if run.finished:
             run.say(f"{run.directory} is finished after {run.done} steps; a larger train.steps "
@@ -104,11 +107,13 @@ class Run:
             self.engine = make_engine(
                 config.rollout.engine, str(path), dtype=config.rollout.dtype, device=self.device,
                 max_model_len=longest, batch_size=config.rollout.batch_size,
-                gpu_memory_utilization=config.rollout.gpu_memory_utilization)
+                gpu_memory_utilization=config.rollout.gpu_memory_utilization,
+                enforce_eager=config.rollout.enforce_eager)
         except Exception as error:         # vLLM's are of many types
             raise UserError(f"rollout.engine={config.rollout.engine} does not start: "
                             f"{explain(error) or error}") from None
-        self.sync = WeightSync(self.engine, config.rollout.staleness, config.rollout.quantize_bits)
+        self.sync = WeightSync(self.engine, config.rollout.staleness, config.rollout.quantize_bits,
+                               config.rollout.dtype)
 
     def encode(self, problems: list[Problem], model) -> list[list[int]]:
         """Token ids of every prompt, through the chat template of a model that has one."""
@@ -240,7 +245,7 @@ class Run:
 
     def finish(self) -> None:
         """The model as a Hugging Face directory, held-out answers, curves and a closing table."""
-        weights = {name: tensor.cpu() for name, tensor in full_weights(self.policy)}
+        weights = {name: x.cpu() for name, x in full_weights(self.policy) if self.main}
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self.answers)
         if self.main:

@@ -72,6 +72,7 @@ class RolloutConfig:
     batch_size: int = setting(512, "samples generated at a time", 1)
     mask_truncated: bool = setting(False, "responses cut at max_tokens give no gradient")
     timeout: float = setting(1800.0, "seconds for one call of the engine", 1)
+    enforce_eager: Optional[bool] = setting(None, "vLLM without graphs; null: true on a CPU")
     gpu_memory_utilization: float = setting(0.4, "vLLM's share of a GPU while awake", 0.01, 0.99)
 
 

@@ -1,0 +1,202 @@
+"""A pretend accelerator: tensors that say `pretend:0`, and compute on the CPU.
+
+It does what a GPU would make trouble with, on a machine without one:
+* An operation on tensors of two devices raises, as CUDA's kernels do: a 0-dim tensor of the CPU may
+  be an operand, but no element of a list (`stack`, `cat`) and no index.
+* Whatever makes the host wait for the device is counted, with the line that asked for it: `item`,
+  `tolist`, `if tensor`, shapes that depend on data, copies in either direction unless they are
+  non_blocking (and copies back always).
+FSDP2, DTensor, the optimizer and the collectives (gloo) are the real ones; what they ask of a device
+(streams, events) is there and does nothing. Importing this file registers the device, for good.
+"""
+
+import contextlib
+import traceback
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.utils import _pytree as pytree
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+HERE = Path(__file__).resolve().parent.parent
+WAITS = Counter()                  # (what waits, the line of this project that asked) → how often
+SHAPES_BY_DATA = {"aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::_unique2", "aten::bincount",
+                  "aten::unique_consecutive", "aten::equal", "aten::repeat_interleave"}
+LISTS = {"aten::stack", "aten::cat"}
+INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+COPIES = {"aten::_to_copy", "aten::copy_"}
+
+
+class Stream:
+    """All streams are one here, and everything on it is done at once."""
+    def __init__(self, *_, **__): self.device = torch.device("pretend:0")
+    def wait_stream(self, other): pass
+    def wait_event(self, event): pass
+    def record_event(self, event=None): return event or Event()
+    def synchronize(self): wait("synchronize")
+
+
+class Event:
+    def __init__(self, *_, **__): pass
+    def record(self, stream=None): return self
+    def wait(self, stream=None): pass
+    def query(self): return True
+    def synchronize(self): wait("synchronize")
+
+
+class Module:
+    """torch.pretend, as torch.cuda."""
+    Stream, Event, stream = Stream, Event, contextlib.nullcontext
+    def is_initialized(self): return True
+    def is_available(self): return True
+    def device_count(self): return 1
+    def current_device(self): return 0
+    def set_device(self, device): pass
+    def current_stream(self, device=None): return Stream()
+    def synchronize(self, device=None): wait("synchronize")
+    def _is_in_bad_fork(self): return False
+    def manual_seed_all(self, seed): pass
+    def get_amp_supported_dtype(self): return [torch.bfloat16]         # gradient checkpointing asks
+
+
+_setup_privateuseone_for_python_backend("pretend", Module())
+DEVICE = torch.device("pretend:0")
+
+
+def line() -> str:
+    """The innermost line of the project, behind it the library's that it had called."""
+    frames = [f for f in traceback.extract_stack() if not f.filename.startswith(__file__)]
+    own = [i for i, f in enumerate(frames) if Path(f.filename).is_relative_to(HERE)]
+    if not own:
+        return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+    names = [f"{Path(f.filename).name}:{f.lineno}" for f in (frames[own[-1]], frames[-1])]
+    return " < ".join(dict.fromkeys(reversed(names)))
+
+
+def wait(what: str) -> None:
+    WAITS[what, line()] += 1
+
+
+class Pretend(torch.Tensor):
+    """A tensor of the device: its numbers are in `.inner`, a tensor of the CPU."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner):
+        assert type(inner) is torch.Tensor, type(inner)
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            device=DEVICE)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        parts = func.decompose(*args, **kwargs or {})         # inference mode leaves that to us
+        return run(func, args, kwargs or {}) if parts is NotImplemented else parts
+
+    def untyped_storage(self):                     # FSDP2 frees and fills it
+        return self.inner.untyped_storage()
+
+    def tolist(self):
+        wait("tolist")
+        return self.inner.tolist()
+
+    def __repr__(self, **_):
+        return f"Pretend({self.inner})"
+
+
+def leaves(tree) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def refuse_mixed(name, args, kwargs) -> None:
+    for argument in (*args, *kwargs.values()):
+        listed = isinstance(argument, (list, tuple))
+        for x in leaves(argument):
+            strict = x.dim() > 0 or listed and (name in LISTS or name in INDEXING)
+            if not isinstance(x, Pretend) and strict:
+                raise RuntimeError(f"Expected all tensors to be on the same device, but found cpu and {DEVICE} in "
+                                   f"{name} at {line()}")
+
+
+def count_waits(name, args, kwargs, to) -> None:
+    if name == "aten::_local_scalar_dense":
+        wait("item")
+    elif name in SHAPES_BY_DATA:
+        wait(name)
+    elif name in COPIES:
+        source, blocking = args[1] if name == "aten::copy_" else args[0], not kwargs.get("non_blocking", False)
+        if name == "aten::copy_" and len(args) > 2:
+            blocking = not args[2]
+        target = args[0].device if name == "aten::copy_" else to or source.device
+        if source.numel() == 0:
+            return
+        back = source.device.type != "cpu" and target.type == "cpu"
+        if back or blocking and source.device.type != target.type:
+            wait("copy to the host" if back else "copy from the host")
+    elif name in INDEXING:
+        if any(x.dtype in (torch.bool, torch.uint8) for x in leaves(args[1])):
+            wait(f"{name} by a mask")
+        if any(not isinstance(x, Pretend) for x in leaves(args[1])):
+            wait(f"{name} by an index of the host")
+
+
+def run(func, args, kwargs):
+    """One operation with a tensor of the device among its arguments, or with the device as its target."""
+    name, to = func._schema.name, kwargs.get("device")
+    to = None if to is None else torch.device(to)
+    if name == "aten::_fused_sdp_choice":
+        return 0                                   # plain operations rather than a kernel of one device
+    count_waits(name, args, kwargs, to)
+    if name not in COPIES and name not in INDEXING:
+        refuse_mixed(name, args, kwargs)
+    given = {id(x.inner): x for x in leaves((args, kwargs)) if isinstance(x, Pretend)}
+    inner_args, inner_kwargs = pytree.tree_map_only(Pretend, lambda x: x.inner, (args, kwargs))
+    if to is not None:
+        inner_kwargs = {**inner_kwargs, "device": torch.device("cpu")}
+    inner_kwargs.pop("pin_memory", None)
+    result = func(*inner_args, **inner_kwargs)
+    if name == "aten::copy_":
+        return args[0]
+    if to is not None and to.type == "cpu":
+        return result.clone() if any(result is x for x in leaves(inner_args)) else result
+    return pytree.tree_map_only(torch.Tensor, lambda x: given[id(x)] if id(x) in given else Pretend(x), result)
+
+
+def factory(name: str) -> None:
+    packet, _, overload = name.partition(".")
+    operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    LIBRARY.impl(name, lambda *args, **kwargs: run(operation, args, {**kwargs, "device": DEVICE}), "PrivateUse1")
+
+
+LIBRARY = torch.library.Library("aten", "IMPL")
+for factory_name in ("empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step"):
+    factory(factory_name)
+# What `torch.tensor(…, device=…)` ends in.
+LIBRARY.impl("_copy_from", lambda x, to, non_blocking=False: run(torch.ops.aten.copy_.default, (to, x, non_blocking), {}),
+             "PrivateUse1")
+
+
+def move(parameters, buffers, device) -> None:
+    """FSDP2's, which sets `tensor.data`: that cannot change a tensor's class."""
+    for x in [*parameters, *buffers]:
+        if x.device != device:
+            moved = x.detach().to(device)
+            is_parameter = isinstance(x, torch.nn.Parameter)
+            torch.utils.swap_tensors(x, torch.nn.Parameter(moved, x.requires_grad) if is_parameter else moved)
+
+
+_fsdp_init._move_states_to_device = move
+torch.__future__.set_swap_module_params_on_conversion(True)          # and `model.to(device)` the same way
+
+
+class Generator(torch.Generator):
+    """Random numbers are the CPU's too."""
+    def __new__(cls, device=None): return super().__new__(cls, "cpu")
+
+
+torch.Generator = Generator
