@@ -216,9 +216,9 @@ def ratio_quantities(ratios: Ratios, level: str, bounds, prefix: str,
                      weights: Tensor | None = None) -> list[Quantity]:
     """Of ρ at a level; or of the `weights` made of it, beside ρ as prefix_raw.  (eq:levels, eq:ess)
 
-    What is beyond the bounds is counted by sequence at sequence level, else by token. Two of verl's
-    habits are kept under verl's names: it always counts ρ; and above token level the extremes of
-    the weights are those of ρ.
+    What is beyond the bounds is counted by token, but by sequence for products and for rejection by
+    sequences. Two of verl's habits are kept under verl's names: it always counts ρ; and above token
+    level the extremes of the weights are those of ρ.
     """
     tokens, log_rho, rho = ratios.tokens, ratios.log_rho, ratios.of_rho
     if level != "token":
@@ -226,13 +226,14 @@ def ratio_quantities(ratios: Ratios, level: str, bounds, prefix: str,
         rho = tokens.sums(exp_ratio(log_rho))
     described = {prefix: rho}
     if weights is not None:
-        applied = tokens.sums(weights if level == "token" else weights.amax(-1, keepdim=True))
+        one_each = weights if level == "token" else extremes(weights, tokens.mask)[0][:, None]
+        applied = tokens.sums(one_each)
         ends = applied if level == "token" else rho
         applied = applied._replace(top=ends.top, bottom=ends.bottom)
         described = {f"{prefix}_raw": rho, prefix: applied}
     found = [x for name, sums in described.items() for x in _spread(name, sums, 1.0, WEIGHTS)]
     lo, hi = (default if end is None else end for end, default in zip(bounds, (0.0, math.inf)))
-    per_token = level == "token" or (level == "geometric" and weights is not None)
+    per_token = level == "token" or (level == "geometric" and prefix != "rollout_rs")
     row, by = rho.total / tokens.n, "tokens" if per_token else "rows"
     for end, beyond, far in zip(("low", "high"), outside(log_rho, *bounds), (row < lo, row > hi)):
         names = [f"{name}_ratio_fraction_{end}" for name in described]

@@ -1,6 +1,6 @@
 """How fast, beside whom: measured, not tested. pytest does not collect this file.
 
-    python tests/bench.py [correct] [scaling] [logprobs] [losses] [share] [bypass] [step]  # or all
+    python tests/bench.py [correct] [scaling] [logprobs] [losses] [share] [bypass] [step] [size]  # or all
     BENCH_THREADS=1 python tests/bench.py correct          # where other work shares the cores
 
 Every row is a paired run: the candidates take turns in one process, A B C A B C …, and the ratio is
@@ -298,6 +298,12 @@ def bench_step(steps=12, turns=5):
     print("\nwhere ours goes: " + ", ".join(
         f"{name} {sum(line[f'time/{name}'] for line in lines) / sum(line['time/step'] for line in lines):.0%}"
         for name in parts))
+
+
+def bench_size():
+    """bench_size.py, where its parts and floors are explained."""
+    import bench_size as half_a_billion
+    half_a_billion.bench_size(table)
 
 
 def trl_steps(config, model: str, steps: int) -> list[tuple[float, float]]:

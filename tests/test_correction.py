@@ -233,9 +233,10 @@ def assert_equal(a, b, **tolerance):
 def test_a_batch_of_nothing_gives_nothing(shape):
     x = torch.zeros(shape)
     for criteria in ({}, {"token_k1": (0.5, 2.0), "seq_max_k3": 0.1}):
-        result = correct(x, x, x, Config("token", 2.0, True, criteria))
-        assert result.weights.shape == result.mask.shape == shape
-        assert all(math.isfinite(v) for v in to_host(result.metrics).values())
+        for level in ("token", "sequence", "geometric"):
+            result = correct(x, x, x, Config(level, 2.0, True, criteria))
+            assert result.weights.shape == result.mask.shape == shape
+            assert all(math.isfinite(v) for v in to_host(result.metrics).values())
 
 
 @pytest.mark.parametrize("criterion", ["token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_mean_k3"])
