@@ -5,9 +5,7 @@ peers themselves return is compared in test_correction.py.
 """
 
 import math
-import os
 import random
-import shutil
 
 import pytest
 import torch
@@ -371,22 +369,3 @@ def test_the_limits_of_health(name, well, ill):
 def test_a_severe_shift_has_a_sentence_of_its_own(chi2, word):
     sentence, = diagnose({"chi2_token": chi2})
     assert word in sentence and ("sample anew" in sentence) == (chi2 >= 10)
-
-
-# ------------------------------------------------------------------------------------- compilation
-
-@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")),
-                    reason="torch.compile needs a C++ compiler, and there is no g++ (nor CXX)")
-def test_correct_compiles_whole():
-    """`torch.compile(correct)` for whoever wants more speed: no graph break, the same results."""
-    g = torch.Generator().manual_seed(0)
-    rollout, noise, signs = torch.randn(3, 37, 50, dtype=torch.float64, generator=g)
-    mask = torch.arange(50) < torch.randint(0, 51, (37, 1), generator=g)
-    train = torch.where(mask, rollout + noise / 2, math.nan)
-    config = Config("token", 1.5, True, {"token_k1": (0.5, 2.0), "seq_mean_k3": 0.13, "seq_max_k1": (1e-4, None),
-                                         "opsm": 0.05})
-    compiled = torch.compile(correct, fullgraph=True)(train, rollout, mask, config, signs)
-    plain = correct(train, rollout, mask, config, signs)
-    torch.testing.assert_close(compiled.weights, plain.weights, rtol=1e-12, atol=1e-14)
-    assert torch.equal(compiled.mask, plain.mask) and 0 < plain.mask.sum() < mask.sum()
-    assert to_host(compiled.metrics) == pytest.approx(to_host(plain.metrics), rel=1e-9, abs=1e-9)
