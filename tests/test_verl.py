@@ -179,7 +179,7 @@ def ended(tiny_model):
         lines += [" ".join([*settings, *(f"{BLOCK}.{x}" for x in block)]) for settings in (theirs, SETTINGS)]
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run([sys.executable, root / "tests" / "verl_worker.py", tiny_model, "20"], cwd=root, text=True,
-                          input="\n".join(lines), capture_output=True, env=os.environ | {"RAY_DEDUP_LOGS": "0"})
+                          input="\n".join(lines), capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[\"")]
     assert done.returncode == 0 and len(results) == len(lines), done.stderr[-3000:]
     return dict(zip(RUNS, zip(results[::2], results[1::2])))
