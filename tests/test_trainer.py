@@ -27,7 +27,7 @@ import trainer
 from correction import PRESETS, RolloutCorrectionConfig
 from plumbing import checkpoints, tasks
 from plumbing.faults import process_group
-from plumbing.settings import Config, TaskConfig, TrainConfig, correction_of, leaves, load_config
+from plumbing.settings import Config, TaskConfig, TrainConfig, UserError, correction_of, leaves, load_config
 from policy import Policy, TokenLogProbs, full_weights, load_policy
 from rollout import Sample, TransformersEngine, WeightSync, make_engine
 
@@ -102,6 +102,13 @@ def test_kl_in_the_reward_is_a_return_to_go():
     config.loss.kl_coef, config.loss.kl_in, config.loss.kl_kind = 2.0, "reward", "k1"
     batch = trainer.Batch(None, None, mask, torch.ones(1, 4), old, old, ref)
     assert trainer.with_kl_in_reward(batch, config).advantages.tolist() == [[-2.0, -1.0, -1.0, 1.0]]
+
+
+def test_an_older_omegaconf_is_one_sentence(monkeypatch):
+    """2.3, which hydra needs, fails on the typed configuration with words that help nobody."""
+    monkeypatch.setattr("omegaconf.__version__", "2.3.0")
+    with pytest.raises(UserError, match="^the trainer needs OmegaConf 2.4, and here is 2.3.0, which hydra"):
+        load_config([])
 
 
 def test_the_default_command_learns_from_a_demo_model(tmp_path):

@@ -1,6 +1,11 @@
 """adapters/verl.py against verl's own losses, and in verl's own worker, in verl 0.9.1."""
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,3 +92,103 @@ def test_the_loss_is_verls(case, mode):
             assert torch.allclose(found, expected, rtol=1e-5, atol=1.4e-6)
             assert math.isclose(metrics["actor/ppo_kl"], ours["actor/ppo_kl"], rel_tol=1e-5, abs_tol=1e-7)
             assert ("rollout_corr/kl" in ours) == (CASES[case][0] == "bypass_mode")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sapo_is_verls(seed):
+    """eq:sapo: with its own temperatures, in the one aggregation that verl's has."""
+    CASES["sapo"] = "sapo", TOKEN | {"loss_type": "sapo"}
+    (theirs, expected, _), (mine, found, _) = compare("sapo", "seq-mean-token-mean", seed, {}, tau_pos=0.8, tau_neg=2.0)
+    assert abs(theirs - mine) <= 1.4e-6 and torch.allclose(found, expected, rtol=1e-5, atol=1.4e-6)
+
+
+def test_dual_clip_is_verls():
+    """eq:dual-clip: clip_ratio_c bounds the loss of A < 0 with PPO's clip, and with no other loss."""
+    for c in (1.2, 3.0):
+        (theirs, expected, _), (mine, found, _) = compare("nothing", "token-mean", 0, {}, clip_ratio_c=c)
+        assert abs(theirs - mine) <= 1.4e-6 and torch.allclose(found, expected, rtol=1e-5, atol=1.4e-6)
+    tight, loose = (compare(case, "token-mean", 0, {}, clip_ratio_c=c)[1][0] for case, c in
+                    (("nothing", 1.01), ("nothing", 3.0)))
+    assert tight < loose
+
+
+def test_one_clip_ratio_for_both_ends():
+    """eq:ppo-clip: clip_ratio where clip_ratio_low and _high are null."""
+    import adapters.verl
+    log_prob, old, _, advantages, mask = batch(0)
+    given = actor_config("three_policies", {}, {}, clip_ratio=0.05)
+    object.__setattr__(given, "clip_ratio_low", None)
+    object.__setattr__(given, "clip_ratio_high", None)
+    from losses import policy_loss
+    from correction import RolloutCorrectionConfig
+    loss, _ = adapters.verl.three_policies(old, log_prob, advantages, mask, config=given)
+    expected = policy_loss(log_prob, old, None, advantages, mask, RolloutCorrectionConfig(),
+                           clip_low=0.05, clip_high=0.05, dual_clip=3.0)[0]
+    assert torch.equal(loss, expected)
+
+
+def test_several_ranks_need_the_counts():
+    """eq:aggregation: verl averages gradients over ranks, so a local mean would be wrong."""
+    with pytest.raises(ValueError, match="token-mean on several ranks needs the counts"):
+        import adapters.verl
+        log_prob, old, _, advantages, mask = batch(0)
+        adapters.verl.three_policies(old, log_prob, advantages, mask,
+                                     config=actor_config("three_policies", {}, {"dp_size": 2}))
+
+
+def test_everything_rejected_is_a_zero_loss():
+    """eq:aggregation: verl's is 0/0 here."""
+    import adapters.verl
+    log_prob, old, _, advantages, mask = batch(0)
+    block = BYPASS | {"rollout_rs": "token_k3", "rollout_rs_threshold": 1e-12}
+    loss, metrics = adapters.verl.three_policies(old + 1, log_prob, advantages, mask,
+                                                 config=actor_config("three_policies", block, {}))
+    assert loss == 0 and torch.autograd.grad(loss, log_prob)[0].eq(0).all()
+    assert metrics["rollout_corr/all_rejected"] == 1
+
+
+def test_verls_dataclass_is_a_dialect():
+    """eq:correction: _target_ among its fields says nothing of the correction."""
+    from verl.trainer.config.algorithm import RolloutCorrectionConfig as Theirs
+
+    from adapters.dialects import from_dialect
+    from correction import PRESETS
+    assert "_target_" in Theirs()
+    assert from_dialect(Theirs.decoupled_token_is()) == PRESETS["decoupled_token_is"]()
+    assert from_dialect(Theirs.bypass_pg_is()) == PRESETS["bypass_pg_is"]()
+
+
+# ------------------------------------------------------------------------------- in verl's own worker
+
+BLOCK, LOSS = "algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss"
+SETTINGS = ("actor_rollout_ref.model.external_lib=adapters.verl", f"{LOSS}.loss_mode=three_policies",
+            f"+{LOSS}.rollout_correction=${{{BLOCK}}}")                  # as adapters/verl.py has them
+RUNS = {"token": ("vanilla", ["rollout_is=token"]),
+        "sequence, rejection": ("vanilla", ["rollout_is=sequence", "rollout_rs=seq_mean_k3",
+                                            "rollout_rs_threshold=0.05"]),
+        "bypass ppo": ("bypass_mode", ["bypass_mode=true"]),
+        "bypass reinforce": ("bypass_mode", ["bypass_mode=true", "loss_type=reinforce", "rollout_is=sequence"])}
+
+
+@pytest.fixture(scope="module")
+def ended(tiny_model):
+    """{run: [verl's, ours]}, each (digest before, digest after 40 updates, names of metrics)."""
+    lines = []
+    for loss_mode, block in RUNS.values():
+        theirs = [f"{LOSS}.loss_mode={loss_mode}", SETTINGS[2]]
+        lines += [" ".join([*settings, *(f"{BLOCK}.{x}" for x in block)]) for settings in (theirs, SETTINGS)]
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run([sys.executable, root / "tests" / "verl_worker.py", tiny_model, "20"], cwd=root, text=True,
+                          input="\n".join(lines), capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[\"")]
+    assert done.returncode == 0 and len(results) == len(lines), done.stderr[-3000:]
+    return dict(zip(RUNS, zip(results[::2], results[1::2])))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_verls_worker_ends_with_verls_weights(ended, run):
+    """eq:decoupled-ppo, eq:bypass: bit for bit, after 40 updates in ActorRolloutRefWorker (FSDP2, gloo)."""
+    theirs, ours = ended[run]
+    assert theirs[:2] == ours[:2] and theirs[0] != theirs[1]
+    assert "actor/ratio" in ours[2] and "actor/ratio" not in theirs[2]             # whose loss it was
+    assert len({digest for pair in ended.values() for _, digest, _ in pair}) == len(RUNS)
