@@ -116,9 +116,9 @@ class TransformersEngine:
         config = GenerationConfig(do_sample=False, max_new_tokens=max_tokens, pad_token_id=0,
                                   eos_token_id=list(eos_ids) or None)
         sampler = GumbelMax(seeds, temperature, device)
-        shape, prefilled = Shape.of(ids[:, :-1], mask[:, :-1], 0, device), {}
-        ids, mask = sent(device, ids, mask)
-        if width > 1:  # all but the last token, which `generate` runs itself
+        shape = Shape.of(ids[:, :-1], mask[:, :-1], 0, device) if width > 1 else None
+        (ids, mask), prefilled = sent(device, ids, mask), {}
+        if shape:  # all but the last token, which `generate` runs itself
             before = run_prompts(self.model.get_decoder(), ids[:, :-1], mask[:, :-1], shape)
             prefilled["past_key_values"] = before.past_key_values
         output = self.model.generate(ids, attention_mask=mask, generation_config=config,
