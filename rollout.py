@@ -59,9 +59,9 @@ def make_engine(
 
     path: directory or hub id of the first weights. dtype: a key of DTYPES. max_model_len: longest
     prompt plus response. gpu_memory_utilization: vLLM's share of the GPU while awake. batch_size:
-    most samples at a time. enforce_eager: vLLM without CUDA graphs and compilation, slower by far on a
-    GPU; None: on a CPU only. Under torchrun, call `init_process_group` before and `close` the engine
-    before `destroy_process_group`.
+    most samples at a time. enforce_eager: vLLM without CUDA graphs and compilation, far slower on a
+    GPU; None: on a CPU only. Under torchrun, call `init_process_group` before and `close` the
+    engine before `destroy_process_group`.
     """
     kinds = ["auto", "vllm", "transformers"]
     for name, value, known in [("engine", kind, kinds), ("dtype", dtype, list(DTYPES))]:
@@ -229,7 +229,7 @@ class VllmEngine:
 
         They may come from a generator, one at a time; if it fails halfway, so has the engine.
         """
-        self.wake("weights")  # the cache's memory is not needed before there is something to generate
+        self.wake("weights")  # the cache can wait until there is something to generate
         weights = _every_weight_once(named_tensors, self.layout)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.layout.config.tie_word_embeddings and not self.on_gpu:

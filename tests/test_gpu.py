@@ -23,8 +23,8 @@ from policy import Shape, load_policy
 
 HERE = Path(__file__).resolve().parent.parent
 SMALL = ["task.size=1", "task.eval_size=4", "rollout.engine=transformers", "rollout.prompts=4", "rollout.samples=4",
-         "rollout.max_tokens=4", "rollout.quantize_bits=4", "train.mini_batches=2", "train.micro_batch_size=4", "train.lr=0.01",
-         "train.steps=2", "train.eval_every=2"]
+         "rollout.max_tokens=4", "rollout.quantize_bits=4", "train.mini_batches=2", "train.micro_batch_size=4",
+         "train.lr=0.01", "train.steps=2", "train.eval_every=2"]
 CASES = {                          # name: overrides
     "demo": ["train.steps=3", "train.save_every=2"],
     "checkpointing": ["policy.gradient_checkpointing=true"],
@@ -105,8 +105,9 @@ for case, overrides in CASES.items():
 
 
 def drive(directory: Path, model: Path, cases: dict) -> dict:
-    result = subprocess.run([sys.executable, "-c", DRIVER, json.dumps([*SMALL, f"policy.path={model}"]), json.dumps(cases)],
-                            cwd=directory, capture_output=True, text=True, timeout=280,
+    settings = json.dumps([*SMALL, f"policy.path={model}"])
+    result = subprocess.run([sys.executable, "-c", DRIVER, settings, json.dumps(cases)], cwd=directory, timeout=280,
+                            capture_output=True, text=True,
                             env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'tests'}"})
     found = {}
     for line in result.stdout.splitlines():
@@ -124,7 +125,8 @@ def pretended(tiny_model, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_the_trainer_runs_on_an_accelerator(case, pretended):
     found = pretended[case]
-    assert found["error"] == "" and found["code"] == (2 if case == "nan raise" else 0), found["error"] + pretended["said"][-2000:]
+    code = 2 if case == "nan raise" else 0
+    assert found["error"] == "" and found["code"] == code, found["error"] + pretended["said"][-2000:]
     assert (pretended["runs"] / case.replace(" ", "-") / "model").is_dir() == (case != "nan raise")
 
 
@@ -134,8 +136,8 @@ def test_host_waits_are_few(case, pretended):
     (passes, inside), phases, updates = (pretended[case][name] for name in ("forwards", "phases", "updates"))
     all_of_them = Counter(phases["log_probs"]) + Counter(phases["update"])
     beside = all_of_them - Counter(inside)
-    print(f"{case}: host waits {sum(inside.values()) / passes:.2f} a forward pass and {beside.total() / updates:.2f} more a "
-          f"mini-batch", dict(all_of_them))
+    print(f"{case}: host waits {sum(inside.values()) / passes:.2f} a forward pass and "
+          f"{beside.total() / updates:.2f} more a mini-batch", dict(all_of_them))
     assert sum(inside.values()) <= passes and beside.total() <= 2 * updates, (inside, beside)
 
 
@@ -153,7 +155,8 @@ def test_the_process_group_splits_no_communicator_and_attention_is_not_cudnns(ti
         patched.setattr(torch.distributed, "init_process_group", asking)
         with pytest.raises(InterruptedError), process_group():
             pass
-    assert asked[0] == torch.device("cuda", 0) and asked[1][0] == ("cpu:gloo,cuda:nccl",) and "device_id" not in asked[1][1]
+    device, (backends, settings) = asked
+    assert device == torch.device("cuda", 0) and backends == ("cpu:gloo,cuda:nccl",) and "device_id" not in settings
     torch.backends.cuda.enable_cudnn_sdp(True)
     with process_group() as device:
         load_policy(str(tiny_model), 1.0, "float32", device)
@@ -194,7 +197,8 @@ def gpu_engine(tiny_model, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("device, asked, eager", [("cpu", None, True), ("cuda", None, False), ("cuda", True, True), ("cpu", False, False)])
+@pytest.mark.parametrize("device, asked, eager", [("cpu", None, True), ("cuda", None, False), ("cuda", True, True),
+                                                  ("cpu", False, False)])
 def test_graphs_are_off_on_a_cpu_and_on_on_a_gpu_unless_asked_otherwise(device, asked, eager, gpu_engine):
     engine = gpu_engine(device, enforce_eager=asked)
     assert engine.llm.settings["enforce_eager"] == eager
@@ -241,8 +245,8 @@ def test_a_prompts_samples_stay_in_one_micro_batch_where_it_holds_whole_groups()
     config = trainer.Config()
     config.rollout.samples, config.train.micro_batch_size = 4, 8
     lengths = [1, 9, 2, 8, 5, 5, 5, 5, 7, 1, 1, 1, 3, 3, 3, 4]                            # of four prompts' samples
-    batch = trainer.pad([[3, 4 + i // 4] for i in range(16)], [rollout.Sample([3] * n, [-1.0] * n, True) for n in lengths],
-                        torch.zeros(16), "cpu")
+    samples = [rollout.Sample([3] * n, [-1.0] * n, True) for n in lengths]
+    batch = trainer.pad([[3, 4 + i // 4] for i in range(16)], samples, torch.zeros(16), "cpu")
     parts = trainer.micro_batches(batch, config, together=True)
     assert [sorted({i // 4 for i in part.tolist()}) for part in parts] == [[1, 3], [0, 2]]
     for part in parts:                                                        # and in it by length

@@ -38,7 +38,7 @@ sys.exit(trainer.main(sys.argv[2:]))
 
 @pytest.fixture(scope="module")
 def train(tiny_model, tmp_path_factory):
-    """train(ranks, "key=value" …) from a driver that can break rank 1; agents: torchrun's, in one directory or apart."""
+    """train(ranks, "key=value" …) from a driver that can break rank 1; agents: torchrun's, maybe in directories apart."""
     directory = tmp_path_factory.mktemp("ranks")
     (directory / "driver.py").write_text(DRIVER)
 
@@ -52,8 +52,8 @@ def train(tiny_model, tmp_path_factory):
         places = [directory / f"node-{i}" if apart else directory for i in range(agents)]
         for place in places:
             place.mkdir(exist_ok=True)
-        started = [subprocess.Popen([*command, directory / "driver.py", fault, *SMALL, f"policy.path={tiny_model}", *overrides],
-                                    cwd=place, env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
+        given = [directory / "driver.py", fault, *SMALL, f"policy.path={tiny_model}", *overrides]
+        started = [subprocess.Popen([*command, *given], cwd=place, env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
                                     text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
                    for command, place in zip(commands, places)]
         said = "".join(process.communicate(timeout=120)[0] for process in started)
@@ -124,8 +124,9 @@ def test_one_rank_reads_the_model_and_all_have_it(tiny_model, tmp_path):
     found = []
     for ranks in 1, 3:
         (tmp_path / "load.py").write_text(LOAD)
-        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "load.py",
-                        str(tiny_model)], cwd=tmp_path, check=True, timeout=120, env={**os.environ, "PYTHONPATH": str(HERE)})
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        subprocess.run([*torchrun, "load.py", str(tiny_model)], cwd=tmp_path, check=True, timeout=120,
+                       env={**os.environ, "PYTHONPATH": str(HERE)})
         found.append(torch.load(tmp_path / "loaded.pt", weights_only=True))
     alone, together = found
     first = load_file(tiny_model / "model.safetensors")
