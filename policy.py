@@ -6,6 +6,7 @@ This file decides
 * Prompts are padded on the left, responses on the right, so that every response begins in one
   column. A prompt that several rows share is run once.
 * Weights are float32 and sharded over the ranks by FSDP2; the computation is in the dtype asked.
+* Nobody waits for the device: what decides a shape is found on the host.
 Left out: tensor and pipeline parallelism, LoRA, image inputs.
 
     policy = load_policy("path/to/model", 1.0, "bfloat16", torch.device("cuda"))
@@ -13,6 +14,7 @@ Left out: tensor and pipeline parallelism, LoRA, image inputs.
 """
 
 import math
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -45,7 +47,7 @@ def padded(rows: list[list], side: str, least: int = 0) -> tuple[Tensor, Tensor]
 
 
 class Shape(NamedTuple):
-    """What shapes a forward pass, found on the host: reading it off the device would wait for it."""
+    """What shapes a forward pass, found on the host: to read it off the device is to wait for it."""
 
     p: int                         # longest prompt
     t: int                         # longest response, at least 1
@@ -84,7 +86,7 @@ def run_prompts(decoder, tokens: Tensor, attention: Tensor, shape: Shape):
 
 
 def mask_without_a_look(*args, attention_mask=None, allow_is_causal_skip=True, **settings):
-    """transformers' mask for SDPA, which otherwise looks on the device whether it can be left out."""
+    """transformers' mask for SDPA, which else looks on the device whether it can be left out."""
     return sdpa_mask(*args, attention_mask=attention_mask, **settings,
                      allow_is_causal_skip=allow_is_causal_skip and attention_mask is None)
 
@@ -245,8 +247,7 @@ def empty_model(path: str):
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if transformers.utils.cached_file(path, "generation_config.json",
-                                      _raise_exceptions_for_missing_entries=False):
+    with suppress(OSError):                # not every model has one
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     return model
 

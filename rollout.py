@@ -59,9 +59,9 @@ def make_engine(
 
     path: directory or hub id of the first weights. dtype: a key of DTYPES. max_model_len: longest
     prompt plus response. gpu_memory_utilization: vLLM's share of the GPU while awake. batch_size:
-    most samples at a time. enforce_eager: vLLM without CUDA graphs and compilation, slower by far on a
-    GPU; None: on a CPU only. Under torchrun, call `init_process_group` before and `close` the engine
-    before `destroy_process_group`.
+    most samples at a time. enforce_eager: vLLM without CUDA graphs and compilation, far slower on a
+    GPU; None: on a CPU only. Under torchrun, call `init_process_group` before and `close` the
+    engine before `destroy_process_group`.
     """
     kinds = ["auto", "vllm", "transformers"]
     for name, value, known in [("engine", kind, kinds), ("dtype", dtype, list(DTYPES))]:
@@ -116,9 +116,9 @@ class TransformersEngine:
         config = GenerationConfig(do_sample=False, max_new_tokens=max_tokens, pad_token_id=0,
                                   eos_token_id=list(eos_ids) or None)
         sampler = GumbelMax(seeds, temperature, device)
-        shape, prefilled = Shape.of(ids[:, :-1], mask[:, :-1], 0, device), {}
-        ids, mask = sent(device, ids, mask)
-        if width > 1:  # all but the last token, which `generate` runs itself
+        shape = Shape.of(ids[:, :-1], mask[:, :-1], 0, device) if width > 1 else None
+        (ids, mask), prefilled = sent(device, ids, mask), {}
+        if shape:  # all but the last token, which `generate` runs itself
             before = run_prompts(self.model.get_decoder(), ids[:, :-1], mask[:, :-1], shape)
             prefilled["past_key_values"] = before.past_key_values
         output = self.model.generate(ids, attention_mask=mask, generation_config=config,
@@ -229,7 +229,7 @@ class VllmEngine:
 
         They may come from a generator, one at a time; if it fails halfway, so has the engine.
         """
-        self.wake("weights")  # the cache's memory is not needed before there is something to generate
+        self.wake("weights")  # the cache can wait until there is something to generate
         weights = _every_weight_once(named_tensors, self.layout)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.layout.config.tie_word_embeddings and not self.on_gpu:

@@ -54,7 +54,8 @@ class Batch(NamedTuple):
 
     def rows(self, index, there) -> "Batch":
         """Some of them, by an index that is on the host and on the device: nobody waits for it."""
-        return Batch(*(x[index] for x in self[:2]), *(x if x is None else x[there] for x in self[2:]))
+        beside = (None if x is None else x[there] for x in self[2:])
+        return Batch(self.tokens[index], self.attention[index], *beside)
 
 
 def train(run: Run) -> None:

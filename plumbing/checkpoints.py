@@ -7,9 +7,7 @@ remains, whenever the run is killed. A run continues with the settings it began 
 
 import contextlib
 import json
-import math
 import os
-import secrets
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -18,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
-from torch.futures import Future
 
 from plumbing.settings import CHANGEABLE, Config, UserError, flat
+from plumbing.shards import TensorByTensor
 from policy import full_weights
 
 
@@ -78,9 +76,8 @@ class Checkpoints:
             parameter.grad = torch.zeros_like(parameter)
         run.optimizer.step()
         run.optimizer.zero_grad()
-        layout = {name: (x.shape, x.dtype) for name, x in map(run.sync.kept, full_weights(run.policy))}
-        waiting = [{name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
-                   for _ in range(min(self.step, run.config.rollout.staleness))]
+        late = range(min(self.step, run.config.rollout.staleness))
+        waiting = [dict(map(run.sync.kept, full_weights(run.policy))) for _ in late]    # to be filled
         path = str(self.directory / f"step-{self.step:06d}")
         try:
             dcp.load(self.state(run, waiting), storage_reader=dcp.HuggingFaceStorageReader(path))
@@ -90,54 +87,9 @@ class Checkpoints:
         self.prune(run)
 
 
-class TensorByTensor(dcp.HuggingFaceStorageWriter):
-    """A file per rank as its parent writes it, which serialises all of it in memory first."""
-
-    def write_data(self, plan, planner) -> Future:
-        names, written = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}, Future()
-        header, place = {}, 0
-        for item in plan.items:
-            dtype, sizes = item.tensor_data.properties.dtype, list(item.tensor_data.chunk.sizes)
-            end = place + math.prod(sizes) * dtype.itemsize
-            header[item.index.fqn] = {"dtype": names[dtype], "shape": sizes,
-                                      "data_offsets": [place, end]}
-            place = end
-        offsets = {item.index.fqn: {"saved_offsets": item.tensor_data.chunk.offsets}
-                   for item in plan.items}
-        header["__metadata__"] = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        rank = plan.storage_data["shard_index"]
-        with open(Path(self.path) / f"rank-{rank:05d}.safetensors", "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for item in plan.items:                        # one at a time: so much memory, no more
-                tensor = planner.resolve_data(item).detach().cpu().contiguous()
-                file.write(tensor.flatten().view(torch.uint8).numpy())
-        written.set_result([])
-        return written
-
-
 def unreadable(path) -> UserError:
     return UserError(f"{path} is damaged, or no checkpoint of this program: delete it, and the "
                      "same command goes on from the one before it")
-
-
-def require_one_directory(place: Path) -> None:
-    """All ranks must see what the first one writes: else every node keeps its part of a checkpoint."""
-    names = [f".seen-by-all-{secrets.token_hex(8)}"]
-    dist.broadcast_object_list(names)
-    token = place / names[0]
-    if dist.get_rank() == 0:
-        place.mkdir(parents=True, exist_ok=True)
-        token.touch()
-    dist.barrier()
-    unseen = torch.tensor(float(not token.exists()))
-    dist.all_reduce(unseen)
-    if dist.get_rank() == 0:
-        token.unlink()
-    if unseen:
-        raise UserError(f"{int(unseen)} of {dist.get_world_size()} ranks do not see what the first "
-                        f"one writes to {place.resolve()}: start all nodes in one shared directory")
 
 
 @contextlib.contextmanager

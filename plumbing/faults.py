@@ -9,9 +9,11 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import sys
 import threading
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -50,6 +52,24 @@ def process_group():
         raise
     finally:
         dist.destroy_process_group()
+
+
+def require_one_directory(place: Path) -> None:
+    """All ranks see what the first one writes: else every node would keep a part of a checkpoint."""
+    names = [f".seen-by-all-{secrets.token_hex(8)}"]
+    dist.broadcast_object_list(names)
+    token = place / names[0]
+    if dist.get_rank() == 0:
+        place.mkdir(parents=True, exist_ok=True)
+        token.touch()
+    dist.barrier()
+    unseen = torch.tensor(float(not token.exists()))
+    dist.all_reduce(unseen)
+    if dist.get_rank() == 0:
+        token.unlink()
+    if unseen:
+        raise UserError(f"{int(unseen)} of {dist.get_world_size()} ranks do not see what the first "
+                        f"one writes to {place.resolve()}: start all nodes in one shared directory")
 
 
 def first_to_fail() -> bool:

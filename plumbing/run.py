@@ -23,9 +23,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from metrics import diagnose, to_host
-from plumbing.checkpoints import (Checkpoints, aside, read_metrics, require_one_directory,
-                                  write)
-from plumbing.faults import explain, process_group, watched
+from plumbing.checkpoints import Checkpoints, aside, read_metrics, write
+from plumbing.faults import explain, process_group, require_one_directory, watched
 from plumbing.settings import Config, UserError
 from plumbing.tasks import Problem, make_demo_model, make_task, seed_of
 from policy import full_weights, load_policy

@@ -10,13 +10,21 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file
+
+import rollout
+import trainer
+from plumbing.faults import process_group
+from policy import Shape, load_policy
 
 HERE = Path(__file__).resolve().parent.parent
 SMALL = ["task.size=1", "task.eval_size=4", "rollout.engine=transformers", "rollout.prompts=4", "rollout.samples=4",
-         "rollout.max_tokens=4", "rollout.quantize_bits=4", "train.mini_batches=2", "train.micro_batch_size=4", "train.lr=0.01",
-         "train.steps=2", "train.eval_every=2"]
+         "rollout.max_tokens=4", "rollout.quantize_bits=4", "train.mini_batches=2", "train.micro_batch_size=4",
+         "train.lr=0.01", "train.steps=2", "train.eval_every=2"]
 CASES = {                          # name: overrides
     "demo": ["train.steps=3", "train.save_every=2"],
     "checkpointing": ["policy.gradient_checkpointing=true"],
@@ -97,8 +105,9 @@ for case, overrides in CASES.items():
 
 
 def drive(directory: Path, model: Path, cases: dict) -> dict:
-    result = subprocess.run([sys.executable, "-c", DRIVER, json.dumps([*SMALL, f"policy.path={model}"]), json.dumps(cases)],
-                            cwd=directory, capture_output=True, text=True, timeout=280,
+    settings = json.dumps([*SMALL, f"policy.path={model}"])
+    result = subprocess.run([sys.executable, "-c", DRIVER, settings, json.dumps(cases)], cwd=directory, timeout=280,
+                            capture_output=True, text=True,
                             env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'tests'}"})
     found = {}
     for line in result.stdout.splitlines():
@@ -116,7 +125,8 @@ def pretended(tiny_model, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_the_trainer_runs_on_an_accelerator(case, pretended):
     found = pretended[case]
-    assert found["error"] == "" and found["code"] == (2 if case == "nan raise" else 0), found["error"] + pretended["said"][-2000:]
+    code = 2 if case == "nan raise" else 0
+    assert found["error"] == "" and found["code"] == code, found["error"] + pretended["said"][-2000:]
     assert (pretended["runs"] / case.replace(" ", "-") / "model").is_dir() == (case != "nan raise")
 
 
@@ -126,6 +136,122 @@ def test_host_waits_are_few(case, pretended):
     (passes, inside), phases, updates = (pretended[case][name] for name in ("forwards", "phases", "updates"))
     all_of_them = Counter(phases["log_probs"]) + Counter(phases["update"])
     beside = all_of_them - Counter(inside)
-    print(f"{case}: host waits {sum(inside.values()) / passes:.2f} a forward pass and {beside.total() / updates:.2f} more a "
-          f"mini-batch", dict(all_of_them))
+    print(f"{case}: host waits {sum(inside.values()) / passes:.2f} a forward pass and "
+          f"{beside.total() / updates:.2f} more a mini-batch", dict(all_of_them))
     assert sum(inside.values()) <= passes and beside.total() <= 2 * updates, (inside, beside)
+
+
+# ------------------------------------------------------------------------- what a GPU would be asked for
+
+def test_the_process_group_splits_no_communicator_and_attention_is_not_cudnns(tiny_model, monkeypatch):
+    asked = []
+
+    def asking(*args, **kwargs):
+        asked.append((args, kwargs))
+        raise InterruptedError
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        patched.setattr(torch.cuda, "set_device", asked.append)
+        patched.setattr(torch.distributed, "init_process_group", asking)
+        with pytest.raises(InterruptedError), process_group():
+            pass
+    device, (backends, settings) = asked
+    assert device == torch.device("cuda", 0) and backends == ("cpu:gloo,cuda:nccl",) and "device_id" not in settings
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    with process_group() as device:
+        load_policy(str(tiny_model), 1.0, "float32", device)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+class PretendVllm:
+    """vLLM's `LLM` as far as the engine asks it for something on a GPU: what was asked, in order."""
+
+    def __init__(self, path, **settings):
+        self.settings, self.asked, self.llm_engine = settings, [], SimpleNamespace(engine_core=self)
+
+    def sleep(self, level):
+        self.asked.append(f"sleep {level}")
+
+    def wake_up(self, tags):
+        self.asked += [f"wake {tag}" for tag in tags]
+        if self.settings.get("broken"):
+            raise RuntimeError("it cannot be woken")
+
+    def collective_rpc(self, name, kwargs):
+        self.asked += [f"{name} {len(list(kwargs['weights_iterator']))}"]
+
+    def generate(self, requests, params, use_tqdm):
+        self.asked.append(f"generate {torch._dynamo.eval_frame._stance.stance}")
+        return []
+
+    def shutdown(self):
+        self.asked.append("shutdown")
+
+
+@pytest.fixture
+def gpu_engine(tiny_model, monkeypatch):
+    def make(device="cuda", **settings):
+        monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+        monkeypatch.setattr(rollout, "_import_vllm", lambda: (PretendVllm, dict))
+        return rollout.make_engine("vllm", tiny_model, dtype="bfloat16", max_model_len=64, device=device, **settings)
+    return make
+
+
+@pytest.mark.parametrize("device, asked, eager", [("cpu", None, True), ("cuda", None, False), ("cuda", True, True),
+                                                  ("cpu", False, False)])
+def test_graphs_are_off_on_a_cpu_and_on_on_a_gpu_unless_asked_otherwise(device, asked, eager, gpu_engine):
+    engine = gpu_engine(device, enforce_eager=asked)
+    assert engine.llm.settings["enforce_eager"] == eager
+    engine.generate([], [], temperature=1.0, max_tokens=2, eos_ids=[])
+    assert engine.llm.asked == [f"generate {'force_eager' if eager else 'default'}"]
+
+
+def test_a_sleeping_engine_gets_its_weights_before_its_cache_is_there(gpu_engine, tiny_model):
+    engine, weights = gpu_engine(), load_file(tiny_model / "model.safetensors")
+    engine.sleep()
+    engine.sleep()
+    engine.update_weights(weights.items())
+    engine.generate([], [], temperature=1.0, max_tokens=2, eos_ids=[])
+    engine.update_weights(weights.items())
+    assert engine.llm.asked == ["sleep 1", "wake weights", "reload_weights 26", "wake kv_cache", "generate default",
+                                "reload_weights 26"]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_sleeping_engine_is_woken_before_it_is_closed(broken, gpu_engine):
+    engine = gpu_engine()
+    engine.llm.settings["broken"], llm = broken, engine.llm
+    engine.sleep()
+    engine.close()
+    assert llm.asked[:2] == ["sleep 1", "wake weights"] and llm.asked[-1] == "shutdown"
+    engine.close()
+    assert llm.asked.count("shutdown") == 1
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_weights_that_wait_are_in_the_engines_dtype_and_it_gets_the_same(bits, tiny_model):
+    held = []
+    engine = SimpleNamespace(update_weights=lambda named: held.append({n: x.bfloat16() for n, x in named}))
+    weights = load_file(tiny_model / "model.safetensors")
+    now, late = rollout.WeightSync(engine, 0, bits), rollout.WeightSync(engine, 1, bits, "bfloat16")
+    now.push(weights.items())
+    late.push(weights.items())
+    assert all(torch.equal(x, held[1][name]) for name, x in held[0].items())
+    assert {x.dtype for x in late.waiting[0].values() if x.dim() > 1} == {torch.bfloat16}
+    assert {x.dtype for x in late.waiting[0].values() if x.dim() == 1} == {torch.float32}
+
+
+def test_a_prompts_samples_stay_in_one_micro_batch_where_it_holds_whole_groups():
+    config = trainer.Config()
+    config.rollout.samples, config.train.micro_batch_size = 4, 8
+    lengths = [1, 9, 2, 8, 5, 5, 5, 5, 7, 1, 1, 1, 3, 3, 3, 4]                            # of four prompts' samples
+    samples = [rollout.Sample([3] * n, [-1.0] * n, True) for n in lengths]
+    batch = trainer.pad([[3, 4 + i // 4] for i in range(16)], samples, torch.zeros(16), "cpu")
+    parts = trainer.micro_batches(batch, config, together=True)
+    assert [sorted({i // 4 for i in part.tolist()}) for part in parts] == [[1, 3], [0, 2]]
+    for part in parts:                                                        # and in it by length
+        assert [lengths[i] for i in part] == sorted(lengths[i] for i in part)
+    shape = Shape.of(batch.tokens[parts[1]], batch.attention[parts[1]], 9, "cpu")
+    assert (shape.p, shape.t, shape.padded, len(shape.first)) == (2, 9, False, 2)
+    scattered = trainer.micro_batches(batch, config)
+    assert [len({i // 4 for i in part.tolist()}) for part in scattered] == [3, 4]

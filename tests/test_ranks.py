@@ -38,20 +38,24 @@ sys.exit(trainer.main(sys.argv[2:]))
 
 @pytest.fixture(scope="module")
 def train(tiny_model, tmp_path_factory):
-    """train(ranks, "key=value" …) in one directory, from a driver that can break rank 1; agents: torchrun's."""
+    """train(ranks, "key=value" …) from a driver that can break rank 1; agents: torchrun's, maybe in directories apart."""
     directory = tmp_path_factory.mktemp("ranks")
     (directory / "driver.py").write_text(DRIVER)
 
-    def call(ranks, *overrides, fault="", agents=1):
+    def call(ranks, *overrides, fault="", agents=1, apart=False):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks // agents),
                     "--nnodes", str(agents), "--master-addr", "127.0.0.1", "--master-port", str(port)]
         commands = [[*torchrun, "--node-rank", str(i)] for i in range(agents)] if ranks > 1 else [[sys.executable]]
-        started = [subprocess.Popen([*command, "driver.py", fault, *SMALL, f"policy.path={tiny_model}", *overrides],
-                                    cwd=directory, env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
-                                    text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for command in commands]
+        places = [directory / f"node-{i}" if apart else directory for i in range(agents)]
+        for place in places:
+            place.mkdir(exist_ok=True)
+        given = [directory / "driver.py", fault, *SMALL, f"policy.path={tiny_model}", *overrides]
+        started = [subprocess.Popen([*command, *given], cwd=place, env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
+                                    text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                   for command, place in zip(commands, places)]
         said = "".join(process.communicate(timeout=120)[0] for process in started)
         assert fault or not any(process.returncode for process in started), said
         return said
@@ -85,6 +89,50 @@ def test_two_agents_on_one_machine_train_as_one_node_with_four_ranks(train):
     train(4, "run=node", "train.steps=2")
     train(4, "run=agents", "train.steps=2", agents=2)
     assert_same(train.runs / "agents", train.runs / "node", 1e-6)
+
+
+def test_two_agents_without_a_shared_directory_are_told_before_anything_is_trained(train):
+    said = train(2, "run=apart", fault="none", agents=2, apart=True)
+    assert said.count("trainer.py: 1 of 2 ranks do not see what the first one writes to ") == 1, said
+    assert said.count("trainer.py: ") == 1 and "start all nodes in one shared directory" in said
+    assert not list(train.runs.parent.glob("node-*/runs/*"))             # and nothing is left behind
+
+
+LOAD = """
+import os, sys, torch, torch.distributed as dist, transformers
+from plumbing.faults import process_group
+from policy import full_weights, load_policy
+with process_group() as device:
+    if dist.get_rank() > 0:
+        def forbidden(*_, **__): raise AssertionError("a rank that is not the first reads the model")
+        transformers.AutoModelForCausalLM.from_pretrained = forbidden
+    for frozen in True, False:
+        policy = load_policy(sys.argv[1], 0.7, "float32", device, frozen=frozen)
+        weights = {name: x.clone() for name, x in full_weights(policy)}
+        tokens = torch.arange(12).view(2, 6) + 3
+        log_prob = policy(tokens, torch.ones_like(tokens), 3)
+        assert log_prob.requires_grad != frozen
+        everyone = [torch.empty_like(log_prob) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, log_prob.detach())
+        assert all(torch.equal(x, everyone[0]) for x in everyone)
+    if dist.get_rank() == 0:
+        torch.save({"weights": weights, "log_prob": log_prob.detach()}, "loaded.pt")
+"""
+
+
+def test_one_rank_reads_the_model_and_all_have_it(tiny_model, tmp_path):
+    found = []
+    for ranks in 1, 3:
+        (tmp_path / "load.py").write_text(LOAD)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        subprocess.run([*torchrun, "load.py", str(tiny_model)], cwd=tmp_path, check=True, timeout=120,
+                       env={**os.environ, "PYTHONPATH": str(HERE)})
+        found.append(torch.load(tmp_path / "loaded.pt", weights_only=True))
+    alone, together = found
+    first = load_file(tiny_model / "model.safetensors")
+    assert set(first) == set(together["weights"]) == set(alone["weights"])
+    assert all(torch.equal(x, first[name]) for name, x in together["weights"].items())
+    assert torch.allclose(alone["log_prob"], together["log_prob"], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("fault, said, settings", [

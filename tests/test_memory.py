@@ -1,0 +1,79 @@
+"""What a checkpoint costs in memory, measured from outside the process that writes it: next to nothing."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from plumbing.faults import process_group
+from policy import load_policy
+
+HERE = Path(__file__).resolve().parent.parent
+SAVE = """
+import sys, torch
+from pathlib import Path
+from types import SimpleNamespace
+from plumbing.checkpoints import Checkpoints
+from plumbing.faults import process_group
+from plumbing.settings import load_config
+from policy import load_policy
+from rollout import WeightSync
+with process_group() as device:
+    policy = load_policy(sys.argv[1], 1.0, "float32", device)
+    optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
+    for parameter in policy.parameters(): parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    run = SimpleNamespace(policy=policy, optimizer=optimizer, sync=WeightSync(None), main=True, before=0.0,
+                          engine=SimpleNamespace(name="transformers"))
+    checkpoints = Checkpoints(Path("checkpoints"), load_config(["run=x"]))
+    print("before", sum(p.numel() for p in policy.parameters()), flush=True)
+    sys.stdin.readline()
+    checkpoints.save(run, 1)
+    print("saved", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """134 million parameters; the largest matrix is a fifth of them, as in the small models that people train."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    directory = tmp_path_factory.mktemp("large") / "model"
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=32_000, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
+        num_key_value_heads=4, tie_word_embeddings=True, dtype="float32")).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux tells what is in memory")
+def test_saving_takes_a_tenth_of_the_memory_at_most(model, tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", SAVE, str(model)], cwd=tmp_path, text=True, stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(HERE)})
+    name, parameters = process.stdout.readline().split()
+    assert name == "before" and int(parameters) > 100e6
+    before, peak, began = resident(process.pid), 0, time.perf_counter()
+    process.stdin.write("\n")
+    process.stdin.flush()
+    os.set_blocking(process.stdout.fileno(), False)
+    while process.poll() is None and process.stdout.readline() != "saved\n":
+        peak = max(peak, resident(process.pid))
+        time.sleep(0.005)
+    seconds = time.perf_counter() - began
+    process.communicate("\n", timeout=60)
+    assert process.returncode == 0
+    print(f"{int(parameters) / 1e6:.0f}M parameters: {before / 2 ** 20:.0f} MB before a save, at most "
+          f"{peak / 2 ** 20:.0f} MB while it is written, {peak / before:.3f} times; {seconds:.1f} s")
+    assert peak <= 1.1 * before
+    [file] = (tmp_path / "checkpoints/step-000001").glob("*.safetensors")
+    saved, first = load_file(file), load_file(model / "model.safetensors")
+    assert set(saved) > {f"policy.model.{name}" for name in first} and "exp_avg_sq.model.model.norm.weight" in saved
