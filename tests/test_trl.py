@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("trl_required")
 MODES = {"token_truncate": ("token", 2.0), "token_mask": ("token", (0.5, 2.0)),
          "sequence_truncate": ("sequence", 2.0), "sequence_mask": ("sequence", (0.5, 2.0))}
 LOSSES = {"dapo": {}, "grpo": {}, "bnpo": {}, "dr_grpo": {}, "sapo": {"sapo_temperature_neg": 1.3},
-          "cispo": {"epsilon_high": 1.2}, "dapo delta": {"delta": 1.11, "epsilon": 0.1}}
+          "cispo": {"epsilon_high": 1.2}, "dapo delta": {"delta": 1.06, "epsilon": 0.05}}
 
 
 class Engine:
