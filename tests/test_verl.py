@@ -104,8 +104,8 @@ def test_sapo_is_verls(seed):
 
 def test_dual_clip_is_verls():
     """eq:dual-clip: clip_ratio_c bounds the loss of A < 0 with PPO's clip, and with no other loss."""
-    for c in (1.2, 3.0):
-        (theirs, expected, _), (mine, found, _) = compare("nothing", "token-mean", 0, {}, clip_ratio_c=c)
+    for case, c in (("nothing", 1.2), ("nothing", 3.0), ("gspo", 1.001)):
+        (theirs, expected, _), (mine, found, _) = compare(case, "token-mean", 0, {}, clip_ratio_c=c)
         assert abs(theirs - mine) <= 1.4e-6 and torch.allclose(found, expected, rtol=1e-5, atol=1.4e-6)
     tight, loose = (compare(case, "token-mean", 0, {}, clip_ratio_c=c)[1][0] for case, c in
                     (("nothing", 1.01), ("nothing", 3.0)))
