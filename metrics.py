@@ -279,7 +279,8 @@ def criterion_quantities(ratios: Ratios, name: str, statistic: Tensor, interval:
     is a low ρ. The standard deviation is verl's, too: of what is limited to the interval.
     """
     prefix, (least, most), tokens = f"rollout_rs_{name}", interval, ratios.tokens
-    whole, within = tokens.sums(statistic), tokens.sums(statistic.clamp(least, most))
+    whole = tokens.sums(statistic)
+    within = tokens.sums(statistic.clamp(least, most), (whole.top, whole.bottom))       # for its std
     row = whole.total / whole.n
     quantities = [*_spread(prefix, whole, 0.0, NATS), (within, {f"{prefix}_std": "std"}),
                   *tokens.shares(tokens.count(below | above), tokens=[f"{prefix}_masked_fraction"],
