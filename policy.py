@@ -47,7 +47,7 @@ def padded(rows: list[list], side: str, least: int = 0) -> tuple[Tensor, Tensor]
 
 
 class Shape(NamedTuple):
-    """What shapes a forward pass, found on the host: to read it off the device is to wait for it."""
+    """What shapes a forward pass, as the host knows it: to ask the device is to wait for it."""
 
     p: int                         # longest prompt
     t: int                         # longest response, at least 1

@@ -255,3 +255,12 @@ def test_a_prompts_samples_stay_in_one_micro_batch_where_it_holds_whole_groups()
     assert (shape.p, shape.t, shape.padded, len(shape.first)) == (2, 9, False, 2)
     scattered = trainer.micro_batches(batch, config)
     assert [len({i // 4 for i in part.tolist()}) for part in scattered] == [3, 4]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="takes up to half an hour on a GPU: run it by hand")
+def test_the_report_runs_tiny_without_a_gpu_and_says_so(tmp_path):
+    result = subprocess.run([sys.executable, str(HERE / "tests/gpu_report.py")], cwd=tmp_path, timeout=280,
+                            capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "NO GPU: tiny shapes" in result.stdout and "one that did not | the same bits |" in result.stdout
+    assert result.stdout.count("left out: ") >= 2
