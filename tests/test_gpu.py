@@ -141,6 +141,31 @@ def test_host_waits_are_few(case, pretended):
     assert sum(inside.values()) <= passes and beside.total() <= 2 * updates, (inside, beside)
 
 
+DEVICE = """
+import pretend_gpu, pytest, torch
+there, here = torch.ones(3).to(pretend_gpu.DEVICE, non_blocking=True), torch.ones(3)
+assert pretend_gpu.WAITS.total() == 0 and (there + 1 + torch.tensor(1.0)).device == pretend_gpu.DEVICE
+for mixed in (lambda: there + here, lambda: here * there, lambda: torch.cat([here, there]), lambda: torch.where(there > 0, there, here),
+              lambda: torch.stack([there.sum(), here.sum()]), lambda: there.add_(here), lambda: torch.mm(there[None], here[:, None])):
+    with pytest.raises(RuntimeError, match="on the same device"): mixed()
+waiting = [lambda: there[0].item(), lambda: bool(there[0] > 0), lambda: there.tolist(), lambda: there.cpu(), lambda: here.to(there.device),
+           lambda: there[there > 0], lambda: there.nonzero(), lambda: there[torch.tensor([0])], lambda: here.copy_(there),
+           lambda: there.unique(), lambda: there.to("cpu", non_blocking=True)]
+for n, call in enumerate(waiting, 1):
+    call()
+    assert pretend_gpu.WAITS.total() == n, (n, pretend_gpu.WAITS)
+there[torch.tensor([0]).to(there.device, non_blocking=True)] = 2.0
+there.cumsum(0).sort().values.topk(2).values.log_softmax(-1).clone().copy_(there[:2])
+assert pretend_gpu.WAITS.total() == len(waiting)
+"""
+
+
+def test_the_pretended_device_refuses_what_is_mixed_and_counts_what_waits():
+    result = subprocess.run([sys.executable, "-c", DEVICE], capture_output=True, text=True, timeout=60,
+                            env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'tests'}"})
+    assert result.returncode == 0, result.stderr
+
+
 # ------------------------------------------------------------------------- what a GPU would be asked for
 
 def test_the_process_group_splits_no_communicator_and_attention_is_not_cudnns(tiny_model, monkeypatch):
