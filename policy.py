@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 CHUNK = 2 ** 24                    # logits at a time, in float32: 64 MB
 
@@ -47,7 +47,7 @@ def padded(rows: list[list], side: str, least: int = 0) -> tuple[Tensor, Tensor]
 
 
 class Shape(NamedTuple):
-    """What shapes a forward pass, found on the host: to read it off the device is to wait for it."""
+    """What shapes a forward pass, as the host knows it: to ask the device is to wait for it."""
 
     p: int                         # longest prompt
     t: int                         # longest response, at least 1
@@ -91,7 +91,6 @@ def mask_without_a_look(*args, attention_mask=None, allow_is_causal_skip=True, *
                      allow_is_causal_skip=allow_is_causal_skip and attention_mask is None)
 
 
-transformers.AttentionInterface.register("sdpa_unseen", sdpa_attention_forward)
 transformers.AttentionMaskInterface.register("sdpa_unseen", mask_without_a_look)
 
 
@@ -215,6 +214,7 @@ def load_policy(path: str, temperature: float, dtype: str, device: torch.device,
     reads = dist.get_rank() == 0
     model = read_model(path) if reads else empty_model(path)
     if model.config._attn_implementation == "sdpa":
+        transformers.AttentionInterface.register("sdpa_unseen", ALL_ATTENTION_FUNCTIONS["sdpa"])
         model.set_attn_implementation("sdpa_unseen")
     policy = Policy(model, temperature).train(not frozen).requires_grad_(not frozen)
     if reads:

@@ -141,7 +141,7 @@ class TransformersEngine:
     def sleep(self):
         """Nothing to give back: the cache lives only while `generate` runs."""
 
-    close = sleep
+    wake = close = sleep
 
 
 class GumbelMax(LogitsProcessor):
@@ -202,7 +202,7 @@ class VllmEngine:
     def generate(self, prompts, seeds, *, temperature, max_tokens, eos_ids, progress=None):
         """As TransformersEngine.generate; vLLM batches by itself, so progress comes at the end."""
         _check_request(prompts, seeds, temperature, max_tokens, self.max_model_len)
-        self.wake("weights", "kv_cache")
+        self.wake()
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         params = [
             self.SamplingParams(
@@ -246,8 +246,8 @@ class VllmEngine:
             self.asleep = {"weights", "kv_cache"}
 
     def wake(self, *parts):
-        """Those of "weights" and "kv_cache" that are asleep."""
-        if parts := [part for part in parts if part in self.asleep]:
+        """What is asleep of these parts, "weights" and "kv_cache", or of both where none is named."""
+        if parts := [part for part in parts or ("weights", "kv_cache") if part in self.asleep]:
             self.llm.wake_up(tags=parts)
             self.asleep -= set(parts)
 
@@ -256,7 +256,7 @@ class VllmEngine:
         if self.llm is None:
             return
         with suppress(Exception):  # memory of a sleeping engine would be unmapped a second time
-            self.wake("weights", "kv_cache")
+            self.wake()
         core, self.llm = self.llm.llm_engine.engine_core, None
         destroy = dist.destroy_process_group
 

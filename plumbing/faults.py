@@ -55,7 +55,7 @@ def process_group():
 
 
 def require_one_directory(place: Path) -> None:
-    """All ranks see what the first one writes: else every node would keep a part of a checkpoint."""
+    """All ranks see what the first one writes: else each node would keep a part of a checkpoint."""
     names = [f".seen-by-all-{secrets.token_hex(8)}"]
     dist.broadcast_object_list(names)
     token = place / names[0]

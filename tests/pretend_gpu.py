@@ -177,7 +177,8 @@ LIBRARY = torch.library.Library("aten", "IMPL")
 for factory_name in ("empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step"):
     factory(factory_name)
 # What `torch.tensor(…, device=…)` ends in.
-LIBRARY.impl("_copy_from", lambda x, to, later=False: run(torch.ops.aten.copy_.default, (to, x, later), {}), "PrivateUse1")
+LIBRARY.impl("_copy_from", lambda x, to, later=False: run(torch.ops.aten.copy_.default, (to, x, later), {}),
+             "PrivateUse1")
 
 
 def move(parameters, buffers, device) -> None:

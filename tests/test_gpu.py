@@ -141,6 +141,31 @@ def test_host_waits_are_few(case, pretended):
     assert sum(inside.values()) <= passes and beside.total() <= 2 * updates, (inside, beside)
 
 
+DEVICE = """
+import pretend_gpu, pytest, torch
+there, here = torch.ones(3).to(pretend_gpu.DEVICE, non_blocking=True), torch.ones(3)
+assert pretend_gpu.WAITS.total() == 0 and (there + 1 + torch.tensor(1.0)).device == pretend_gpu.DEVICE
+for mixed in (lambda: there + here, lambda: here * there, lambda: torch.cat([here, there]), lambda: torch.where(there > 0, there, here),
+              lambda: torch.stack([there.sum(), here.sum()]), lambda: there.add_(here), lambda: torch.mm(there[None], here[:, None])):
+    with pytest.raises(RuntimeError, match="on the same device"): mixed()
+waiting = [lambda: there[0].item(), lambda: bool(there[0] > 0), lambda: there.tolist(), lambda: there.cpu(), lambda: here.to(there.device),
+           lambda: there[there > 0], lambda: there.nonzero(), lambda: there[torch.tensor([0])], lambda: here.copy_(there),
+           lambda: there.unique(), lambda: there.to("cpu", non_blocking=True)]
+for n, call in enumerate(waiting, 1):
+    call()
+    assert pretend_gpu.WAITS.total() == n, (n, pretend_gpu.WAITS)
+there[torch.tensor([0]).to(there.device, non_blocking=True)] = 2.0
+there.cumsum(0).sort().values.topk(2).values.log_softmax(-1).clone().copy_(there[:2])
+assert pretend_gpu.WAITS.total() == len(waiting)
+"""
+
+
+def test_the_pretended_device_refuses_what_is_mixed_and_counts_what_waits():
+    result = subprocess.run([sys.executable, "-c", DEVICE], capture_output=True, text=True, timeout=60,
+                            env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'tests'}"})
+    assert result.returncode == 0, result.stderr
+
+
 # ------------------------------------------------------------------------- what a GPU would be asked for
 
 def test_the_process_group_splits_no_communicator_and_attention_is_not_cudnns(tiny_model, monkeypatch):
@@ -255,3 +280,12 @@ def test_a_prompts_samples_stay_in_one_micro_batch_where_it_holds_whole_groups()
     assert (shape.p, shape.t, shape.padded, len(shape.first)) == (2, 9, False, 2)
     scattered = trainer.micro_batches(batch, config)
     assert [len({i // 4 for i in part.tolist()}) for part in scattered] == [3, 4]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="takes up to half an hour on a GPU: run it by hand")
+def test_the_report_runs_tiny_without_a_gpu_and_says_so(tmp_path):
+    result = subprocess.run([sys.executable, str(HERE / "tests/gpu_report.py")], cwd=tmp_path, timeout=280,
+                            capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "NO GPU: tiny shapes" in result.stdout and "one that did not | the same bits |" in result.stdout
+    assert result.stdout.count("left out: ") >= 2

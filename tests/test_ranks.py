@@ -38,7 +38,7 @@ sys.exit(trainer.main(sys.argv[2:]))
 
 @pytest.fixture(scope="module")
 def train(tiny_model, tmp_path_factory):
-    """train(ranks, "key=value" …) from a driver that can break rank 1; agents: torchrun's, maybe in directories apart."""
+    """train(ranks, "key=value" …) from a driver that can break rank 1; agents: torchrun's, perhaps in places apart."""
     directory = tmp_path_factory.mktemp("ranks")
     (directory / "driver.py").write_text(DRIVER)
 
@@ -53,8 +53,9 @@ def train(tiny_model, tmp_path_factory):
         for place in places:
             place.mkdir(exist_ok=True)
         given = [directory / "driver.py", fault, *SMALL, f"policy.path={tiny_model}", *overrides]
-        started = [subprocess.Popen([*command, *given], cwd=place, env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"},
-                                    text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+        started = [subprocess.Popen([*command, *given], cwd=place, env=environment, text=True, stdout=subprocess.PIPE,
+                                    stderr=subprocess.STDOUT)
                    for command, place in zip(commands, places)]
         said = "".join(process.communicate(timeout=120)[0] for process in started)
         assert fault or not any(process.returncode for process in started), said
