@@ -316,7 +316,8 @@ def rejection_quantities(ratios: Ratios, kept: Tensor, criteria: Mapping[str, An
     for name in [name for name in criteria if name in LEVEL_OF_K1][:1]:
         quantities += ratio_quantities(ratios, LEVEL_OF_K1[name], criteria[name], "rollout_rs")
     tokens, (veto, _) = ratios.tokens, criteria.get("seq_max_k1", (None, None))
-    left, vetoed = tokens.count(kept), torch.zeros_like(tokens.n)                         # [B]
+    left = tokens.count(kept) if criteria else tokens.n                                   # [B]
+    vetoed = torch.zeros_like(tokens.n)
     if veto is not None:
         vetoed = tokens.count(outside(ratios.log_rho, veto, None)[0])
     return _also([
