@@ -110,7 +110,8 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     """
     base = kind.removesuffix("+")
     base = VERLS_KL.get(base, base)
-    wide = torch.promote_types(torch.promote_types(log_prob.dtype, ref_log_prob.dtype), torch.float32)
+    wide = torch.promote_types(log_prob.dtype, ref_log_prob.dtype)
+    wide = torch.promote_types(wide, torch.float32)
     ell = log_prob.to(wide) - ref_log_prob.to(wide)
     if base == "k1":
         value = ell

@@ -40,7 +40,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def of_rows(cls, x: Tensor, n: Tensor) -> "Sums":
-        """Of one value, or a mean, x [B] on n [B] entries of each sequence; where n is 0 of none."""
+        """Of one value, or a mean, x [B] on n [B] entries of each sequence; n may be 0."""
         x = torch.where(n > 0, x.double(), 0.0)
         return cls(n, n * x, n * x.square(), x, x)
 
@@ -280,7 +280,7 @@ def criterion_quantities(ratios: Ratios, name: str, statistic: Tensor, interval:
     """
     prefix, (least, most), tokens = f"rollout_rs_{name}", interval, ratios.tokens
     whole = tokens.sums(statistic)
-    within = tokens.sums(statistic.clamp(least, most), (whole.top, whole.bottom))       # for its std
+    within = tokens.sums(statistic.clamp(least, most), (whole.top, whole.bottom))    # for std
     row = whole.total / whole.n
     quantities = [*_spread(prefix, whole, 0.0, NATS), (within, {f"{prefix}_std": "std"}),
                   *tokens.shares(tokens.count(below | above), tokens=[f"{prefix}_masked_fraction"],

@@ -246,7 +246,7 @@ class VllmEngine:
             self.asleep = {"weights", "kv_cache"}
 
     def wake(self, *parts):
-        """What is asleep of these parts, "weights" and "kv_cache", or of both where none is named."""
+        """What is asleep of these parts, "weights" and "kv_cache"; none named: of both."""
         if parts := [part for part in parts or ("weights", "kv_cache") if part in self.asleep]:
             self.llm.wake_up(tags=parts)
             self.asleep -= set(parts)

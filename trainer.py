@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correction import Correction, RolloutCorrectionConfig, correct
+from correction import RolloutCorrectionConfig, correct
 from estimators import grpo_advantages, kl_estimate, reinforce_advantages, rloo_advantages
 from losses import Counts, count, kl_loss, loss_means, policy_loss
 from metrics import merge

@@ -26,7 +26,8 @@ VERL = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rol
         "bypass_mode", "bypass_old_logprob_for_rollout", "loss_type", "use_policy_gradient",
         "use_pure_rollout_correction")
 SKYRL = (
-    "use_tis", "tis_imp_ratio_cap", "tis_ratio_type", "token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high",
+    "use_tis", "tis_imp_ratio_cap", "tis_ratio_type", "token_tis_ratio_clip_high",
+    "sequence_tis_ratio_clip_high",
     "sequence_mask_metric", "product_mask_low", "product_mask_high", "geo_mask_low",
     "geo_mask_high", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high",
     "token_mask_is_threshold_low", "token_mask_is_threshold_high")
@@ -47,7 +48,7 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
     warning where that makes a difference. Raises ValueError, naming the key, for anything else.
     """
     block = _flatten(mapping, {})
-    keys = set(block) - {"calculate_log_probs", "_target_"}         # verl's dataclass has the latter
+    keys = set(block) - {"calculate_log_probs", "_target_"}     # the latter in verl's dataclass
     if "preset" in keys or isinstance(block.get("rollout_rs"), Mapping) \
             or isinstance(block.get("rollout_is_threshold"), (list, tuple)):
         read, allowed = _from_own, OWN

@@ -64,7 +64,8 @@ class PolicyLossGRPOTrainer(GRPOTrainer):
 
     def __init__(self, *args, correction, **kwargs):
         super().__init__(*args, **kwargs)
-        own, asked, named = self.loss_type, correction.loss_type, self.loss_type in ("cispo", "sapo")
+        own, asked = self.loss_type, correction.loss_type
+        named = own in ("cispo", "sapo")
         _refuse(self, {
             f"loss_type {own}": own not in AGGREGATION,
             f"loss_type {asked} under {own}": named and asked not in ("ppo_clip", own),

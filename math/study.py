@@ -8,7 +8,6 @@ time, and adds one line to study.csv when it ends: stop this at any time, and st
 """
 
 import argparse
-import contextlib
 import csv
 import os
 import statistics

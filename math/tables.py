@@ -21,7 +21,7 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
 
 import torch
 import yaml
-from oracle import J, Policy, exact_gradient, expectation, grad_J, kl, rewards, token_kl
+from oracle import J, Policy, exact_gradient, expectation, kl, rewards, token_kl
 
 from adapters.dialects import from_dialect
 from correction import (CRITERIA, HISTORICAL, PRESETS, RolloutCorrectionConfig, correct, importance_weights,

@@ -156,7 +156,8 @@ def help_text() -> str:
 def load_config(argv: list[str]) -> Config:
     """FILE.yaml and dotted overrides, checked. Whatever is wrong is a UserError of one sentence."""
     if Version(omegaconf.__version__) < Version("2.4"):
-        raise UserError(f"the trainer needs OmegaConf 2.4, and here is {omegaconf.__version__}, which "
+        raise UserError("the trainer needs OmegaConf 2.4, and here is "
+                        f"{omegaconf.__version__}, which "
                         "hydra (and so verl) asks for: give the trainer an environment of its own, "
                         "pip install -r requirements.txt; the core and adapters/ need no OmegaConf")
     paths = [a for a in argv if "=" not in a or a.endswith(".yaml") and Path(a).is_file()]

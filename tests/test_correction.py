@@ -18,8 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adapters.dialects import from_dialect
-from correction import (CRITERIA, HISTORICAL, PRESETS, RolloutCorrectionConfig, correct, importance_weights,
-                        rejection_mask)
+from correction import (CRITERIA, HISTORICAL, PRESETS, RolloutCorrectionConfig, correct, importance_weights)
 from estimators import (SAFETY_BOUND, aggregate_log_ratio, chi_square, effective_sample_size, exp_ratio,
                         kl_estimate, perplexity)
 from losses import aggregate_loss

@@ -10,8 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from plumbing.faults import process_group
-from policy import load_policy
 
 HERE = Path(__file__).resolve().parent.parent
 SAVE = """
