@@ -70,8 +70,8 @@ class PolicyLossGRPOTrainer(GRPOTrainer):
             f"loss_type {own}": own not in AGGREGATION,
             f"loss_type {asked} under {own}": named and asked not in ("ppo_clip", own),
             "importance_sampling_level": self.importance_sampling_level != "token",     # say gspo
-            "beta": self.beta != 0, "an entropy bonus": self._entropy_bonus_enabled,
-            "top_entropy_quantile": self.top_entropy_quantile < 1,
+            "beta": self.beta != 0, "top_entropy_quantile": self.top_entropy_quantile < 1,
+            "an entropy bonus": self._entropy_bonus_enabled,
             "off_policy_mask_threshold": self.off_policy_mask_threshold is not None,
             "router_aux_loss_coef": self.aux_loss_enabled,
             "delta below 1 + epsilon_high": (self.args.delta or 9e9) < 1 + self.epsilon_high,
