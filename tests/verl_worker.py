@@ -50,7 +50,10 @@ def configuration(model, overrides):
             "actor_rollout_ref.actor.use_torch_compile=False", "actor_rollout_ref.actor.optim.lr=1e-3",
             "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
             "actor_rollout_ref.actor.fsdp_config.model_dtype=fp32",
-            "actor_rollout_ref.actor.fsdp_config.dtype=float32", *overrides])
+            "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+            # verl's default, bfloat16, forms π_θ/π_old in bfloat16 too; policy_loss widens the log-probs first.
+            "++actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
+            *overrides])
 
 
 def rollouts(module, generator):
