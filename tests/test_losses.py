@@ -7,8 +7,6 @@ Run with -s to see the sizes of the biases and variances.
 
 import itertools
 import math
-import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -743,24 +741,6 @@ def test_the_core_needs_no_omegaconf():
     """eq:correction: a larger trainer may have another, or none."""
     program = f"import sys; sys.modules.update(omegaconf=None, yaml=None, transformers=None); {CORE}"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
-
-
-def test_a_package_name_may_be_put_before_the_files(tmp_path):
-    """eq:correction: by the README's own commands, away from the repository."""
-    (commands,) = re.findall("```bash\n(mkdir three_policies.*?)```", (ROOT / "README.md").read_text(), re.S)
-    ignore = shutil.ignore_patterns(".*", "runs", "tests", "math", "__pycache__")
-    shutil.copytree(ROOT, tmp_path / "clone", ignore=ignore)
-    subprocess.run(["bash", "-euc", commands], cwd=tmp_path / "clone", check=True)
-    shutil.move(tmp_path / "clone" / "three_policies", tmp_path)
-    program = """
-import sys, torch
-from three_policies.adapters.dialects import from_dialect
-from three_policies.losses import policy_loss
-x = torch.zeros(2, 3)
-loss, _ = policy_loss(x, x, x, x + 1, x + 1, from_dialect({"preset": "decoupled_token_is"}))
-assert loss == -1 and not {"losses", "correction", "metrics", "estimators", "adapters"} & sys.modules.keys()
-"""
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
 
 
 # ------------------------------------------------------------------------------ Monte Carlo, larger

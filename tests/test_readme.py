@@ -7,6 +7,9 @@ test_math.py's.
 
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +55,21 @@ def test_settings_named_in_the_readme_exist():
 def test_requirements_named_in_the_readme_exist():
     for name in re.findall(r"requirements[a-z-]*\.txt", README):
         assert (ROOT / name).is_file(), name
+
+
+def test_a_package_name_may_be_put_before_the_files(tmp_path):
+    """eq:correction: by the README's own commands, away from the repository."""
+    (commands,) = re.findall("```bash\n(mkdir three_policies.*?)```", README, re.S)
+    ignore = shutil.ignore_patterns(".*", "runs", "tests", "math", "__pycache__")
+    shutil.copytree(ROOT, tmp_path / "clone", ignore=ignore)
+    subprocess.run(["bash", "-euc", commands], cwd=tmp_path / "clone", check=True)
+    shutil.move(tmp_path / "clone" / "three_policies", tmp_path)
+    program = """
+import sys, torch
+from three_policies.adapters.dialects import from_dialect
+from three_policies.losses import policy_loss
+x = torch.zeros(2, 3)
+loss, _ = policy_loss(x, x, x, x + 1, x + 1, from_dialect({"preset": "decoupled_token_is"}))
+assert loss == -1 and not {"losses", "correction", "metrics", "estimators", "adapters"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
