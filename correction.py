@@ -291,9 +291,12 @@ class RolloutCorrectionConfig:
                           "(eq:double-count): its metrics are rollout_is_raw_*", stacklevel=3)
 
     @property
+    def ratio_is_the_weight(self) -> bool:
+        return self.bypass_mode and self.loss_type != "reinforce"
+
+    @property
     def applies_weights(self) -> bool:
-        counted_already = self.bypass_mode and self.loss_type != "reinforce"
-        return self.rollout_is is not None and not counted_already
+        return self.rollout_is is not None and not self.ratio_is_the_weight
 
 
 # ----------------------------------------------------------------------------------------- presets

@@ -218,8 +218,7 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
         loss = cispo_loss(log_prob, anchor, advantages, clip_low, clip_high)
     else:
         loss = sapo_loss(log_prob, anchor, advantages, tau_positive, tau_negative)
-    ratio_is_the_weight = config.bypass_mode and config.loss_type != "reinforce"
-    if correction.weights is not None and not ratio_is_the_weight:      # or eq:double-count
+    if correction.weights is not None and not config.ratio_is_the_weight:   # or eq:double-count
         loss = loss * correction.weights
     counted = valid if denominator == "fixed" else correction.mask
 
