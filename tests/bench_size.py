@@ -8,23 +8,27 @@ bfloat16 where it imports. Every floor is measured in the same process, after th
                 and one pass of the optimizer over its state
     sync        one copy and cast of all weights
     rollout     the same requests to a bare vllm.LLM: the engine's own, without what rollout.py does around it
-    checkpoint  writing the same bytes to a file
-Memory is the process's, as the kernel counts it.
+    checkpoint  writing the same bytes beside a file of that size, which is then deleted
+A second table measures what lies between a part and its floor, a third the process's memory, as the kernel
+counts it, beside the sum of what it must hold.
 """
 
+import ctypes
 import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import torch
 
 SHAPE = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
              num_key_value_heads=2, vocab_size=151_936, tie_word_embeddings=True)
 SETTINGS = ["task.size=2", "task.eval_size=1", "rollout.prompts=4", "rollout.samples=8", "rollout.max_tokens=64",
-            "rollout.dtype=bfloat16", "train.mini_batches=1", "train.micro_batch_size=8", "train.steps=2",
-            "train.keep=1", "correction.preset=decoupled_token_is", "run=size"]
+            "rollout.dtype=bfloat16", "train.mini_batches=1", "train.micro_batch_size=8", "train.steps=3",
+            "rollout.quantize_bits=null", "train.keep=1", "correction.preset=decoupled_token_is", "run=size"]
 
 
 def make_model(directory: str, **shape) -> str:
@@ -44,20 +48,26 @@ def memory(name="VmRSS") -> float:
     return int(line.split()[1]) / 2 ** 20
 
 
-def timed(run) -> tuple[float, float]:
-    """Seconds, and the most memory in them."""
+class Took(NamedTuple):
+    seconds: float
+    kernel: float          # seconds of all threads in the kernel
+    peak: float            # most memory meanwhile, GB
+    before: float          # memory before, GB
+
+
+def timed(run) -> Took:
     Path("/proc/self/clear_refs").write_text("5")
-    began = time.perf_counter()
+    before, kernel, began = memory(), os.times().system, time.perf_counter()
     run()
-    return time.perf_counter() - began, memory("VmHWM")
+    return Took(time.perf_counter() - began, os.times().system - kernel, memory("VmHWM"), before)
 
 
 def median(run, times=3) -> float:
-    return statistics.median(timed(run)[0] for _ in range(times))
+    return statistics.median(timed(run).seconds for _ in range(times))
 
 
-def one_step(run, step: int, options) -> tuple[dict, object]:
-    """(seconds, peak memory) of each part, and the batch."""
+def one_step(run, step: int, options) -> tuple[dict[str, Took], object]:
+    """What each part took, and the batch."""
     import trainer
     from correction import correct
     world, kept = torch.distributed.group.WORLD, {}
@@ -75,26 +85,40 @@ def one_step(run, step: int, options) -> tuple[dict, object]:
 
     parts = {"rollout": rollout, "π_old": log_probs, "update": update,
              "sync": lambda: run.update_engine(run.sync.push), "checkpoint": lambda: run.checkpoints.save(run, step)}
-    found = {}
-    for name, part in parts.items():
-        before = memory()
-        found[name] = (*timed(part), before)
-    return found, kept["batch"]
+    return {name: timed(part) for name, part in parts.items()}, kept["batch"]
 
 
-def floors(run, batch) -> dict[str, float]:
-    """Seconds of the least that each part could do."""
-    weights = [p.to_local().detach() for p in run.policy.parameters()]
-    tokens, hidden = int(batch.attention.sum()), run.policy.model.config.hidden_size
-    a, b = torch.randn(tokens, hidden), torch.randn(hidden, run.policy.model.config.intermediate_size)
-    rate = 2 * a.numel() * b.shape[1] / median(lambda: a @ b, 9)                       # operations a second
+def rate(rows: int, config) -> float:
+    """Operations a second of a @ b with this many rows."""
+    a, b = torch.randn(rows, config.hidden_size), torch.randn(config.hidden_size, config.intermediate_size)
+    return 2 * a.numel() * b.shape[1] / median(lambda: a @ b, 9)
+
+
+def write_beside(directory: Path, weights: list) -> float:
+    """Seconds to write weights and moments beside what was written before, and to delete that; the third time."""
+    def write(name):
+        with open(directory / name, "wb") as file:
+            for _ in range(3):
+                for weight in weights:
+                    file.write(weight.flatten().numpy())
+
+    write("0")
+    for i in range(3):
+        took = timed(lambda: (write(f"{i + 1}"), (directory / f"{i}").unlink()))
+    (directory / "3").unlink()
+    return took.seconds
+
+
+def floors(run, batch, weights: list) -> dict[str, float]:
+    """Seconds of the least that each part could do, and what of it is shown in the second table."""
+    tokens, config = int(batch.attention.sum()), run.policy.model.config
     for parameter in run.policy.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    products = 6 * sum(w.numel() for w in weights if w.dim() == 2) * tokens / rate
-    found = {"update": products + median(run.optimizer.step),
-             "sync": median(lambda: [w.to(torch.bfloat16) for w in weights])}
-    with tempfile.TemporaryFile(dir=".") as file:
-        found["checkpoint"] = timed(lambda: [file.write(w.flatten().numpy()) for w in weights for _ in range(3)])[0]
+    numbers = 6 * sum(w.numel() for w in weights if w.dim() == 2) * tokens
+    found = {"products": numbers / rate(tokens, config), "optimizer": median(run.optimizer.step),
+             "sync": median(lambda: [w.to(torch.bfloat16) for w in weights]),
+             "checkpoint": write_beside(Path("."), weights)}
+    found["update"] = found["products"] + found["optimizer"]
     if run.engine.name == "vllm":
         start = batch.tokens.shape[1] - batch.response_mask.shape[1]
         prompts = [{"prompt_token_ids": row[:start][on[:start].bool()].tolist()}
@@ -106,23 +130,103 @@ def floors(run, batch) -> dict[str, float]:
     return found
 
 
+def causes(run, batch, weights: list, took: dict[str, Took], floor: dict[str, float]) -> list[list[str]]:
+    """What lies between the update, the sync and the checkpoint and their floors, each measured by itself."""
+    from policy import full_weights
+    config, tokens = run.policy.model.config, int(batch.attention.sum())
+    parts, threads = len(batch.tokens) // run.config.train.micro_batch_size, torch.get_num_threads()
+    copies = [torch.empty_like(w) for w in weights]
+    copy = median(lambda: [c.copy_(w) for c, w in zip(copies, weights)])
+    add = median(lambda: [c.add_(w) for c, w in zip(copies, weights)])
+    again = 2 * config.vocab_size * config.hidden_size * int(batch.response_mask.sum()) / rate(tokens, config)
+    update = {
+        "floor: products": floor["products"], "floor: optimizer": floor["optimizer"],
+        "the logits, computed again in the backward pass": again,
+        f"FSDP: weights gathered twice, gradients copied twice and added, {parts} times": parts * (4 * copy + add),
+        f"the kernel, handing out pages (its seconds / {threads} threads)": took["update"].kernel / threads}
+    sync = {"floor: copy and cast": floor["sync"],
+            "walk through the shards": median(lambda: [x for _, x in full_weights(run.policy)]),
+            "the kernel": took["sync"].kernel / threads}
+    checkpoint = {"floor: write and delete": floor["checkpoint"],
+                  "the kernel (in the floor, too)": took["checkpoint"].kernel}
+    rows = []
+    for name, found in (("update", update), ("sync", sync), ("checkpoint", checkpoint)):
+        if name != "checkpoint":               # whose kernel time is its floor's
+            rest = "attention, norms and the rest" if name == "update" else "vLLM's loader"
+            found[rest] = took[name].seconds - sum(found.values())
+        rows += [[name, what, f"{seconds:.1f}"] for what, seconds in found.items()]
+    return rows
+
+
+class Heap(ctypes.Structure):
+    """What mallinfo2(3) returns."""
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+
+def unused() -> float:
+    """GB that were freed and stay with the process, in pieces between what is in use."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Heap
+    return mallinfo2().fordblks / 2 ** 30
+
+
+def held(run, batch, engine: float, start: float, peak: float) -> list[list[str]]:
+    """GB of what the process must hold in the update, and what it did hold."""
+    import trainer
+    weights = 4 * sum(p.numel() for p in run.policy.parameters()) / 2 ** 30
+    storages, own = {}, {p.to_local().untyped_storage().data_ptr() for p in run.policy.parameters()}
+
+    def keep(x):
+        place = x.untyped_storage()
+        if place.data_ptr() not in own:
+            storages[place.data_ptr()] = place.nbytes()
+        return x
+
+    between = unused()
+    rows = trainer.micro_batches(batch, run.config, together=True)[-1]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        trainer.log_probs(run.policy, batch.rows(rows, rows)).sum().backward()
+    head = run.policy.model.get_output_embeddings().weight.numel() * 4 / 2 ** 30
+    parts = {"libraries": start, "weights": weights, "gradients": weights, "moments": 2 * weights,
+             "engine": engine, "activations of a micro-batch": sum(storages.values()) / 2 ** 30}
+    total = sum(parts.values())
+    return [[name, f"{gb:.1f}"] for name, gb in parts.items()] + [
+        ["sum", f"{total:.1f}"], ["most in the update", f"{peak:.1f}"], ["ratio", f"{peak / total:.2f}"],
+        ["beside the sum: free, and kept by the heap", f"{between:.1f}"],
+        ["beside the sum: the head gathered, its gradient, and that once more for FSDP", f"{3 * head:.1f}"]]
+
+
 def bench_size(table) -> None:
-    from plumbing.run import opened
+    import plumbing.run
     from plumbing.settings import correction_of, load_config
-    with tempfile.TemporaryDirectory() as directory:
+    start, engine, make_engine = memory(), [], plumbing.run.make_engine
+
+    def weighed(*args, **settings):
+        before = memory()
+        made = make_engine(*args, **settings)
+        engine.append(memory() - before)
+        return made
+
+    with tempfile.TemporaryDirectory() as directory, mock.patch("plumbing.run.make_engine", weighed):
         os.chdir(directory)
         config = load_config([*SETTINGS, f"policy.path={make_model('model', **SHAPE)}"])
-        options, steps = correction_of(config), []
-        with opened(config) as run:
+        options = correction_of(config)
+        with plumbing.run.opened(config) as run:
             run.before = 0.0
             run.update_engine(run.sync.push)
             for step in run.steps():
-                found, batch = one_step(run, step, options)
-                steps.append(found)
-            floor, last, n = floors(run, batch), steps[-1], sum(p.numel() for p in run.policy.parameters())
-        rows = [[name, f"{s:.1f}", f"{floor[name]:.1f}" if name in floor else "–",
-                 f"{s / floor[name]:.2f}" if name in floor else "–", f"{peak:.1f}", f"{peak / before:.2f}"]
-                for name, (s, peak, before) in last.items()]
+                took, batch = one_step(run, step, options)
+            weights = [p.to_local().detach() for p in run.policy.parameters()]
+            n, floor = sum(w.numel() for w in weights), floors(run, batch, weights)
+            between = causes(run, batch, weights, took, floor)
+            memories = held(run, batch, engine[0], start, took["update"].peak)
+        rows = []
+        for name, t in took.items():
+            least, ratio = (f"{floor[name]:.1f}", f"{t.seconds / floor[name]:.2f}") if name in floor else ("–", "–")
+            rows.append([name, f"{t.seconds:.1f}", least, ratio, f"{t.peak:.1f}", f"{t.peak / t.before:.2f}"])
         table(f"{n / 1e6:.0f}M parameters, {int(batch.attention.sum())} tokens, engine {run.engine.name}; "
-              f"weights, gradients and moments are {16 * n / 2 ** 30:.1f} GB",
+              f"step {config.train.steps}: the ones before it warm the memory up",
               "part | s | floor, s | ratio | most memory, GB | of what was held before", rows)
+        table("What lies between a part and its floor", "part | what | s", between)
+        table("The process in the update", "what | GB", memories)
