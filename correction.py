@@ -23,14 +23,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from estimators import (LEVELS, SAFETY_BOUND, aggregate_log_ratio, exp_ratio, extremes, kl_estimate,
-                        masked_log_ratio, outside, sequence_log_ratio)
+from estimators import (LEVELS, OF_TOKENS, SAFETY_BOUND, aggregate_log_ratio, exp_ratio, extremes,
+                        kl_estimate, masked_log_ratio, outside, sequence_log_ratio)
 from metrics import (Ratios, Statistics, offpolicy_quantities, rejection_quantities,
                      weight_quantities)
 
 LOSS_TYPES = ("ppo_clip", "reinforce", "gspo", "cispo", "sapo")
-CRITERIA = tuple(f"{level}_k{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max")
-                 for k in (1, 2, 3)) + ("opsm",)
+KL_CRITERIA = tuple(f"{level}_k{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max")
+                    for k in (1, 2, 3))
+CRITERIA = (*KL_CRITERIA, "opsm", "token_tv", "token_tv_outward", "second_moment")
 
 
 # ----------------------------------------------------------------------------------- the equations
@@ -40,7 +41,8 @@ def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str, thr
 
     `log_ratio`: log ρ per token, [B, T] → [B, T], detached (eq:detached), 0 on padding. C = inf is
     plain importance sampling. Truncation's bias is −E_μ[(ρ−C)₊ g]. Sources: Ionides 2008, Yao et
-    al. 2025 (TIS); Ring-1T 2510.18855 (IcePop: a pair at token level); Liu, Li et al. 2025 (MIS).
+    al. 2025 (TIS); Ring-1T 2510.18855 (IcePop: a pair at token level); Liu, Li et al. 2025 (MIS);
+    Precup et al. 2000, CTPO 2605.07331 (prefix).
     """
     log_rho = aggregate_log_ratio(log_ratio.detach(), response_mask, level)
     rho = torch.where(response_mask.bool(), exp_ratio(log_rho), 0.0)
@@ -51,14 +53,14 @@ def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str, thr
 
 
 def batch_normalize(weights: Tensor, response_mask: Tensor, level: str, group=None) -> Tensor:
-    """w / mean(w): over tokens for token weights, over sequences for others.  (eq:self-normalised)
+    """w / mean(w): over tokens, or over sequences that have one weight.  (eq:self-normalised)
 
     [B, T] → [B, T]. With `group`, the mean is over all its ranks. Unchanged where it is below 1e-8:
     all weights are zero or at the floor e^−SAFETY_BOUND then, and dividing would make 1 of nothing.
     Bias O(1/N). Source: verl PR 3980; Owen 2013, ch. 9.
     """
     mask, one_each = response_mask.bool(), weights
-    if level != "token":                                # one weight on all tokens of a sequence
+    if level not in OF_TOKENS:                          # one weight on all tokens of a sequence
         mask, one_each = mask.any(-1), weights.sum(-1) / mask.sum(-1).clamp(min=1)
     sums = torch.stack([one_each.sum(dtype=torch.float64), mask.sum(dtype=torch.float64)])
     if group is not None:
@@ -68,8 +70,11 @@ def batch_normalize(weights: Tensor, response_mask: Tensor, level: str, group=No
 
 
 def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[str, Any],
-                   advantages: Tensor | None = None) -> Tensor:
-    """What every criterion keeps, each on the original mask: [B, T], bool.  (eq:rejection, eq:opsm)
+                   advantages: Tensor | None = None, rollout_log_prob: Tensor | None = None,
+                   group=None) -> Tensor:
+    """What every criterion keeps, each on the original mask: [B, T], bool.
+
+    (eq:rejection, eq:opsm, eq:total-variation, eq:second-moment)
 
     token_*: the token alone. seq_sum_*, seq_mean_*, seq_max_*: the sequence, by the sum, mean or
     worst token of the statistic, which is the estimate k1, k2 or k3 of KL(π_rollout‖π_old) in nats,
@@ -78,12 +83,16 @@ def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[s
                           (seq_sum: Πρ; seq_mean: (Πρ)^{1/T}; seq_max: every ρ_t)
         k2 = (log ρ)²/2, k3 = ρ − 1 − log ρ        keep while ≤ bound
     opsm: rejects tokens with A < 0 in sequences whose mean of −log ρ exceeds δ (DeepSeek-V3.2
-    2512.02556). A bound met exactly keeps. Other sources: Liu, Li et al. 2025 (geometric mean);
-    2512.23075 (worst token).
+    2512.02556). token_tv: keeps tokens with |π − μ| ≤ δ (IPO); token_tv_outward: rejects only those
+    that A pushes further, sign(A)(π − μ) > δ (DPPO 2602.04879). second_moment: drops the tokens of
+    the largest (log ρ)² until the mean of the others is ≤ δ, over the batch, and over the ranks of
+    `group` (M2PO 2510.01161). A bound met exactly keeps. `rollout_log_prob` [B, T]: for token_tv*.
+    Other sources: Liu, Li et al. 2025 (geometric mean); 2512.23075 (worst token).
     """
     keep = response_mask.bool()
     for name, bound in criteria.items():
-        *_, below, above = judge(log_ratio, response_mask, name, bound, advantages)
+        *_, below, above = judge(log_ratio, response_mask, name, bound, advantages,
+                                 rollout_log_prob, group)
         keep = keep & ~(below | above)
     return keep
 
@@ -95,19 +104,29 @@ class Verdict(NamedTuple):
     """
 
     statistic: Tensor
-    interval: tuple[float, float]
+    interval: tuple[float | Tensor, float | Tensor]
     below: Tensor
     above: Tensor
 
 
 def judge(log_ratio: Tensor, response_mask: Tensor, name: str, bound,
-          advantages: Tensor | None = None) -> Verdict:
-    """One criterion of `rejection_mask`, on its own.  (eq:rejection, eq:opsm)"""
+          advantages: Tensor | None = None, rollout_log_prob: Tensor | None = None,
+          group=None) -> Verdict:
+    """One criterion of `rejection_mask`, on its own.
+
+    (eq:rejection, eq:opsm, eq:total-variation, eq:second-moment)
+    """
     mask = response_mask.bool()
     if name == "opsm":
         drift = sequence_log_ratio(-log_ratio, mask, "geometric")                        # [B, 1]
-        hit = (drift > bound) & (advantages < 0)
-        return Verdict(drift, (-math.inf, bound), torch.zeros_like(hit), hit)
+        return _at_most(drift, bound, advantages < 0)
+    if name == "second_moment":
+        square = torch.where(mask, log_ratio, 0.0).square().float()
+        return _at_most(square, second_moment_limit(square, mask, bound, group))
+    if name.startswith("token_tv"):
+        log_mu = torch.where(mask, rollout_log_prob, 0.0).to(log_ratio.dtype)
+        apart = (log_mu + log_ratio).clamp(max=0).exp() - log_mu.exp()                   # π − μ
+        return _at_most(apart.abs() if name == "token_tv" else apart * advantages.sign(), bound)
     where, kind = name.rsplit("_", 1)
     limited = torch.where(mask, log_ratio, 0.0).clamp(-SAFETY_BOUND, SAFETY_BOUND)
     lowest = highest = kl_estimate(torch.zeros_like(limited), limited, kind)             # [B, T]
@@ -121,6 +140,34 @@ def judge(log_ratio: Tensor, response_mask: Tensor, name: str, bound,
         least, most = (sign * math.inf if end is None else -math.log(end)
                        for end, sign in zip(reversed(bound), (-1, 1)))
     return Verdict(highest, (least, most), lowest < least, highest > most)
+
+
+def _at_most(statistic: Tensor, bound, among=True) -> Verdict:
+    above = (statistic > bound) & among
+    return Verdict(statistic, (-math.inf, bound), torch.zeros_like(above), above)
+
+
+def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float, group=None) -> Tensor:
+    """The largest x for which the mean of those (log ρ)² that are ≤ x is ≤ bound: 0-dim, float32.
+
+    (eq:second-moment)
+
+    `square`, `response_mask`: [B, T]. Equal values stay or go together. That mean never falls as x
+    rises, so 31 halvings find x among the float32 numbers from 0 to ∞, which are ordered as their
+    bits are. Of other ranks they take a sum and a count, whatever the shapes there.
+    """
+    mask, square = response_mask.bool(), square.detach().float()
+    low, high = (torch.tensor(bits, device=square.device) for bits in (0, 0x7F800000))
+    for _ in range(31):
+        middle = (low + high + 1) // 2
+        chosen = mask & (square <= middle.int().view(torch.float32))
+        sums = torch.stack([torch.where(chosen, square, 0.0).sum(dtype=torch.float64),
+                            chosen.sum(dtype=torch.float64)])
+        if group is not None:
+            torch.distributed.all_reduce(sums, group=group)
+        fits = sums[0] <= bound * sums[1]
+        low, high = torch.where(fits, middle, low), torch.where(fits, high, middle - 1)
+    return low.int().view(torch.float32)
 
 
 # -------------------------------------------------------------------------------- all of it at once
@@ -157,9 +204,10 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
     """Weights, mask and metrics of one batch, from ρ = π_train/π_rollout.  (eq:correction)
 
     `train_log_prob`: π_old in decoupled mode, the current π_θ in bypass mode. It,
-    `rollout_log_prob` and `response_mask`: [B, T]. `advantages` [B, T] is what the opsm criterion
-    asks for. With `group`, a torch.distributed process group, the batch normalisation is over all
-    its ranks. Raises ValueError: shapes that differ, no rollout_log_prob, opsm without advantages.
+    `rollout_log_prob` and `response_mask`: [B, T]. `advantages` [B, T] is what opsm and
+    token_tv_outward ask for. With `group`, a torch.distributed process group, batch normalisation
+    and second moment are of all its ranks. Raises ValueError: shapes that differ, no
+    rollout_log_prob, no advantages where they are asked for.
     """
     _check_batch(train_log_prob, rollout_log_prob, response_mask, config, advantages)
     train, rollout = train_log_prob.detach(), rollout_log_prob.detach()
@@ -168,7 +216,8 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
     log_rho = masked_log_ratio(train, rollout, response_mask)                            # [B, T]
     if level is not None:
         weights = importance_weights(log_rho, response_mask, level, threshold)           # [B, T]
-    kept = rejection_mask(log_rho, response_mask, config.rollout_rs, advantages)         # [B, T]
+    kept = rejection_mask(log_rho, response_mask, config.rollout_rs, advantages, rollout,
+                          group)                                                         # [B, T]
 
     ratios = Ratios.of(log_rho, response_mask)
     quantities = offpolicy_quantities(ratios, rollout)
@@ -177,7 +226,7 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
         quantities += weight_quantities(ratios, weights if applied else None, level, threshold,
                                         normalize)
         weights = batch_normalize(weights, response_mask, level, group) if normalize else weights
-    verdicts = {name: judge(log_rho, response_mask, name, bound, advantages)
+    verdicts = {name: judge(log_rho, response_mask, name, bound, advantages, rollout, group)
                 for name, bound in config.rollout_rs.items()}
     quantities += rejection_quantities(ratios, kept, config.rollout_rs, verdicts)
     mask = response_mask * kept if config.rollout_rs else response_mask
@@ -192,8 +241,9 @@ def _check_batch(train_log_prob, rollout_log_prob, response_mask, config, advant
         raise ValueError(f"train_log_prob {tuple(train_log_prob.shape)}, rollout_log_prob "
                          f"{tuple(rollout_log_prob.shape)} and response_mask "
                          f"{tuple(response_mask.shape)} must have one shape [B, T]")
-    if advantages is None and "opsm" in config.rollout_rs:
-        raise ValueError("rollout_rs.opsm needs the advantages: it looks at A < 0 alone")
+    for name in {"opsm", "token_tv_outward"} & set(config.rollout_rs):
+        if advantages is None:
+            raise ValueError(f"rollout_rs.{name} needs the advantages: it looks at their sign")
 
 
 # ----------------------------------------------------------------------------------- configuration
@@ -242,15 +292,20 @@ def flag(key: str, value: Any) -> bool:
 class RolloutCorrectionConfig:
     """What to correct, and how. Frozen and validated: a wrong value is one ValueError sentence.
 
-    rollout_is                  level of ρ for the weights: None, "token", "sequence", "geometric"
+    rollout_is                  level of ρ for the weights: None, "token", "prefix", "sequence",
+                                "geometric"
     rollout_is_threshold        C truncates, min(ρ, C) (eq:tis); [lo, hi] zeroes outside (eq:mis)
     rollout_is_batch_normalize  divide by the mean weight, after truncation (eq:self-normalised)
     rollout_rs                  {criterion: bound}, all ANDed (eq:rejection): k1 ones take a pair
                                 that bounds ρ itself (token ρ, Πρ for seq_sum, (Πρ)^{1/T} for
                                 seq_mean, every token's ρ for seq_max), k2 and k3 an upper bound
-                                in nats, opsm its δ in nats (eq:opsm)
+                                in nats, opsm its δ in nats (eq:opsm), token_tv and
+                                token_tv_outward one of |π − μ| (eq:total-variation),
+                                second_moment one of the mean (log ρ)² (eq:second-moment)
     bypass_mode                 False: three policies, decoupled PPO. True: two, π_old := π_rollout
     loss_type                   ppo_clip, gspo, cispo, sapo; reinforce in bypass mode only
+    score_centering             with reinforce, whose weights and criteria are then of tokens:
+                                subtract E_{v∼μ}[w(v) ∇log π(v)] (eq:score-centering)
 
     In bypass mode only reinforce takes the weights: the ratio of the others already is
     π_θ/π_rollout, and weighting it once more would count it twice (eq:double-count). A warning
@@ -263,6 +318,7 @@ class RolloutCorrectionConfig:
     rollout_rs: Mapping[str, Any] = field(default_factory=dict)
     bypass_mode: bool = False
     loss_type: str = "ppo_clip"
+    score_centering: bool = False
 
     def __post_init__(self):
         if self.rollout_is is not None:
@@ -285,10 +341,27 @@ class RolloutCorrectionConfig:
         object.__setattr__(self, "rollout_rs", {
             name: (interval if name.endswith("k1") else number)(f"rollout_rs.{name}", bound)
             for name, bound in criteria.items()})
+        if flag("score_centering", self.score_centering):
+            self._check_centering()
         if self.rollout_is is not None and not self.applies_weights:
             warnings.warn(f"rollout_is={self.rollout_is} is not applied with bypass_mode and "
                           f"loss_type={self.loss_type}, whose ratio already is π_θ/π_rollout "
                           "(eq:double-count): its metrics are rollout_is_raw_*", stacklevel=3)
+
+    def _check_centering(self):
+        criteria = [name for name in self.rollout_rs if not name.startswith("token_")]
+        if self.loss_type != "reinforce":
+            raise ValueError("score_centering needs loss_type reinforce: a clipped ratio has "
+                             "another mean under μ")
+        if self.rollout_is not in (None, "token") or self.rollout_is_batch_normalize or criteria:
+            raise ValueError("score_centering knows what else a token might have been, not what "
+                             "else its sequence or batch: it needs rollout_is null or token, no "
+                             "rollout_is_batch_normalize, and criteria token_*")
+
+    @property
+    def of_whole_batches(self) -> bool:
+        """Whether weights or mask of a token depend on the whole (mini-)batch."""
+        return self.rollout_is_batch_normalize or "second_moment" in self.rollout_rs
 
     @property
     def ratio_is_the_weight(self) -> bool:

@@ -20,7 +20,8 @@ from torch import Tensor
 # its square, which χ² and ESS need, still fits a float32.
 SAFETY_BOUND = 20.0
 
-LEVELS = ("token", "sequence", "geometric")
+LEVELS = ("token", "prefix", "sequence", "geometric")
+OF_TOKENS = ("token", "prefix")         # levels at which the tokens of a sequence differ
 KL_KINDS = ("k1", "k2", "k3", "abs")
 VERLS_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
@@ -47,6 +48,7 @@ def aggregate_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) ->
     """log ρ of a token, of its sequence, or their geometric mean, on every token.  (eq:levels)
 
         token:      log ρ_t
+        prefix:     Σ_{s≤t} log ρ_s        what led to the token, and itself (eq:prefix)
         sequence:   Σ_s log ρ_s            the product of ratios: exp of the sum, not sum of exps
         geometric:  (1/|y|) Σ_s log ρ_s    the length-normalised ratio, (Π ρ)^{1/|y|}
 
@@ -55,6 +57,8 @@ def aggregate_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) ->
     mask = response_mask.bool()
     if level == "token":
         return torch.where(mask, log_ratio, 0.0)
+    if level == "prefix":
+        return torch.where(mask, torch.where(mask, log_ratio, 0.0).cumsum(-1), 0.0)
     return torch.where(mask, sequence_log_ratio(log_ratio, mask, level), 0.0)
 
 

@@ -9,12 +9,14 @@ the terms, the rejection mask leaves terms out, and the denominator is chosen se
 Left out: value losses, entropy bonuses. Derivation: math/.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from correction import Correction, RolloutCorrectionConfig, correct
+from correction import (Correction, RolloutCorrectionConfig, correct, importance_weights,
+                        rejection_mask)
 from estimators import aggregate_log_ratio, exp_ratio, kl_estimate
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
@@ -87,6 +89,31 @@ def sapo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, tau_po
                       ratio.new_full((), tau_negative))
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     return -gate * advantages
+
+
+def centering_loss(log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tensor,
+                   response_mask: Tensor, config: RolloutCorrectionConfig) -> Tensor:
+    """A Σ_v sg(μ(v) w(v)) log π_θ(v), to be added to −w A log π_θ(y).  (eq:score-centering)
+
+    Then w ∇log π_θ(y) is less its own mean under μ, and a constant A moves nothing: where ρ is
+    truncated or left out no baseline does that. w(v) is what `config` gives a token: weight and
+    criteria. `log_prob`, `rollout_log_prob`: [B, T, K], of K candidates v of each token, −∞ under μ
+    where there are fewer. Exact where these hold all of μ; what they leave of μ is taken to be in
+    proportion to what they leave of π_θ: one more candidate. Source: 2609.20807.
+    """
+    known = (rollout_log_prob > -math.inf) & response_mask.bool()[..., None]           # [B, T, K]
+    p, mu = (torch.where(known, x, -math.inf).exp() for x in (log_prob, rollout_log_prob))
+    rest, mu_rest = (1 - x.sum(-1, keepdim=True) for x in (p, mu))
+    log_p = torch.cat([torch.where(known, log_prob, 0.0), rest.clamp(min=1e-6).log()], -1)
+    mu = torch.cat([mu, mu_rest.clamp(min=0)], -1)
+    asked = mu.flatten(1) > 0                                             # as if [B, T·(K + 1)]
+    log_mu = torch.where(asked, mu.flatten(1), 1.0).log()
+    log_rho = torch.where(asked, log_p.detach().flatten(1) - log_mu, 0.0)
+    advantages = advantages[..., None].expand_as(mu)
+    weights = rejection_mask(log_rho, asked, config.rollout_rs, advantages.flatten(1), log_mu)
+    if config.rollout_is is not None:
+        weights = weights * importance_weights(log_rho, asked, "token", config.rollout_is_threshold)
+    return (advantages * mu * weights.view_as(mu) * log_p).sum(-1)
 
 
 # ---------------------------------------------------------------------------------- aggregation
@@ -170,6 +197,7 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
                 tau_positive: float = 1.0, tau_negative: float = 1.05, mode: str = "token-mean",
                 denominator: str = "fixed", counts: Counts | None = None,
                 horizon: int | None = None, nan_is_missing: bool = False,
+                candidates: tuple[Tensor, Tensor] | None = None,
                 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one batch in any mode, and its metrics.
 
@@ -188,6 +216,7 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     counts the response mask, "kept" what rejection left; `counts` likewise, for the whole
     mini-batch. loss/ratio, loss/approx_kl and loss/clip_fraction are means over the kept tokens of
     these rows; with `counts` the metrics are summands, of which `loss_means` makes means.
+    `candidates`: what score_centering asks for, log π_θ and log μ of `centering_loss`.
     Everything rejected: a zero loss whose graph is attached.
     Raises ValueError: unknown mode or denominator, a tensor missing, shapes that differ.
     """
@@ -221,8 +250,15 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     if correction.weights is not None and not config.ratio_is_the_weight:   # or eq:double-count
         loss = loss * correction.weights
     counted = valid if denominator == "fixed" else correction.mask
+    summed = correction.mask.bool()
+    if config.score_centering:          # the mean is subtracted from rejected tokens, too
+        if candidates is None or any(x.shape[:2] != valid.shape for x in candidates):
+            raise ValueError("score_centering needs candidates, two tensors [B, T, K]")
+        loss = torch.where(summed, loss, 0.0) + centering_loss(*candidates, advantages, valid,
+                                                               config)
+        summed = valid
 
-    total = aggregate_loss(loss, correction.mask, mode, denominator_mask=counted, counts=counts,
+    total = aggregate_loss(loss, summed, mode, denominator_mask=counted, counts=counts,
                            horizon=horizon)
     with torch.no_grad():
         log_r, kept = log_prob - anchor, correction.mask.bool()

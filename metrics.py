@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from estimators import (SAFETY_BOUND, exp_ratio, extremes, kish, masked_log_ratio, outside,
-                        sequence_log_ratio)
+from estimators import (OF_TOKENS, SAFETY_BOUND, aggregate_log_ratio, exp_ratio, extremes, kish,
+                        masked_log_ratio, outside, sequence_log_ratio)
 
 
 # ---------------------------------------------------------------------------- sums that merge
@@ -222,18 +222,19 @@ def ratio_quantities(ratios: Ratios, level: str, bounds, prefix: str,
     """
     tokens, log_rho, rho = ratios.tokens, ratios.log_rho, ratios.of_rho
     if level != "token":
-        log_rho = sequence_log_ratio(log_rho, tokens.mask, level)                        # [B, 1]
+        aggregate = aggregate_log_ratio if level in OF_TOKENS else sequence_log_ratio
+        log_rho = aggregate(log_rho, tokens.mask, level)                       # [B, T] or [B, 1]
         rho = tokens.sums(exp_ratio(log_rho))
     described = {prefix: rho}
     if weights is not None:
-        one_each = weights if level == "token" else extremes(weights, tokens.mask)[0][:, None]
+        one_each = weights if level in OF_TOKENS else extremes(weights, tokens.mask)[0][:, None]
         applied = tokens.sums(one_each)
-        ends = applied if level == "token" else rho
+        ends = applied if level in OF_TOKENS else rho
         applied = applied._replace(top=ends.top, bottom=ends.bottom)
         described = {f"{prefix}_raw": rho, prefix: applied}
     found = [x for name, sums in described.items() for x in _spread(name, sums, 1.0, WEIGHTS)]
     lo, hi = (default if end is None else end for end, default in zip(bounds, (0.0, math.inf)))
-    per_token = level == "token" or (level == "geometric" and prefix != "rollout_rs")
+    per_token = level in OF_TOKENS or (level == "geometric" and prefix != "rollout_rs")
     row, by = rho.total / tokens.n, "tokens" if per_token else "rows"
     for end, beyond, far in zip(("low", "high"), outside(log_rho, *bounds), (row < lo, row > hi)):
         names = [f"{name}_ratio_fraction_{end}" for name in described]
@@ -262,9 +263,9 @@ def weight_quantities(ratios: Ratios, weights: Tensor | None, level: str, thresh
                                tokens=["rollout_is_masked_fraction", "rollout_is_oob_ratio"])
     aliases = {"token": {"rollout_is_ratio_fraction_high": "tis_token_clip_high_ratio"},
                "sequence": {"rollout_is_ratio_fraction_high": "tis_seq_clip_high_ratio"},
-               "geometric": {}}[level]
+               "prefix": {}, "geometric": {}}[level]
     if normalized:
-        mean = "rollout_is_mean" if level == "token" else "rollout_is_seq_mean"
+        mean = "rollout_is_mean" if level in OF_TOKENS else "rollout_is_seq_mean"
         aliases = aliases | {mean: "rollout_is_batch_norm_factor"}
     return _also(found, aliases)
 
@@ -288,7 +289,7 @@ def criterion_quantities(ratios: Ratios, name: str, statistic: Tensor, interval:
     for end, beyond, far in (("low", below, row < least), ("high", above, row > most)):
         count = tokens.count(beyond)
         names = [f"{prefix}_fraction_{end}", f"{prefix}_seq_fraction_{end}"]
-        if name.startswith("token"):
+        if name.startswith("token") or name == "second_moment":
             quantities += tokens.shares(count, tokens=names[:1])
             quantities.append((Sums.of_rows(far, tokens.rows), {names[1]: "mean"}))
         else:

@@ -219,7 +219,7 @@ class Update(NamedTuple):
 def update(run: Run, batch: Batch, options: RolloutCorrectionConfig, correction=None) -> Update:
     """One optimizer step on one mini-batch, of which these are this rank's rows."""
     config, policy, how = run.config, run.policy, run.config.loss
-    if correction is None and (options.rollout_is_batch_normalize or how.denominator == "kept"):
+    if correction is None and (options.of_whole_batches or how.denominator == "kept"):
         # What is kept, or the mean weight, is known only after a pass over the mini-batch.
         correction = correct(score(policy, batch, config), batch.rollout_log_prob,
                              batch.response_mask, options, batch.advantages, dist.group.WORLD)

@@ -1,7 +1,7 @@
 """Other systems' words for the same corrections: their configuration blocks, read as ours.
 
-This file decides what verl 0.6.0, 0.6.1, 0.9 and SkyRL mean by their keys, and reproduces what
-*they* do, where their own documents and their code differ too. It knows no tensor.
+This file decides what verl 0.6.0, 0.6.1, 0.9, SkyRL and prime-rl mean by their keys, and reproduces
+what *they* do, where their own documents and their code differ too. It knows no tensor.
 
     from adapters.dialects import from_dialect
     config = from_dialect({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"})
@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from correction import (CRITERIA, LEVELS, PRESETS, RolloutCorrectionConfig, choice, flag, interval,
+from correction import (KL_CRITERIA, PRESETS, RolloutCorrectionConfig, choice, flag, interval,
                         nearest, number)
 
-WRAPPERS = ("trainer", "algorithm", "actor_rollout_ref", "actor", "rollout", "rollout_correction",
-            "off_policy_correction")
+WRAPPERS = ("trainer", "loss", "algorithm", "actor_rollout_ref", "actor", "rollout",
+            "rollout_correction", "off_policy_correction")
 VERL_TIS = ("use_tis", "tis_imp_ratio_cap", "imp_ratio_cap", "behav_imp_weight_cap")
 VERL_060 = ("rollout_is", "rollout_is_level", "rollout_is_mode", "rollout_is_threshold",
             "rollout_is_threshold_lower", "rollout_is_veto_threshold", "rollout_is_batch_normalize")
@@ -31,11 +31,13 @@ SKYRL = (
     "sequence_mask_metric", "product_mask_low", "product_mask_high", "geo_mask_low",
     "geo_mask_high", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high",
     "token_mask_is_threshold_low", "token_mask_is_threshold_high")
+PRIME = ("type", "eps", "ipo_threshold", "max_importance_ratio", "dppo_mask_low", "dppo_mask_high",
+         "ratio_low", "ratio_high", "score_centering", "adv_tau", "kl_tau")
 OWN = ("preset", *(f.name for f in fields(RolloutCorrectionConfig)))
 
 
 def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
-    """A configuration block of verl or SkyRL, as their documents have it, as ours.  (eq:correction)
+    """A block of verl's, SkyRL's or prime-rl's configuration as ours.  (eq:correction)
 
     Takes, flat or inside their sections (algorithm.rollout_correction, off_policy_correction, …):
         verl PR 2953   tis_imp_ratio_cap, at first imp_ratio_cap or behav_imp_weight_cap
@@ -43,6 +45,7 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         verl 0.6.1     rollout_rs: token | sequence | geometric, rollout_rs_threshold(_lower), …
         verl 0.9       rollout_rs: "token_k1,seq_mean_k3", rollout_rs_threshold: "0.5_2.0,0.01"
         SkyRL          tis_ratio_type, sequence_mask_metric, outlier_token_is_threshold_low, …
+        prime-rl       trainer.loss: type ipo (eps), icepop (ratio_low, …) or default (DPPO)
         this project   preset: NAME and/or the fields of RolloutCorrectionConfig
     and reproduces what *they* do. verl 0.9's k1 bounds are on 1/ρ: they are inverted, with a
     warning where that makes a difference. Raises ValueError, naming the key, for anything else.
@@ -52,6 +55,8 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
     if "preset" in keys or isinstance(block.get("rollout_rs"), Mapping) \
             or isinstance(block.get("rollout_is_threshold"), (list, tuple)):
         read, allowed = _from_own, OWN
+    elif keys & {"type", *PRIME[:8]}:
+        read, allowed = _from_prime, PRIME
     elif keys & set(SKYRL) - set(VERL_TIS) or "use_tis" in keys:
         read, allowed = _from_skyrl, SKYRL
     elif keys & set(VERL_TIS):
@@ -62,7 +67,7 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         read, allowed = _from_verl, VERL
     for key in keys:
         if key not in allowed:
-            known = (*OWN, *VERL, *VERL_060, *VERL_TIS, *SKYRL)
+            known = (*OWN, *VERL, *VERL_060, *VERL_TIS, *SKYRL, *PRIME)
             mixed = " here: it belongs to another dialect" if key in known else nearest(key, known)
             raise ValueError(f"correction has no key {key!r}{mixed}")
     if read is _from_verl_060 and "algorithm" in mapping:
@@ -113,7 +118,7 @@ def _from_verl_060(block: Mapping) -> RolloutCorrectionConfig:
     upper, lower = block.get("rollout_is_threshold"), block.get("rollout_is_threshold_lower")
     veto, mode = block.get("rollout_is_veto_threshold"), block.get("rollout_is_mode", "truncate")
     level = block.get("rollout_is_level", "token")
-    choice("rollout_is_level", level, LEVELS)
+    choice("rollout_is_level", level, ("token", "sequence", "geometric"))
     choice("rollout_is_mode", mode, ("truncate", "clip", "mask"))
     normalize = flag("rollout_is_batch_normalize", block.get("rollout_is_batch_normalize", False))
     if upper is None or not flag("rollout_is", block.get("rollout_is", True)):
@@ -176,7 +181,7 @@ def _verl_rejection(block: Mapping) -> dict[str, Any]:
 
 
 VERL_061_LEVELS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-VERL_CRITERIA = tuple(name for name in CRITERIA if name not in ("opsm", "seq_max_k1"))
+VERL_CRITERIA = tuple(name for name in KL_CRITERIA if name != "seq_max_k1")
 
 
 def _verl_criteria(names: str, bounds: str) -> dict[str, Any]:
@@ -210,6 +215,8 @@ def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
     get, criteria, cap = block.get, {}, 2.0
     level, metric = get("tis_ratio_type"), get("sequence_mask_metric")
     if flag("use_tis", get("use_tis", False)):
+        if get("tis_imp_ratio_cap") is None:
+            raise ValueError("use_tis is true, but tis_imp_ratio_cap is missing")
         level, cap = "token", number("tis_imp_ratio_cap", get("tis_imp_ratio_cap"))
     elif level is not None:
         choice("tis_ratio_type", level, ("token", "sequence"))
@@ -232,3 +239,39 @@ def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
         pair = get(f"{prefix}_low", low), get(f"{prefix}_high", high)
         criteria[name] = interval(f"{prefix}_low", pair)
     return RolloutCorrectionConfig(level, cap, rollout_rs=criteria)
+
+
+def _from_prime(block: Mapping) -> RolloutCorrectionConfig:
+    """[trainer.loss] of prime-rl: ρ = π_θ/μ, its gradient ρ A ∇log π, and a mask of tokens.
+
+    IPO's defaults are those since September 2026 (PR 3586); `default` is the DPPO that was the
+    default from February to August. A reward's temperature adv_tau and the term kl_tau (log ρ)² are
+    no part of the correction.
+    """
+    get, kind = block.get, block.get("type", "ipo")
+    choice("type", kind, ("ipo", "icepop", "default"))
+    own = {"ipo": ("eps", "ipo_threshold", "max_importance_ratio", "score_centering"),
+           "icepop": ("ratio_low", "ratio_high"), "default": ("dppo_mask_low", "dppo_mask_high")}
+    for key in set(block) - {"type", "adv_tau", "kl_tau", *own[kind]}:
+        raise ValueError(f"{key} is no setting of prime-rl's loss type {kind}"
+                         + nearest(key, own[kind]))
+    for key, neutral in (("adv_tau", 1), ("kl_tau", 0)):
+        if get(key, neutral) != neutral:
+            raise ValueError(f"{key} must be {neutral}, not {get(key)!r}: it is no correction, and "
+                             "nothing here stands for it")
+    policy_gradient = {"bypass_mode": True, "loss_type": "reinforce"}
+    if kind == "icepop":
+        pair = interval("ratio_low", (get("ratio_low", 0.2), get("ratio_high", 5.0)))
+        return RolloutCorrectionConfig("token", pair, **policy_gradient)
+    if kind == "ipo":
+        key = "ipo_threshold" if "ipo_threshold" in block else "eps"
+        criteria = {"token_tv": number(key, get(key, 0.3))}
+    else:
+        low, high = get("dppo_mask_low", 0.2), get("dppo_mask_high", 0.2)
+        if low != high:
+            raise ValueError(f"dppo_mask_low and dppo_mask_high must be equal, not {low!r} and "
+                             f"{high!r}: token_tv_outward has one bound")
+        criteria = {"token_tv_outward": number("dppo_mask_high", high)}
+    cap = number("max_importance_ratio", get("max_importance_ratio", math.inf))
+    return RolloutCorrectionConfig("token", cap, rollout_rs=criteria, **policy_gradient,
+                                   score_centering=get("score_centering", False))

@@ -624,11 +624,12 @@ KEYS = st.sampled_from(["preset", "rollout_is", "rollout_is_level", "rollout_is_
                         "rollout_token_veto_threshold", "rollout_is_veto_threshold", "rollout_is_batch_normalize",
                         "bypass_mode", "loss_type", "use_policy_gradient", "tis_imp_ratio_cap", "use_tis",
                         "tis_ratio_type", "sequence_mask_metric", "geo_mask_low", "outlier_token_is_threshold_low",
-                        "rollout_correction", "algorithm", "calculate_log_probs", "nonsense"])
+                        "rollout_correction", "algorithm", "calculate_log_probs", "nonsense", "loss", "type", "eps",
+                        "ratio_low", "dppo_mask_high", "kl_tau", "score_centering"])
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
     | st.sampled_from(["token", "sequence", "geometric", "mask", "truncate", "product", "token_k1,seq_mean_k3", "0.5_2.0,0.01",
-                       "0.5_2.0", "seq_is", "reinforce", 2.0, 1e-4, "1e400", "1_2_3", "nan"]),
+                       "0.5_2.0", "seq_is", "reinforce", "ipo", "icepop", 2.0, 1e-4, "1e400", "1_2_3", "nan"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | st.sampled_from(CRITERIA), inner, max_size=3), max_leaves=4)
 
 

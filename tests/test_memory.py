@@ -75,3 +75,24 @@ def test_saving_takes_a_tenth_of_the_memory_at_most(model, tmp_path):
     [file] = (tmp_path / "checkpoints/step-000001").glob("*.safetensors")
     saved, first = load_file(file), load_file(model / "model.safetensors")
     assert set(saved) > {f"policy.model.{name}" for name in first} and "exp_avg_sq.model.model.norm.weight" in saved
+
+
+FAULTS = """
+import resource, sys, torch
+from plumbing.run import keep_memory
+if sys.argv[1] == "kept": keep_memory()
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.zeros(2 ** 24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""),
+                    reason="glibc's mallopt is asked for")
+def test_what_was_freed_is_taken_again_without_the_kernel():
+    """64 MB are 16 384 pages: handed out anew for every tensor, or once."""
+    def faults(how):
+        return int(subprocess.run([sys.executable, "-c", FAULTS, how], text=True, check=True, stdout=subprocess.PIPE,
+                                  env={**os.environ, "PYTHONPATH": str(HERE)}).stdout)
+    assert faults("given back") > 1000 > 100 > faults("kept")

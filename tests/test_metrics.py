@@ -4,6 +4,7 @@
 peers themselves return is compared in test_correction.py.
 """
 
+import itertools
 import math
 import random
 
@@ -147,6 +148,8 @@ def at(level, rows):
     """log ρ of a level, on every token."""
     if level == "token":
         return rows
+    if level == "prefix":
+        return [list(itertools.accumulate(row)) for row in rows]
     return [[sum(row) / (len(row) if level == "geometric" else 1)] * len(row) for row in rows]
 
 
@@ -161,7 +164,7 @@ def of_ratio(prefixes, logs, applied, bounds, by_row, level):
     rho, found = [[exp(x) for x in row] for row in logs], {}
     for prefix, rows in zip(prefixes, (rho, applied), strict=False):
         found |= spread(prefix, rows, 1)
-        if level != "token":
+        if level not in ("token", "prefix"):
             flat = [v for row in rho for v in row]
             found |= {f"{prefix}_max": max(flat, default=0), f"{prefix}_min": min(flat, default=0)}
         found |= {
@@ -172,13 +175,28 @@ def of_ratio(prefixes, logs, applied, bounds, by_row, level):
     return found
 
 
-def of_criterion(name, bound, logs, advantages):
+def second_moment(rows, bound):
+    """The largest number up to which these have a mean of at most `bound`: just below the first that may not stay."""
+    flat = sorted(v for row in rows for v in row)
+    gone = [v for v in flat if mean([w for w in flat if w <= v]) > bound]
+    return torch.nextafter(torch.tensor(gone[0]), torch.tensor(0.0)).item() if gone else math.inf
+
+
+def of_criterion(name, bound, logs, advantages, mu):
     """(metrics, which tokens are rejected) of one criterion."""
     prefix = f"rollout_rs_{name}"
     limited = [[max(-20.0, min(20.0, x)) for x in row] for row in logs]
     estimate = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
     if name == "opsm":
         rows, least, most = at("geometric", [[-x for x in row] for row in logs]), -math.inf, bound
+    elif name == "second_moment":
+        rows = [[torch.tensor(x * x).float().item() for x in row] for row in logs]
+        least, most = -math.inf, second_moment(rows, bound)
+    elif name.startswith("token_tv"):
+        apart = [[math.exp(min(0.0, m + x)) - math.exp(m) for x, m in zip(*pair)] for pair in zip(logs, mu)]
+        signs = [[(a > 0) - (a < 0) if name.endswith("outward") else 1 if v > 0 else -1
+                  for a, v in zip(*pair)] for pair in zip(advantages, apart)]
+        rows, least, most = [[a * s for a, s in zip(*pair)] for pair in zip(apart, signs)], -math.inf, bound
     else:
         rows = [[estimate[name[-2:]](x) for x in row] for row in limited]
         least, most = -math.inf, bound
@@ -198,7 +216,7 @@ def of_criterion(name, bound, logs, advantages):
     found[f"{prefix}_std"] = std([max(least, min(most, v)) for row in highest for v in row])
     for end, hit, far in (("low", low, [mean(row) < least for row in highest]),
                           ("high", high, [mean(row) > most for row in highest])):
-        by_row = not name.startswith("token")
+        by_row = not name.startswith("token") and name != "second_moment"
         found[f"{prefix}_fraction_{end}"] = share(hit, by_row)
         found[f"{prefix}_seq_fraction_{end}"] = share(hit, True) if by_row else mean([float(f) for f in far])
     found |= {f"{prefix}_masked_fraction": share(gone), f"{prefix}_seq_masked_fraction": share(gone, True)}
@@ -232,7 +250,7 @@ def by_hand(train, rollout, mask, config, advantages):
         found |= weights_by_hand(logs, config)
     kept, first = [[True] * len(row) for row in logs], True
     for name, bound in config.rollout_rs.items():
-        metrics, gone = of_criterion(name, bound, logs, listed(advantages))
+        metrics, gone = of_criterion(name, bound, logs, listed(advantages), listed(rollout))
         found |= metrics
         kept = [[k and not g for k, g in zip(*rows)] for rows in zip(kept, gone)]
         level = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}.get(name)
@@ -266,7 +284,7 @@ def weights_by_hand(logs, config):
     if level in capped:
         found[capped[level]] = found["rollout_is_ratio_fraction_high"]
     if config.rollout_is_batch_normalize:
-        found["rollout_is_batch_norm_factor"] = found["rollout_is_mean" if level == "token" else "rollout_is_seq_mean"]
+        found["rollout_is_batch_norm_factor"] = found["rollout_is_mean" if level in ("token", "prefix") else "rollout_is_seq_mean"]
     return found
 
 
@@ -284,7 +302,7 @@ def drawn(rng):
         return rng.choice([(lo, hi), (None, hi), (lo, None)])
     criteria = {name: pair() if name.endswith("k1") else rng.uniform(1e-3, 3)
                 for name in rng.sample(CRITERIA, rng.randint(0, 4))}
-    config = Config(rng.choice([None, "token", "sequence", "geometric"]), rng.choice([0.05, 0.7, 2.0, pair()]),
+    config = Config(rng.choice([None, "token", "prefix", "sequence", "geometric"]), rng.choice([0.05, 0.7, 2.0, pair()]),
                     rng.random() < 0.5, criteria)
     return train, rollout, mask, config, signs
 

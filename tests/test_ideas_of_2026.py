@@ -1,0 +1,362 @@
+"""Score centering, masks in probability, prefix weights, the second moment: each is its equation, by enumeration.
+
+Responses come from μ = MU. Expected values are written out as sums over states and tokens, not through the code
+under test. Run with -s to see the biases.
+"""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from oracle import J, Policy, close, estimator_moments, exact_gradient, expectation, f64, grad_J, rewards, scores
+
+from adapters.dialects import from_dialect
+from correction import RolloutCorrectionConfig as Config
+from correction import correct, importance_weights, judge, rejection_mask, second_moment_limit
+from estimators import aggregate_log_ratio
+from losses import policy_loss
+
+PI = Policy(3, 3, seed=0)
+MU = PI.perturbed(1, 0.8)
+MASK, R, G = PI.mask, rewards(PI), scores(PI)
+LP, MU_LP = PI.log_probs(), MU.log_probs().detach()
+LOG_RHO = (LP - MU_LP).detach()
+EVERY = PI.step_log_probs(), MU.step_log_probs().detach()           # log π(v|s), log μ(v|s): [S, V]
+CANDIDATES = tuple(x[PI.states] for x in EVERY)                     # [N, T, V]
+SUM = "seq-mean-token-sum"
+
+
+def reinforce(level=None, threshold=2.0, **options):
+    return Config(level, threshold, bypass_mode=True, loss_type="reinforce", **options)
+
+
+def mean_gradient(config, advantages, candidates=CANDIDATES, pi=PI, mu=MU, lp=LP, mu_lp=MU_LP):
+    """E_μ of the gradient that `policy_loss` descends, with its sign turned: to be compared with ∇J."""
+    def loss(i):
+        given = None if candidates is None else tuple(x[i] for x in candidates)
+        return policy_loss(lp[i], mu_lp[i], mu_lp[i], advantages[i].expand(-1, pi.T), pi.mask[i], config, mode=SUM,
+                           candidates=given)[0]
+    return -estimator_moments(pi, mu, loss).mean
+
+
+# ------------------------------------------------------------------------------------ score centering
+
+CENTERED = [reinforce(), reinforce("token", 0.9), reinforce("token", (0.7, 1.4)),
+            reinforce(rollout_rs={"token_k1": (0.8, 1.2)}), reinforce("token", math.inf, rollout_rs={"token_tv": 0.05}),
+            reinforce("token", 2.0, rollout_rs={"token_tv_outward": 0.05, "token_k3": 0.2})]
+
+
+@pytest.mark.parametrize("config", CENTERED, ids=str)
+def test_a_constant_advantage_moves_nothing_once_scores_are_centered(config):
+    """eq:score-centering: E_μ[w g − E_μ[w g | s]] = 0 in every state. Without it only the untruncated ρ has that."""
+    for constant in (1.0, -2.0):
+        advantages = torch.full_like(R, constant)
+        drift = mean_gradient(config, advantages, None).norm().item()
+        print(f"{config.rollout_is} {config.rollout_is_threshold} {config.rollout_rs}: drift {drift:.3f}")
+        assert drift > 1e-2
+        assert mean_gradient(replace(config, score_centering=True), advantages).abs().max() < 1e-12
+    assert mean_gradient(reinforce("token", math.inf), torch.ones_like(R), None).abs().max() < 1e-12
+
+
+def weight_of(config, log_rho, log_mu, advantage):
+    """w(v) of one token, from its definition."""
+    rho, mu, keep = math.exp(log_rho), math.exp(log_mu), True
+    for name, bound in config.rollout_rs.items():
+        if name == "token_k1":
+            keep &= bound[0] <= rho <= bound[1]
+        elif name == "token_k3":
+            keep &= rho - 1 - log_rho <= bound
+        elif name == "token_tv":
+            keep &= abs(mu * rho - mu) <= bound
+        elif name == "token_tv_outward":
+            keep &= not (advantage > 0 and mu * rho - mu > bound or advantage < 0 and mu - mu * rho > bound)
+    if config.rollout_is is None:
+        return float(keep)
+    bound = config.rollout_is_threshold
+    return keep * (rho * (bound[0] <= rho <= bound[1]) if isinstance(bound, tuple) else min(rho, bound))
+
+
+def by_hand(config, advantages, centered):
+    """Σ_y μ(y) Σ_t A (w g − Σ_v μ(v) w(v) ∇log π(v)), token by token."""
+    log_pi, log_mu = EVERY[0].detach(), EVERY[1]
+    total = torch.zeros_like(PI.logits)
+    for row in range(len(MASK)):
+        for t in range(PI.T):
+            if not MASK[row, t]:
+                continue
+            state, token, advantage = PI.states[row, t].item(), PI.tokens[row, t].item(), advantages[row].item()
+            for v in range(PI.V):
+                w = weight_of(config, (log_pi - log_mu)[state, v].item(), log_mu[state, v].item(), advantage)
+                share = float(v == token) - (log_mu[state, v].exp().item() if centered else 0.0)
+                score = -log_pi[state].exp()
+                score[v] += 1.0
+                total[state] += MU.probs()[row].item() * advantage * share * w * score
+    return total.flatten().detach()
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("config", CENTERED, ids=str)
+def test_the_centered_gradient_is_its_formula(config, centered):
+    """eq:score-centering, with advantages of both signs."""
+    advantages = R - R.mean()
+    found = mean_gradient(replace(config, score_centering=centered), advantages)
+    assert close(found, by_hand(config, advantages, centered))
+
+
+def test_centering_subtracts_the_mean_of_whatever_is_done_to_a_sampled_token():
+    """Rejection by tokens leaves the subtracted mean in place: it is that of the state, not of the token."""
+    config = reinforce("token", 2.0, rollout_rs={"token_k1": (50.0, None)}, score_centering=True)
+    assert not correct(LP, MU_LP, MASK, config).mask.any()
+    assert close(mean_gradient(config, R), by_hand(config, R, True))
+
+
+@pytest.mark.parametrize("level", [None, "token"])
+def test_what_no_candidate_stands_for_is_taken_in_proportion(level):
+    """eq:score-centering from μ's likeliest tokens alone: exact where the rest of μ is in proportion to π's."""
+    V, K = 5, 2
+    pi = Policy(V, 2, seed=3)
+    tilted, head = pi.logits.detach().clone(), pi.logits.detach().topk(K).indices           # [S, K]
+    tilted.scatter_add_(1, head, torch.randn(head.shape, generator=torch.Generator().manual_seed(4)).double())
+    biases = []
+    for logits in (tilted, pi.perturbed(5, 0.8).logits.detach()):
+        mu = pi.perturbed(5, 0.8)
+        mu.logits = logits.clone().requires_grad_()
+        lp, mu_lp = pi.log_probs(), mu.log_probs().detach()
+        few = tuple(x.gather(1, head)[pi.states] for x in (pi.step_log_probs(), mu.step_log_probs().detach()))
+        config = reinforce(level, 0.9, score_centering=True)
+        biases.append(mean_gradient(config, torch.ones_like(rewards(pi)), few, pi, mu, lp, mu_lp).norm().item())
+    print(f"{level}: drift with {K} of {V} tokens {biases}")
+    assert biases[0] < 1e-12 < 1e-3 < biases[1]
+
+
+def test_missing_candidates_are_no_tokens():
+    """−∞ in log μ fills a row that has fewer candidates: with three of them or three and two fillers, the same."""
+    config, filled = reinforce("token", 0.9, score_centering=True), []
+    for log_pi, log_mu in (CANDIDATES, [torch.nn.functional.pad(x, (0, 2), value=y)
+                                        for x, y in zip(CANDIDATES, (-0.1, -math.inf))]):
+        filled.append(mean_gradient(config, R, (log_pi, log_mu)))
+    assert torch.equal(*filled)
+
+
+def test_centering_of_padding_is_nothing():
+    """Neither value nor gradient, whatever stands there."""
+    config, junk = reinforce("token", 0.9, score_centering=True), torch.where(MASK, 0.0, math.nan)[..., None]
+    losses = []
+    for x in (CANDIDATES, (CANDIDATES[0] + junk, CANDIDATES[1] + junk)):
+        loss, _ = policy_loss(LP, MU_LP, MU_LP, R.expand(-1, 3), MASK, config, mode=SUM, candidates=x)
+        losses.append((loss, exact_gradient(PI, loss)))
+    assert torch.equal(losses[0][0], losses[1][0]) and torch.equal(losses[0][1], losses[1][1])
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(loss_type="ppo_clip"), "score_centering needs loss_type reinforce"),
+    (dict(rollout_is="sequence"), "rollout_is null or token"),
+    (dict(rollout_is="prefix"), "rollout_is null or token"),
+    (dict(rollout_is="token", rollout_is_batch_normalize=True), "no rollout_is_batch_normalize"),
+    (dict(rollout_rs={"seq_mean_k3": 0.1}), "criteria token_*"),
+    (dict(rollout_rs={"second_moment": 0.1}), "criteria token_*"),
+    (dict(score_centering="yes"), "score_centering must be true or false")])
+def test_what_cannot_be_centered_is_one_sentence(options, words):
+    settings = dict(bypass_mode=True, loss_type="reinforce", score_centering=True) | options
+    with pytest.raises(ValueError) as error:
+        Config(**settings)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("candidates", [None, (LP, MU_LP[:2])])
+def test_centering_without_candidates_is_an_error(candidates):
+    with pytest.raises(ValueError, match="score_centering needs candidates"):
+        policy_loss(LP, MU_LP, MU_LP, R.expand(-1, 3), MASK, reinforce(score_centering=True), candidates=candidates)
+
+
+# ------------------------------------------------------------------------------- masks in probability
+
+def test_total_variation_of_the_sampled_token():
+    """eq:total-variation: from 1e-4 a token may grow tenfold; from 0.5 it may not grow by 0.31. Bounds met keep."""
+    mu, pi = f64([[1e-4, 0.5, 0.5, 0.6, 0.3]]), f64([[1e-3, 0.81, 0.8, 0.3, 0.3]])
+    log_rho, mask = (pi / mu).log(), torch.ones(1, 5)
+    kept = rejection_mask(log_rho, mask, {"token_tv": 0.3 + 1e-12}, rollout_log_prob=mu.log())
+    assert kept.tolist() == [[True, False, True, True, True]]
+    assert not rejection_mask(log_rho, mask, {"token_k1": (0.5, 2.0)})[0, 0]
+    verdict = judge(log_rho, mask, "token_tv", 0.3, rollout_log_prob=mu.log())
+    assert close(verdict.statistic, (pi - mu).abs())
+
+
+@pytest.mark.parametrize("sign, kept", [(1, [False, True, True]), (-1, [True, False, True]), (0, [True, True, True])])
+def test_outward_means_further_the_way_the_advantage_pushes(sign, kept):
+    """DPPO: π above μ with A > 0, π below μ with A < 0."""
+    mu, pi = f64([[0.2, 0.7, 0.4]]), f64([[0.6, 0.3, 0.5]])
+    found = rejection_mask((pi / mu).log(), torch.ones(1, 3), {"token_tv_outward": 0.2}, torch.full((1, 3), float(sign)),
+                           mu.log())
+    assert found.tolist() == [kept]
+
+
+@pytest.mark.parametrize("name", ["token_tv", "token_tv_outward"])
+@pytest.mark.parametrize("bound", [0.02, 0.1, 0.3])
+def test_ipo_and_dppo_are_their_formulas(name, bound):
+    """E_μ[Σ ρ A 1[kept] g], token by token; what is missing from the token surrogate is what was not kept."""
+    config, advantages = reinforce("token", math.inf, rollout_rs={name: bound}), R - R.mean()
+    found = mean_gradient(config, advantages, None)
+    assert close(found, by_hand(config, advantages, False))
+    whole = mean_gradient(reinforce("token", math.inf), advantages, None)
+    print(f"{name} ≤ {bound}: {(found - whole).norm() / grad_J(PI, R).norm():.3f} of |∇J| is masked away")
+    assert (found - whole).norm() > 1e-4
+
+
+def test_a_ratio_of_impossible_probabilities_stays_finite():
+    """π ≤ 1, whatever the two log-probs claim."""
+    log_rho = torch.tensor([[200.0, -200.0, math.log(2)]])
+    verdict = judge(log_rho, torch.ones(1, 3), "token_tv", 0.3, rollout_log_prob=torch.zeros(1, 3))
+    assert verdict.statistic.tolist() == [[0.0, 1.0, 0.0]]
+
+
+def test_outward_needs_advantages():
+    with pytest.raises(ValueError, match="rollout_rs.token_tv_outward needs the advantages"):
+        correct(LP, MU_LP, MASK, Config(rollout_rs={"token_tv_outward": 0.2}))
+
+
+# ------------------------------------------------------------------------------------- prefix weights
+
+def prefix():
+    return torch.where(MASK, LOG_RHO, 0.0).cumsum(-1).exp() * MASK
+
+
+def test_prefix_weights_are_running_products():
+    """eq:prefix, truncated or zeroed like any other level; padding in the middle adds nothing."""
+    expected = torch.stack([prefix()[:, :t + 1].gather(1, torch.full((len(MASK), 1), t))[:, 0] for t in range(3)], 1)
+    assert close(importance_weights(LOG_RHO, MASK, "prefix", math.inf), expected)
+    assert close(importance_weights(LOG_RHO, MASK, "prefix", 0.9), expected.clamp(max=0.9))
+    inside = (expected >= 0.7) & (expected <= 1.2)
+    assert close(importance_weights(LOG_RHO, MASK, "prefix", (0.7, 1.2)), expected * inside)
+    gap = torch.tensor([[1.0, 0.0, 1.0]])
+    assert close(aggregate_log_ratio(f64([[0.1, math.nan, 0.2]]), gap, "prefix"), f64([[0.1, 0.0, 0.3]]))
+
+
+def test_prefix_weights_are_exact_for_advantages_of_the_past():
+    """eq:prefix: E_μ[Σ ρ_{1:t} A_t g_t] = E_π[Σ A_t g_t] where A_t is a function of y_1 … y_t, with less variance
+    than the whole product, which is exact too."""
+    advantages = torch.where(MASK, torch.randn(PI.logits.shape, generator=torch.Generator().manual_seed(5)).double()[
+        PI.states, PI.tokens], 0.0)
+    target = torch.einsum("n,nt,ntp->p", PI.probs().detach(), advantages, G)
+    found = {}
+    for level in ("prefix", "sequence"):
+        config = reinforce(level, math.inf)
+        found[level] = estimator_moments(PI, MU, lambda i, config=config: policy_loss(
+            LP[i], MU_LP[i], MU_LP[i], advantages[i], MASK[i], config, mode=SUM)[0])
+        assert close(-found[level].mean, target)
+    assert found["prefix"].variance.sum() < found["sequence"].variance.sum()
+
+
+def test_with_one_reward_at_the_end_the_past_is_right_and_the_future_is_not():
+    """E_μ[Σ ρ_{1:t} R g_t] = Σ_s d_π(s) Σ_v ∇π(v|s) Q^μ(s, v): π's visits, μ's returns; the token weight has μ's both."""
+    found = mean_gradient(reinforce("prefix", math.inf), R, None)
+    shape = PI.logits.shape
+
+    def summed(values):
+        return torch.zeros(shape, dtype=torch.float64).index_put((PI.states, PI.tokens), values.detach(), accumulate=True)
+
+    mu_taken = summed(MASK * MU.probs()[:, None])                                        # d_μ(s) μ(v|s)
+    Q = summed(MASK * MU.probs()[:, None] * R) / mu_taken
+    visits = summed(MASK * PI.probs()[:, None]).sum(-1, keepdim=True)                    # d_π(s)
+    assert close(found, exact_gradient(PI, (visits * Q * PI.logits.softmax(-1)).sum()))
+    target = grad_J(PI, R)
+    biases = {level: ((mean_gradient(reinforce(level, math.inf), R - J(PI, R).detach(), None) - target).norm()
+                      / target.norm()).item() for level in ("token", "prefix", "sequence")}
+    print("bias with one reward at the end:", biases)
+    assert biases["sequence"] < 1e-12 < 0.05 < biases["prefix"]
+
+
+# ----------------------------------------------------------------------------------- the second moment
+
+def dropped_by_hand(squares, bound):
+    """The largest go until the mean of the others is at most `bound`; equal ones go together."""
+    left = sorted(squares)
+    while left and sum(left) / len(left) > bound:
+        left = [x for x in left if x < left[-1]]
+    return [x not in left for x in squares]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_worst_tokens_go_until_the_mean_is_met(seed):
+    """eq:second-moment against lists: any batch, also with ties, with all and with none to drop."""
+    rng = random.Random(seed)
+    rows, width, scale = rng.randint(1, 5), rng.randint(1, 9), rng.choice([1e-3, 0.2, 1.0, 30.0])
+    steps = rng.choice([1, 4, 64])                     # dyadic numbers: float32 squares and sums are exact, and tie
+    log_rho = f64([[rng.randint(-steps, steps) / steps * scale for _ in range(width)] for _ in range(rows)]).float()
+    mask = torch.tensor([[rng.random() < 0.8 for _ in range(width)] for _ in range(rows)])
+    bound = rng.choice([0.04, 0.5, 1e-9, 1e4])
+    kept = rejection_mask(log_rho, mask, {"second_moment": bound})
+    expected = dropped_by_hand(log_rho.square()[mask].tolist(), bound)
+    assert kept[mask].tolist() == [not gone for gone in expected] and not kept[~mask].any()
+
+
+def test_the_second_moment_of_all_ranks(monkeypatch):
+    """Two ranks of different shapes drop what one batch of both would: they share a sum and a count, in step."""
+    g = torch.Generator().manual_seed(0)
+    here, there = (torch.randn(3, 5, generator=g), torch.ones(3, 5)), (3 * torch.randn(2, 7, generator=g), torch.ones(2, 7))
+    both = torch.cat([x.flatten() for x in (here[0], there[0])])[None]
+    whole = rejection_mask(both, torch.ones_like(both), {"second_moment": 0.3})
+    limits = second_moment_limit(both.square(), torch.ones_like(both), 0.3)
+    other = there[0].square()
+
+    def all_reduce(sums, group=None):                  # of the rank that holds `there`, at the same halving
+        assert group == "ranks"
+        bits = state["low"], state["high"]
+        x = torch.tensor((sum(bits) + 1) // 2, dtype=torch.int32).view(torch.float32)
+        sums += torch.tensor([other[other <= x].sum(dtype=torch.float64), (other <= x).sum()])
+        fits = sums[0] <= 0.3 * sums[1]
+        state["low"], state["high"] = ((sum(bits) + 1) // 2, bits[1]) if fits else (bits[0], (sum(bits) + 1) // 2 - 1)
+
+    state = {"low": 0, "high": 0x7F800000}
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    alone = rejection_mask(*here, {"second_moment": 0.3})
+    state = {"low": 0, "high": 0x7F800000}
+    kept = rejection_mask(*here, {"second_moment": 0.3}, group="ranks")
+    assert torch.equal(kept, here[0].square() <= limits) and torch.equal(kept.flatten(), whole[0, :15])
+    assert not torch.equal(kept, alone)
+
+
+# --------------------------------------------------------------------------------- prime-rl's own words
+
+IPO = dict(bypass_mode=True, loss_type="reinforce")
+
+
+@pytest.mark.parametrize("block, expected", [
+    ({"type": "ipo"}, Config("token", math.inf, rollout_rs={"token_tv": 0.3}, **IPO)),
+    ({"trainer": {"loss": {"type": "ipo", "eps": 0.1, "adv_tau": 1.0, "kl_tau": 0.0}}},
+     Config("token", math.inf, rollout_rs={"token_tv": 0.1}, **IPO)),
+    ({"loss": {"eps": 0.2, "max_importance_ratio": 1e4, "score_centering": True}},
+     Config("token", 1e4, rollout_rs={"token_tv": 0.2}, **IPO, score_centering=True)),
+    ({"loss": {"type": "ipo", "ipo_threshold": 0.1}}, Config("token", math.inf, rollout_rs={"token_tv": 0.1}, **IPO)),
+    ({"loss": {"type": "icepop"}}, Config("token", (0.2, 5.0), **IPO)),
+    ({"loss": {"type": "icepop", "ratio_low": 0.5, "ratio_high": 2.0}}, Config("token", (0.5, 2.0), **IPO)),
+    ({"loss": {"type": "default", "dppo_mask_low": 0.1, "dppo_mask_high": 0.1}},
+     Config("token", math.inf, rollout_rs={"token_tv_outward": 0.1}, **IPO))])
+def test_prime_rls_block_is_read(block, expected):
+    assert from_dialect(block) == expected
+
+
+@pytest.mark.parametrize("block, words", [
+    ({"type": "ippo"}, "type cannot be 'ippo'; did you mean 'ipo'?"),
+    ({"type": "ipo", "kl_tau": 1e-3}, "kl_tau must be 0"),
+    ({"type": "ipo", "adv_tau": 0.5}, "adv_tau must be 1"),
+    ({"type": "ipo", "ratio_low": 0.5}, "ratio_low is no setting of prime-rl's loss type ipo"),
+    ({"type": "icepop", "eps": 0.5}, "eps is no setting of prime-rl's loss type icepop"),
+    ({"type": "default", "dppo_mask_low": 0.1}, "dppo_mask_low and dppo_mask_high must be equal"),
+    ({"eps": 0.0}, "eps must be a positive number"),
+    ({"type": "ipo", "rollout_is": "token"}, "another dialect")])
+def test_what_prime_rl_means_otherwise_is_one_sentence(block, words):
+    with pytest.raises(ValueError) as error:
+        from_dialect({"loss": block})
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_one_and_the_same_batch_by_sum_and_by_mean():
+    """What a sequence weight is: e^{Σ log ρ}, 0.0596 for 256 tokens of which each is 1.1 % less likely; the geometric
+    mean of the same batch is 0.989, and says nothing of the length."""
+    log_rho, mask = torch.full((1, 256), math.log(0.0596) / 256, dtype=torch.float64), torch.ones(1, 256)
+    assert close(importance_weights(log_rho, mask, "sequence", 2.0)[0, 0], 0.0596)
+    assert abs(importance_weights(log_rho, mask, "geometric", 2.0)[0, 0] - 0.989) < 1e-3
+    assert expectation(MU, importance_weights(LOG_RHO, MASK, "sequence", math.inf)[:, 0]).item() == pytest.approx(1)
