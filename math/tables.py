@@ -62,11 +62,13 @@ def weights_in_words(config):
 def rejection_in_words(config):
     of_rho = {"token": "token", "seq_sum": "product of", "seq_mean": "geometric mean of", "seq_max": "every"}
     of_k = {"token": "token", "seq_sum": "sum of", "seq_mean": "mean", "seq_max": "worst"}
+    others = {"opsm": "mean −log ρ", "token_tv": "|π − μ|", "token_tv_outward": "sign(A)(π − μ)",
+              "second_moment": "mean (log ρ)²"}
     words = []
     for name, bound in config.rollout_rs.items():
-        where, kind = name.rsplit("_", 1)
-        words.append(f"{of_rho[where]} ρ {interval(bound)}" if kind == "k1"
-                     else f"{of_k[where]} {kind} ≤ {bound:g}")
+        where, kind = name.rsplit("_", 1) if "_k" in name else ("", "")
+        words.append(f"{of_rho[where]} ρ {interval(bound)}" if kind == "k1" else
+                     f"{f'{of_k[where]} {kind}' if kind else others[name]} ≤ {bound:g}")
     return " and ".join(words) or "–"
 
 
@@ -161,28 +163,43 @@ def long_policy(T, seed):
     return policy
 
 
-def bare(config, train_lp, mu_lp, mask, advantages):
-    """Weights and mask as `correct` gives them, without the metrics, which take most of the time."""
+def bare(config, train_lp, mu_lp, mask, advantages, visits):
+    """Weights and mask as `correct` gives them, without the metrics, which take most of the time.
+
+    second_moment is that of a batch without end: the worst tokens go until the mean under μ is met.
+    """
     log_ratio = masked_log_ratio(train_lp.detach(), mu_lp, mask)
-    weights, kept = None, mask
-    if config.rollout_rs:
-        kept = rejection_mask(log_ratio, mask, config.rollout_rs, advantages)
+    weights, kept, criteria = None, mask, dict(config.rollout_rs)
+    bound = criteria.pop("second_moment", None)
+    if criteria:
+        kept = rejection_mask(log_ratio, mask, criteria, advantages, mu_lp)
+    if bound is not None:
+        squares, order = log_ratio.square()[mask].sort()
+        share = (visits * mask)[mask][order]
+        largest = squares[(squares * share).cumsum(0) <= bound * share.cumsum(0)][-1]
+        kept = kept & (log_ratio.square() <= largest)
     if config.rollout_is is not None:
         weights = importance_weights(log_ratio, mask, config.rollout_is, config.rollout_is_threshold)
     return SimpleNamespace(weights=weights, mask=kept, metrics={})
 
 
 def field(config, theta, old, mu, advantages):
-    """∇ of every response's objective in one call: per token [N, T], the correction, and the mean gradient.
+    """∇ of every response's objective in one call: by the logits of its states [N, T, V], the correction, the mean.
 
-    With N rows, N·loss is the sum of the rows' losses; d/d log π of it is what each token contributes.
+    With N rows, N·loss is the sum of the rows' losses; d/d log π(v) of it, of the tokens' own and of all other v
+    that score centering subtracts, is what each token contributes.
     """
-    lp, old_lp, mu_lp = theta.log_probs(), old.log_probs().detach(), mu.log_probs().detach()
-    correction = bare(config, lp if config.bypass_mode else old_lp, mu_lp, theta.mask, advantages)
-    loss, _ = policy_loss(lp, old_lp, mu_lp, advantages, theta.mask, config, correction=correction, mode=SUM)
-    per_token = -len(lp) * torch.autograd.grad(loss, lp, retain_graph=True)[0]
-    mean = torch.autograd.grad(lp, theta.logits, per_token * mu.probs().detach()[:, None])[0].flatten()
-    return per_token, correction, mean
+    states, tokens, mask = theta.states, theta.tokens[..., None], theta.mask
+    every, mu_every = theta.step_log_probs()[states], mu.step_log_probs().detach()[states]          # [N, T, V]
+    lp, old_lp, mu_lp = every.gather(-1, tokens)[..., 0] * mask, old.log_probs().detach(), mu.log_probs().detach()
+    visits = mu.probs().detach()[:, None]
+    correction = bare(config, lp if config.bypass_mode else old_lp, mu_lp, mask, advantages, visits)
+    loss, _ = policy_loss(lp, old_lp, mu_lp, advantages, mask, config, correction=correction, mode=SUM,
+                          candidates=(every, mu_every))
+    of_logs = -len(lp) * torch.autograd.grad(loss, every)[0]
+    by_logits = of_logs - every.detach().exp() * of_logs.sum(-1, keepdim=True)
+    mean = torch.zeros_like(theta.logits).index_add(0, states.flatten(), (by_logits * visits[..., None]).flatten(0, 1))
+    return by_logits, correction, mean.flatten().detach()
 
 
 def side_by_side(policies):
@@ -201,12 +218,9 @@ def moments(config, theta, old, mu, advantages, policies=1):
     def of_each(values):
         return (mu.probs().detach() * values).reshape(policies, -1).sum(-1)
 
-    per_token, correction, mean = field(config, theta, old, mu, advantages)
+    by_logits, correction, mean = field(config, theta, old, mu, advantages)
     mean = mean.reshape(policies, -1)
-    p = theta.step_log_probs().detach().exp()
-    chosen = p[theta.states, theta.tokens]  # each token has its own row of logits:
-    score_norm = 1 - 2 * chosen + p.square().sum(-1)[theta.states]  # |onehot − p|²
-    second = of_each((per_token.square() * score_norm).sum(-1))
+    second = of_each(by_logits.square().sum((-1, -2)))          # each token has its own row of logits
     counts = correction.mask.bool() & (True if correction.weights is None else correction.weights > 0)
     kept = of_each(counts.double().sum(-1)) / of_each(theta.mask.double().sum(-1))
     return mean, second - mean.square().sum(-1), kept
@@ -264,10 +278,22 @@ def priced(found):
     return f"{number(bias)}{'' if error < 0.005 else f' ± {error:.2f}'} / {std:.2f}"
 
 
+REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
+IDEAS_OF_2026 = {
+    "`rollout_is: prefix`, C = 2": RolloutCorrectionConfig("prefix", **REINFORCE),
+    "`score_centering`": RolloutCorrectionConfig(score_centering=True, **REINFORCE),
+    "`score_centering`, token ρ, C = 2": RolloutCorrectionConfig("token", score_centering=True, **REINFORCE),
+    "`token_tv: 0.3`, token ρ (IPO)": from_dialect({"loss": {"type": "ipo"}}),
+    "`token_tv_outward: 0.2`, token ρ (DPPO)": from_dialect({"loss": {"type": "default"}}),
+    "`second_moment: 0.04` (M2PO)": RolloutCorrectionConfig(rollout_rs={"second_moment": 0.04})}
+
+
 def studied():
-    """The presets; before them the exact weight, after them two with bounds that short responses can meet."""
+    """The presets; before them the exact weight, after them this year's ideas, and two with bounds that short
+    responses can meet."""
     return {"sequence ρ, C = ∞": RolloutCorrectionConfig.bypass_pg_is(torch.inf),
             **{f"`{name}`": PRESETS[name]() for name in TODAY},
+            **IDEAS_OF_2026,
             "`decoupled_geo_rs`, 0.8–1.25": RolloutCorrectionConfig.decoupled_geo_rs((0.8, 1.25)),
             "`decoupled_k3_rs`, 0.1": RolloutCorrectionConfig.decoupled_k3_rs(0.1)}
 
@@ -325,7 +351,8 @@ FORMULAS = {
     "tis_seq_clip_high_ratio": "the same at sequence level",
     "rollout_is_catastrophic_token_fraction": "share of tokens with ρ_t below the veto, seq_max_k1",
     "rollout_is_veto_fraction": "share of responses with such a token",
-    "CRITERION_mean": "mean of its statistic s over tokens: k1, k2 or k3 per token, or its sum, mean or maximum",
+    "CRITERION_mean": "mean of its statistic s over tokens: k1, k2 or k3 per token, or its sum, mean or maximum; "
+                      "|π − μ|, for token_tv_outward sign(A)(π − μ); (log ρ)² for second_moment",
     "CRITERION_max": "largest s",
     "CRITERION_min": "smallest s",
     "CRITERION_std": "standard deviation of s limited to its bounds (n)",
@@ -354,7 +381,7 @@ def every_metric():
     """The names of all metrics that any configuration reports."""
     pi, names = Policy(V=3, T=3, seed=0), {}
     bounds = {name: (0.5, 2.0) if name.endswith("k1") else 0.1 for name in CRITERIA}
-    for level in ("token", "sequence", "geometric"):
+    for level in ("token", "prefix", "sequence", "geometric"):
         for first in ("token_k1", "seq_sum_k1", "seq_mean_k1"):
             config = RolloutCorrectionConfig(level, (0.5, 2.0), True, {first: (0.5, 2.0), **bounds})
             names |= correct(pi.log_probs(), pi.log_probs(), pi.mask, config, -pi.mask.double()).metrics
@@ -365,7 +392,7 @@ def family(name):
     """The row of FORMULAS that a metric belongs to."""
     if name in FORMULAS:
         return name
-    for pattern, stands_for in ((f"rollout_rs_(?:{'|'.join(CRITERIA)})", "CRITERION"),
+    for pattern, stands_for in ((f"rollout_rs_(?:{'|'.join(sorted(CRITERIA, key=len)[::-1])})", "CRITERION"),
                                 ("outlier_seq|product_sequence_mask|geo_sequence_mask", "SKYRL"),
                                 ("rollout_is_raw|rollout_is|rollout_rs", "PREFIX")):
         if found := re.fullmatch(f"(?:{pattern})_(.*)", name):
@@ -439,7 +466,7 @@ def gradient_field(studies=10, size=0.5):
     for name, config in studied().items():
         # At π_θ = π_old, decoupled PPO and weighted REINFORCE have one gradient: computed once.
         clips = config.bypass_mode and config.loss_type == "ppo_clip"
-        key = weights_in_words(config), rejection_in_words(config), clips
+        key = weights_in_words(config), rejection_in_words(config), clips, config.score_centering
         if key not in ends:
             ends[key] = gain_reached(ascend(config, start, noise, reward, lagging)[-1], start, reward)
         parts = ends[key][~lagging], ends[key][lagging]
