@@ -21,22 +21,20 @@ models whose modules and checkpoints name or shape their weights differently (fu
 """
 
 import difflib
-import os
-import random
-import sys
-import tempfile
+import math
 import warnings
 from collections import deque
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from unittest import mock
 
-import numpy
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
+from estimators import sampling_log_probs
+from plumbing.guest import as_guest, import_vllm
 from policy import Shape, padded, run_prompts, sent
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -71,7 +69,7 @@ def make_engine(
     settings = dict(dtype=dtype, max_model_len=max_model_len, device=device, batch_size=batch_size)
     if kind != "transformers":
         try:
-            _import_vllm()
+            import_vllm()
         except ImportError as error:
             if kind == "vllm":
                 raise RuntimeError(f"rollout.engine=vllm: {error}") from None
@@ -177,7 +175,7 @@ class VllmEngine:
 
     def __init__(self, path, *, dtype, max_model_len, gpu_memory_utilization, enforce_eager, device,
                  batch_size):
-        LLM, self.SamplingParams = _import_vllm()
+        LLM, self.SamplingParams = import_vllm()
         self.llm, self.max_model_len, self.asleep = None, max_model_len, set()
         self.on_gpu = torch.device(device).type == "cuda"
         self.eager = not self.on_gpu if enforce_eager is None else enforce_eager
@@ -186,7 +184,7 @@ class VllmEngine:
         alone = self.group_is_ours or dist.get_world_size() == 1
         with torch.device("meta"):  # names and shapes of the weights, without the weights
             self.layout = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-        with _as_guest():
+        with as_guest():
             self.llm = LLM(
                 str(path), dtype=dtype, max_model_len=max_model_len,
                 max_num_seqs=min(batch_size, 1024),
@@ -373,48 +371,3 @@ def _repack_head(model):
     """vLLM for CPU multiplies by a packed copy of lm_head. Where that is tied to the embedding, a
     reload (as of 0.32.0) renews the embedding alone, and the sampler would keep its old logits."""
     model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-
-
-def _import_vllm():
-    """vLLM's two classes, imported with the settings that an engine inside a trainer needs."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: weights by reference
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the threads are the trainer's
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    try:
-        from vllm import LLM, SamplingParams
-    except Exception as error:  # a vLLM built for other hardware fails with more than ImportError
-        raise ImportError(f"vLLM does not import ({error}); install requirements-vllm.txt on a GPU "
-                          "or requirements-vllm-cpu.txt on a CPU.") from error
-    return LLM, SamplingParams
-
-
-@contextmanager
-def _as_guest():
-    """Start vLLM without a trace: it expects a process of its own, so it reseeds every generator,
-    replaces `torch.set_num_threads`, and prints warnings from C++ (shown if the start fails)."""
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-    seeds = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices=gpus), tempfile.TemporaryFile() as held:
-        sys.stderr.flush()
-        stderr = os.dup(2)
-        if os.environ["VLLM_LOGGING_LEVEL"] == "ERROR":
-            os.dup2(held.fileno(), 2)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                yield
-        except BaseException:
-            held.seek(0)
-            os.write(stderr, held.read())
-            raise
-        finally:
-            sys.stderr.flush()
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            torch.set_num_threads = set_threads
-            torch.set_num_threads(threads)
-            random.setstate(seeds[0])
-            numpy.random.set_state(seeds[1])

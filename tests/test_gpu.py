@@ -217,7 +217,7 @@ class PretendVllm:
 def gpu_engine(tiny_model, monkeypatch):
     def make(device="cuda", **settings):
         monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-        monkeypatch.setattr(rollout, "_import_vllm", lambda: (PretendVllm, dict))
+        monkeypatch.setattr(rollout, "import_vllm", lambda: (PretendVllm, dict))
         return rollout.make_engine("vllm", tiny_model, dtype="bfloat16", max_model_len=64, device=device, **settings)
     return make
 
