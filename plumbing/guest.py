@@ -57,3 +57,9 @@ def as_guest():
             torch.set_num_threads(threads)
             random.setstate(seeds[0])
             numpy.random.set_state(seeds[1])
+
+
+def repack_head(model):
+    """vLLM for CPU multiplies by a packed copy of lm_head. Where that is tied to the embedding, a
+    reload (as of 0.32.0) renews the embedding alone, and the sampler would keep its old logits."""
+    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
