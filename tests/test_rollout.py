@@ -227,6 +227,11 @@ def test_sets_without_a_bound_are_refused_before_a_weight_is_read(kind, tmp_path
         make_engine("transformers", tmp_path, **settings, top_p=0.9, top_k=KEPT)
 
 
+def test_of_tokens_that_tie_at_top_p_the_first_are_kept():
+    log_mu, _ = sampling_log_probs(torch.zeros(3, 100), top_p=0.495)
+    assert torch.equal(log_mu > -torch.inf, (torch.arange(100) < 50).expand(3, -1))
+
+
 def test_what_cuts_nothing_is_no_cut():
     for top_k in (None, 0, -1, 26, 99):
         assert Cut.of(1, top_k, 26) == Cut(1.0, 0, 0)
@@ -240,7 +245,10 @@ def test_a_cut_engine_takes_no_greedy_requests(engine):
 
 
 @every_engine
-def test_without_a_cut_no_sample_carries_a_set(engine):
+def test_without_a_cut_no_sample_carries_a_set_and_no_digit_changes(engine):
+    logits = torch.randn(50, 26, generator=torch.Generator().manual_seed(0)) * 9
+    plain = (logits / 0.7).log_softmax(-1)
+    assert all(torch.equal(sampling_log_probs(logits, 0.7, k)[0], plain) for k in (0, 26, 99))
     assert {s.kept for s in sample(engine, PROMPTS)} == {None}
 
 

@@ -91,16 +91,19 @@ CUT = ["rollout.top_p=0.9", "rollout.top_k=8", "train.steps=10", "train.lr=0.01"
     ("transformers", []), ("transformers", ["rollout.staleness=2", "rollout.quantize_bits=4"]),
     ("transformers", ["correction.preset=bypass_pg_is", "train.mini_batches=1"]), ("vllm", []),
     ("vllm", ["rollout.staleness=2", "rollout.quantize_bits=4"])])
-def test_sampling_cut_by_top_p_and_top_k_trains(engine, settings, run, request):
+def test_sampling_cut_by_top_p_and_top_k_trains(engine, settings, run, request, monkeypatch):
+    """On time ρ is 1 to rounding at every step: what the trainer computes is what was sampled from."""
     if engine == "vllm":
         request.getfixturevalue("vllm_required")
-    """On time ρ is 1 to rounding at every step: what the trainer computes is what was sampled from."""
+    sets, kept_ids = [], trainer.kept_ids
+    monkeypatch.setattr(trainer, "kept_ids", lambda *args: sets.append(kept_ids(*args)) or sets[-1])
     code, lines = run("rollout.quantize_bits=null", *CUT, *settings, engine=engine)
     assert code == 0 and len(lines) == 10
     assert all(math.isfinite(value) for line in lines for value in line.values())
     late = "rollout.staleness=2" in settings
     assert all((line["rollout_corr/k3_kl"] < 1e-8) != late for line in lines)
     assert lines[-1]["loss/kl"] > 1e-5 and lines[-1]["grad_norm"] > 0
+    assert len(sets) == 10 and {x.shape[:2] == (16, 5) and 1 < x.shape[2] <= 8 for x in sets} == {True}
 
 
 def test_a_metric_that_leaves_its_range_is_spoken_of_when_it_first_does_and_at_the_end(run, capfd):
@@ -175,7 +178,8 @@ with process_group() as device:
     def draw(*shape): return torch.randn(*shape, generator=generator)
     prompts = [[3 + (i * j) % 20 for j in range(1 + i % 3)] for i in range(8)]
     lengths = [6, 1, 3, 2, 6, 5, 4, 1]
-    samples = [trainer.Sample([3 + (i + t) % 20 for t in range(n)], (-3 + 0.3 * draw(n)).tolist(), True)
+    samples = [trainer.Sample([3 + (i + t) % 20 for t in range(n)], (-3 + 0.3 * draw(n)).tolist(), True,
+                              [[t, 3 + (i + t) % 20, 9][i % 2:] for t in range(n)])
                for i, n in enumerate(lengths)]
     advantages, noise = draw(8), 0.3 * draw(8, 6)
     mine = slice(rank, None, world)
@@ -189,6 +193,8 @@ with process_group() as device:
         options = replace(options, rollout_is_batch_normalize=normalize)
         config.loss.aggregation, config.loss.denominator = aggregation, denominator
         batch = trainer.pad(prompts[mine], samples[mine], advantages[mine], device)
+        if preset != "bypass_pg_is":                   # in which μ was cut
+            batch = batch._replace(kept=None)
         # every rank pads to its own longest response
         current = trainer.score(policy, batch, config)
         near = torch.nn.functional.pad(noise[mine], (0, 0))[:, :current.shape[1]]
