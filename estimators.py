@@ -196,7 +196,9 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
     if top_k < 0 or not 0 < top_p <= 1:
         raise ValueError(f"top_k must be ≥ 0 and top_p in (0, 1], not {top_k!r} and {top_p!r}")
     log_q = torch.log_softmax(logits / temperature, -1)
-    ordered, order = log_q.sort(-1, descending=True)
+    if top_p == 1 and not 0 < top_k < log_q.shape[-1]:          # nothing to cut, not one digit
+        return log_q, torch.ones_like(log_q[..., 0])
+    ordered, order = log_q.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if 0 < top_k < ordered.shape[-1]:
         keep = ordered >= ordered[..., top_k - 1:top_k]

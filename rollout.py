@@ -2,8 +2,9 @@
 
 What this file decides
 * A sample carries log μ of the distribution its tokens were DRAWN from: temperature applied,
-  normalised in float32 over the whole vocabulary. Top-p, top-k and penalties are off, whatever
-  the model's generation_config.json says, so that μ = softmax(logits / temperature).
+  cut by top-p and top-k where these are set, normalised in float32 over what is left. That set
+  goes with each token, so that π_old and π_θ can be normalised over the same one. The model's
+  generation_config.json has no say in any of it, and penalties are off.
 * One seed per sample. A sample depends on its prompt, its seed and the weights, not on its batch:
   so it is on a CPU. A GPU's kernels round otherwise for another size of batch, and now and then
   another token is drawn; what is recorded of it is still its own log μ.
@@ -21,25 +22,25 @@ models whose modules and checkpoints name or shape their weights differently (fu
 """
 
 import difflib
-import os
-import random
-import sys
-import tempfile
+import math
 import warnings
 from collections import deque
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NamedTuple
 from unittest import mock
 
-import numpy
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
+from estimators import sampling_log_probs
+from plumbing.guest import as_guest, import_vllm, repack_head
 from policy import Shape, padded, run_prompts, sent
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KEPT = 1024  # ids that a cut may leave: 4 KB a token in training, and a vocabulary of bytes fits
 
 
 @dataclass(frozen=True)
@@ -49,29 +50,59 @@ class Sample:
     tokens: list[int]  # T ids; when the end token was sampled, it is the last of them
     log_probs: list[float]  # T values of log μ(token | prefix), in nats
     finished: bool  # False: cut at max_tokens
+    kept: list[list[int]] | None = None  # T sets of ids, what μ was cut to; None: the vocabulary
+
+
+class Cut(NamedTuple):
+    """Top-k, then top-p: what μ is cut to, and with it π_old, π_θ and π_ref.  (eq:sampling)"""
+
+    top_p: float
+    top_k: int  # 0: nothing is cut
+    most: int  # ids in a set: what ties with the k-th is kept too, and bfloat16 has many ties
+
+    @staticmethod
+    def of(top_p, top_k, vocabulary):
+        """All is kept by top_k of None, 0 and -1. Raises ValueError where KEPT ids may not do."""
+        k = top_k if 0 < (top_k or 0) < vocabulary else vocabulary
+        if top_p == 1 and k == vocabulary:
+            return Cut(1.0, 0, 0)
+        if k > KEPT:
+            raise ValueError(f"rollout.top_p={top_p} and rollout.top_k={top_k} may keep {k} of "
+                             f"{vocabulary} tokens, and training replays at most {KEPT}: set "
+                             f"rollout.top_k to 1 … {KEPT}, or rollout.top_p=1 without it.")
+        return Cut(top_p, k, 2 * k + 16)
+
+    def checked(self, kept):
+        """The sets of one response; raises ValueError where one has more than `most` ids."""
+        if max(map(len, kept)) > self.most:
+            raise ValueError(f"rollout.top_k={self.top_k} keeps more than {self.most} tokens, for "
+                             "as many tie with the last; rollout.dtype=float32 ties fewer.")
+        return kept
 
 
 def make_engine(
     kind, path, *, dtype, max_model_len, gpu_memory_utilization=0.4, device="cpu", batch_size=512,
-    enforce_eager=None
+    enforce_eager=None, top_p=1.0, top_k=None
 ):
     """The engine named `kind`: "vllm", "transformers", or "auto", which is vLLM where it imports.
 
     path: directory or hub id of the first weights. dtype: a key of DTYPES. max_model_len: longest
     prompt plus response. gpu_memory_utilization: vLLM's share of the GPU while awake. batch_size:
     most samples at a time. enforce_eager: vLLM without CUDA graphs and compilation, far slower on a
-    GPU; None: on a CPU only. Under torchrun, call `init_process_group` before and `close` the
-    engine before `destroy_process_group`.
+    GPU; None: on a CPU only. top_p, top_k: see `Cut.of`. Under torchrun, call `init_process_group`
+    before and `close` the engine before `destroy_process_group`.
     """
     kinds = ["auto", "vllm", "transformers"]
     for name, value, known in [("engine", kind, kinds), ("dtype", dtype, list(DTYPES))]:
         if value not in known:
             nearest = difflib.get_close_matches(str(value), known, n=1, cutoff=0)[0]
             raise ValueError(f"rollout.{name}={value!r} is unknown; did you mean {nearest!r}?")
-    settings = dict(dtype=dtype, max_model_len=max_model_len, device=device, batch_size=batch_size)
+    vocabulary = AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    settings = dict(dtype=dtype, max_model_len=max_model_len, device=device, batch_size=batch_size,
+                    cut=Cut.of(top_p, top_k, vocabulary))
     if kind != "transformers":
         try:
-            _import_vllm()
+            import_vllm()
         except ImportError as error:
             if kind == "vllm":
                 raise RuntimeError(f"rollout.engine=vllm: {error}") from None
@@ -88,19 +119,19 @@ class TransformersEngine:
 
     name = "transformers"
 
-    def __init__(self, path, *, dtype, max_model_len, device, batch_size):
+    def __init__(self, path, *, dtype, max_model_len, device, batch_size, cut):
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]).to(device)
         self.model.eval()
         # `generate` fills what its own config leaves open from this one, so this one is emptied.
         self.model.generation_config = GenerationConfig()
-        self.max_model_len, self.batch_size = max_model_len, batch_size
+        self.max_model_len, self.batch_size, self.cut = max_model_len, batch_size, cut
 
     def generate(self, prompts, seeds, *, temperature, max_tokens, eos_ids, progress=None):
         """One Sample per prompt; temperature 0 is greedy, with the log-probs of temperature 1.
 
         Seeds must differ in their low 32 bits. `progress(n)` is told of every n finished samples.
         """
-        _check_request(prompts, seeds, temperature, max_tokens, self.max_model_len)
+        _check_request(self, prompts, seeds, temperature, max_tokens)
         samples = []
         for start in range(0, len(prompts), self.batch_size):
             batch = slice(start, start + self.batch_size)
@@ -115,7 +146,7 @@ class TransformersEngine:
         ids, mask = padded(prompts, "left")  # [B, P]
         config = GenerationConfig(do_sample=False, max_new_tokens=max_tokens, pad_token_id=0,
                                   eos_token_id=list(eos_ids) or None)
-        sampler = GumbelMax(seeds, temperature, device)
+        sampler = GumbelMax(seeds, temperature, self.cut, device)
         shape = Shape.of(ids[:, :-1], mask[:, :-1], 0, device) if width > 1 else None
         (ids, mask), prefilled = sent(device, ids, mask), {}
         if shape:  # all but the last token, which `generate` runs itself
@@ -124,11 +155,12 @@ class TransformersEngine:
         output = self.model.generate(ids, attention_mask=mask, generation_config=config,
                                      logits_processor=[sampler], **prefilled)
         tokens, log_probs = output[:, width:], torch.stack(sampler.log_probs, dim=1)  # [B, T]
-        samples = []
-        for row, values in zip(tokens.tolist(), log_probs.tolist(), strict=True):
+        samples, kept = [], [*zip(*sampler.kept)] or [None] * len(tokens)
+        for row, values, sets in zip(tokens.tolist(), log_probs.tolist(), kept, strict=True):
             ends = [t for t, token in enumerate(row) if token in eos_ids]
             length = ends[0] + 1 if ends else len(row)  # what follows the end token is padding
-            samples.append(Sample(row[:length], values[:length], finished=bool(ends)))
+            samples.append(Sample(row[:length], values[:length], finished=bool(ends),
+                                  kept=sets and self.cut.checked(list(sets[:length]))))
         return samples
 
     @torch.no_grad()
@@ -152,13 +184,15 @@ class GumbelMax(LogitsProcessor):
     only the drawn token's log-prob is kept, [B] a position instead of [B, V].
     """
 
-    def __init__(self, seeds, temperature, device):
-        self.temperature = temperature
+    def __init__(self, seeds, temperature, cut, device):
+        self.temperature, self.cut = temperature, cut
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         self.log_probs = []  # one [B] per position
+        self.kept = []  # B sets of ids per position, where something is cut
 
     def __call__(self, input_ids, logits):
-        log_mu = (logits.float() / (self.temperature or 1.0)).log_softmax(-1)  # [B, V]
+        log_mu, _ = sampling_log_probs(  # [B, V]
+            logits.float(), self.temperature or 1.0, self.cut.top_k, self.cut.top_p)
         scores = log_mu
         if self.temperature > 0:
             exponential = torch.empty_like(log_mu)
@@ -167,6 +201,10 @@ class GumbelMax(LogitsProcessor):
             scores = log_mu - exponential.log()
         drawn = scores.argmax(-1, keepdim=True)  # [B, 1]: what `generate` is about to take
         self.log_probs.append(log_mu.gather(-1, drawn).squeeze(-1))
+        if self.cut.most:
+            kept = log_mu > -math.inf
+            ids = kept.nonzero()[:, 1].cpu().split(kept.sum(-1).tolist())
+            self.kept.append([x.tolist() for x in ids])
         return scores
 
 
@@ -176,21 +214,26 @@ class VllmEngine:
     name = "vllm"
 
     def __init__(self, path, *, dtype, max_model_len, gpu_memory_utilization, enforce_eager, device,
-                 batch_size):
-        LLM, self.SamplingParams = _import_vllm()
+                 batch_size, cut):
+        LLM, self.SamplingParams = import_vllm()
         self.llm, self.max_model_len, self.asleep = None, max_model_len, set()
         self.on_gpu = torch.device(device).type == "cuda"
         self.eager = not self.on_gpu if enforce_eager is None else enforce_eager
-        self.group_is_ours = not dist.is_initialized()
+        self.cut, self.group_is_ours = cut, not dist.is_initialized()
         # Under torchrun: the GPU of this rank rather than the first one, and ranks that agree.
         alone = self.group_is_ours or dist.get_world_size() == 1
         with torch.device("meta"):  # names and shapes of the weights, without the weights
             self.layout = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-        with _as_guest():
+        # On a GPU vLLM returns what was kept (so says its source: nobody tried it here). On a CPU
+        # it does not, but log-probs are -inf where cut: one more is asked for than may be kept.
+        vocabulary = self.layout.config.get_text_config().vocab_size
+        self.asked = min(cut.most + 1, vocabulary) if cut.most and not self.on_gpu else 0
+        with as_guest():
             self.llm = LLM(
                 str(path), dtype=dtype, max_model_len=max_model_len,
                 max_num_seqs=min(batch_size, 1024),
-                logprobs_mode="processed_logprobs",  # after the temperature, not before it
+                logprobs_mode="processed_logprobs",  # after temperature and cut, not before them
+                max_logprobs=self.asked, return_sampling_mask=self.on_gpu and cut.most > 0,
                 generation_config="vllm",  # the model's own top-p, top-k and penalties stay out
                 enable_prefix_caching=False,  # a cached prefix would outlive its weights
                 enable_chunked_prefill=self.on_gpu,  # on a CPU it fails where requests have seeds
@@ -201,13 +244,13 @@ class VllmEngine:
 
     def generate(self, prompts, seeds, *, temperature, max_tokens, eos_ids, progress=None):
         """As TransformersEngine.generate; vLLM batches by itself, so progress comes at the end."""
-        _check_request(prompts, seeds, temperature, max_tokens, self.max_model_len)
+        _check_request(self, prompts, seeds, temperature, max_tokens)
         self.wake()
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         params = [
             self.SamplingParams(
-                seed=seed, temperature=temperature, top_p=1.0, top_k=0, max_tokens=max_tokens,
-                logprobs=0,  # of the drawn token and no other
+                seed=seed, temperature=temperature, top_p=self.cut.top_p, top_k=self.cut.top_k,
+                max_tokens=max_tokens, logprobs=self.asked,  # beside that of the drawn token
                 stop_token_ids=list(eos_ids), ignore_eos=True,  # ours, not the model's idea of them
                 detokenize=False)
             for seed in seeds
@@ -220,9 +263,15 @@ class VllmEngine:
         return [
             Sample(list(o.token_ids),
                    [step[t].logprob for t, step in zip(o.token_ids, o.logprobs, strict=True)],
-                   finished=o.finish_reason == "stop")
+                   finished=o.finish_reason == "stop", kept=self._kept(o))
             for o in (request.outputs[0] for request in outputs)
         ]
+
+    def _kept(self, output):
+        if not self.cut.most:
+            return None
+        return self.cut.checked(output.sampling_mask.token_ids if self.on_gpu else [
+            [v for v, x in step.items() if x.logprob > -math.inf] for step in output.logprobs])
 
     def update_weights(self, named_tensors):
         """Load full tensors through vLLM's own loader, which fuses, repacks and casts them.
@@ -233,7 +282,7 @@ class VllmEngine:
         weights = _every_weight_once(named_tensors, self.layout)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.layout.config.tie_word_embeddings and not self.on_gpu:
-            self.llm.apply_model(_repack_head)
+            self.llm.apply_model(repack_head)
 
     def sleep(self):
         """Give the GPU's memory back for the update (not tried on a GPU by the authors).
@@ -332,19 +381,21 @@ def _rounded(weight, bits):
 # ---- plumbing: nothing below is about the method ------------------------------------------------
 
 
-def _check_request(prompts, seeds, temperature, max_tokens, max_model_len):
+def _check_request(engine, prompts, seeds, temperature, max_tokens):
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts need as many seeds, not {len(seeds)}.")
     if temperature != 0 and temperature < 0.01:  # vLLM would raise it to 0.01 without a word
         raise ValueError(f"temperature={temperature} must be 0 (greedy) or at least 0.01.")
+    if temperature == 0 and engine.cut.most:
+        raise ValueError("temperature=0 (greedy) is for engines without top_p and top_k.")
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens} must be at least 1.")
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompt {index} is empty: there is nothing to continue.")
-        if len(prompt) + max_tokens > max_model_len:
-            raise ValueError(f"prompt {index} has {len(prompt)} tokens, which leaves no room for "
-                             f"max_tokens={max_tokens} within max_model_len={max_model_len}.")
+        if len(prompt) + max_tokens > engine.max_model_len:
+            raise ValueError(f"prompt {index} has {len(prompt)} tokens and so no room for max_tokens="
+                             f"{max_tokens} within max_model_len={engine.max_model_len}.")
 
 
 def _every_weight_once(named_tensors, model):
@@ -367,54 +418,3 @@ def _every_weight_once(named_tensors, model):
             yield target, tensor
     if left:
         raise ValueError(f"{len(left)} weights of the engine's model are missing: {min(left)}, …")
-
-
-def _repack_head(model):
-    """vLLM for CPU multiplies by a packed copy of lm_head. Where that is tied to the embedding, a
-    reload (as of 0.32.0) renews the embedding alone, and the sampler would keep its old logits."""
-    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-
-
-def _import_vllm():
-    """vLLM's two classes, imported with the settings that an engine inside a trainer needs."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: weights by reference
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the threads are the trainer's
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    try:
-        from vllm import LLM, SamplingParams
-    except Exception as error:  # a vLLM built for other hardware fails with more than ImportError
-        raise ImportError(f"vLLM does not import ({error}); install requirements-vllm.txt on a GPU "
-                          "or requirements-vllm-cpu.txt on a CPU.") from error
-    return LLM, SamplingParams
-
-
-@contextmanager
-def _as_guest():
-    """Start vLLM without a trace: it expects a process of its own, so it reseeds every generator,
-    replaces `torch.set_num_threads`, and prints warnings from C++ (shown if the start fails)."""
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-    seeds = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices=gpus), tempfile.TemporaryFile() as held:
-        sys.stderr.flush()
-        stderr = os.dup(2)
-        if os.environ["VLLM_LOGGING_LEVEL"] == "ERROR":
-            os.dup2(held.fileno(), 2)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                yield
-        except BaseException:
-            held.seek(0)
-            os.write(stderr, held.read())
-            raise
-        finally:
-            sys.stderr.flush()
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            torch.set_num_threads = set_threads
-            torch.set_num_threads(threads)
-            random.setstate(seeds[0])
-            numpy.random.set_state(seeds[1])

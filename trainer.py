@@ -51,6 +51,7 @@ class Batch(NamedTuple):
     rollout_log_prob: Tensor                        # [N, T]  π_rollout
     old_log_prob: Tensor | None = None              # [N, T]  π_old
     ref_log_prob: Tensor | None = None              # [N, T]  π_ref
+    kept: Tensor | None = None                      # [N, T, K]  of each token, what μ was cut to
 
     def rows(self, index, there) -> "Batch":
         """Some of them, by an index that is on the host and on the device: nobody waits for it."""
@@ -152,9 +153,19 @@ def pad(prompts: list[list[int]], samples: list[Sample], advantages: Tensor, dev
     (before, prompt_mask), (after, mask) = (
         padded(prompts, "left"), padded([s.tokens for s in samples], "right", least=1))
     rollout_log_prob, _ = padded([s.log_probs for s in samples], "right", least=1)
+    kept = [] if samples[0].kept is None else sent(device, kept_ids(samples, after))
     return Batch(torch.cat([before, after], 1), torch.cat([prompt_mask, mask], 1),
                  *sent(device, mask.bool(), advantages[:, None].expand_as(mask),
-                       rollout_log_prob.float()))
+                       rollout_log_prob.float()), None, None, *kept)
+
+
+def kept_ids(samples: list[Sample], tokens: Tensor) -> Tensor:
+    """[N, T, K] of what μ kept: each set is filled up with its token of [N, T], which is in it."""
+    sizes, _ = padded([[len(ids) for ids in s.kept] for s in samples], "right", least=1)
+    kept = tokens[:, :, None].repeat(1, 1, max(1, int(sizes.max()))).int()
+    kept[torch.arange(kept.shape[-1]) < sizes[:, :, None]] = torch.tensor(
+        [v for s in samples for ids in s.kept for v in ids], dtype=torch.int)
+    return kept
 
 
 def micro_batches(batch: Batch, config: Config, together: bool = False) -> list[Tensor]:
@@ -172,10 +183,10 @@ def micro_batches(batch: Batch, config: Config, together: bool = False) -> list[
 
 
 def log_probs(policy: Policy, batch: Batch) -> Tensor:
-    """Of these rows under a policy: [b, T]"""
+    """Of these rows under a policy, renormalised over what μ kept: [b, T].  (eq:sampling)"""
     width, device = batch.response_mask.shape[1], batch.response_mask.device
     return policy(*sent(device, batch.tokens, batch.attention), width,
-                  Shape.of(batch.tokens, batch.attention, width, device))
+                  Shape.of(batch.tokens, batch.attention, width, device), batch.kept)
 
 
 @torch.no_grad()
@@ -191,7 +202,7 @@ def score(policy: Policy, batch: Batch, config: Config) -> Tensor:
 def without_nonfinite(run: Run, batch: Batch) -> Batch:
     """Rows in which a policy's log-prob is not finite: named (raise), or left out (skip)."""
     names = ("π_rollout", "π_old", "π_ref")
-    policies = {name: x for name, x in zip(names, batch[-3:], strict=True) if x is not None}
+    policies = {name: x for name, x in zip(names, batch[4:7], strict=True) if x is not None}
     fault = ~torch.stack(list(policies.values())).isfinite() & batch.response_mask   # [P, N, T]
     faults = fault.any(-1).sum()
     dist.all_reduce(faults)        # all ranks decide the same
@@ -285,7 +296,8 @@ def set_learning_rate(run: Run, step: int) -> None:
 def evaluate(run: Run) -> float:
     """Exact-match accuracy of one sample per held-out problem, always with the same seeds.
 
-    The engine gets the policy's weights as they are, neither rounded nor late (in its dtype).
+    The engine gets the policy's weights as they are, neither rounded nor late (in its dtype), and
+    samples as in training: what is measured is what is trained, at its temperature and cut.
     """
     run.update_engine(run.engine.update_weights)
     own = range(dist.get_rank(), len(run.task.held_out), dist.get_world_size())

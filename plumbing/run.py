@@ -29,7 +29,7 @@ from plumbing.faults import explain, process_group, require_one_directory, watch
 from plumbing.settings import Config, UserError
 from plumbing.tasks import Problem, make_demo_model, make_task, seed_of
 from policy import full_weights, load_policy
-from rollout import Sample, WeightSync, make_engine
+from rollout import Cut, Sample, WeightSync, make_engine
 
 
 @contextlib.contextmanager
@@ -94,6 +94,11 @@ class Run:
         path = config.policy.path or make_demo_model(config, self.task)
         try:
             model = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+            try:
+                Cut.of(config.rollout.top_p, config.rollout.top_k,
+                       model.get_text_config().vocab_size)
+            except ValueError as error:
+                raise UserError(str(error)) from None
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path,
                                                                         trust_remote_code=False)
             self.prompts = self.encode(self.task.train, model)
@@ -119,7 +124,8 @@ class Run:
                 config.rollout.engine, str(path), dtype=config.rollout.dtype, device=self.device,
                 max_model_len=longest, batch_size=config.rollout.batch_size,
                 gpu_memory_utilization=config.rollout.gpu_memory_utilization,
-                enforce_eager=config.rollout.enforce_eager)
+                enforce_eager=config.rollout.enforce_eager, top_p=config.rollout.top_p,
+                top_k=config.rollout.top_k)
         except Exception as error:         # vLLM's are of many types
             raise UserError(f"rollout.engine={config.rollout.engine} does not start: "
                             f"{explain(error) or error}") from None

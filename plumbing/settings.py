@@ -67,8 +67,10 @@ class RolloutConfig:
     samples: int = setting(8, "per prompt: a group", 1)
     max_tokens: int = setting(10, "longest response", 1)
     temperature: float = setting(1.0, "of sampling, and of all log-probs", 0.01, 100)
-    top_p: float = setting(1.0, "must stay 1: log-probs would miss the mass cut")
-    top_k: Optional[int] = setting(None, "must stay null, for the same reason")
+    top_p: float = setting(
+        1.0, "samples from the fewest tokens of this mass; all log-probs are of these", 0.01, 1)
+    top_k: Optional[int] = setting(
+        None, "samples from this many likeliest tokens, likewise; null, 0 or -1: from all", -1)
     quantize_bits: Optional[int] = setting(None, "of weights on their way to the engine", 2, 16)
     staleness: int = setting(0, "updates by which the engine lags", 0)
     batch_size: int = setting(512, "samples generated at a time", 1)
@@ -281,10 +283,6 @@ def validate(config: Config) -> None:
     if (config.task.path is None) == (config.task.kind in ("jsonl", "parquet")):
         raise UserError(f"task.path must be a file for task.kind=jsonl or parquet, and null for "
                         f"the others, not {config.task.path!r} with task.kind={config.task.kind}")
-    for key, neutral in [("top_p", (1,)), ("top_k", (None, 0, -1))]:
-        if getattr(config.rollout, key) not in neutral:
-            raise UserError(f"rollout.{key} must be left at its neutral value, not "
-                            f"{getattr(config.rollout, key)!r}: log-probs would miss the mass cut")
     share = config.train.mini_batches * int(os.environ.get("WORLD_SIZE", 1))
     if config.rollout.prompts % share:
         raise UserError(f"rollout.prompts={config.rollout.prompts} must be a multiple of {share}, "

@@ -37,6 +37,7 @@ CASES = {                          # name: overrides
     "bfloat16": ["policy.dtype=bfloat16", "rollout.dtype=bfloat16"],
     "gspo": ["correction={loss_type: gspo, rollout_is: sequence}", "advantage.kind=rloo"],
     "reinforce": ["correction.preset=bypass_pg_is", "advantage.kind=reinforce", "loss.aggregation=seq-mean-token-mean"],
+    "cut": ["rollout.top_p=0.9", "rollout.top_k=8", "loss.kl_coef=0.1", "rollout.staleness=1"],
     "opsm": ["correction={rollout_is: token, rollout_is_batch_normalize: true, rollout_rs: {opsm: 0.1}}"],
     "veto": ["correction.preset=geo_mis", "train.epochs=2"],
     "nan raise": ["train.on_nonfinite=raise"],
@@ -207,7 +208,11 @@ class PretendVllm:
 
     def generate(self, requests, params, use_tqdm):
         self.asked.append(f"generate {torch._dynamo.eval_frame._stance.stance}")
-        return []
+        self.params = params
+        kept = SimpleNamespace(token_ids=[[7, 5], [9]]) if self.settings["return_sampling_mask"] else None
+        made = SimpleNamespace(token_ids=[5, 9], finish_reason="stop", sampling_mask=kept, logprobs=[
+            {5: SimpleNamespace(logprob=-0.5)}, {9: SimpleNamespace(logprob=0.0)}])
+        return [SimpleNamespace(outputs=[made]) for _ in requests]
 
     def shutdown(self):
         self.asked.append("shutdown")
@@ -217,7 +222,7 @@ class PretendVllm:
 def gpu_engine(tiny_model, monkeypatch):
     def make(device="cuda", **settings):
         monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-        monkeypatch.setattr(rollout, "_import_vllm", lambda: (PretendVllm, dict))
+        monkeypatch.setattr(rollout, "import_vllm", lambda: (PretendVllm, dict))
         return rollout.make_engine("vllm", tiny_model, dtype="bfloat16", max_model_len=64, device=device, **settings)
     return make
 
@@ -229,6 +234,17 @@ def test_graphs_are_off_on_a_cpu_and_on_on_a_gpu_unless_asked_otherwise(device, 
     assert engine.llm.settings["enforce_eager"] == eager
     engine.generate([], [], temperature=1.0, max_tokens=2, eos_ids=[])
     assert engine.llm.asked == [f"generate {'force_eager' if eager else 'default'}"]
+
+
+def test_on_a_gpu_vllm_is_asked_for_the_sets_and_for_one_log_prob(gpu_engine):
+    """vLLM wants a top-k above 0 for it, and returns a set for every token."""
+    for cut, k in (dict(top_p=0.9), 26), (dict(top_k=4), 4), ({}, 0):
+        engine = gpu_engine(**cut)
+        [s] = engine.generate([[3]], [0], temperature=1.0, max_tokens=2, eos_ids=[])
+        asked = engine.llm.params[0]
+        assert engine.llm.settings["return_sampling_mask"] == bool(cut) and engine.llm.settings["max_logprobs"] == 0
+        assert (asked["logprobs"], asked["top_p"], asked["top_k"]) == (0, cut.get("top_p", 1), k)
+        assert s == rollout.Sample([5, 9], [-0.5, 0.0], True, [[7, 5], [9]] if cut else None)
 
 
 def test_a_sleeping_engine_gets_its_weights_before_its_cache_is_there(gpu_engine, tiny_model):

@@ -5,6 +5,7 @@ test below is also a test that nothing of it reaches the sampler.
 """
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -14,15 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, strategies
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
 
-from rollout import Sample, WeightSync, make_engine, quantize_weights
+from estimators import sampling_log_probs
+from rollout import KEPT, Cut, Sample, WeightSync, make_engine, quantize_weights
 
 KINDS = ["transformers", "vllm"]
 PROMPTS = [[3 + (7 * i + t) % 23 for t in range(n)] for i, n in enumerate([1, 3, 150, 7, 300])]
 HOSTILE = dict(do_sample=True, top_p=0.1, top_k=2, temperature=5.0, repetition_penalty=3.0,
                max_new_tokens=2, eos_token_id=[9, 10], bad_words_ids=[[11]])  # fmt: skip
 every_engine = pytest.mark.parametrize("started", [(k, "float32") for k in KINDS], indirect=True)
+TOP_P, BOTH = dict(top_p=0.9), dict(top_p=0.9, top_k=3)
+CUT = [(kind, "float32", cut) for kind in KINDS for cut in (TOP_P, BOTH)]
+every_cut_engine = pytest.mark.parametrize("started", CUT, indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +40,11 @@ def hostile_model(tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def started(request, hostile_model):
-    kind, dtype = request.param
+    kind, dtype, *cut = request.param
     if kind == "vllm":
         request.getfixturevalue("vllm_required")
-    engine = make_engine(kind, hostile_model, dtype=dtype, max_model_len=400, batch_size=150)
+    engine = make_engine(kind, hostile_model, dtype=dtype, max_model_len=400, batch_size=150,
+                         **dict(*cut))  # fmt: skip
     assert engine.name == kind
     yield engine
     engine.close()
@@ -100,14 +106,14 @@ def test_recorded_log_probs_are_the_trainers_before_and_after_weight_updates(eng
         assert mismatch(engine, model) < 1e-4
 
 
-@every_engine
+@pytest.mark.parametrize("started", [*((k, "float32") for k in KINDS), *CUT[::2]], indirect=True)
 def test_a_sample_depends_on_its_seed_and_not_on_its_batch(engine):
     prompts, seeds = PROMPTS * 40, list(range(200))  # more than the batch_size of 150
     samples = sample(engine, prompts, seeds=seeds)
     assert [s.tokens for s in sample(engine, prompts, seeds=seeds)] == [s.tokens for s in samples]
     for i in (0, 2, 7, 199):
         [alone] = sample(engine, [prompts[i]], seeds=[seeds[i]])
-        assert alone.tokens == samples[i].tokens
+        assert (alone.tokens, alone.kept) == (samples[i].tokens, samples[i].kept)
         assert alone.log_probs == pytest.approx(samples[i].log_probs, abs=1e-4)
     others = sample(engine, prompts, seeds=[s + 1000 for s in seeds])
     same = sum(a.tokens == b.tokens for a, b in zip(samples, others))
@@ -144,7 +150,8 @@ def p_value(tokens, probs):
     counts = torch.bincount(torch.tensor(tokens), minlength=len(probs)).double()
     order = expected.argsort(descending=True)
     kept = order[expected[order] >= 5]
-    expected = torch.cat([expected[kept], (len(tokens) - expected[kept].sum())[None]])
+    rest = (len(tokens) - expected[kept].sum()).clamp(min=1e-3)  # or nothing, where all is kept
+    expected = torch.cat([expected[kept], rest[None]])
     counts = torch.cat([counts[kept], (len(tokens) - counts[kept].sum())[None]])
     statistic = ((counts - expected) ** 2 / expected).sum()
     freedom = torch.tensor(len(kept), dtype=torch.float64)
@@ -160,6 +167,89 @@ def test_the_first_token_is_drawn_from_softmax_of_logits_over_temperature(engine
     assert p_value(tokens, (logits / 0.7).softmax(-1)) > 1e-3
     assert p_value(tokens, (logits / 0.8).softmax(-1)) < 1e-3
     assert p_value(tokens, logits.softmax(-1)) < 1e-9
+
+
+# ---- top-p and top-k -----------------------------------------------------------------------------
+
+
+@every_cut_engine
+def test_a_cut_sample_has_the_set_and_the_log_probs_of_the_trainers_cut(engine, model):
+    """eq:sampling: before and after a weight update, every set is the one that the book's function
+    keeps of the trainer's own logits, and every log-prob is renormalised over it."""
+    for _ in range(2):
+        for prompt, s in zip(PROMPTS * 8, sample(engine, PROMPTS * 8)):
+            logits = trainer_log_probs(model, prompt, s.tokens, 1.0)  # the same up to a constant
+            log_mu, mass = sampling_log_probs(logits, 0.7, engine.cut.top_k, engine.cut.top_p)
+            assert [sorted(ids) for ids in s.kept] == [
+                row.nonzero().flatten().tolist() for row in log_mu > -torch.inf]
+            chosen = log_mu[range(len(s.tokens)), s.tokens]
+            assert s.log_probs == pytest.approx(chosen.tolist(), abs=1e-4)
+            assert mass.min() < 0.98  # what is cut, and would be left out
+        change(model)
+        engine.update_weights(model.state_dict().items())
+
+
+@every_cut_engine
+def test_the_first_token_is_drawn_from_what_the_cut_left(engine, model):
+    prompt = PROMPTS[1]
+    tokens = [s.tokens[0] for s in sample(engine, [prompt] * 4000, max_tokens=1)]
+    logits = trainer_log_probs(model, prompt, [0], 1.0)[0]
+    log_mu, mass = sampling_log_probs(logits, 0.7, engine.cut.top_k, engine.cut.top_p)
+    assert p_value(tokens, log_mu.exp()) > 1e-3
+    assert p_value(tokens, (logits / 0.7).softmax(-1)) < 1e-9 and mass < 0.98
+
+
+@pytest.mark.parametrize("started", CUT[1::2], indirect=True)
+def test_ties_with_the_last_token_are_kept_and_too_many_are_a_sentence(engine, model):
+    """Three are asked for of 26 equal logits, of which 0.9 is 24; then of 21, of which it is 19."""
+    engine.update_weights((name, torch.zeros_like(x)) for name, x in model.state_dict().items())
+    with pytest.raises(ValueError, match="top_k=3 keeps more than 22 tokens, for as many tie"):
+        sample(engine, PROMPTS)
+    weights = {name: torch.zeros_like(x) for name, x in model.state_dict().items()}
+    weights["model.norm.weight"] += 1  # the hidden state is that of the embedding: 8 times a unit
+    weights["model.embed_tokens.weight"][:21, 0] = 1.0
+    engine.update_weights(weights.items())
+    [s] = sample(engine, [[5]], max_tokens=1)
+    assert len(s.kept[0]) == 19 and set(s.kept[0]) < set(range(21))
+    assert s.log_probs == pytest.approx([-math.log(19)], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["auto", *KINDS])
+def test_sets_without_a_bound_are_refused_before_a_weight_is_read(kind, tmp_path):
+    """The directory has a configuration, and no weights that could be loaded."""
+    Qwen2Config(vocab_size=5000).save_pretrained(tmp_path)
+    settings = dict(dtype="float32", max_model_len=64)
+    for cut in (dict(top_p=0.9), dict(top_k=KEPT + 1), dict(top_p=0.9, top_k=-1)):
+        sentence = f"rollout.top_p=.*rollout.top_k=.*set rollout.top_k to 1 … {KEPT}, or "
+        with pytest.raises(ValueError, match=sentence):
+            make_engine(kind, tmp_path, **settings, **cut)
+    with pytest.raises(OSError):  # allowed, and then there is nothing to load
+        make_engine("transformers", tmp_path, **settings, top_p=0.9, top_k=KEPT)
+
+
+def test_of_tokens_that_tie_at_top_p_the_first_are_kept():
+    log_mu, _ = sampling_log_probs(torch.zeros(3, 100), top_p=0.495)
+    assert torch.equal(log_mu > -torch.inf, (torch.arange(100) < 50).expand(3, -1))
+
+
+def test_what_cuts_nothing_is_no_cut():
+    for top_k in (None, 0, -1, 26, 99):
+        assert Cut.of(1, top_k, 26) == Cut(1.0, 0, 0)
+    assert Cut.of(0.9, None, KEPT).top_k == KEPT and Cut.of(1.0, 5, 10**6).most == 26
+
+
+@every_cut_engine
+def test_a_cut_engine_takes_no_greedy_requests(engine):
+    with pytest.raises(ValueError, match="temperature=0 .greedy. is for engines without top_p"):
+        sample(engine, PROMPTS, temperature=0)
+
+
+@every_engine
+def test_without_a_cut_no_sample_carries_a_set_and_no_digit_changes(engine):
+    logits = torch.randn(50, 26, generator=torch.Generator().manual_seed(0)) * 9
+    plain = (logits / 0.7).log_softmax(-1)
+    assert all(torch.equal(sampling_log_probs(logits, 0.7, k)[0], plain) for k in (0, 26, 99))
+    assert {s.kept for s in sample(engine, PROMPTS)} == {None}
 
 
 @pytest.mark.parametrize("started", [(k, "bfloat16") for k in KINDS], indirect=True)

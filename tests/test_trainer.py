@@ -17,6 +17,7 @@ from dataclasses import is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
+import oracle
 import pytest
 import torch
 import transformers
@@ -25,11 +26,12 @@ from safetensors.torch import load_file
 
 import trainer
 from correction import PRESETS, RolloutCorrectionConfig
+from estimators import sampling_log_probs
 from plumbing import checkpoints, tasks
 from plumbing.faults import process_group
 from plumbing.settings import Config, TaskConfig, TrainConfig, UserError, correction_of, leaves, load_config
 from policy import Policy, TokenLogProbs, full_weights, load_policy
-from rollout import Sample, TransformersEngine, WeightSync, make_engine
+from rollout import KEPT, Sample, TransformersEngine, WeightSync, make_engine
 
 HERE = Path(__file__).resolve().parent.parent
 SMALL = ["task.size=1", "task.eval_size=8", "rollout.prompts=4", "rollout.samples=4", "rollout.max_tokens=5",
@@ -80,6 +82,28 @@ def test_presets_with_vllm_under_torchrun(preset, tiny_model, tmp_path, vllm_req
     assert "engine vllm (bfloat16)" in result.stderr and "Traceback" not in result.stdout + result.stderr
     lines = checkpoints.read_metrics(tmp_path / "runs/v/metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2] and lines[0]["rollout_corr/k3_kl"] > 0
+
+
+CUT = ["rollout.top_p=0.9", "rollout.top_k=8", "train.steps=10", "train.lr=0.01", "loss.kl_coef=0.1"]
+
+
+@pytest.mark.parametrize("engine, settings", [
+    ("transformers", []), ("transformers", ["rollout.staleness=2", "rollout.quantize_bits=4"]),
+    ("transformers", ["correction.preset=bypass_pg_is", "train.mini_batches=1"]), ("vllm", []),
+    ("vllm", ["rollout.staleness=2", "rollout.quantize_bits=4"])])
+def test_sampling_cut_by_top_p_and_top_k_trains(engine, settings, run, request, monkeypatch):
+    """On time ρ is 1 to rounding at every step: what the trainer computes is what was sampled from."""
+    if engine == "vllm":
+        request.getfixturevalue("vllm_required")
+    sets, kept_ids = [], trainer.kept_ids
+    monkeypatch.setattr(trainer, "kept_ids", lambda *args: sets.append(kept_ids(*args)) or sets[-1])
+    code, lines = run("rollout.quantize_bits=null", *CUT, *settings, engine=engine)
+    assert code == 0 and len(lines) == 10
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    late = "rollout.staleness=2" in settings
+    assert all((line["rollout_corr/k3_kl"] < 1e-8) != late for line in lines)
+    assert lines[-1]["loss/kl"] > 1e-5 and lines[-1]["grad_norm"] > 0
+    assert len(sets) == 10 and {x.shape[:2] == (16, 5) and 1 < x.shape[2] <= 8 for x in sets} == {True}
 
 
 def test_a_metric_that_leaves_its_range_is_spoken_of_when_it_first_does_and_at_the_end(run, capfd):
@@ -154,7 +178,8 @@ with process_group() as device:
     def draw(*shape): return torch.randn(*shape, generator=generator)
     prompts = [[3 + (i * j) % 20 for j in range(1 + i % 3)] for i in range(8)]
     lengths = [6, 1, 3, 2, 6, 5, 4, 1]
-    samples = [trainer.Sample([3 + (i + t) % 20 for t in range(n)], (-3 + 0.3 * draw(n)).tolist(), True)
+    samples = [trainer.Sample([3 + (i + t) % 20 for t in range(n)], (-3 + 0.3 * draw(n)).tolist(), True,
+                              [[t, 3 + (i + t) % 20, 9][i % 2:] for t in range(n)])
                for i, n in enumerate(lengths)]
     advantages, noise = draw(8), 0.3 * draw(8, 6)
     mine = slice(rank, None, world)
@@ -168,6 +193,8 @@ with process_group() as device:
         options = replace(options, rollout_is_batch_normalize=normalize)
         config.loss.aggregation, config.loss.denominator = aggregation, denominator
         batch = trainer.pad(prompts[mine], samples[mine], advantages[mine], device)
+        if preset != "bypass_pg_is":                   # in which μ was cut
+            batch = batch._replace(kept=None)
         # every rank pads to its own longest response
         current = trainer.score(policy, batch, config)
         near = torch.nn.functional.pad(noise[mine], (0, 0))[:, :current.shape[1]]
@@ -238,8 +265,10 @@ def test_shared_prompts_and_slices_give_the_log_probs_of_the_whole_logits(checkp
 
 @pytest.mark.parametrize("chunk", [1, 7 * 4, 7 * 11, 2 ** 20])                # slices of 1, 4, 11 and all
 @pytest.mark.parametrize("with_bias, temperature, softcap", [(False, 1.0, None), (True, 0.7, None), (True, 1.3, 2.0)])
-def test_slices_of_the_vocabulary_change_nothing(with_bias, temperature, softcap, chunk, monkeypatch):
-    """Value and gradients, against the same thing written out and left to autograd."""
+@pytest.mark.parametrize("cut", [False, True])
+def test_slices_of_the_vocabulary_change_nothing(cut, with_bias, temperature, softcap, chunk, monkeypatch):
+    """Value and gradients, against the same thing written out and left to autograd; of the whole vocabulary, and
+    of sets that differ from token to token: from one alone to all, in any order, filled up with the token itself."""
     monkeypatch.setattr("policy.CHUNK", chunk)
     g = torch.Generator().manual_seed(0)
     hidden, weight, bias = (torch.randn(*shape, generator=g, dtype=torch.float64, requires_grad=True)
@@ -248,18 +277,64 @@ def test_slices_of_the_vocabulary_change_nothing(with_bias, temperature, softcap
     upstream = torch.randn(7, generator=g, dtype=torch.float64)
     z = torch.nn.functional.linear(*given)
     z = (softcap * torch.tanh(z / softcap) if softcap else z) / temperature
+    kept = None
+    if cut:
+        sets = [[0], [3, 10], [9, 4, 0, 1], list(range(10, -1, -1)), [7, 8, 6], [3, 0], [8, 7]]
+        kept = torch.tensor([[*ids, *[y] * (11 - len(ids))] for ids, y in zip(sets, targets.tolist())], dtype=torch.int)
+        z = z.masked_fill(torch.tensor([[v not in ids for v in range(11)] for ids in sets]), -math.inf)
     plain = z.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-    ours = TokenLogProbs.apply(*given[:2], bias if with_bias else None, targets, temperature, softcap)
+    ours = TokenLogProbs.apply(*given[:2], bias if with_bias else None, targets, temperature, softcap, kept)
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
     for a, b in zip(torch.autograd.grad(ours, given, upstream), torch.autograd.grad(plain, given, upstream)):
         assert (a - b).norm() <= 1e-12 * b.norm()
+    assert not cut or (ours[0] == 0 and ours[1:].max() < 0)        # one alone is certain
     sizes = [z.shape[1] for _, z, *_ in TokenLogProbs.slices(
         hidden.detach(), weight.detach(), None, targets, 1.0, None)]
     assert sum(sizes) == 11 and max(sizes) == max(1, min(11, chunk // 7))
 
 
+def replayed(policy, kept):
+    """log π of every sequence of the oracle, [N, T], by the code that trains; kept [S, V], or None for all."""
+    rows, (S, V) = policy.states.flatten(), policy.logits.shape
+    ids = None
+    if kept is not None:                           # the places of other tokens hold the token itself
+        ids = torch.where(kept[rows], torch.arange(V), policy.tokens.flatten()[:, None])
+    hidden = torch.eye(S, dtype=torch.float64)[rows]
+    log_probs = TokenLogProbs.apply(hidden, policy.logits.T, None, policy.tokens.flatten(), 1.0, None, ids)
+    return torch.where(policy.mask, log_probs.view(policy.tokens.shape), 0.0)
+
+
+@pytest.mark.parametrize("top_p, top_k", [(0.8, 0), (1.0, 2), (0.9, 3)])
+@pytest.mark.parametrize("size", [0.0, 0.5])       # μ is π_old but for the cut, or far from it
+def test_over_the_set_that_mu_kept_the_mean_ratio_is_one(size, top_p, top_k):
+    """eq:sampling, by enumeration: E_μ[ρ] = 1 and E_μ[ρ g] = 0 of every state's token, E_μ[Πρ Σg] = 0 of
+    sequences; without the set ρ is short of the mass, and g has a drift."""
+    old = oracle.Policy(V=4, T=3)
+    mu = old.perturbed(size=size)
+    log_mu, mass = sampling_log_probs(mu.logits.detach(), top_k=top_k, top_p=top_p)
+    kept, cut = log_mu > -math.inf, oracle.Policy(V=4, T=3)
+    cut.logits = log_mu.requires_grad_()                       # with probabilities of 0
+    prob = torch.where(mu.mask, log_mu[mu.states, mu.tokens], 0.0).sum(-1).exp().detach()         # [N]
+    assert oracle.close(prob.sum(), 1.0) and mass.max() < 1 and (prob == 0).any()
+    drawn = prob > 0
+    for sets, one in (kept, 1.0), (None, None):
+        log_prob = replayed(old, sets)
+        rho = torch.where(drawn[:, None], (log_prob - log_mu[mu.states, mu.tokens]).exp(), 0.0)
+        rho = torch.where(mu.mask, rho, 1.0).prod(-1)                                           # [N]: of a sequence
+        mean, drift = prob @ rho, oracle.exact_gradient(old, prob @ torch.where(drawn, log_prob.sum(-1) * rho.detach(), 0.0))
+        if one:
+            assert oracle.close(mean, one) and oracle.close(drift, torch.zeros_like(drift))
+        else:
+            assert mean < 0.95 and drift.norm() > 0.01
+    if size == 0:                                  # then it is μ itself, and without it the mass is missing, token by token
+        assert oracle.close(replayed(old, kept)[drawn], torch.where(mu.mask, log_mu[mu.states, mu.tokens], 0.0)[drawn])
+        assert oracle.close((replayed(old, None) - replayed(old, kept))[drawn],
+                            torch.where(mu.mask, mass[mu.states].log(), 0.0)[drawn])
+
+
+@pytest.mark.parametrize("cut", [{}, dict(top_p=0.9), dict(top_p=0.9, top_k=8), dict(top_k=5)])
 @pytest.mark.parametrize("kind", ["transformers", "vllm"])
-def test_engine_and_trainer_agree_before_and_after_a_sync(kind, tiny_model, request):
+def test_engine_and_trainer_agree_before_and_after_a_sync(kind, cut, tiny_model, request):
     if kind == "vllm":
         request.getfixturevalue("vllm_required")
     config = trainer.Config()
@@ -267,13 +342,16 @@ def test_engine_and_trainer_agree_before_and_after_a_sync(kind, tiny_model, requ
     prompts = [[3 + i, 5, 7][:1 + i % 3] for i in range(12)]
     with process_group() as device:
         policy = load_policy(str(tiny_model), 0.7, "float32", device)
-        engine = make_engine(kind, str(tiny_model), dtype="float32", max_model_len=64, device=device, batch_size=16)
+        engine = make_engine(kind, str(tiny_model), dtype="float32", max_model_len=64, device=device, batch_size=16, **cut)
         try:
             for seed in range(2):
                 samples = engine.generate(prompts, list(range(12)), temperature=0.7, max_tokens=40, eos_ids=[1])
                 batch = trainer.pad(prompts, samples, torch.zeros(12), device)
                 gap = (trainer.score(policy, batch, config) - batch.rollout_log_prob)[batch.response_mask]
                 assert batch.response_mask.sum() > 100 and gap.abs().max() < 1e-4
+                if cut:                            # without the sets the mass is missing
+                    gap = (trainer.score(policy, batch._replace(kept=None), config) - batch.rollout_log_prob)[batch.response_mask]
+                    assert gap.max() < 1e-4 and gap.min() < -0.05
                 with torch.no_grad():
                     for parameter in policy.parameters():
                         parameter.mul_(1.05)
@@ -322,8 +400,9 @@ def steady(lines):
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "tokens_per", "memory/"))} for line in lines]
 
 
-def test_resumed_is_uninterrupted(run):
-    settings = ["train.save_every=2", "rollout.staleness=2", "train.lr=0.01", "train.keep=2", "train.eval_every=9"]
+@pytest.mark.parametrize("cut", [[], ["rollout.top_p=0.9", "rollout.top_k=8"]])
+def test_resumed_is_uninterrupted(cut, run):
+    settings = [*cut, "train.save_every=2", "rollout.staleness=2", "train.lr=0.01", "train.keep=2", "train.eval_every=9"]
     _, whole = run(*settings, "train.steps=6", name="whole")
     run(*settings, "train.steps=4", name="parts")
     with open("runs/parts/metrics.jsonl", "a") as file:      # killed in the fifth step, mid-line
@@ -389,8 +468,9 @@ def test_control_c(tiny_model, tmp_path):
     (["correction.preset=decoupled_tokn_is"], ["correction.preset", "did you mean 'decoupled_token_is'"]),
     (["correction.rollout_si=token"], ["rollout_si", "did you mean 'rollout_"]),
     (["correction.preset=seq_is", "correction.rollout_is_threshold=-1"], ["rollout_is_threshold", "positive", "-1"]),
-    (["rollout.top_p=0.9"], ["rollout.top_p", "mass"]),
-    (["rollout.top_k=50"], ["rollout.top_k", "mass"]),
+    (["rollout.top_p=0"], ["rollout.top_p", "0.01 to 1", "not 0"]),
+    (["rollout.top_p=1.5"], ["rollout.top_p", "0.01 to 1", "1.5"]),
+    (["rollout.top_k=-2"], ["rollout.top_k", "at least -1", "-2"]),
     (["rollout.quantize_bits=1"], ["rollout.quantize_bits", "2 to 16"]),
     (["rollout.staleness=-1"], ["rollout.staleness", "at least 0"]),
     (["rollout.prompts=7"], ["rollout.prompts=7", "multiple", "train.mini_batches"]),
@@ -413,6 +493,19 @@ def test_mistakes_are_one_sentence(arguments, said, tmp_path, monkeypatch, capsy
     error = capsys.readouterr().err
     assert all(word in error for word in said) and error.count("\n") == 1, error
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("cut", [["rollout.top_p=0.9"], [f"rollout.top_k={KEPT + 1}"], ["rollout.top_p=0.9", "rollout.top_k=0"]])
+def test_sets_without_a_bound_are_one_sentence_before_anything_is_loaded(cut, run, tmp_path, capsys):
+    """The policy is a configuration: without a tokenizer, which is the next thing missed, and without weights."""
+    transformers.Qwen2Config(vocab_size=5000).save_pretrained(tmp_path / "large")
+    code, lines = run(f"policy.path={tmp_path / 'large'}", *cut, engine="auto")
+    said = capsys.readouterr().err
+    assert code == 2 and lines == [] and said.count("\n") == 1, said
+    assert re.match(r"trainer.py: rollout.top_p=.* and rollout.top_k=.* may keep \d+ of 5000 tokens", said)
+    assert f"set rollout.top_k to 1 … {KEPT}" in said
+    run(f"policy.path={tmp_path / 'large'}", "rollout.top_p=0.9", f"rollout.top_k={KEPT}")
+    assert "a prompt of 0 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text, overrides, off", [
