@@ -201,7 +201,7 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
                 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one batch in any mode, and its metrics.
 
-    (eq:decoupled-ppo, eq:bypass, eq:off-policy)
+    (eq:decoupled-ppo, eq:bypass, eq:off-policy, eq:batch-size)
 
         decoupled: E_μ[ w(π_old/μ) · L(π_θ/π_old) ]     bypass: E_μ[ L(π_θ/μ) ]
         reinforce: E_μ[ w(π_θ/μ) · (−A log π_θ) ]

@@ -103,20 +103,26 @@ class Policy(nn.Module):
         self.softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def forward(self, tokens: Tensor, attention: Tensor, width: int, shape: Shape | None = None,
-                kept: Tensor | None = None) -> Tensor:
+                kept: Tensor | None = None, candidates: Tensor | None = None):
         """tokens, attention [B, P + T]: prompts padded left, responses, T = width, padded right.
         kept [B, T, K]: the ids over which each token's π is renormalised, itself among them.
 
-        Returns log π(y_t | x, y_<t), float32, [B, T], 0 beyond the longest response of these rows.
+        Returns log π(y_t | x, y_<t), float32, [B, T], 0 beyond the longest response of these rows;
+        with candidates [B, T, K], ids of other tokens, also theirs in the place of y_t: [B, T, K].
         """
         shape = shape or Shape.of(tokens.cpu(), attention.cpu(), width, tokens.device)
         start, (p, t) = tokens.shape[1] - width, shape[:2]
         tokens, attention = (x[:, start - p:start + t] for x in (tokens, attention))    # [B, p + t]
         hidden = self.hidden_states(tokens, attention, shape)[:, :t].flatten(0, 1)      # [B·t, H]
-        targets = tokens[:, p:].flatten()                                               # [B·t]
+        targets = tokens[:, p:, None]
+        if candidates is not None:
+            targets = torch.cat([targets, candidates[:, :t]], -1)
+        targets = targets.flatten(0, 1)                                                 # [B·t, M]
         kept = None if kept is None else kept[:, :t].flatten(0, 1)                      # [B·t, K]
-        log_prob = self.log_probs(hidden, targets, kept)
-        return F.pad(log_prob.view(-1, t), (0, width - t))                              # [B, T]
+        log_prob = self.log_probs(hidden, targets, kept).unflatten(0, (-1, t))
+        log_prob = F.pad(log_prob, (0, 0, 0, width - t))                                # [B, T, M]
+        own, others = log_prob[..., 0], log_prob[..., 1:]
+        return own if candidates is None else (own, others)
 
     def hidden_states(self, tokens: Tensor, attention: Tensor, shape: Shape) -> Tensor:
         """From the prompt's last one to that before the last token's: [B, p + t] → [B, ≥ t, H]."""
@@ -134,8 +140,8 @@ class Policy(nn.Module):
         last = before.last_hidden_state[shape.which, -1:]                               # [B, 1, H]
         return torch.cat([last, after.last_hidden_state], 1)
 
-    def log_probs(self, hidden: Tensor, targets: Tensor, kept: Tensor | None) -> Tensor:
-        """log π of each target: [N, H], [N], [N, K] → [N], in float32 at least."""
+    def log_probs(self, hidden: Tensor, targets: Tensor, kept: Tensor | None = None) -> Tensor:
+        """log π of each target: [N, H], [N, M], [N, K] → [N, M], in float32 at least."""
         head = self.model.get_output_embeddings()
         return TokenLogProbs.apply(hidden, head.weight, getattr(head, "bias", None), targets,
                                    self.temperature, self.softcap, kept)
@@ -146,6 +152,7 @@ class TokenLogProbs(torch.autograd.Function):
 
     z exists for one slice of the vocabulary at a time, and the backward pass computes it again, so
     that memory does not grow with N·V. From the forward pass it takes log Σ_v e^{z_v} alone: [N].
+    Of M targets y each: [N, M].
     In float32 at least. With `kept` [N, K], ids of which some may repeat, v is one of them: z = −∞
     elsewhere, as in `sampling_log_probs`, whatever π itself would have kept.  (eq:sampling)
     """
@@ -176,33 +183,35 @@ class TokenLogProbs(torch.autograd.Function):
                 place = (kept.long() - first).clamp(-1, z.shape[1]) + 1                 # [N, K]
                 cut = z.new_ones(len(z), z.shape[1] + 2, dtype=torch.bool)
                 z.masked_fill_(cut.scatter_(-1, place, False)[:, 1:-1], -math.inf)
-            place = (targets - first)[:, None]
+            place = targets - first
             inside = (0 <= place) & (place < z.shape[1])
             yield rows, z, place.where(inside, 0), inside
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, softcap, kept=None):
-        chosen, log_sum = hidden.new_full((2, len(hidden)), -math.inf)          # z is wider
+        chosen, log_sum = (hidden.new_full(shape, -math.inf)                    # z is wider
+                           for shape in (targets.shape, targets.shape[:1]))
         given = weight, bias, targets, temperature, softcap, kept
         for _, z, place, inside in TokenLogProbs.slices(hidden, *given):
             log_sum = torch.logaddexp(log_sum, z.logsumexp(-1))
-            chosen = torch.where(inside, z.gather(-1, place), chosen[:, None])[:, 0]
+            chosen = torch.where(inside, z.gather(-1, place), chosen)
         ctx.save_for_backward(hidden, weight, bias, targets, log_sum, kept)
         ctx.settings = temperature, softcap
-        return chosen - log_sum
+        return chosen - log_sum[:, None]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
         hidden, weight, bias, targets, log_sum, kept = ctx.saved_tensors
-        (temperature, softcap), g = ctx.settings, gradient[:, None]
+        (temperature, softcap), total = ctx.settings, gradient.sum(-1, keepdim=True)
         of_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype)
         of_weight, of_bias = (None if x is None else torch.empty_like(x) for x in (weight, bias))
         given = weight, bias, targets, temperature, softcap, kept
         for rows, z, place, inside in TokenLogProbs.slices(hidden, *given):
             if softcap:                                                # of tanh; 0 where z = −∞
                 slope = (1 - (z * (temperature / softcap)).square()).clamp(min=0)
-            z.sub_(log_sum[:, None]).exp_().mul_(-g).scatter_add_(-1, place, g * inside)
+            z.sub_(log_sum[:, None]).exp_().mul_(-total)
+            z.scatter_add_(-1, place, gradient * inside)
             z = z if temperature == 1 else z.div_(temperature)
             of_z = (z.mul_(slope) if softcap else z).to(weight.dtype)                   # [N, slice]
             of_hidden += of_z @ weight[rows]

@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
+from adapters.vllm import as_guest, import_vllm, repack_head
 from estimators import sampling_log_probs
-from plumbing.guest import as_guest, import_vllm, repack_head
 from policy import Shape, padded, run_prompts, sent
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,6 +51,8 @@ class Sample:
     log_probs: list[float]  # T values of log μ(token | prefix), in nats
     finished: bool  # False: cut at max_tokens
     kept: list[list[int]] | None = None  # T sets of ids, what μ was cut to; None: the vocabulary
+    candidates: list[dict[int, float]] | None = None  # T tables {id: log μ}, of all that was kept
+    # or of the likeliest; None: not asked for
 
 
 class Cut(NamedTuple):
@@ -82,15 +84,16 @@ class Cut(NamedTuple):
 
 def make_engine(
     kind, path, *, dtype, max_model_len, gpu_memory_utilization=0.4, device="cpu", batch_size=512,
-    enforce_eager=None, top_p=1.0, top_k=None
+    enforce_eager=None, top_p=1.0, top_k=None, candidates=0
 ):
     """The engine named `kind`: "vllm", "transformers", or "auto", which is vLLM where it imports.
 
     path: directory or hub id of the first weights. dtype: a key of DTYPES. max_model_len: longest
     prompt plus response. gpu_memory_utilization: vLLM's share of the GPU while awake. batch_size:
     most samples at a time. enforce_eager: vLLM without CUDA graphs and compilation, far slower on a
-    GPU; None: on a CPU only. top_p, top_k: see `Cut.of`. Under torchrun, call `init_process_group`
-    before and `close` the engine before `destroy_process_group`.
+    GPU; None: on a CPU only. top_p, top_k: see `Cut.of`. candidates: with each token come those of
+    μ's likeliest, or with a cut all that are left. Under torchrun, call `init_process_group` before
+    and `close` the engine before `destroy_process_group`.
     """
     kinds = ["auto", "vllm", "transformers"]
     for name, value, known in [("engine", kind, kinds), ("dtype", dtype, list(DTYPES))]:
@@ -99,7 +102,7 @@ def make_engine(
             raise ValueError(f"rollout.{name}={value!r} is unknown; did you mean {nearest!r}?")
     vocabulary = AutoConfig.from_pretrained(path).get_text_config().vocab_size
     settings = dict(dtype=dtype, max_model_len=max_model_len, device=device, batch_size=batch_size,
-                    cut=Cut.of(top_p, top_k, vocabulary))
+                    cut=Cut.of(top_p, top_k, vocabulary), candidates=min(candidates, vocabulary))
     if kind != "transformers":
         try:
             import_vllm()
@@ -119,12 +122,13 @@ class TransformersEngine:
 
     name = "transformers"
 
-    def __init__(self, path, *, dtype, max_model_len, device, batch_size, cut):
+    def __init__(self, path, *, dtype, max_model_len, device, batch_size, cut, candidates):
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]).to(device)
         self.model.eval()
         # `generate` fills what its own config leaves open from this one, so this one is emptied.
         self.model.generation_config = GenerationConfig()
-        self.max_model_len, self.batch_size, self.cut = max_model_len, batch_size, cut
+        self.max_model_len, self.batch_size = max_model_len, batch_size
+        self.cut, self.candidates = cut, candidates
 
     def generate(self, prompts, seeds, *, temperature, max_tokens, eos_ids, progress=None):
         """One Sample per prompt; temperature 0 is greedy, with the log-probs of temperature 1.
@@ -146,7 +150,7 @@ class TransformersEngine:
         ids, mask = padded(prompts, "left")  # [B, P]
         config = GenerationConfig(do_sample=False, max_new_tokens=max_tokens, pad_token_id=0,
                                   eos_token_id=list(eos_ids) or None)
-        sampler = GumbelMax(seeds, temperature, self.cut, device)
+        sampler = GumbelMax(seeds, temperature, self.cut, self.candidates, device)
         shape = Shape.of(ids[:, :-1], mask[:, :-1], 0, device) if width > 1 else None
         (ids, mask), prefilled = sent(device, ids, mask), {}
         if shape:  # all but the last token, which `generate` runs itself
@@ -155,12 +159,15 @@ class TransformersEngine:
         output = self.model.generate(ids, attention_mask=mask, generation_config=config,
                                      logits_processor=[sampler], **prefilled)
         tokens, log_probs = output[:, width:], torch.stack(sampler.log_probs, dim=1)  # [B, T]
-        samples, kept = [], [*zip(*sampler.kept)] or [None] * len(tokens)
-        for row, values, sets in zip(tokens.tolist(), log_probs.tolist(), kept, strict=True):
+        samples, none = [], [None] * len(tokens)
+        kept, tables = ([*zip(*x)] or none for x in (sampler.kept, sampler.tables))
+        for row, values, sets, table in zip(tokens.tolist(), log_probs.tolist(), kept, tables,
+                                            strict=True):
             ends = [t for t, token in enumerate(row) if token in eos_ids]
             length = ends[0] + 1 if ends else len(row)  # what follows the end token is padding
             samples.append(Sample(row[:length], values[:length], finished=bool(ends),
-                                  kept=sets and self.cut.checked(list(sets[:length]))))
+                                  kept=sets and self.cut.checked(list(sets[:length])),
+                                  candidates=table and list(table[:length])))
         return samples
 
     @torch.no_grad()
@@ -184,11 +191,12 @@ class GumbelMax(LogitsProcessor):
     only the drawn token's log-prob is kept, [B] a position instead of [B, V].
     """
 
-    def __init__(self, seeds, temperature, cut, device):
-        self.temperature, self.cut = temperature, cut
+    def __init__(self, seeds, temperature, cut, candidates, device):
+        self.temperature, self.cut, self.candidates = temperature, cut, candidates
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         self.log_probs = []  # one [B] per position
         self.kept = []  # B sets of ids per position, where something is cut
+        self.tables = []  # B tables {id: log μ} per position, where candidates are asked for
 
     def __call__(self, input_ids, logits):
         log_mu, _ = sampling_log_probs(  # [B, V]
@@ -205,6 +213,10 @@ class GumbelMax(LogitsProcessor):
             kept = log_mu > -math.inf
             ids = kept.nonzero()[:, 1].cpu().split(kept.sum(-1).tolist())
             self.kept.append([x.tolist() for x in ids])
+        if self.candidates:
+            likeliest = log_mu.topk(min(self.cut.most or self.candidates, log_mu.shape[-1]))
+            self.tables.append([{v: x for v, x in zip(*row) if x > -math.inf} for row in zip(
+                likeliest.indices.tolist(), likeliest.values.tolist())])
         return scores
 
 
@@ -214,12 +226,12 @@ class VllmEngine:
     name = "vllm"
 
     def __init__(self, path, *, dtype, max_model_len, gpu_memory_utilization, enforce_eager, device,
-                 batch_size, cut):
+                 batch_size, cut, candidates):
         LLM, self.SamplingParams = import_vllm()
         self.llm, self.max_model_len, self.asleep = None, max_model_len, set()
         self.on_gpu = torch.device(device).type == "cuda"
         self.eager = not self.on_gpu if enforce_eager is None else enforce_eager
-        self.cut, self.group_is_ours = cut, not dist.is_initialized()
+        self.cut, self.candidates, self.group_is_ours = cut, candidates, not dist.is_initialized()
         # Under torchrun: the GPU of this rank rather than the first one, and ranks that agree.
         alone = self.group_is_ours or dist.get_world_size() == 1
         with torch.device("meta"):  # names and shapes of the weights, without the weights
@@ -227,7 +239,8 @@ class VllmEngine:
         # On a GPU vLLM returns what was kept (so says its source: nobody tried it here). On a CPU
         # it does not, but log-probs are -inf where cut: one more is asked for than may be kept.
         vocabulary = self.layout.config.get_text_config().vocab_size
-        self.asked = min(cut.most + 1, vocabulary) if cut.most and not self.on_gpu else 0
+        of_cut = cut.most + 1 if cut.most and (candidates or not self.on_gpu) else candidates
+        self.asked = min(of_cut, vocabulary)
         with as_guest():
             self.llm = LLM(
                 str(path), dtype=dtype, max_model_len=max_model_len,
@@ -263,7 +276,8 @@ class VllmEngine:
         return [
             Sample(list(o.token_ids),
                    [step[t].logprob for t, step in zip(o.token_ids, o.logprobs, strict=True)],
-                   finished=o.finish_reason == "stop", kept=self._kept(o))
+                   finished=o.finish_reason == "stop", kept=self._kept(o),
+                   candidates=self._tables(o) if self.candidates else None)
             for o in (request.outputs[0] for request in outputs)
         ]
 
@@ -272,6 +286,12 @@ class VllmEngine:
             return None
         return self.cut.checked(output.sampling_mask.token_ids if self.on_gpu else [
             [v for v, x in step.items() if x.logprob > -math.inf] for step in output.logprobs])
+
+    def _tables(self, output):
+        """Without the drawn token where it is beyond them: candidates do not depend on the draw."""
+        last = self.cut.most + 1 if self.cut.most else self.candidates
+        return [{v: x.logprob for v, x in step.items() if x.logprob > -math.inf and x.rank <= last}
+                for step in output.logprobs]
 
     def update_weights(self, named_tensors):
         """Load full tensors through vLLM's own loader, which fuses, repacks and casts them.

@@ -52,6 +52,8 @@ class Batch(NamedTuple):
     old_log_prob: Tensor | None = None              # [N, T]  π_old
     ref_log_prob: Tensor | None = None              # [N, T]  π_ref
     kept: Tensor | None = None                      # [N, T, K]  of each token, what μ was cut to
+    candidates: Tensor | None = None                # [N, T, K]  other tokens in its place,
+    candidate_log_prob: Tensor | None = None        # [N, T, K]  π_rollout of these; −∞: none
 
     def rows(self, index, there) -> "Batch":
         """Some of them, by an index that is on the host and on the device: nobody waits for it."""
@@ -153,10 +155,11 @@ def pad(prompts: list[list[int]], samples: list[Sample], advantages: Tensor, dev
     (before, prompt_mask), (after, mask) = (
         padded(prompts, "left"), padded([s.tokens for s in samples], "right", least=1))
     rollout_log_prob, _ = padded([s.log_probs for s in samples], "right", least=1)
-    kept = [] if samples[0].kept is None else sent(device, kept_ids(samples, after))
+    kept = [None] if samples[0].kept is None else sent(device, kept_ids(samples, after))
+    others = [] if samples[0].candidates is None else sent(device, *candidate_tables(samples, mask.bool()))
     return Batch(torch.cat([before, after], 1), torch.cat([prompt_mask, mask], 1),
                  *sent(device, mask.bool(), advantages[:, None].expand_as(mask),
-                       rollout_log_prob.float()), None, None, *kept)
+                       rollout_log_prob.float()), None, None, *kept, *others)
 
 
 def kept_ids(samples: list[Sample], tokens: Tensor) -> Tensor:
@@ -166,6 +169,17 @@ def kept_ids(samples: list[Sample], tokens: Tensor) -> Tensor:
     kept[torch.arange(kept.shape[-1]) < sizes[:, :, None]] = torch.tensor(
         [v for s in samples for ids in s.kept for v in ids], dtype=torch.int)
     return kept
+
+
+def candidate_tables(samples: list[Sample], mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and log μ of the candidates of each token, filled up with 0 and −∞: [N, T, K] twice."""
+    tables = [table for s in samples for table in s.candidates]
+    most = max(map(len, tables))
+    ids, log_mu = (torch.full((*mask.shape, most), fill) for fill in (0, -math.inf))
+    ids[mask] = torch.tensor([[*table, *[0] * (most - len(table))] for table in tables])
+    log_mu[mask] = torch.tensor([[*table.values(), *[-math.inf] * (most - len(table))]
+                                 for table in tables])
+    return ids, log_mu
 
 
 def micro_batches(batch: Batch, config: Config, together: bool = False) -> list[Tensor]:
@@ -182,11 +196,16 @@ def micro_batches(batch: Batch, config: Config, together: bool = False) -> list[
     return [rows[lengths[rows].argsort(stable=True)] for rows in (x.sort().values for x in parts)]
 
 
-def log_probs(policy: Policy, batch: Batch) -> Tensor:
-    """Of these rows under a policy, renormalised over what μ kept: [b, T].  (eq:sampling)"""
+def log_probs(policy: Policy, batch: Batch, candidates: Tensor | None = None
+              ) -> tuple[Tensor, Tensor | None]:
+    """Of these rows under a policy, renormalised over what μ kept: [b, T].  (eq:sampling)
+
+    And of candidates in the place of each token, where there are any: [b, T, K].
+    """
     width, device = batch.response_mask.shape[1], batch.response_mask.device
-    return policy(*sent(device, batch.tokens, batch.attention), width,
-                  Shape.of(batch.tokens, batch.attention, width, device), batch.kept)
+    given = (*sent(device, batch.tokens, batch.attention), width,
+             Shape.of(batch.tokens, batch.attention, width, device), batch.kept)
+    return (policy(*given), None) if candidates is None else policy(*given, candidates)
 
 
 @torch.no_grad()
@@ -195,7 +214,7 @@ def score(policy: Policy, batch: Batch, config: Config) -> Tensor:
     log_prob = torch.zeros_like(batch.rollout_log_prob)
     for rows in micro_batches(batch, config):
         [there] = sent(log_prob.device, rows)
-        log_prob[there] = log_probs(policy, batch.rows(rows, there))
+        log_prob[there], _ = log_probs(policy, batch.rows(rows, there))
     return log_prob
 
 
@@ -240,7 +259,7 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig, correction=
     for rows in micro_batches(batch, config, together=not config.policy.gradient_checkpointing):
         [there] = sent(batch.response_mask.device, rows)
         part = batch.rows(rows, there)
-        log_prob = log_probs(policy, part)                                              # [b, T]
+        log_prob, candidates = log_probs(policy, part, part.candidates)         # [b, T], [b, T, K]
         corrections.append(correction.rows(there) if correction else correct(
             log_prob, part.rollout_log_prob, part.response_mask, options, part.advantages))
         loss, metrics = policy_loss(
@@ -248,7 +267,8 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig, correction=
             part.rollout_log_prob, part.advantages, part.response_mask, options,
             correction=corrections[-1], clip_low=how.clip_low, clip_high=how.clip_high,
             dual_clip=how.dual_clip, mode=how.aggregation, denominator=how.denominator,
-            counts=counts, horizon=config.rollout.max_tokens)
+            counts=counts, horizon=config.rollout.max_tokens,
+            candidates=(candidates, part.candidate_log_prob))
         metrics = {k: v for k, v in metrics.items() if k.startswith("loss/")}
         if part.ref_log_prob is not None:
             kl = kl_loss(log_prob, part.ref_log_prob, part.response_mask, how.kl_kind,

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from metrics import diagnose, to_host
 from plumbing.checkpoints import Checkpoints, aside, read_metrics, write
 from plumbing.faults import explain, process_group, require_one_directory, watched
-from plumbing.settings import Config, UserError
+from plumbing.settings import Config, UserError, correction_of
 from plumbing.tasks import Problem, make_demo_model, make_task, seed_of
 from policy import full_weights, load_policy
 from rollout import Cut, Sample, WeightSync, make_engine
@@ -125,7 +125,8 @@ class Run:
                 max_model_len=longest, batch_size=config.rollout.batch_size,
                 gpu_memory_utilization=config.rollout.gpu_memory_utilization,
                 enforce_eager=config.rollout.enforce_eager, top_p=config.rollout.top_p,
-                top_k=config.rollout.top_k)
+                top_k=config.rollout.top_k, candidates=(
+                    config.rollout.candidates if correction_of(config).score_centering else 0))
         except Exception as error:         # vLLM's are of many types
             raise UserError(f"rollout.engine={config.rollout.engine} does not start: "
                             f"{explain(error) or error}") from None

@@ -155,7 +155,7 @@ def log_prob_paths(head):
     from policy import Policy
     ours = SimpleNamespace(model=SimpleNamespace(get_output_embeddings=lambda: head), softcap=None,
                            temperature=1.0)
-    paths = {"ours": lambda h, y: Policy.log_probs(ours, h, y),
+    paths = {"ours": lambda h, y: Policy.log_probs(ours, h, y[:, None])[:, 0],
              "plain": lambda h, y: head(h).float().log_softmax(-1).gather(-1, y[:, None])[:, 0]}
     if selective_log_softmax:
         paths["TRL"] = lambda h, y: selective_log_softmax(head(h), y)

@@ -186,7 +186,7 @@ def held(run, batch, engine: float, start: float, peak: float) -> list[list[str]
     between = unused()
     rows = trainer.micro_batches(batch, run.config, together=True)[-1]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        trainer.log_probs(run.policy, batch.rows(rows, rows)).sum().backward()
+        trainer.log_probs(run.policy, batch.rows(rows, rows))[0].sum().backward()
     head = run.policy.model.get_output_embeddings().weight.numel() * 4 / 2 ** 30
     parts = {"libraries": start, "weights": weights, "gradients": weights, "moments": 2 * weights,
              "engine": engine, "activations of a micro-batch": sum(storages.values()) / 2 ** 30}

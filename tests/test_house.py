@@ -21,7 +21,7 @@ CORE = BOOK[:4]
 MAY_IMPORT = {
     "estimators": set(), "metrics": {"estimators"}, "correction": {"estimators", "metrics"},
     "losses": {"estimators", "metrics", "correction"}, "policy": set(),
-    "rollout": {"estimators", "policy", "plumbing.guest"},
+    "rollout": {"estimators", "policy", "adapters.vllm"},
     "plumbing": {"plumbing", "policy", "rollout", "metrics", "adapters.dialects"},
     "adapters": {"adapters", *CORE},
     "trainer": {*BOOK[:6], "plumbing", "adapters"}}
@@ -97,6 +97,8 @@ RUNS = [
     ["correction.preset=decoupled_token_is", "loss.kl_coef=0.1", "advantage.kind=grpo"],
     ["correction.preset=decoupled_seq_is_rs", "correction.rollout_is_batch_normalize=true", "advantage.kind=rloo"],
     ["correction.preset=bypass_pg_geo_rs", "advantage.kind=reinforce"],
+    ["correction={rollout_is: prefix, rollout_rs: {second_moment: 0.04, token_tv: 0.3}}"],
+    ["correction={score_centering: true, bypass_mode: true, loss_type: reinforce}"],
     *([f"correction.loss_type={kind}"] for kind in ("gspo", "cispo", "sapo"))]
 
 

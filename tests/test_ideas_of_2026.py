@@ -132,17 +132,19 @@ def test_what_no_candidate_stands_for_is_taken_in_proportion(level):
 
 
 def test_missing_candidates_are_no_tokens():
-    """−∞ in log μ fills a row that has fewer candidates: with three of them or three and two fillers, the same."""
+    """−∞ in log μ fills a row that has fewer candidates: with two of three, or these and two fillers, the same."""
     config, filled = reinforce("token", 0.9, score_centering=True), []
-    for log_pi, log_mu in (CANDIDATES, [torch.nn.functional.pad(x, (0, 2), value=y)
-                                        for x, y in zip(CANDIDATES, (-0.1, -math.inf))]):
+    for fillers in (0, 2):
+        log_pi, log_mu = (torch.nn.functional.pad(x[..., :2], (0, fillers), value=y)
+                          for x, y in zip(CANDIDATES, (-0.1, -math.inf)))
         filled.append(mean_gradient(config, R, (log_pi, log_mu)))
     assert torch.equal(*filled)
 
 
-def test_centering_of_padding_is_nothing():
+@pytest.mark.parametrize("there", [math.nan, 1e30])
+def test_centering_of_padding_is_nothing(there):
     """Neither value nor gradient, whatever stands there."""
-    config, junk = reinforce("token", 0.9, score_centering=True), torch.where(MASK, 0.0, math.nan)[..., None]
+    config, junk = reinforce("token", 0.9, score_centering=True), torch.where(MASK, 0.0, there)[..., None]
     losses = []
     for x in (CANDIDATES, (CANDIDATES[0] + junk, CANDIDATES[1] + junk)):
         loss, _ = policy_loss(LP, MU_LP, MU_LP, R.expand(-1, 3), MASK, config, mode=SUM, candidates=x)
@@ -290,6 +292,14 @@ def test_the_worst_tokens_go_until_the_mean_is_met(seed):
     kept = rejection_mask(log_rho, mask, {"second_moment": bound})
     expected = dropped_by_hand(log_rho.square()[mask].tolist(), bound)
     assert kept[mask].tolist() == [not gone for gone in expected] and not kept[~mask].any()
+
+
+@pytest.mark.parametrize("x", [1e-30, 0.04, 1.0, 1e30])
+def test_neighbouring_numbers_are_told_apart(x):
+    """Of two float32 numbers with none between them, the larger one alone goes."""
+    least = torch.tensor(x)
+    squares = torch.stack([least, torch.nextafter(least, torch.tensor(math.inf))])[None]
+    assert second_moment_limit(squares, torch.ones(1, 2), least.item()) == least
 
 
 def test_the_second_moment_of_all_ranks(monkeypatch):

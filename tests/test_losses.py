@@ -201,7 +201,7 @@ def test_variance_orderings():
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_decoupled_loss_does_not_depend_on_mu(loss_type):
-    """eq:decoupled-ppo: E_μ[w·L(π_θ/π_old)] = E_old[L] with the full product, not by token."""
+    """eq:batch-size, eq:decoupled-ppo: E_μ[w·L(π_θ/π_old)] = E_old[L] with the full product, not by token."""
     full = Config("sequence", PLAIN, loss_type=loss_type)
     clip = {"clip_low": 0.1, "clip_high": 0.15}
     on_policy = moments(Config(loss_type=loss_type), mu=OLD, **clip).mean

@@ -72,6 +72,47 @@ def test_every_preset_runs_two_steps(preset, run):
             "time/update"} <= set(lines[0])
 
 
+POLICY_GRADIENT = "bypass_mode: true, loss_type: reinforce"
+IDEAS = ["rollout_is: prefix", f"rollout_is: prefix, {POLICY_GRADIENT}", f"score_centering: true, {POLICY_GRADIENT}",
+         f"score_centering: true, rollout_is: token, rollout_is_threshold: 0.9, {POLICY_GRADIENT}",
+         f"rollout_is: token, rollout_is_threshold: .inf, rollout_rs: {{token_tv: 0.05}}, {POLICY_GRADIENT}",
+         f"rollout_is: token, rollout_rs: {{token_tv_outward: 0.05}}, {POLICY_GRADIENT}",
+         "rollout_rs: {second_moment: 0.04}", f"rollout_rs: {{second_moment: 0.04}}, {POLICY_GRADIENT}"]
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("idea", IDEAS)
+def test_every_idea_of_2026_trains(idea, engine, run, request):
+    """Late, rounded and cut rollouts with each; the rejecting ones reject some tokens and not all."""
+    if engine == "vllm":
+        request.getfixturevalue("vllm_required")
+    cut = ["rollout.top_p=0.9", "rollout.temperature=0.7"] if "centering" in idea else []
+    code, lines = run(f"correction={{{idea}}}", "rollout.staleness=1", *cut, engine=engine)
+    assert code == 0 and len(lines) == 2
+    for line in lines:
+        assert all(math.isfinite(value) for value in line.values()) and line["grad_norm"] > 0
+        assert "rs" not in idea or 0 < line["rollout_corr/rollout_rs_masked_fraction"] < 1
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_a_constant_reward_moves_nothing_with_centered_scores(engine, run, monkeypatch, request):
+    """eq:score-centering, on real models: μ is rounded, the advantage is 1 for all, and where all candidates are
+    known the gradient is noise around 0, without centering it is a drift. Summed over 400 samples of one prompt."""
+    if engine == "vllm":
+        request.getfixturevalue("vllm_required")
+    monkeypatch.setattr(trainer, "reinforce_advantages", lambda rewards, keep: torch.ones_like(rewards))
+    norms = {}
+    for name, centered in (("plain", "false"), ("centered", "true")):
+        code, lines = run(f"correction={{rollout_is: token, rollout_is_threshold: 0.8, {POLICY_GRADIENT}, "
+                          f"score_centering: {centered}}}", "advantage.kind=reinforce", "rollout.samples=200",
+                          "rollout.prompts=2", "rollout.quantize_bits=3", "train.mini_batches=1",
+                          "train.micro_batch_size=400", "train.steps=1", "rollout.max_tokens=1", engine=engine, name=name)
+        assert code == 0
+        norms[name] = lines[0]["grad_norm"]
+    print(engine, norms)
+    assert norms["centered"] < 0.75 * norms["plain"]
+
+
 @pytest.mark.parametrize("preset", ["decoupled_token_is", "bypass_pg_is", "bypass_ppo_clip_k3_rs"])
 def test_presets_with_vllm_under_torchrun(preset, tiny_model, tmp_path, vllm_required):
     ranks = 2 if preset == "decoupled_token_is" else 1
@@ -273,16 +314,18 @@ def test_slices_of_the_vocabulary_change_nothing(cut, with_bias, temperature, so
     g = torch.Generator().manual_seed(0)
     hidden, weight, bias = (torch.randn(*shape, generator=g, dtype=torch.float64, requires_grad=True)
                             for shape in ((7, 5), (11, 5), (11,)))
-    targets, given = torch.tensor([0, 3, 4, 10, 7, 3, 8]), [hidden, weight, bias][:2 + with_bias]
-    upstream = torch.randn(7, generator=g, dtype=torch.float64)
+    targets, given = torch.tensor([0, 3, 4, 10, 7, 3, 8])[:, None], [hidden, weight, bias][:2 + with_bias]
+    if not cut:                                    # and of two candidates in the place of each, here and there itself
+        targets = torch.cat([targets, torch.tensor([[1, 2], [3, 5], [4, 4], [0, 10], [6, 7], [9, 9], [0, 8]])], 1)
+    upstream = torch.randn(targets.shape, generator=g, dtype=torch.float64)
     z = torch.nn.functional.linear(*given)
     z = (softcap * torch.tanh(z / softcap) if softcap else z) / temperature
     kept = None
     if cut:
         sets = [[0], [3, 10], [9, 4, 0, 1], list(range(10, -1, -1)), [7, 8, 6], [3, 0], [8, 7]]
-        kept = torch.tensor([[*ids, *[y] * (11 - len(ids))] for ids, y in zip(sets, targets.tolist())], dtype=torch.int)
+        kept = torch.tensor([[*ids, *[y] * (11 - len(ids))] for ids, [y] in zip(sets, targets.tolist())], dtype=torch.int)
         z = z.masked_fill(torch.tensor([[v not in ids for v in range(11)] for ids in sets]), -math.inf)
-    plain = z.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    plain = z.log_softmax(-1).gather(-1, targets)
     ours = TokenLogProbs.apply(*given[:2], bias if with_bias else None, targets, temperature, softcap, kept)
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
     for a, b in zip(torch.autograd.grad(ours, given, upstream), torch.autograd.grad(plain, given, upstream)):
@@ -300,7 +343,8 @@ def replayed(policy, kept):
     if kept is not None:                           # the places of other tokens hold the token itself
         ids = torch.where(kept[rows], torch.arange(V), policy.tokens.flatten()[:, None])
     hidden = torch.eye(S, dtype=torch.float64)[rows]
-    log_probs = TokenLogProbs.apply(hidden, policy.logits.T, None, policy.tokens.flatten(), 1.0, None, ids)
+    targets = policy.tokens.flatten()[:, None]
+    log_probs = TokenLogProbs.apply(hidden, policy.logits.T, None, targets, 1.0, None, ids)
     return torch.where(policy.mask, log_probs.view(policy.tokens.shape), 0.0)
 
 
