@@ -1,0 +1,622 @@
+"""Writes the reading edition into book/: the chapters, the seven files and the tests, as pages that work from disk.
+
+Equation, function and test find one another by the labels (eq:…) which the chapters define and the code cites.
+The figures' numbers are computed here, by the oracle and by losses.py. Nothing that a page shows is typed here.
+
+    pip install -r requirements.txt -r requirements-book.txt && npm install --prefix math/book
+    python math/book.py                  # then open book/index.html
+    python math/book.py record           # a batch of a real run anew, into math/book/batch.json
+
+What a chapter's markup means to this edition, beside Markdown:
+* a formula and **(eq:label)** below it: what cites the label stands beside it;
+* a block of `>>>` is folded. Its line is the block's first comment, when it begins with one, otherwise the last
+  sentence before it, and then what it printed. What a chapter's first block does before it prints is its set-up;
+* <details><summary>Answer</summary> … </details>: an answer, folded on every reader of Markdown; blocks in it are not.
+"""
+
+import ast
+import doctest
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from string import Template
+from typing import NamedTuple
+
+import yaml
+from markdown_it import MarkdownIt
+from mdit_py_plugins.dollarmath import dollarmath_plugin
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import DiffLexer, PythonConsoleLexer, get_lexer_for_filename
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
+HERE, OUT = ROOT / "math" / "book", ROOT / "book"
+FILES = [f"{name}.py" for name in ("estimators", "metrics", "correction", "losses", "policy", "rollout", "trainer")]
+CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))
+LABEL = re.compile(r"eq:[a-z0-9]+(?:-[a-z0-9]+)*")
+DEFINITION = re.compile(rf"\*\*\(({LABEL.pattern})\)\*\*")
+
+# Where a figure that moves stands: in the place of a picture, or at the end of a section.
+IN_PLACE = {"bias-variance.png": "cap", "length-trap.png": "trap"}
+AT_END = {"4-ppo.md": ("sapo-a-gate-instead-of-a-clip", "curves"),
+          "6-correction.md": ("correction-truncate-mask-reject-normalise", "batch")}
+
+
+# ------------------------------------------------------------------------------- code, by its labels
+
+class Part(NamedTuple):
+    """A function, class or test, and how near to its first line it cites each label."""
+
+    file: str
+    name: str
+    first: int
+    last: int
+    docstring: range
+    summary: str
+    is_class: bool
+    labels: dict[str, int]
+
+
+def lines_of(file):
+    return (ROOT / file).read_text().splitlines()
+
+
+@cache
+def parts(file):
+    found, lines = [], lines_of(file)
+
+    def visit(node, prefix=""):
+        for child in node.body:
+            if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+                first = min([child.lineno, *(d.lineno for d in child.decorator_list)])
+                doc, text = ast.get_docstring(child) or "", child.body[0]
+                where = range(text.lineno, text.end_lineno + 1) if doc else range(0)
+                is_class = isinstance(child, ast.ClassDef)
+                places = [doc.split("\n")[0], doc, "" if is_class else "\n".join(lines[first - 1:child.end_lineno])]
+                labels = {label: rank for rank in (2, 1, 0) for label in LABEL.findall(places[rank])}
+                summary = re.sub(rf"\(?{LABEL.pattern}[,:)]* ?", "", doc.split("\n")[0]).strip()
+                found.append(Part(file, prefix + child.name, first, child.end_lineno, where, summary, is_class, labels))
+                visit(child, f"{prefix}{child.name}.")
+
+    visit(ast.parse("\n".join(lines)))
+    return found
+
+
+def citing(label, files):
+    """The parts that cite a label; first the one that is about it."""
+    found = [part for file in files for part in parts(file) if label in part.labels]
+    often = Counter(part.file for part in found)
+    return sorted(found, key=lambda p: (p.is_class, p.labels[label], -often[p.file], len(p.labels), p.first - p.last))
+
+
+@cache
+def proving_files():
+    """The tests that cite an equation (test_math.py is about the labels themselves), and the oracle."""
+    tests = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if path.name != "test_math.py"]
+    return ["tests/oracle.py", *(f"tests/{path.name}" for path in tests if LABEL.search(path.read_text()))]
+
+
+@cache
+def names():
+    """Public name → page and line, of the seven files and the oracle."""
+    return {part.name: f"{page_of(part.file)}#L{part.first}" for file in ["tests/oracle.py", *reversed(FILES)]
+            for part in parts(file)}
+
+
+def page_of(file):
+    return file.replace("/", "-") + ".html"
+
+
+@cache
+def equations():
+    """Label → its chapter's page."""
+    return {label: f"{path.stem}.html" for path in CHAPTERS for label in DEFINITION.findall(path.read_text())}
+
+
+def link_labels(text):
+    def link(found):
+        page = equations().get(found[0])
+        return f'<a class="eq" href="{page}#{found[0]}">{found[0]}</a>' if page else found[0]
+
+    return LABEL.sub(link, text)
+
+
+@cache
+def highlighted(file):
+    """The lines of a file as HTML."""
+    text = highlight((ROOT / file).read_text(), get_lexer_for_filename(file, stripnl=False), HtmlFormatter(nowrap=True))
+    return [link_labels(line) for line in text.rstrip("\n").split("\n")]
+
+
+def listing(part):
+    rows = []
+    for n, line in enumerate(highlighted(part.file)[part.first - 1:part.last], part.first):
+        kind = "doc" if n in part.docstring else "code"
+        rows.append(f'<span class="l {kind}" data-n="{n}">{line}</span>')
+    return f'<pre class="listing"><code>{chr(10).join(rows)}</code></pre>'
+
+
+def panel(label):
+    """What stands beside an equation: the function that computes it open, the others and the tests folded."""
+    def folded(part, opened=False):
+        where = f'{page_of(part.file)}#L{part.first}'
+        head = (f'<code>{part.name}</code> <a class="where" href="{where}">{part.file}:{part.first}</a>'
+                f'<span class="sum">{html.escape(part.summary)}</span>')
+        shown = listing(part) if part.last - part.first < 110 else f'<p><a href="{where}">on its page</a></p>'
+        return f'<details class="part"{" open" * opened}><summary>{head}</summary>{shown}</details>'
+
+    functions, tests = citing(label, FILES), citing(label, proving_files())
+    of = sorted(tests, key=lambda part: (part.file, part.first))
+    return (f'<aside class="panel" data-eq="{label}"><div class="stick"><h4>computed by</h4>'
+            + "".join(folded(part, not i) for i, part in enumerate(functions))
+            + f'<h4>proved by {len(of)} test{"s" * (len(of) > 1)}</h4>' + "".join(map(folded, of)) + "</div></aside>")
+
+
+def source_page(file):
+    tags = {part.first + next(i for i, line in enumerate(lines_of(file)[part.first - 1:]) if "def " in line or "class " in line):
+            part.labels for part in parts(file)} if file.endswith(".py") else {}
+    rows = []
+    for n, line in enumerate(highlighted(file), 1):
+        cites = " ".join(sorted(set(tags.get(n, {})) & set(equations())))
+        rows.append(f'<span class="l" id="L{n}" data-n="{n}">{line}'
+                    + (f'<span class="cites">{link_labels(cites)}</span>' if cites else "") + "</span>")
+    return f'<h1 class="file">{file}</h1><pre class="listing whole"><code>{chr(10).join(rows)}</code></pre>'
+
+
+# ------------------------------------------------------------------------------------------ chapters
+
+class Formulas(dict):
+    """(TeX, displayed) → a mark in the page, which KaTeX's output replaces when all are known."""
+
+    def __missing__(self, key):
+        self[key] = f"\x02{len(self)}\x03"
+        return self[key]
+
+
+FORMULAS = Formulas()
+
+
+@cache
+def references():
+    return yaml.safe_load((ROOT / "math" / "references.yaml").read_text())
+
+
+@cache
+def mentions():
+    """What a text may call a reference → the reference."""
+    return {mention: entry for entry in references() for mention in [entry["id"], *entry.get("cited", [])]}
+
+
+def link_text(text):
+    """Labels, chapters and references in running text become links."""
+    text = link_labels(html.escape(text))
+    pages = {path.name.split("-")[0]: f"{path.stem}.html" for path in CHAPTERS}
+    text = re.sub(r"\b([Cc]hapter )(\d+)\b", lambda m: f'<a href="{pages[m[2]]}">{m[0]}</a>' if m[2] in pages else m[0], text)
+    known = "|".join(map(re.escape, sorted(mentions(), key=len, reverse=True)))
+    return re.sub(rf"(?<![\w/.])(?:{known})(?![\w.]*\d)",
+                  lambda m: f'<a href="references.html#{mentions()[m[0]]["id"]}">{m[0]}</a>', text)
+
+
+def slug(title):
+    return re.sub(r"[^\w\- ]", "", re.sub(r"^\d+\. ", "", title).lower()).replace(" ", "-")
+
+
+def target(href, folder):
+    """Where a link of a document leads in the book."""
+    if re.match(r"https?:|mailto:|#", href):
+        return href
+    path, _, anchor = href.partition("#")
+    file = (ROOT / folder / path).resolve().relative_to(ROOT)
+    if file.suffix == ".md" and file.parent.name == "math":
+        return f"{file.stem}.html" + (f"#{anchor}" if anchor else "")
+    if file.suffix == ".png":
+        (OUT / "figures").mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, OUT / "figures" / file.name)
+        return f"figures/{file.name}"
+    LINKED[str(file)] = None
+    return page_of(str(file))
+
+
+LINKED = {}                     # other files of the repository that the chapters name: {path: None}, in order
+
+
+def markdown(folder):
+    md = MarkdownIt("commonmark", {"html": True}).enable("table").use(
+        dollarmath_plugin, renderer=lambda tex, options: FORMULAS[tex.strip(), options["display_mode"]])
+
+    def code(renderer, tokens, i, options, env):
+        text = html.escape(tokens[i].content)
+        where = names().get(tokens[i].content) or (page_of(text) if text in [*FILES, *proving_files()] else None)
+        return f'<a href="{where}"><code>{text}</code></a>' if where else f"<code>{text}</code>"
+
+    def opened(renderer, tokens, i, options, env):
+        tokens[i].attrs["href"] = target(tokens[i].attrs["href"], folder)
+        return renderer.renderToken(tokens, i, options, env)
+
+    def image(renderer, tokens, i, options, env):
+        name = tokens[i].attrs["src"].split("/")[-1]
+        if name in IN_PLACE:
+            return widget(IN_PLACE[name])
+        alt = html.escape(tokens[i].content)
+        return f'<img src="{target(tokens[i].attrs["src"], folder)}" alt="{alt}" title="{alt}">'
+
+    md.add_render_rule("text", lambda renderer, tokens, i, *_: link_text(tokens[i].content))
+    for name, rule in (("code_inline", code), ("link_open", opened), ("image", image)):
+        md.add_render_rule(name, rule)
+    md.add_render_rule("table_open", lambda *_: '<div class="scroll"><table>')
+    md.add_render_rule("table_close", lambda *_: "</table></div>")
+    return md
+
+
+def widget(name):
+    return f'<figure class="widget" data-widget="{name}">\x04{name}\x05</figure>'
+
+
+def console(source):
+    return f'<pre class="listing"><code>{highlight(source, PythonConsoleLexer(), HtmlFormatter(nowrap=True))}</code></pre>'
+
+
+def printed_by(examples, limit=90):
+    """What a block printed, on one line."""
+    text = " · ".join(" ".join(example.want.split()) for example in examples if example.want)
+    return text if len(text) <= limit else text[:limit].rsplit(" ", 1)[0] + " …"
+
+
+def fold(kind, title, source):
+    examples = doctest.DocTestParser().get_examples(source)
+    result = f' <code class="printed">{html.escape(printed_by(examples))}</code>' if printed_by(examples) else ""
+    return f'<details class="{kind}"><summary><span>{title}</span>{result}</summary>{console(source)}</details>'
+
+
+def split_setup(source):
+    """A chapter's first block: what it does before it prints anything, and the rest."""
+    examples, lines = doctest.DocTestParser().get_examples(source), source.splitlines(keepends=True)
+    first = next((i for i, example in enumerate(examples) if example.want), len(examples))
+    at = examples[first].lineno if first < len(examples) else len(lines)
+    return "".join(lines[:at]), "".join(lines[at:])
+
+
+class Row:
+    """A stretch of text with at most one labelled equation; `wide` ones have the whole page's width."""
+
+    def __init__(self, wide=False):
+        self.before, self.after, self.label, self.wide = [], [], None, wide
+
+    def html(self):
+        before, after = "\n".join(self.before), "\n".join(self.after)
+        if self.wide:
+            return f'<div class="wide">{before}</div>'
+        if not self.label:
+            return f'<section class="row"><div class="before">{before}</div></section>' if before else ""
+        return (f'<section class="row"><div class="before">{before}</div>{panel(self.label)}'
+                f'<div class="after">{after}</div></section>')
+
+
+class Chapter:
+    """One document: its rows, its headings and the plain text of each, for the search."""
+
+    def __init__(self, path):
+        self.path, self.page, self.md = path, f"{path.stem}.html", markdown("math")
+        self.rows, self.sections, self.said, self.has_setup, self.answers = [Row()], [], "", False, 0
+        tokens, depth, block = self.md.parse(path.read_text()), 0, []
+        blocks = []
+        for token in tokens:
+            depth += token.nesting
+            block.append(token)
+            if not depth:
+                blocks.append(block)
+                block = []
+        for block, following in zip(blocks, [*blocks[1:], []]):
+            self.add(block, following)
+        self.end_section()
+        self.title = self.sections[0]["title"]
+
+    def put(self, text, wide=False):
+        if wide:
+            self.rows += [Row(wide=True), Row()]
+            self.rows[-2].before.append(text)
+        else:
+            row = self.rows[-1]
+            (row.after if row.label else row.before).append(text)
+
+    def end_section(self):
+        place, name = AT_END.get(self.path.name, ("", ""))
+        if self.sections and self.sections[-1]["id"] == place:
+            self.put(widget(name), wide=True)
+
+    def add(self, block, following):
+        token, text = block[0], " ".join(t.content for t in block if t.type == "inline")
+        rendered = self.md.renderer.render(block, self.md.options, {})
+        if token.type == "heading_open":
+            self.heading(token, text)
+        elif token.type == "fence":
+            self.fence(token, " ".join(t.content for t in following if t.type == "inline"))
+        elif token.type == "html_block":
+            self.answers += token.content.count("<details") - token.content.count("</details")
+            if not token.content.startswith("<!--"):
+                self.put(token.content.replace("<details", '<details class="answer"'))
+        elif not DEFINITION.fullmatch(text):
+            self.put(rendered, wide='class="widget"' in rendered or rendered.count("</th>") > 5)
+            self.said = text
+        if self.sections and token.type != "fence":
+            self.sections[-1]["text"] += " " + text
+
+    def heading(self, token, text):
+        if token.tag != "h3":
+            self.end_section()
+            self.rows.append(Row())
+        self.sections.append({"title": text, "id": slug(text), "level": token.tag, "text": ""})
+        self.put(f'<{token.tag} id="{slug(text)}"><a href="#{slug(text)}">{self.md.renderInline(text)}</a></{token.tag}>')
+        self.said = text
+
+    def fence(self, token, following):
+        kind = token.info.split(" ")[0]
+        if kind == "math":
+            formula, label = FORMULAS[token.content.strip(), True], DEFINITION.fullmatch(following)
+            if not label:
+                return self.put(f'<div class="display">{formula}</div>')
+            if self.rows[-1].label:
+                self.rows.append(Row())
+            self.rows[-1].before.append(f'<div class="equation" id="{label[1]}"><div class="display">{formula}</div>'
+                                        f'<a class="eq" href="#{label[1]}">({label[1]})</a></div>')
+            self.rows[-1].label, self.said = label[1], f"({label[1]})"
+        elif kind == "diff":
+            shown = highlight(token.content, DiffLexer(), HtmlFormatter(nowrap=True))
+            self.put(f'<pre class="listing diff"><code>{shown}</code></pre>')
+        elif ">>>" in token.content:
+            self.put(self.proof(token))
+        else:
+            self.put(f'<pre class="listing"><code>{html.escape(token.content)}</code></pre>')
+
+    def proof(self, token):
+        source, setup = token.content, ""
+        if not self.has_setup and "import" in source:
+            self.has_setup = True
+            setup, source = split_setup(source)
+            setup = fold("setup", "Set-up of this chapter", setup)
+        if self.answers:
+            return setup + console(source)
+        comment = re.match(r">>> # *(.*)\n", source)
+        sentence = comment[1] if comment else re.split(r"(?<=[.:?!])\)?\s+(?=\S)", self.said)[-1].rstrip(":")
+        return setup + (fold("proof", self.md.renderInline(sentence), source) if source.strip() else "")
+
+    def html(self):
+        return "\n".join(row.html() for row in self.rows)
+
+
+# ------------------------------------------------------------------- the numbers of the figures that move
+
+def cap_data():
+    """Bias, its standard error, the standard deviation, and all three as chapter 6's table writes them."""
+    from tables import POLICIES, RolloutCorrectionConfig, bias_and_std, priced
+    caps, noises, lengths = [1, 1.25, 1.5, 2, 3, 5, 10], [0.05, 0.2, 0.5], [1, 2, 4, 8]
+    methods = {"token, at most C": lambda c: RolloutCorrectionConfig("token", float(c)),
+               "sequence, at most C": lambda c: RolloutCorrectionConfig("sequence", float(c)),
+               "sequence, 0 outside [1/C, C]": lambda c: RolloutCorrectionConfig("sequence", (1 / c, float(c))),
+               "no weight": lambda c: RolloutCorrectionConfig()}
+
+    def point(config, T, noise):
+        found = bias_and_std(config, T, noise)
+        return [*(round(x, 4) for x in found[:3]), priced(found).replace("*", "")]
+
+    values = {name: [[[point(of(c), T, noise) for c in (caps if name != "no weight" else caps[:1])]
+                      for T in lengths] for noise in noises] for name, of in methods.items()}
+    return {"C": caps, "noise": noises, "T": lengths, "policies": POLICIES, "values": values}
+
+
+def trap_data():
+    """One ratio on every token: the product, the geometric mean, and whether two presets' bounds keep the response."""
+    import torch
+    from correction import PRESETS, rejection_mask
+    from estimators import aggregate_log_ratio
+    ratios, lengths = [0.9, 0.99, 0.999, 1.0, 1.001, 1.01, 1.1], sorted({round(2 ** (i / 3)) for i in range(37)})
+    bounds = [PRESETS[name]().rollout_rs for name in ("decoupled_seq_is_rs", "decoupled_geo_rs")]
+
+    def point(ratio, n):
+        log_ratio, mask = torch.full((1, n), ratio, dtype=torch.float64).log(), torch.ones(1, n)
+        levels = [aggregate_log_ratio(log_ratio, mask, level)[0, 0].exp().item() for level in ("sequence", "geometric")]
+        return [*levels, *(bool(rejection_mask(log_ratio, mask, bound).all()) for bound in bounds)]
+
+    return {"ratio": ratios, "n": lengths, "bounds": [next(iter(bound.items())) for bound in bounds],
+            "values": [[point(ratio, n) for n in lengths] for ratio in ratios]}
+
+
+def curves_data():
+    """−∂L/∂log π_θ of one token, by autograd through losses.py, at every r and for both signs of A."""
+    import torch
+    from losses import cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss, sapo_loss
+    ratios = torch.arange(1, 401) / 100
+
+    def of_four(new, old, A):
+        """GSPO, where one of four tokens has the ratio r and the others have 1."""
+        others = torch.zeros(len(new), 3)
+        whole = [torch.cat([x, others], -1) for x in (new, old)]
+        return gspo_loss(*whole, A.expand(-1, 4), torch.ones(len(new), 4), clip_low=0.2, clip_high=0.2)[:, :1]
+
+    losses = {"REINFORCE": (lambda new, old, A: reinforce_loss(new, A), "eq:reinforce"),
+              "PPO": (ppo_clip_loss, "eq:ppo-clip"),
+              "PPO, dual clip 3": (lambda *x: ppo_clip_loss(*x, dual_clip=3.0), "eq:dual-clip"),
+              "GSPO, one token of four": (of_four, "eq:gspo"),
+              "CISPO": (cispo_loss, "eq:cispo"), "SAPO": (sapo_loss, "eq:sapo")}
+
+    def slopes(loss, A):
+        old = torch.full((len(ratios), 1), -5.0)
+        new = (old + ratios[:, None].log()).requires_grad_()
+        loss(new, old, torch.full_like(old, A)).sum().backward()
+        return [round(-x, 3) + 0.0 for x in new.grad[:, 0].tolist()]
+
+    return {"r": [round(r, 2) for r in ratios.tolist()], "values": [
+        {"name": name, "label": label, "page": equations()[label], "plus": slopes(loss, 1.0), "minus": slopes(loss, -1.0)}
+        for name, (loss, label) in losses.items()]}
+
+
+def batch_data():
+    """Six recorded responses through `correct` and `policy_loss`, a preset at a time."""
+    import torch
+    from correction import PRESETS, correct
+    from losses import exp_ratio, policy_loss
+    recorded = json.loads((HERE / "batch.json").read_text())
+    mask = torch.tensor([[token is not None for token in row] for row in recorded["tokens"]])
+    mu, old, theta = (torch.tensor(recorded[name]).double() for name in ("rollout", "old", "current"))
+    A = torch.tensor(recorded["advantages"]).double()[:, None].expand_as(mu)
+    presets = ["disabled", "decoupled_token_is", "decoupled_token_icepop", "decoupled_seq_is", "decoupled_seq_is_rs"]
+
+    def rows(x):
+        return [[round(v, 3) + 0.0 if m else None for v, m in zip(*pair)] for pair in zip(x.tolist(), mask.tolist())]
+
+    def of(preset):
+        correction = correct(old, mu, mask, PRESETS[preset](), A)
+        lp = theta.clone().requires_grad_()
+        loss, _ = policy_loss(lp, old, mu, A, mask, PRESETS[preset](), correction=correction)
+        loss.backward()
+        weights = torch.ones_like(mu) if correction.weights is None else correction.weights
+        return {"weights": rows(weights), "kept": rows(correction.mask.double()),
+                "gradient": rows(-mask.sum() * lp.grad), "loss": round(loss.item(), 4)}
+
+    return {**{name: recorded[name] for name in ("prompts", "tokens", "advantages", "how")},
+            "rollout": rows(mu), "old": rows(old), "rho": rows(exp_ratio(old - mu)), "r": rows(exp_ratio(theta - old)),
+            "presets": {preset: of(preset) for preset in presets}}
+
+
+DATA = {"cap": cap_data, "trap": trap_data, "curves": curves_data, "batch": batch_data}
+
+
+def record(step=8):
+    """Six different responses to two prompts, from the last update of a real run, late and coarse: into batch.json."""
+    import trainer
+    settings = ["rollout.prompts=32", "rollout.staleness=4", "rollout.quantize_bits=4", "rollout.engine=transformers",
+                "train.mini_batches=2", "train.lr=1e-3", f"train.steps={step}", "task.eval_size=64", "run=recorded"]
+    updates, update = [], trainer.update
+
+    def watched(run, batch, *how):
+        updates.append(batch)
+        if len(updates) == 2 * step:
+            current, tokens, mask = trainer.score(run.policy, batch, run.config), batch.tokens.tolist(), batch.response_mask
+            width, n, groups = mask.shape[1], run.config.rollout.samples, {}
+            for i, row in enumerate(tokens):
+                groups.setdefault(i // n, {}).setdefault(tuple(row), i)
+            chosen = [i for group in groups.values() if len(group) > 2 for i in list(group.values())[:3]][:6]
+            words = [run.tokenizer.convert_ids_to_tokens(tokens[i]) for i in chosen]
+            policies = {"rollout": batch.rollout_log_prob, "old": batch.old_log_prob, "current": current}
+            (HERE / "batch.json").write_text(json.dumps({
+                "how": "python trainer.py " + " ".join(settings),
+                "prompts": ["".join(w for w in row[:-width] if "<" not in w) for row in words],
+                "tokens": [[w if m else None for w, m in zip(row[-width:], mask[i])] for row, i in zip(words, chosen)],
+                "advantages": [round(batch.advantages[i, 0].item(), 4) for i in chosen],
+                **{name: [[round(v, 4) for v in x[i].tolist()] for i in chosen] for name, x in policies.items()}}) + "\n")
+        return update(run, batch, *how)
+
+    trainer.update = watched
+    return trainer.main(settings)
+
+
+# ------------------------------------------------------------------------------------------- the pages
+
+def reference_page():
+    entries = []
+    for entry in sorted(references(), key=lambda e: (e.get("authors", "~"), e["id"])):
+        title = html.escape(entry.get("title", "")) or "title not verified"
+        by = ", ".join(str(entry[key]) for key in ("authors", "year") if key in entry)
+        entries.append(f'<li id="{entry["id"]}"><b>{title}</b><br>{html.escape(by)}{". " if by else ""}'
+                       f'<a href="{entry["link"]}">{entry["id"]}</a></li>')
+    return f'<h1>References</h1><ul class="references">{"".join(entries)}</ul>'
+
+
+def equation_table():
+    rows = []
+    for label, page in equations().items():
+        functions, tests = citing(label, FILES), citing(label, proving_files())
+        cells = [", ".join(f'<a href="{page_of(p.file)}#L{p.first}"><code>{p.name}</code></a>' for p in of[:3])
+                 + (f" and {len(of) - 3} more" if len(of) > 3 else "") for of in (functions, tests)]
+        rows.append(f'<tr><td>{link_labels(label)}</td><td>{"</td><td>".join(cells)}</td></tr>')
+    return ('<div class="wide scroll"><table class="equations"><thead><tr><th>equation</th><th>computed by</th>'
+            f'<th>proved by</th></tr></thead><tbody>{"".join(rows)}</tbody></table></div>')
+
+
+def index_page(chapters):
+    readme = (ROOT / "README.md").read_text().split("\n\n")
+    listed = "".join(f'<li><a href="{c.page}">{link_text(c.title)}</a><span class="sum">'
+                     + " · ".join(f'<a href="{c.page}#{s["id"]}">{link_text(s["title"])}</a>'
+                                  for s in c.sections if s["level"] == "h2") + "</span></li>" for c in chapters)
+    figures = "".join(f'<li><a href="{page.replace(".md", ".html")}#fig-{name}">{{{{{name}}}}}</a></li>' for page, name in [
+        ("6-correction.md", "cap"), ("6-correction.md", "trap"), ("4-ppo.md", "curves"), ("6-correction.md", "batch")])
+    files = " · ".join(f'<a href="{page_of(f)}">{f}</a>' for f in [*FILES, *proving_files()])
+    return (f'<section class="row"><div class="before">{markdown(".").render(chr(10).join(readme[:1] + [""] + readme[1:2]))}'
+            f'<h2>Chapters</h2><ol class="contents">{listed}</ol><h2>Figures that move</h2><ul>{figures}</ul>'
+            f'<h2>Code and tests</h2><p>{files} · <a href="references.html">references</a></p></div></section>'
+            f'<div class="wide"><h2 id="equations">Every equation</h2></div>{equation_table()}')
+
+
+def write(page, title, body, before=None, after=None):
+    def neighbour(other, arrow):
+        return f'<a class="{arrow}" href="{other[0]}">{link_text(other[1])}</a>' if other else f'<span class="{arrow}"></span>'
+
+    template = Template((HERE / "page.html").read_text())
+    text = template.substitute(title=html.escape(title), body=body, page=page,
+                               before=neighbour(before, "before"), after=neighbour(after, "after"))
+    (OUT / page).write_text(text)
+
+
+def rendered_by_node(data):
+    """KaTeX's HTML of every formula, and each figure as it stands without JavaScript."""
+    known = list(FORMULAS)
+    found = subprocess.run(["node", HERE / "render.js"], capture_output=True, text=True, input=json.dumps(
+        {"formulas": [{"tex": tex, "display": display} for tex, display in known], "data": data}))
+    if found.returncode:
+        sys.exit(f"math/book/render.js failed: {found.stderr.strip()}\n(needs node, and `npm install --prefix math/book`)")
+    made = json.loads(found.stdout)
+    return made["formulas"], made["figures"], made["titles"]
+
+
+def search_entries(chapters):
+    entries = [[f'{c.page}#{s["id"]}', f'{c.title}: {s["title"]}' if s["title"] != c.title else c.title,
+                re.sub(r"[$`*\\{}]", "", s["text"])] for c in chapters for s in c.sections]
+    return entries + [[f"{page_of(part.file)}#L{part.first}", f"{part.name} ({part.file})", part.summary]
+                      for file in [*FILES, *proving_files()] for part in parts(file)]
+
+
+def main():
+    if not (HERE / "node_modules" / "katex").is_dir():
+        sys.exit("KaTeX is missing: npm install --prefix math/book")
+    shutil.rmtree(OUT, ignore_errors=True)
+    OUT.mkdir()
+    chapters = [Chapter(path) for path in CHAPTERS]
+    bodies = {c.page: c.html() for c in chapters}
+    bodies["index.html"], bodies["references.html"] = index_page(chapters), reference_page()
+    sources = [*FILES, *proving_files(), *LINKED]
+    bodies |= {page_of(file): source_page(file) for file in sources}
+    data = {name: compute() for name, compute in DATA.items()}
+    formulas, figures, titles = rendered_by_node(data)
+
+    def finished(body):
+        body = re.sub("\x04(.*?)\x05", lambda m: figures[m[1]], body)
+        body = re.sub(r"{{(\w+)}}", lambda m: titles[m[1]], body)
+        return re.sub("\x02(.*?)\x03", lambda m: formulas[int(m[1])], body)
+
+    order = [("index.html", "Three Policies"), *((c.page, c.title) for c in chapters)]
+    around = {page: (before, after) for before, (page, _), after in zip([None, *order], order, [*order[1:], None])}
+    names_of = dict(order) | {page_of(file): file for file in sources} | {"references.html": "References"}
+    for page, body in bodies.items():
+        write(page, names_of[page], finished(body), *around.get(page, (None, None)))
+    (OUT / "search.js").write_text(f"const INDEX = {json.dumps(search_entries(chapters), ensure_ascii=False)};\n")
+    (OUT / "data.js").write_text(f"const DATA = {json.dumps(data, ensure_ascii=False)};\n")
+    katex = HERE / "node_modules" / "katex" / "dist"
+    (OUT / "fonts").mkdir()
+    for font in katex.glob("fonts/*.woff2"):
+        shutil.copy(font, OUT / "fonts")
+    style = re.sub(r",url\([^)]*\.(?:woff|ttf)\) format\([^)]*\)", "", (katex / "katex.min.css").read_text())
+    (OUT / "style.css").write_text(style + (HERE / "style.css").read_text())
+    for name in ("book.js", "figures.js"):
+        shutil.copy(HERE / name, OUT)
+    print(f"book/index.html: {len(bodies)} pages, {len(formulas)} formulas, {len(equations())} labelled equations")
+
+
+if __name__ == "__main__":
+    raise SystemExit(record() if sys.argv[1:] == ["record"] else main())
