@@ -98,8 +98,8 @@ def citing(label, files):
 
 @cache
 def proving_files():
-    """The tests that cite an equation (test_math.py is about the labels themselves), and the oracle."""
-    tests = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if path.name != "test_math.py"]
+    """The tests that cite an equation, but for those about the labels themselves, and the oracle."""
+    tests = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if path.name not in ("test_math.py", "test_book.py")]
     return ["tests/oracle.py", *(f"tests/{path.name}" for path in tests if LABEL.search(path.read_text()))]
 
 
@@ -132,7 +132,7 @@ def link_labels(text):
 def highlighted(file):
     """The lines of a file as HTML."""
     text = highlight((ROOT / file).read_text(), get_lexer_for_filename(file, stripnl=False), HtmlFormatter(nowrap=True))
-    return [link_labels(line) for line in text.rstrip("\n").split("\n")]
+    return [link_references(link_labels(line)) for line in text.rstrip("\n").split("\n")]
 
 
 def listing(part):
@@ -156,7 +156,8 @@ def panel(label):
     of = sorted(tests, key=lambda part: (part.file, part.first))
     return (f'<aside class="panel" data-eq="{label}"><div class="stick"><h4>computed by</h4>'
             + "".join(folded(part, not i) for i, part in enumerate(functions))
-            + f'<h4>proved by {len(of)} test{"s" * (len(of) > 1)}</h4>' + "".join(map(folded, of)) + "</div></aside>")
+            + f'<details class="tests" open><summary><h4>proved by {len(of)} test{"s" * (len(of) > 1)}</h4></summary>'
+            + "".join(map(folded, of)) + "</details></div></aside>")
 
 
 def source_page(file):
@@ -183,6 +184,15 @@ class Formulas(dict):
 FORMULAS = Formulas()
 
 
+def displayed(tex):
+    """A displayed formula; where \\qquad parts it, it may break on a narrow page."""
+    pieces = [""]
+    for piece in re.split(r"\\qquad\b", tex.strip()):
+        depth = len(re.findall(r"{|\\begin\b", pieces[-1])) - len(re.findall(r"}|\\end\b", pieces[-1]))
+        pieces[-1:] = [pieces[-1] + r"\qquad" + piece] if depth else [*pieces[-1:], piece]
+    return f'<div class="display">{" ".join(FORMULAS[piece.strip(), True] for piece in pieces if piece.strip())}</div>'
+
+
 @cache
 def references():
     return yaml.safe_load((ROOT / "math" / "references.yaml").read_text())
@@ -190,18 +200,21 @@ def references():
 
 @cache
 def mentions():
-    """What a text may call a reference → the reference."""
-    return {mention: entry for entry in references() for mention in [entry["id"], *entry.get("cited", [])]}
+    """What a text or a comment may call a reference → its id."""
+    return {name: entry["id"] for entry in references() for name in [entry["id"], entry["link"], *entry.get("cited", [])]}
+
+
+def link_references(text):
+    known = "|".join(map(re.escape, sorted(mentions(), key=len, reverse=True)))
+    return re.sub(rf"(?<![\w/.])(?:{known})(?![\w.]*\d)", lambda m: f'<a href="references.html#{mentions()[m[0]]}">{m[0]}</a>', text)
 
 
 def link_text(text):
     """Labels, chapters and references in running text become links."""
-    text = link_labels(html.escape(text))
     pages = {path.name.split("-")[0]: f"{path.stem}.html" for path in CHAPTERS}
-    text = re.sub(r"\b([Cc]hapter )(\d+)\b", lambda m: f'<a href="{pages[m[2]]}">{m[0]}</a>' if m[2] in pages else m[0], text)
-    known = "|".join(map(re.escape, sorted(mentions(), key=len, reverse=True)))
-    return re.sub(rf"(?<![\w/.])(?:{known})(?![\w.]*\d)",
-                  lambda m: f'<a href="references.html#{mentions()[m[0]]["id"]}">{m[0]}</a>', text)
+    text = re.sub(r"\b([Cc]hapter )(\d+)\b", lambda m: f'<a href="{pages[m[2]]}">{m[0]}</a>' if m[2] in pages else m[0],
+                  link_labels(html.escape(text)))
+    return link_references(text)
 
 
 def slug(title):
@@ -305,6 +318,7 @@ class Chapter:
     def __init__(self, path):
         self.path, self.page, self.md = path, f"{path.stem}.html", markdown("math")
         self.rows, self.sections, self.said, self.has_setup, self.answers = [Row()], [], "", False, 0
+        self.figures = []
         tokens, depth, block = self.md.parse(path.read_text()), 0, []
         blocks = []
         for token in tokens:
@@ -320,6 +334,7 @@ class Chapter:
 
     def put(self, text, wide=False):
         if wide:
+            self.figures += re.findall('data-widget="(.*?)"', text)
             self.rows += [Row(wide=True), Row()]
             self.rows[-2].before.append(text)
         else:
@@ -359,12 +374,12 @@ class Chapter:
     def fence(self, token, following):
         kind = token.info.split(" ")[0]
         if kind == "math":
-            formula, label = FORMULAS[token.content.strip(), True], DEFINITION.fullmatch(following)
+            formula, label = displayed(token.content), DEFINITION.fullmatch(following)
             if not label:
-                return self.put(f'<div class="display">{formula}</div>')
+                return self.put(formula)
             if self.rows[-1].label:
                 self.rows.append(Row())
-            self.rows[-1].before.append(f'<div class="equation" id="{label[1]}"><div class="display">{formula}</div>'
+            self.rows[-1].before.append(f'<div class="equation" id="{label[1]}">{formula}'
                                         f'<a class="eq" href="#{label[1]}">({label[1]})</a></div>')
             self.rows[-1].label, self.said = label[1], f"({label[1]})"
         elif kind == "diff":
@@ -384,7 +399,7 @@ class Chapter:
         if self.answers:
             return setup + console(source)
         comment = re.match(r">>> # *(.*)\n", source)
-        sentence = comment[1] if comment else re.split(r"(?<=[.:?!])\)?\s+(?=\S)", self.said)[-1].rstrip(":")
+        sentence = comment[1] if comment else re.split(r"(?<=[.?!])\)?\s+(?=\S)", self.said)[-1].rstrip(":")
         return setup + (fold("proof", self.md.renderInline(sentence), source) if source.strip() else "")
 
     def html(self):
@@ -541,16 +556,17 @@ def equation_table():
 
 
 def index_page(chapters):
-    readme = (ROOT / "README.md").read_text().split("\n\n")
+    title, intro, picture = (ROOT / "README.md").read_text().split("\n\n")[:3]
     listed = "".join(f'<li><a href="{c.page}">{link_text(c.title)}</a><span class="sum">'
                      + " · ".join(f'<a href="{c.page}#{s["id"]}">{link_text(s["title"])}</a>'
                                   for s in c.sections if s["level"] == "h2") + "</span></li>" for c in chapters)
-    figures = "".join(f'<li><a href="{page.replace(".md", ".html")}#fig-{name}">{{{{{name}}}}}</a></li>' for page, name in [
-        ("6-correction.md", "cap"), ("6-correction.md", "trap"), ("4-ppo.md", "curves"), ("6-correction.md", "batch")])
-    files = " · ".join(f'<a href="{page_of(f)}">{f}</a>' for f in [*FILES, *proving_files()])
-    return (f'<section class="row"><div class="before">{markdown(".").render(chr(10).join(readme[:1] + [""] + readme[1:2]))}'
-            f'<h2>Chapters</h2><ol class="contents">{listed}</ol><h2>Figures that move</h2><ul>{figures}</ul>'
-            f'<h2>Code and tests</h2><p>{files} · <a href="references.html">references</a></p></div></section>'
+    figures = "".join(f'<li><a href="{c.page}#fig-{name}">{{{{{name}}}}}</a></li>' for c in chapters for name in c.figures)
+    files = "".join(f'<li><a href="{page_of(file)}"><code>{file}</code></a></li>' for file in [*FILES, *proving_files()])
+    return (f'<section class="row"><div class="before">{markdown(".").render(f"{title}{chr(10) * 2}{intro}")}'
+            f'<h2>Chapters</h2><ol class="contents">{listed}</ol></div><div class="beside">{markdown(".").render(picture)}'
+            f'<h2>Figures that move</h2>'
+            f'<ul>{figures}</ul><h2>Code and tests</h2><ul class="files">{files}</ul>'
+            f'<p><a href="references.html">References</a></p></div></section>'
             f'<div class="wide"><h2 id="equations">Every equation</h2></div>{equation_table()}')
 
 

@@ -36,6 +36,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "/" && document.activeElement !== box && document.activeElement.tagName !== "SELECT") { event.preventDefault(); box.focus(); }
 });
 
+if (innerWidth < 1080) document.querySelectorAll(".tests").forEach((tests) => { tests.open = false; });
 for (const panel of document.querySelectorAll(".panel")) {
   const both = [panel, document.getElementById(panel.dataset.eq)];
   for (const one of both) for (const [type, lit] of [["mouseenter", true], ["mouseleave", false]])

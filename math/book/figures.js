@@ -73,7 +73,7 @@ const curves = {
       values.forEach((v, i) => { if (v === 0) (values[i - 1] === 0 && runs.length ? runs.at(-1) : runs[runs.push([d.r[i]]) - 1])[1] = d.r[i]; });
       return runs.filter(([a, b]) => b > a).map(([a, b]) => [a, b, low, high, kind]);
     };
-    const broken = (values) => values.map((v, i) => [d.r[i], i && (v === 0) !== (values[i - 1] === 0) ? null : v]);
+    const broken = (values) => values.map((v, i) => [d.r[i], i && Math.abs(v - values[i - 1]) > 0.3 ? null : v]);
     const i = d.r.indexOf(s.r);
     const one = (l) => `<div>${plot({ title: l.name, x: [0, 4], y: [-4, 4], xTicks: [0, 1, 2, 3, 4], yTicks: [-4, -2, 0, 2, 4], xLabel: "r", at: s.r,
       bands: [...zero(l.plus, 0, 4, "c0"), ...zero(l.minus, -4, 0, "c1")],
@@ -100,7 +100,7 @@ const batch = {
   draw(d, s) {
     const [name, words, of] = STEPS[s.step - 1], preset = d.presets[s.preset], values = of(d, preset);
     const tint = (v) => (s.step === 7 ? v : s.step < 3 ? v / 5 : Math.log(Math.max(v, 0.05)));
-    const cell = (v, i, t) => (v === null ? "<td></td>" : `<td class="${tint(v) > 0 ? "up" : "down"}${preset.kept[i][t] || s.step < 5 ? "" : " out"}" style="--a:${Math.min(Math.abs(tint(v)), 1).toFixed(2)}"><b>${d.tokens[i][t]}</b>${show(v)}</td>`);
+    const cell = (v, i, t) => (v === null ? "<td></td>" : `<td class="${tint(v) > 0 ? "up" : "down"}${preset.kept[i][t] || s.step < 5 ? "" : " out"}" style="--a:${Math.min(Math.abs(tint(v)), 1).toFixed(2)}"><b>${d.tokens[i][t].replace("<", "&lt;")}</b>${show(v)}</td>`);
     return `<div class="scroll"><table class="batch"><caption><b>${s.step}. ${name}</b>: ${words}</caption>`
       + values.map((row, i) => `<tr><th>${d.prompts[i]}</th>${row.map((v, t) => cell(v, i, t)).join("")}<td class="side">A = ${show(d.advantages[i])}</td></tr>`).join("")
       + `</table></div><p class="value">loss of these six, ${s.preset}: <b>${preset.loss}</b></p><figcaption>Six responses of a real run (<code>${d.how}</code>), through correct and policy_loss.</figcaption>`;
