@@ -3,15 +3,12 @@
 Equation, function and test find one another by the labels (eq:…) which the chapters define and the code cites.
 The figures' numbers are computed here, by the oracle and by losses.py. Nothing that a page shows is typed here.
 
-    pip install -r requirements.txt -r requirements-book.txt && npm install --prefix math/book
-    python math/book.py                  # then open book/index.html
-    python math/book.py record           # a batch of a real run anew, into math/book/batch.json
+    python math/book.py            # needs requirements-book.txt and `npm install --prefix math/book`
 
-What a chapter's markup means to this edition, beside Markdown:
-* a formula and **(eq:label)** below it: what cites the label stands beside it;
-* a block of `>>>` is folded. Its line is the block's first comment, when it begins with one, otherwise the last
-  sentence before it, and then what it printed. What a chapter's first block does before it prints is its set-up;
-* <details><summary>Answer</summary> … </details>: an answer, folded on every reader of Markdown; blocks in it are not.
+What a chapter's markup means to this edition, beside Markdown: what cites the **(eq:label)** below a formula stands
+beside it. A block of `>>>` is folded; its line is the block's first comment, when it begins with one, otherwise the
+last sentence before it, and what it printed. What a chapter's first block does before it prints is the set-up.
+<details><summary>Answer</summary> … </details> is an answer, folded everywhere; the blocks in it are not.
 """
 
 import ast
@@ -33,7 +30,7 @@ from markdown_it import MarkdownIt
 from mdit_py_plugins.dollarmath import dollarmath_plugin
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import DiffLexer, PythonConsoleLexer, get_lexer_for_filename
+from pygments.lexers import PythonConsoleLexer, get_lexer_by_name, get_lexer_for_filename
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
@@ -57,6 +54,7 @@ class Part(NamedTuple):
     file: str
     name: str
     first: int
+    line: int                   # of its name: below the decorators
     last: int
     docstring: range
     summary: str
@@ -64,25 +62,22 @@ class Part(NamedTuple):
     labels: dict[str, int]
 
 
-def lines_of(file):
-    return (ROOT / file).read_text().splitlines()
-
-
 @cache
 def parts(file):
-    found, lines = [], lines_of(file)
+    found, lines = [], (ROOT / file).read_text().splitlines()
 
     def visit(node, prefix=""):
         for child in node.body:
             if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
-                first = min([child.lineno, *(d.lineno for d in child.decorator_list)])
-                doc, text = ast.get_docstring(child) or "", child.body[0]
-                where = range(text.lineno, text.end_lineno + 1) if doc else range(0)
-                is_class = isinstance(child, ast.ClassDef)
-                places = [doc.split("\n")[0], doc, "" if is_class else "\n".join(lines[first - 1:child.end_lineno])]
+                first = min(node.lineno for node in [child, *child.decorator_list])
+                is_class, doc, text = isinstance(child, ast.ClassDef), ast.get_docstring(child) or "", child.body[0]
+                title = doc.split("\n")[0]
+                places = [title, doc, "" if is_class else "\n".join(lines[first - 1:child.end_lineno])]
                 labels = {label: rank for rank in (2, 1, 0) for label in LABEL.findall(places[rank])}
-                summary = re.sub(rf"\(?{LABEL.pattern}[,:)]* ?", "", doc.split("\n")[0]).strip()
-                found.append(Part(file, prefix + child.name, first, child.end_lineno, where, summary, is_class, labels))
+                found.append(Part(
+                    file, prefix + child.name, first, child.lineno, child.end_lineno,
+                    range(text.lineno, text.end_lineno + 1) if doc else range(0),
+                    re.sub(rf"\(?{LABEL.pattern}[,:)]* ?", "", title).strip(), is_class, labels))
                 visit(child, f"{prefix}{child.name}.")
 
     visit(ast.parse("\n".join(lines)))
@@ -99,8 +94,8 @@ def citing(label, files):
 @cache
 def proving_files():
     """The tests that cite an equation, but for those about the labels themselves, and the oracle."""
-    tests = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if path.name not in ("test_math.py", "test_book.py")]
-    return ["tests/oracle.py", *(f"tests/{path.name}" for path in tests if LABEL.search(path.read_text()))]
+    tests = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if LABEL.search(path.read_text())]
+    return ["tests/oracle.py", *(f"tests/{path.name}" for path in tests if path.stem not in ("test_math", "test_book"))]
 
 
 @cache
@@ -121,67 +116,65 @@ def equations():
 
 
 def link_labels(text):
-    def link(found):
-        page = equations().get(found[0])
-        return f'<a class="eq" href="{page}#{found[0]}">{found[0]}</a>' if page else found[0]
+    pages = equations()
+    return LABEL.sub(lambda m: f'<a class="eq" href="{pages[m[0]]}#{m[0]}">{m[0]}</a>' if m[0] in pages else m[0], text)
 
-    return LABEL.sub(link, text)
+
+def in_colours(source, lexer):
+    return highlight(source, lexer, HtmlFormatter(nowrap=True))
+
+
+def boxed(rows, kind=""):
+    return f'<pre class="listing {kind}"><code>{rows}</code></pre>'
 
 
 @cache
 def highlighted(file):
     """The lines of a file as HTML."""
-    text = highlight((ROOT / file).read_text(), get_lexer_for_filename(file, stripnl=False), HtmlFormatter(nowrap=True))
+    text = in_colours((ROOT / file).read_text(), get_lexer_for_filename(file, stripnl=False))
     return [link_references(link_labels(line)) for line in text.rstrip("\n").split("\n")]
 
 
 def listing(part):
-    rows = []
-    for n, line in enumerate(highlighted(part.file)[part.first - 1:part.last], part.first):
-        kind = "doc" if n in part.docstring else "code"
-        rows.append(f'<span class="l {kind}" data-n="{n}">{line}</span>')
-    return f'<pre class="listing"><code>{chr(10).join(rows)}</code></pre>'
+    lines = enumerate(highlighted(part.file)[part.first - 1:part.last], part.first)
+    return boxed("\n".join(f'<span class="l {"doc" if n in part.docstring else "code"}" data-n="{n}">{line}</span>'
+                           for n, line in lines))
 
 
 def panel(label):
     """What stands beside an equation: the function that computes it open, the others and the tests folded."""
     def folded(part, opened=False):
         where = f'{page_of(part.file)}#L{part.first}'
-        head = (f'<code>{part.name}</code> <a class="where" href="{where}">{part.file}:{part.first}</a>'
+        head = (f'<code>{part.name}</code> <a class="where" href="{where}">{part.file}:{part.first}</a> '
                 f'<span class="sum">{html.escape(part.summary)}</span>')
         shown = listing(part) if part.last - part.first < 110 else f'<p><a href="{where}">on its page</a></p>'
         return f'<details class="part"{" open" * opened}><summary>{head}</summary>{shown}</details>'
 
-    functions, tests = citing(label, FILES), citing(label, proving_files())
-    of = sorted(tests, key=lambda part: (part.file, part.first))
+    tests = sorted(citing(label, proving_files()), key=lambda part: (part.file, part.first))
     return (f'<aside class="panel" data-eq="{label}"><div class="stick"><h4>computed by</h4>'
-            + "".join(folded(part, not i) for i, part in enumerate(functions))
-            + f'<details class="tests" open><summary><h4>proved by {len(of)} test{"s" * (len(of) > 1)}</h4></summary>'
-            + "".join(map(folded, of)) + "</details></div></aside>")
+            + "".join(folded(part, not i) for i, part in enumerate(citing(label, FILES)))
+            + f'<details class="tests" open><summary><h4>proved by {len(tests)} test{"s"[len(tests) < 2:]}</h4>'
+            + "</summary>" + "".join(map(folded, tests)) + "</details></div></aside>")
 
 
 def source_page(file):
-    tags = {part.first + next(i for i, line in enumerate(lines_of(file)[part.first - 1:]) if "def " in line or "class " in line):
-            part.labels for part in parts(file)} if file.endswith(".py") else {}
+    tags = {part.line: part.labels for part in parts(file)} if file.endswith(".py") else {}
     rows = []
     for n, line in enumerate(highlighted(file), 1):
         cites = " ".join(sorted(set(tags.get(n, {})) & set(equations())))
         rows.append(f'<span class="l" id="L{n}" data-n="{n}">{line}'
                     + (f'<span class="cites">{link_labels(cites)}</span>' if cites else "") + "</span>")
-    return f'<h1 class="file">{file}</h1><pre class="listing whole"><code>{chr(10).join(rows)}</code></pre>'
+    return f'<h1 class="file">{file}</h1>{boxed(chr(10).join(rows), "whole")}'
 
 
 # ------------------------------------------------------------------------------------------ chapters
 
-class Formulas(dict):
-    """(TeX, displayed) → a mark in the page, which KaTeX's output replaces when all are known."""
-
-    def __missing__(self, key):
-        self[key] = f"\x02{len(self)}\x03"
-        return self[key]
+FORMULAS = []                   # (TeX, displayed) in order; a mark stands in the page until KaTeX has rendered them all
 
 
-FORMULAS = Formulas()
+def formula(tex, display):
+    FORMULAS.append((tex.strip(), display))
+    return f"\x02{len(FORMULAS) - 1}\x03"
 
 
 def displayed(tex):
@@ -190,7 +183,7 @@ def displayed(tex):
     for piece in re.split(r"\\qquad\b", tex.strip()):
         depth = len(re.findall(r"{|\\begin\b", pieces[-1])) - len(re.findall(r"}|\\end\b", pieces[-1]))
         pieces[-1:] = [pieces[-1] + r"\qquad" + piece] if depth else [*pieces[-1:], piece]
-    return f'<div class="display">{" ".join(FORMULAS[piece.strip(), True] for piece in pieces if piece.strip())}</div>'
+    return f'<div class="display">{" ".join(formula(piece, True) for piece in pieces if piece.strip())}</div>'
 
 
 @cache
@@ -201,20 +194,21 @@ def references():
 @cache
 def mentions():
     """What a text or a comment may call a reference → its id."""
-    return {name: entry["id"] for entry in references() for name in [entry["id"], entry["link"], *entry.get("cited", [])]}
+    return {name: e["id"] for e in references() for name in [e["id"], e["link"], *e.get("cited", [])]}
 
 
 def link_references(text):
     known = "|".join(map(re.escape, sorted(mentions(), key=len, reverse=True)))
-    return re.sub(rf"(?<![\w/.])(?:{known})(?![\w.]*\d)", lambda m: f'<a href="references.html#{mentions()[m[0]]}">{m[0]}</a>', text)
+    return re.sub(rf"(?<![\w/.])(?:{known})(?![\w.]*\d)",
+                  lambda m: f'<a href="references.html#{mentions()[m[0]]}">{m[0]}</a>', text)
 
 
 def link_text(text):
     """Labels, chapters and references in running text become links."""
     pages = {path.name.split("-")[0]: f"{path.stem}.html" for path in CHAPTERS}
-    text = re.sub(r"\b([Cc]hapter )(\d+)\b", lambda m: f'<a href="{pages[m[2]]}">{m[0]}</a>' if m[2] in pages else m[0],
-                  link_labels(html.escape(text)))
-    return link_references(text)
+    return link_references(re.sub(
+        r"\b[Cc]hapter (\d+)\b", lambda m: f'<a href="{pages[m[1]]}">{m[0]}</a>' if m[1] in pages else m[0],
+        link_labels(html.escape(text))))
 
 
 def slug(title):
@@ -242,7 +236,7 @@ LINKED = {}                     # other files of the repository that the chapter
 
 def markdown(folder):
     md = MarkdownIt("commonmark", {"html": True}).enable("table").use(
-        dollarmath_plugin, renderer=lambda tex, options: FORMULAS[tex.strip(), options["display_mode"]])
+        dollarmath_plugin, renderer=lambda tex, options: formula(tex, options["display_mode"]))
 
     def code(renderer, tokens, i, options, env):
         text = html.escape(tokens[i].content)
@@ -260,11 +254,13 @@ def markdown(folder):
         alt = html.escape(tokens[i].content)
         return f'<img src="{target(tokens[i].attrs["src"], folder)}" alt="{alt}" title="{alt}">'
 
-    md.add_render_rule("text", lambda renderer, tokens, i, *_: link_text(tokens[i].content))
-    for name, rule in (("code_inline", code), ("link_open", opened), ("image", image)):
+    def plain(renderer, tokens, i, options, env):
+        return link_text(tokens[i].content)
+
+    for name, rule in (("text", plain), ("code_inline", code), ("link_open", opened), ("image", image),
+                       ("table_open", lambda *_: '<div class="scroll"><table>'),
+                       ("table_close", lambda *_: "</table></div>")):
         md.add_render_rule(name, rule)
-    md.add_render_rule("table_open", lambda *_: '<div class="scroll"><table>')
-    md.add_render_rule("table_close", lambda *_: "</table></div>")
     return md
 
 
@@ -272,27 +268,19 @@ def widget(name):
     return f'<figure class="widget" data-widget="{name}">\x04{name}\x05</figure>'
 
 
-def console(source):
-    return f'<pre class="listing"><code>{highlight(source, PythonConsoleLexer(), HtmlFormatter(nowrap=True))}</code></pre>'
-
-
-def printed_by(examples, limit=90):
-    """What a block printed, on one line."""
-    text = " · ".join(" ".join(example.want.split()) for example in examples if example.want)
-    return text if len(text) <= limit else text[:limit].rsplit(" ", 1)[0] + " …"
-
-
-def fold(kind, title, source):
-    examples = doctest.DocTestParser().get_examples(source)
-    result = f' <code class="printed">{html.escape(printed_by(examples))}</code>' if printed_by(examples) else ""
-    return f'<details class="{kind}"><summary><span>{title}</span>{result}</summary>{console(source)}</details>'
+def fold(kind, title, source, limit=90):
+    """A block on one line: what it is for, and what it printed."""
+    printed = " · ".join(" ".join(x.want.split()) for x in doctest.DocTestParser().get_examples(source) if x.want)
+    printed = printed if len(printed) <= limit else printed[:limit].rsplit(" ", 1)[0] + " …"
+    result = f' <code class="printed">{html.escape(printed)}</code>' if printed else ""
+    return (f'<details class="{kind}"><summary><span>{title}</span>{result}</summary>'
+            f'{boxed(in_colours(source, PythonConsoleLexer()))}</details>')
 
 
 def split_setup(source):
     """A chapter's first block: what it does before it prints anything, and the rest."""
-    examples, lines = doctest.DocTestParser().get_examples(source), source.splitlines(keepends=True)
-    first = next((i for i, example in enumerate(examples) if example.want), len(examples))
-    at = examples[first].lineno if first < len(examples) else len(lines)
+    lines, examples = source.splitlines(keepends=True), doctest.DocTestParser().get_examples(source)
+    at = next((x.lineno for x in examples if x.want), len(lines))
     return "".join(lines[:at]), "".join(lines[at:])
 
 
@@ -304,12 +292,10 @@ class Row:
 
     def html(self):
         before, after = "\n".join(self.before), "\n".join(self.after)
-        if self.wide:
-            return f'<div class="wide">{before}</div>'
-        if not self.label:
-            return f'<section class="row"><div class="before">{before}</div></section>' if before else ""
-        return (f'<section class="row"><div class="before">{before}</div>{panel(self.label)}'
-                f'<div class="after">{after}</div></section>')
+        if not before or self.wide:
+            return before and f'<div class="wide">{before}</div>'
+        beside = f'{panel(self.label)}<div class="after">{after}</div>' if self.label else ""
+        return f'<section class="row"><div class="before">{before}</div>{beside}</section>'
 
 
 class Chapter:
@@ -317,23 +303,19 @@ class Chapter:
 
     def __init__(self, path):
         self.path, self.page, self.md = path, f"{path.stem}.html", markdown("math")
-        self.rows, self.sections, self.said, self.has_setup, self.answers = [Row()], [], "", False, 0
-        self.figures = []
-        tokens, depth, block = self.md.parse(path.read_text()), 0, []
-        blocks = []
-        for token in tokens:
+        self.rows, self.sections, self.figures, self.said, self.has_setup, self.answers = [Row()], [], [], "", False, 0
+        depth, blocks = 0, [[]]
+        for token in self.md.parse(path.read_text()):
             depth += token.nesting
-            block.append(token)
-            if not depth:
-                blocks.append(block)
-                block = []
-        for block, following in zip(blocks, [*blocks[1:], []]):
+            blocks[-1].append(token)
+            blocks += [] if depth else [[]]
+        for block, following in zip(blocks, blocks[1:]):
             self.add(block, following)
         self.end_section()
         self.title = self.sections[0]["title"]
 
     def put(self, text, wide=False):
-        if wide:
+        if wide and not self.answers:
             self.figures += re.findall('data-widget="(.*?)"', text)
             self.rows += [Row(wide=True), Row()]
             self.rows[-2].before.append(text)
@@ -348,7 +330,6 @@ class Chapter:
 
     def add(self, block, following):
         token, text = block[0], " ".join(t.content for t in block if t.type == "inline")
-        rendered = self.md.renderer.render(block, self.md.options, {})
         if token.type == "heading_open":
             self.heading(token, text)
         elif token.type == "fence":
@@ -358,6 +339,7 @@ class Chapter:
             if not token.content.startswith("<!--"):
                 self.put(token.content.replace("<details", '<details class="answer"'))
         elif not DEFINITION.fullmatch(text):
+            rendered = self.md.renderer.render(block, self.md.options, {})
             self.put(rendered, wide='class="widget"' in rendered or rendered.count("</th>") > 5)
             self.said = text
         if self.sections and token.type != "fence":
@@ -368,36 +350,34 @@ class Chapter:
             self.end_section()
             self.rows.append(Row())
         self.sections.append({"title": text, "id": slug(text), "level": token.tag, "text": ""})
-        self.put(f'<{token.tag} id="{slug(text)}"><a href="#{slug(text)}">{self.md.renderInline(text)}</a></{token.tag}>')
+        link = f'<a href="#{slug(text)}">{self.md.renderInline(text)}</a>'
+        self.put(f'<{token.tag} id="{slug(text)}">{link}</{token.tag}>')
         self.said = text
 
     def fence(self, token, following):
         kind = token.info.split(" ")[0]
         if kind == "math":
-            formula, label = displayed(token.content), DEFINITION.fullmatch(following)
+            shown, label = displayed(token.content), DEFINITION.fullmatch(following)
             if not label:
-                return self.put(formula)
+                return self.put(shown)
             if self.rows[-1].label:
                 self.rows.append(Row())
-            self.rows[-1].before.append(f'<div class="equation" id="{label[1]}">{formula}'
+            self.rows[-1].before.append(f'<div class="equation" id="{label[1]}">{shown}'
                                         f'<a class="eq" href="#{label[1]}">({label[1]})</a></div>')
             self.rows[-1].label, self.said = label[1], f"({label[1]})"
-        elif kind == "diff":
-            shown = highlight(token.content, DiffLexer(), HtmlFormatter(nowrap=True))
-            self.put(f'<pre class="listing diff"><code>{shown}</code></pre>')
         elif ">>>" in token.content:
-            self.put(self.proof(token))
+            self.put(self.proof(token.content))
         else:
-            self.put(f'<pre class="listing"><code>{html.escape(token.content)}</code></pre>')
+            self.put(boxed(in_colours(token.content, get_lexer_by_name(kind or "text"))))
 
-    def proof(self, token):
-        source, setup = token.content, ""
+    def proof(self, source):
+        setup = ""
         if not self.has_setup and "import" in source:
             self.has_setup = True
             setup, source = split_setup(source)
             setup = fold("setup", "Set-up of this chapter", setup)
         if self.answers:
-            return setup + console(source)
+            return setup + boxed(in_colours(source, PythonConsoleLexer()))
         comment = re.match(r">>> # *(.*)\n", source)
         sentence = comment[1] if comment else re.split(r"(?<=[.?!])\)?\s+(?=\S)", self.said)[-1].rstrip(":")
         return setup + (fold("proof", self.md.renderInline(sentence), source) if source.strip() else "")
@@ -468,7 +448,7 @@ def curves_data():
         return [round(-x, 3) + 0.0 for x in new.grad[:, 0].tolist()]
 
     return {"r": [round(r, 2) for r in ratios.tolist()], "values": [
-        {"name": name, "label": label, "page": equations()[label], "plus": slopes(loss, 1.0), "minus": slopes(loss, -1.0)}
+        {"name": name, "label": label, "page": equations()[label], "plus": slopes(loss, 1.0), "minus": slopes(loss, -1)}
         for name, (loss, label) in losses.items()]}
 
 
@@ -503,35 +483,6 @@ def batch_data():
 DATA = {"cap": cap_data, "trap": trap_data, "curves": curves_data, "batch": batch_data}
 
 
-def record(step=8):
-    """Six different responses to two prompts, from the last update of a real run, late and coarse: into batch.json."""
-    import trainer
-    settings = ["rollout.prompts=32", "rollout.staleness=4", "rollout.quantize_bits=4", "rollout.engine=transformers",
-                "train.mini_batches=2", "train.lr=1e-3", f"train.steps={step}", "task.eval_size=64", "run=recorded"]
-    updates, update = [], trainer.update
-
-    def watched(run, batch, *how):
-        updates.append(batch)
-        if len(updates) == 2 * step:
-            current, tokens, mask = trainer.score(run.policy, batch, run.config), batch.tokens.tolist(), batch.response_mask
-            width, n, groups = mask.shape[1], run.config.rollout.samples, {}
-            for i, row in enumerate(tokens):
-                groups.setdefault(i // n, {}).setdefault(tuple(row), i)
-            chosen = [i for group in groups.values() if len(group) > 2 for i in list(group.values())[:3]][:6]
-            words = [run.tokenizer.convert_ids_to_tokens(tokens[i]) for i in chosen]
-            policies = {"rollout": batch.rollout_log_prob, "old": batch.old_log_prob, "current": current}
-            (HERE / "batch.json").write_text(json.dumps({
-                "how": "python trainer.py " + " ".join(settings),
-                "prompts": ["".join(w for w in row[:-width] if "<" not in w) for row in words],
-                "tokens": [[w if m else None for w, m in zip(row[-width:], mask[i])] for row, i in zip(words, chosen)],
-                "advantages": [round(batch.advantages[i, 0].item(), 4) for i in chosen],
-                **{name: [[round(v, 4) for v in x[i].tolist()] for i in chosen] for name, x in policies.items()}}) + "\n")
-        return update(run, batch, *how)
-
-    trainer.update = watched
-    return trainer.main(settings)
-
-
 # ------------------------------------------------------------------------------------------- the pages
 
 def reference_page():
@@ -546,10 +497,10 @@ def reference_page():
 
 def equation_table():
     rows = []
-    for label, page in equations().items():
-        functions, tests = citing(label, FILES), citing(label, proving_files())
+    for label in equations():
         cells = [", ".join(f'<a href="{page_of(p.file)}#L{p.first}"><code>{p.name}</code></a>' for p in of[:3])
-                 + (f" and {len(of) - 3} more" if len(of) > 3 else "") for of in (functions, tests)]
+                 + (f" and {len(of) - 3} more" if len(of) > 3 else "")
+                 for of in (citing(label, FILES), citing(label, proving_files()))]
         rows.append(f'<tr><td>{link_labels(label)}</td><td>{"</td><td>".join(cells)}</td></tr>')
     return ('<div class="wide scroll"><table class="equations"><thead><tr><th>equation</th><th>computed by</th>'
             f'<th>proved by</th></tr></thead><tbody>{"".join(rows)}</tbody></table></div>')
@@ -560,35 +511,32 @@ def index_page(chapters):
     listed = "".join(f'<li><a href="{c.page}">{link_text(c.title)}</a><span class="sum">'
                      + " · ".join(f'<a href="{c.page}#{s["id"]}">{link_text(s["title"])}</a>'
                                   for s in c.sections if s["level"] == "h2") + "</span></li>" for c in chapters)
-    figures = "".join(f'<li><a href="{c.page}#fig-{name}">{{{{{name}}}}}</a></li>' for c in chapters for name in c.figures)
-    files = "".join(f'<li><a href="{page_of(file)}"><code>{file}</code></a></li>' for file in [*FILES, *proving_files()])
-    return (f'<section class="row"><div class="before">{markdown(".").render(f"{title}{chr(10) * 2}{intro}")}'
-            f'<h2>Chapters</h2><ol class="contents">{listed}</ol></div><div class="beside">{markdown(".").render(picture)}'
-            f'<h2>Figures that move</h2>'
-            f'<ul>{figures}</ul><h2>Code and tests</h2><ul class="files">{files}</ul>'
+    figures = "".join(f'<li><a href="{c.page}#fig-{name}">\x04{name}.title\x05</a></li>'
+                      for c in chapters for name in c.figures)
+    files = "".join(f'<li><a href="{page_of(f)}"><code>{f}</code></a></li>' for f in [*FILES, *proving_files()])
+    return (f'<section class="row"><div class="before">{markdown(".").render(title + 2 * chr(10) + intro)}'
+            f'<h2>Chapters</h2><ol class="contents">{listed}</ol></div>'
+            f'<div class="beside">{markdown(".").render(picture)}'
+            f'<h2>Figures that move</h2><ul>{figures}</ul><h2>Code and tests</h2><ul class="files">{files}</ul>'
             f'<p><a href="references.html">References</a></p></div></section>'
             f'<div class="wide"><h2 id="equations">Every equation</h2></div>{equation_table()}')
 
 
-def write(page, title, body, before=None, after=None):
-    def neighbour(other, arrow):
-        return f'<a class="{arrow}" href="{other[0]}">{link_text(other[1])}</a>' if other else f'<span class="{arrow}"></span>'
-
+def write(page, title, body, *around):
+    links = [f'<a class="{arrow}" href="{other[0]}">{link_text(other[1])}</a>' if other else f'<i class="{arrow}"></i>'
+             for other, arrow in zip(around, ("before", "after"))]
     template = Template((HERE / "page.html").read_text())
-    text = template.substitute(title=html.escape(title), body=body, page=page,
-                               before=neighbour(before, "before"), after=neighbour(after, "after"))
-    (OUT / page).write_text(text)
+    (OUT / page).write_text(template.substitute(title=html.escape(title), body=body, before=links[0], after=links[1]))
 
 
 def rendered_by_node(data):
     """KaTeX's HTML of every formula, and each figure as it stands without JavaScript."""
-    known = list(FORMULAS)
     found = subprocess.run(["node", HERE / "render.js"], capture_output=True, text=True, input=json.dumps(
-        {"formulas": [{"tex": tex, "display": display} for tex, display in known], "data": data}))
+        {"formulas": [{"tex": tex, "display": display} for tex, display in FORMULAS], "data": data}))
     if found.returncode:
-        sys.exit(f"math/book/render.js failed: {found.stderr.strip()}\n(needs node, and `npm install --prefix math/book`)")
+        sys.exit(f"math/book/render.js failed: {found.stderr.strip()}")
     made = json.loads(found.stdout)
-    return made["formulas"], made["figures"], made["titles"]
+    return made["formulas"], made["figures"]
 
 
 def search_entries(chapters):
@@ -609,11 +557,10 @@ def main():
     sources = [*FILES, *proving_files(), *LINKED]
     bodies |= {page_of(file): source_page(file) for file in sources}
     data = {name: compute() for name, compute in DATA.items()}
-    formulas, figures, titles = rendered_by_node(data)
+    formulas, figures = rendered_by_node(data)
 
     def finished(body):
         body = re.sub("\x04(.*?)\x05", lambda m: figures[m[1]], body)
-        body = re.sub(r"{{(\w+)}}", lambda m: titles[m[1]], body)
         return re.sub("\x02(.*?)\x03", lambda m: formulas[int(m[1])], body)
 
     order = [("index.html", "Three Policies"), *((c.page, c.title) for c in chapters)]
@@ -624,9 +571,7 @@ def main():
     (OUT / "search.js").write_text(f"const INDEX = {json.dumps(search_entries(chapters), ensure_ascii=False)};\n")
     (OUT / "data.js").write_text(f"const DATA = {json.dumps(data, ensure_ascii=False)};\n")
     katex = HERE / "node_modules" / "katex" / "dist"
-    (OUT / "fonts").mkdir()
-    for font in katex.glob("fonts/*.woff2"):
-        shutil.copy(font, OUT / "fonts")
+    shutil.copytree(katex / "fonts", OUT / "fonts", ignore=shutil.ignore_patterns("*.ttf", "*.woff"))
     style = re.sub(r",url\([^)]*\.(?:woff|ttf)\) format\([^)]*\)", "", (katex / "katex.min.css").read_text())
     (OUT / "style.css").write_text(style + (HERE / "style.css").read_text())
     for name in ("book.js", "figures.js"):
@@ -635,4 +580,4 @@ def main():
 
 
 if __name__ == "__main__":
-    raise SystemExit(record() if sys.argv[1:] == ["record"] else main())
+    main()

@@ -10,5 +10,5 @@ const html = formulas.map(({ tex, display }) => {
     process.exit(1);
   }
 });
-const names = Object.keys(FIGURES), of = (make) => Object.fromEntries(names.map((name) => [name, make(name)]));
-fs.writeSync(1, JSON.stringify({ formulas: html, figures: of((n) => picture(n, data[n])), titles: of((n) => FIGURES[n].title) }));
+const figures = Object.fromEntries(Object.keys(FIGURES).flatMap((name) => [[name, picture(name, data[name])], [`${name}.title`, FIGURES[name].title]]));
+fs.writeSync(1, JSON.stringify({ formulas: html, figures }));
