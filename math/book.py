@@ -5,7 +5,7 @@ The figures' numbers are computed here, by the oracle and by losses.py. Nothing 
 
     python math/book.py            # needs requirements-book.txt and `npm install --prefix math/book`
 
-What a chapter's markup means to this edition, beside Markdown: what cites the **(eq:label)** below a formula stands
+What a chapter's markup means to this edition, beside Markdown: what cites the **(eq:…)** below a formula stands
 beside it. A block of `>>>` is folded; its line is the block's first comment, when it begins with one, otherwise the
 last sentence before it, and what it printed. What a chapter's first block does before it prints is the set-up.
 <details><summary>Answer</summary> … </details> is an answer, folded everywhere; the blocks in it are not.
@@ -88,7 +88,13 @@ def citing(label, files):
     """The parts that cite a label; first the one that is about it."""
     found = [part for file in files for part in parts(file) if label in part.labels]
     often = Counter(part.file for part in found)
-    return sorted(found, key=lambda p: (p.is_class, p.labels[label], -often[p.file], len(p.labels), p.first - p.last))
+
+    def distance(p):
+        named = label.removeprefix("eq:") in p.name
+        return (p.is_class, "__" in p.name, p.labels[label], not named, p.file == "metrics.py", -often[p.file],
+                len(p.labels), -len(p.docstring))
+
+    return sorted(found, key=distance)
 
 
 @cache
@@ -100,9 +106,9 @@ def proving_files():
 
 @cache
 def names():
-    """Public name → page and line, of the seven files and the oracle."""
+    """Public name → page and line, of the seven files; of the oracle, whose names are short, what cannot be mistaken."""
     return {part.name: f"{page_of(part.file)}#L{part.first}" for file in ["tests/oracle.py", *reversed(FILES)]
-            for part in parts(file)}
+            for part in parts(file) if file in FILES or "_" in part.name}
 
 
 def page_of(file):
@@ -379,7 +385,7 @@ class Chapter:
         if self.answers:
             return setup + boxed(in_colours(source, PythonConsoleLexer()))
         comment = re.match(r">>> # *(.*)\n", source)
-        sentence = comment[1] if comment else re.split(r"(?<=[.?!])\)?\s+(?=\S)", self.said)[-1].rstrip(":")
+        sentence = comment[1] if comment else re.split(r"(?<=[.?!])\s+(?=[^a-z0-9])", self.said)[-1].rstrip(":")
         return setup + (fold("proof", self.md.renderInline(sentence), source) if source.strip() else "")
 
     def html(self):
