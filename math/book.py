@@ -106,7 +106,7 @@ def proving_files():
 
 @cache
 def names():
-    """Public name → page and line, of the seven files; of the oracle, whose names are short, what cannot be mistaken."""
+    """Public name → page and line, of the seven files; of the oracle, whose names are short, only long ones."""
     return {part.name: f"{page_of(part.file)}#L{part.first}" for file in ["tests/oracle.py", *reversed(FILES)]
             for part in parts(file) if file in FILES or "_" in part.name}
 
@@ -167,9 +167,8 @@ def source_page(file):
     tags = {part.line: part.labels for part in parts(file)} if file.endswith(".py") else {}
     rows = []
     for n, line in enumerate(highlighted(file), 1):
-        cites = " ".join(sorted(set(tags.get(n, {})) & set(equations())))
-        rows.append(f'<span class="l" id="L{n}" data-n="{n}">{line}'
-                    + (f'<span class="cites">{link_labels(cites)}</span>' if cites else "") + "</span>")
+        cites = f'<span class="cites">{link_labels(" ".join(tags[n]))}</span>' if tags.get(n) else ""
+        rows.append(f'<span class="l" id="L{n}" data-n="{n}">{line}{cites}</span>')
     return f'<h1 class="file">{file}</h1>{boxed(chr(10).join(rows), "whole")}'
 
 
@@ -291,15 +290,15 @@ def split_setup(source):
 
 
 class Row:
-    """A stretch of text with at most one labelled equation; `wide` ones have the whole page's width."""
+    """A stretch of text with at most one labelled equation; `wide` is the class of one of the page's whole width."""
 
-    def __init__(self, wide=False):
+    def __init__(self, wide=""):
         self.before, self.after, self.label, self.wide = [], [], None, wide
 
     def html(self):
         before, after = "\n".join(self.before), "\n".join(self.after)
         if not before or self.wide:
-            return before and f'<div class="wide">{before}</div>'
+            return before and f'<div class="{self.wide}">{before}</div>'
         beside = f'{panel(self.label)}<div class="after">{after}</div>' if self.label else ""
         return f'<section class="row"><div class="before">{before}</div>{beside}</section>'
 
@@ -320,10 +319,10 @@ class Chapter:
         self.end_section()
         self.title = self.sections[0]["title"]
 
-    def put(self, text, wide=False):
+    def put(self, text, wide=""):
         if wide and not self.answers:
             self.figures += re.findall('data-widget="(.*?)"', text)
-            self.rows += [Row(wide=True), Row()]
+            self.rows += [Row(wide), Row()]
             self.rows[-2].before.append(text)
         else:
             row = self.rows[-1]
@@ -332,7 +331,7 @@ class Chapter:
     def end_section(self):
         place, name = AT_END.get(self.path.name, ("", ""))
         if self.sections and self.sections[-1]["id"] == place:
-            self.put(widget(name), wide=True)
+            self.put(widget(name), "wide")
 
     def add(self, block, following):
         token, text = block[0], " ".join(t.content for t in block if t.type == "inline")
@@ -346,7 +345,9 @@ class Chapter:
                 self.put(token.content.replace("<details", '<details class="answer"'))
         elif not DEFINITION.fullmatch(text):
             rendered = self.md.renderer.render(block, self.md.options, {})
-            self.put(rendered, wide='class="widget"' in rendered or rendered.count("</th>") > 5)
+            columns = rendered.count("</th>")
+            broad = "data-widget" in rendered or columns > 2 and not self.rows[-1].label
+            self.put(rendered, "wide many" if columns > 5 else "wide" * broad)
             self.said = text
         if self.sections and token.type != "fence":
             self.sections[-1]["text"] += " " + text
@@ -546,10 +547,11 @@ def rendered_by_node(data):
 
 
 def search_entries(chapters):
-    entries = [[f'{c.page}#{s["id"]}', f'{c.title}: {s["title"]}' if s["title"] != c.title else c.title,
-                re.sub(r"[$`*\\{}]", "", s["text"])] for c in chapters for s in c.sections]
-    return entries + [[f"{page_of(part.file)}#L{part.first}", f"{part.name} ({part.file})", part.summary]
-                      for file in [*FILES, *proving_files()] for part in parts(file)]
+    """[address, title, text] of every section, function and test."""
+    return [[f'{c.page}#{s["id"]}', " · ".join(dict.fromkeys([c.title, s["title"]])), re.sub(r"[$`*\\{}]", "", s["text"])]
+            for c in chapters for s in c.sections] + [
+        [f"{page_of(p.file)}#L{p.first}", f"{p.name} ({p.file})", p.summary]
+        for file in [*FILES, *proving_files()] for p in parts(file)]
 
 
 def main():
