@@ -487,9 +487,6 @@ def batch_data():
             "presets": {preset: of(preset) for preset in presets}}
 
 
-DATA = {"cap": cap_data, "trap": trap_data, "curves": curves_data, "batch": batch_data}
-
-
 # ------------------------------------------------------------------------------------------- the pages
 
 def reference_page():
@@ -542,21 +539,20 @@ def rendered_by_node(data):
         {"formulas": [{"tex": tex, "display": display} for tex, display in FORMULAS], "data": data}))
     if found.returncode:
         sys.exit(f"math/book/render.js failed: {found.stderr.strip()}")
-    made = json.loads(found.stdout)
-    return made["formulas"], made["figures"]
+    return json.loads(found.stdout)
 
 
 def search_entries(chapters):
     """[address, title, text] of every section, function and test."""
-    return [[f'{c.page}#{s["id"]}', " · ".join(dict.fromkeys([c.title, s["title"]])), re.sub(r"[$`*\\{}]", "", s["text"])]
+    parts_of = [part for file in [*FILES, *proving_files()] for part in parts(file)]
+    return [[f'{c.page}#{s["id"]}', " · ".join({c.title: 0, s["title"]: 0}), re.sub(r"[$`*\\{}]", "", s["text"])]
             for c in chapters for s in c.sections] + [
-        [f"{page_of(p.file)}#L{p.first}", f"{p.name} ({p.file})", p.summary]
-        for file in [*FILES, *proving_files()] for p in parts(file)]
+        [f"{page_of(part.file)}#L{part.first}", f"{part.name} ({part.file})", part.summary] for part in parts_of]
 
 
 def main():
-    if not (HERE / "node_modules" / "katex").is_dir():
-        sys.exit("KaTeX is missing: npm install --prefix math/book")
+    if not shutil.which("node") or not (HERE / "node_modules" / "katex").is_dir():
+        sys.exit("math/book.py needs node and, by `npm install --prefix math/book`, KaTeX")
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()
     chapters = [Chapter(path) for path in CHAPTERS]
@@ -564,12 +560,12 @@ def main():
     bodies["index.html"], bodies["references.html"] = index_page(chapters), reference_page()
     sources = [*FILES, *proving_files(), *LINKED]
     bodies |= {page_of(file): source_page(file) for file in sources}
-    data = {name: compute() for name, compute in DATA.items()}
-    formulas, figures = rendered_by_node(data)
+    data = {"cap": cap_data(), "trap": trap_data(), "curves": curves_data(), "batch": batch_data()}
+    made = rendered_by_node(data)
 
     def finished(body):
-        body = re.sub("\x04(.*?)\x05", lambda m: figures[m[1]], body)
-        return re.sub("\x02(.*?)\x03", lambda m: formulas[int(m[1])], body)
+        body = re.sub("\x04(.*?)\x05", lambda m: made["figures"][m[1]], body)
+        return re.sub("\x02(.*?)\x03", lambda m: made["formulas"][int(m[1])], body)
 
     order = [("index.html", "Three Policies"), *((c.page, c.title) for c in chapters)]
     around = {page: (before, after) for before, (page, _), after in zip([None, *order], order, [*order[1:], None])}
@@ -582,9 +578,9 @@ def main():
     shutil.copytree(katex / "fonts", OUT / "fonts", ignore=shutil.ignore_patterns("*.ttf", "*.woff"))
     style = re.sub(r",url\([^)]*\.(?:woff|ttf)\) format\([^)]*\)", "", (katex / "katex.min.css").read_text())
     (OUT / "style.css").write_text(style + (HERE / "style.css").read_text())
-    for name in ("book.js", "figures.js"):
-        shutil.copy(HERE / name, OUT)
-    print(f"book/index.html: {len(bodies)} pages, {len(formulas)} formulas, {len(equations())} labelled equations")
+    shutil.copy(HERE / "book.js", OUT)
+    shutil.copy(HERE / "figures.js", OUT)
+    print(f"book/index.html: {len(bodies)} pages, {len(FORMULAS)} formulas, {len(equations())} labelled equations")
 
 
 if __name__ == "__main__":
