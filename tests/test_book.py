@@ -64,7 +64,7 @@ def test_every_reference_is_cited_and_has_an_address():
 
 # -------------------------------------------------------------------------------------------- the book
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def book():
     """math/book.py, which has just written book/."""
     packages = ("markdown_it", "mdit_py_plugins", "pygments", "playwright")
@@ -87,8 +87,9 @@ def book():
     return module
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser(book):
+    """Closed with this file: its event loop must not run while others' tests do."""
     from playwright.sync_api import sync_playwright
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] * (os.geteuid() == 0))
