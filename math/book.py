@@ -468,7 +468,7 @@ def batch_data():
     mask = torch.tensor([[token is not None for token in row] for row in recorded["tokens"]])
     mu, old, theta = (torch.tensor(recorded[name]).double() for name in ("rollout", "old", "current"))
     A = torch.tensor(recorded["advantages"]).double()[:, None].expand_as(mu)
-    presets = ["disabled", "decoupled_token_is", "decoupled_token_icepop", "decoupled_seq_is", "decoupled_seq_is_rs"]
+    presets = ["disabled", "decoupled_token_is", "decoupled_seq_is", "decoupled_k3_rs", "decoupled_k3_rs_seq_tis"]
 
     def rows(x):
         return [[round(v, 3) + 0.0 if m else None for v, m in zip(*pair)] for pair in zip(x.tolist(), mask.tolist())]
