@@ -139,7 +139,7 @@ def test_every_page_opens_from_disk_at_three_widths(book, open_page):
         page.context.close()
 
 
-def test_no_page_holds_an_address_to_load():
+def test_no_page_holds_an_address_to_load(book):
     for path in [*OUT.glob("*.html"), *OUT.glob("*.css"), *OUT.glob("*.js")]:
         loading = r"""(?:src=|url\(|@import|fetch\(|<link[^>]*href=)["']?(?:https?:)?//[^"')\s]+"""
         loads = re.findall(loading, path.read_text())
