@@ -4,7 +4,7 @@ Needs requirements-book.txt, node with KaTeX (`npm install --prefix math/book`) 
 name); without them the tests say so and skip, and with THREE_POLICIES_REQUIRE_BOOK=1, as in CI, they fail.
 The references' own tests need none of it.
 
-    python tests/test_book.py record      # math/book/batch.json anew: six responses of a real run, about a minute
+    python tests/test_book.py record      # math/book/batch.json anew: six responses of a real run, half a minute
 """
 
 import importlib.util
