@@ -1,0 +1,353 @@
+"""The reading edition as a reader has it: built, and looked at in Chromium, from disk, without a network.
+
+Needs requirements-book.txt, node with KaTeX (`npm install --prefix math/book`) and Chromium (Debian's package of that
+name); without them the tests say so and skip, and with THREE_POLICIES_REQUIRE_BOOK=1, as in CI, they fail.
+The references' own tests need none of it.
+
+    python tests/test_book.py record      # math/book/batch.json anew: six responses of a real run, half a minute
+"""
+
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(1, str(ROOT))
+OUT = ROOT / "book"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+WIDTHS = (400, 800, 1400)
+
+
+# ------------------------------------------------------------------------------------------ references
+
+def entries():
+    return yaml.safe_load((ROOT / "math" / "references.yaml").read_text())
+
+
+def documents():
+    """Every text of the repository that may cite something, this file aside."""
+    places = [path for glob in ("*.py", "*/*.py", "*.md", "math/*.md", "math/*.yaml") for path in ROOT.glob(glob)]
+    return {path: path.read_text() for path in places if path.name not in ("test_book.py", "references.yaml")}
+
+
+def test_every_paper_and_pull_request_that_is_cited_is_a_reference():
+    known = {entry["id"] for entry in entries()}
+    names = {mention for entry in entries() for mention in entry.get("cited", [])}
+    links = {entry["link"] for entry in entries()}
+    missing = set()
+    for path, text in documents().items():
+        missing |= {(path.name, x) for x in re.findall(r"(?<![\d.])\d{4}\.\d{5}(?![\d.])", text) if x not in known}
+        addresses = re.findall(r"https://github\.com/[\w.-]+/[\w.-]+/(?:pull|issues)/\d+", text)
+        missing |= {(path.name, x) for x in addresses if x not in links}
+        spoken = re.findall(r"\b(?:verl-omni|slime|SkyRL|OpenRLHF|PR|PyTorch issue) \d{2,6}\b(?!\.)", text)
+        missing |= {(path.name, x) for x in spoken if not any(x in name for name in names)}
+    assert not missing
+
+
+def test_every_reference_is_cited_and_has_an_address():
+    text = "\n".join(documents().values())
+    for entry in entries():
+        assert set(entry) <= {"id", "title", "authors", "year", "link", "cited", "system"}, entry
+        names = [entry["id"], entry["link"], entry.get("system", entry["id"]), *entry.get("cited", [])]
+        assert entry["link"].startswith("http") and any(name in text for name in names), entry["id"]
+    assert len({entry["id"] for entry in entries()}) == len(entries())
+
+
+# -------------------------------------------------------------------------------------------- the book
+
+@pytest.fixture(scope="module")
+def book():
+    """math/book.py, which has just written book/."""
+    packages = ("markdown_it", "mdit_py_plugins", "pygments", "playwright")
+    missing = [f"{name} (requirements-book.txt)" for name in packages if importlib.util.find_spec(name) is None]
+    missing += [] if shutil.which("node") else ["node"]
+    missing += [] if (ROOT / "math/book/node_modules/katex").is_dir() else ["KaTeX (npm install --prefix math/book)"]
+    missing += [] if CHROMIUM else ["Chromium (Debian's package chromium)"]
+    if missing and os.environ.get("THREE_POLICIES_REQUIRE_BOOK") == "1":
+        pytest.fail(f"missing: {', '.join(missing)}, and THREE_POLICIES_REQUIRE_BOOK=1 makes that a failure")
+    if missing:
+        pytest.skip(f"missing: {', '.join(missing)}")
+    began = os.times().children_user
+    built = subprocess.run([sys.executable, "math/book.py"], cwd=ROOT, capture_output=True, text=True,
+                           env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert built.returncode == 0, built.stderr
+    assert os.times().children_user - began < 20, "the build takes more than 20 s of processor time"
+    spec = importlib.util.spec_from_file_location("three_policies_book", ROOT / "math" / "book.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def browser(book):
+    """Closed with this file: its event loop must not run while others' tests do."""
+    from playwright.sync_api import sync_playwright
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] * (os.geteuid() == 0))
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """A page at a width; what it asked for, and what it complained of, are kept with it."""
+    contexts = []
+
+    def opened(name, width=1400, **options):
+        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, offline=True, **options))
+        page = contexts[-1].new_page()
+        page.asked, page.complaints = [], []
+        page.on("request", lambda request: page.asked.append(request.url))
+        page.on("requestfailed", lambda request: page.complaints.append(f"{request.url} failed"))
+        page.on("pageerror", lambda error: page.complaints.append(str(error)))
+        page.on("console", lambda message: page.complaints.append(message.text) if message.type == "error" else None)
+        page.goto((OUT / name.split("#")[0]).as_uri() + ("#" + name.split("#")[1] if "#" in name else ""))
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+
+
+def pages():
+    return sorted(path.name for path in OUT.glob("*.html"))
+
+
+def test_every_page_opens_from_disk_at_three_widths(book, open_page):
+    """No formula failed, nothing was asked of the network, nothing is wider than the window."""
+    assert len(pages()) > 20
+    for name in pages():
+        page = open_page(name)
+        failed = page.locator(".katex-error, .katex [style*='#cc0000']")     # KaTeX's red: a command it does not know
+        assert not failed.count() and not page.complaints, (name, page.complaints)
+        assert page.asked and all(url.startswith(("file:", "data:")) for url in page.asked), (name, page.asked)
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 900})
+            page.evaluate("document.querySelectorAll('details').forEach((fold) => { fold.open = true; })")
+            widest = page.evaluate("document.documentElement.scrollWidth")
+            assert widest <= width, f"{name} is {widest} pixels wide in a window of {width}"
+        page.context.close()
+
+
+def test_no_page_holds_an_address_to_load(book):
+    for path in [*OUT.glob("*.html"), *OUT.glob("*.css"), *OUT.glob("*.js")]:
+        loading = r"""(?:src=|url\(|@import|fetch\(|<link[^>]*href=)["']?(?:https?:)?//[^"')\s]+"""
+        loads = re.findall(loading, path.read_text())
+        assert not loads, (path.name, loads)
+
+
+def test_no_dead_link_and_no_dead_label(book):
+    text = {name: (OUT / name).read_text() for name in pages()}
+    anchors = {name: set(re.findall(r'\bid="([^"]+)"', html)) for name, html in text.items()}
+    dead = set()
+    for name, html in text.items():
+        for href in re.findall(r'(?:href|src)="([^"]+)"', html):
+            if re.match("https?:|data:", href):
+                continue
+            file, anchor = urldefrag(unquote(href))
+            target = file or name
+            if not (OUT / target).is_file() or (anchor and target in anchors and anchor not in anchors[target]):
+                dead.add((name, href))
+    assert not dead
+    cited = {label for html in text.values() for label in re.findall(r'href="[^"]*#(eq:[a-z0-9-]+)"', html)}
+    assert cited == set(book.equations())
+
+
+def test_every_equation_reaches_its_function_and_its_tests_and_they_reach_it(book, open_page):
+    for label, name in book.equations().items():
+        html = (OUT / name).read_text()
+        panel = html.split(f'<aside class="panel" data-eq="{label}">')[1].split("</aside>")[0]
+        shown, tests = panel.split('<details class="tests"')
+        assert f'id="{label}"' in html and 'class="l code"' in shown, f"{label} has no code beside it"
+        assert re.search(r'href="tests-test_\w+\.py\.html#L\d+"', tests), f"{label} has no test beside it"
+        for href in re.findall(r'class="where" href="([^"]+)"', panel):
+            source, line = href.split("#")
+            row = re.search(rf'id="{line}" data-n="\d+">(.*?)\n<span class="l"', (OUT / source).read_text(), re.S)[1]
+            below = (OUT / source).read_text().split(f'id="{line}"')[1][:20000]
+            assert f'href="{name}#{label}"' in row + below, f"{href} does not lead back to {label}"
+
+
+def test_what_stands_beside_an_equation_is_the_code_itself(book, open_page):
+    """Line numbers and text of the open listing are those of the file."""
+    page = open_page("6-correction.html")
+    rows = page.locator('[data-eq="eq:tis"] .part[open]').first.locator(".l").evaluate_all(
+        "(rows) => rows.map((row) => [Number(row.dataset.n), row.textContent])")
+    lines = (ROOT / "correction.py").read_text().splitlines()
+    assert len(rows) > 5 and all(lines[n - 1] == text for n, text in rows)
+
+    def places():
+        row = page.locator('section:has(> [data-eq="eq:tis"])')
+        return [row.locator(part).bounding_box() for part in ("> .panel", "> .before")]
+
+    wide, text = places()
+    assert wide["x"] > text["x"] + text["width"] and abs(wide["y"] - text["y"]) < 60, "not side by side at 1400"
+    page.set_viewport_size({"width": 800, "height": 900})
+    below, text = places()
+    assert below["y"] >= text["y"] + text["height"], "not one below the other at 800"
+
+
+def test_pointing_at_an_equation_lights_its_code(book, open_page):
+    page = open_page("4-ppo.html")
+    page.locator("[id='eq:ppo-clip']").hover()
+    assert page.locator('.panel.lit').get_attribute("data-eq") == "eq:ppo-clip"
+    page.locator("h1").hover()
+    assert not page.locator(".lit").count()
+
+
+def test_search_finds_truncation_in_chapter_6(book, open_page):
+    page = open_page("index.html")
+    page.fill("#search", "truncation")
+    assert page.locator("#found a").first.get_attribute("href") == "6-correction.html#truncation"
+    page.press("#search", "Enter")
+    page.wait_for_url("**/6-correction.html#truncation")
+    page.fill("#search", "no such word anywhere")
+    assert not page.locator("#found a").count()
+
+
+def test_dark_by_the_system_and_by_the_switch(book, open_page):
+    def is_dark(page):
+        return page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+
+    light, dark = open_page("index.html", color_scheme="light"), open_page("index.html", color_scheme="dark")
+    assert not is_dark(light) and is_dark(dark)
+    for page, then in ((light, True), (dark, False)):
+        page.click("#dark")
+        assert is_dark(page) == then
+        page.reload()
+        assert is_dark(page) == then, "the choice is forgotten"
+
+
+def test_print_leaves_out_what_only_a_screen_has(book, open_page):
+    page = open_page("6-correction.html", color_scheme="dark")
+    page.emulate_media(media="print")
+    assert not page.locator("nav").is_visible()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert page.locator("[id='eq:tis']").is_visible() and page.pdf(format="A4")[:4] == b"%PDF"
+
+
+def test_blocks_are_folded_and_say_what_they_printed(book, open_page):
+    for path in book.CHAPTERS:
+        page, blocks = open_page(f"{path.stem}.html"), path.read_text().count("```python\n>>>")
+        folds = page.locator("main details.proof")
+        assert page.locator("main details.setup").count() == (blocks > 0)
+        assert folds.count() >= blocks - 1 and not page.locator("main details.proof[open]").count()
+        assert all(len(line.strip()) > 5 for line in folds.locator("> summary > span").all_text_contents())
+    folded = open_page("6-correction.html").locator("details.proof").all_text_contents()
+    assert any("0.370" in text.split(">>>")[0] for text in folded), "what a block printed is not on its line"
+
+
+def test_answers_are_folded_and_their_blocks_are_not(book, tmp_path):
+    chapter = tmp_path / "11-exercise.md"
+    chapter.write_text("# 11. Exercise\n\n```python\n>>> import torch\n>>> 1 + 1\n2\n\n```\n\n1. What is $2 + 2$?\n\n"
+                       "<details><summary>Answer</summary>\n\nFour:\n\n```python\n>>> 2 + 2\n4\n\n```\n\n</details>\n")
+    html = book.Chapter(chapter).html()
+    answer = html.split('<details class="answer">')[1].split("</details>")[0]
+    assert "Answer</summary>" in answer and "<pre" in answer and "<details" not in answer
+    assert 'class="setup"' in html and 'class="proof"' in html
+
+
+# ------------------------------------------------------------------------------- the figures that move
+
+def readout(page, figure):
+    return page.locator(f'[data-widget="{figure}"] .value').all_text_contents()
+
+
+def test_the_sliders_numbers_are_the_tables(book, open_page):
+    """At C = 2, and at every noise and length that chapter 6's table and the slider share."""
+    text = (ROOT / "math/6-correction.md").read_text().split("<!-- begin: bias-variance -->")[1].split("<!-- end")[0]
+    table = [[cell.strip().replace("*", "").strip("`") for cell in line.split("|")[1:-1]]
+             for line in text.split("\n")[1:-1]]
+    rows = {row[0]: dict(zip(table[0], row, strict=True)) for row in table}
+    shown = {"decoupled_token_is": 0, "decoupled_seq_is": 1, "disabled": 3}
+    page, compared = open_page("6-correction.html"), 0
+    for column in table[0][1:]:
+        if found := re.fullmatch(r"Δ = ([\d.]+), T = (\d+)", column):
+            page.evaluate(f"location.hash = 'C=2&noise={found[1]}&T={found[2]}'")
+            page.wait_for_function(f"document.querySelector('[name=T]').parentElement.textContent.includes('{found[2]}')")
+            for preset, i in shown.items():
+                assert readout(page, "cap")[i] == rows[preset][column], (preset, column)
+                compared += 1
+    assert compared == 15
+
+
+def test_sliders_snap_and_the_address_says_where(book, open_page):
+    page = open_page("6-correction.html#C=2.9&T=7.5")
+    assert page.locator("[name=C]").evaluate("(slider) => slider.nextElementSibling.value") == "3"
+    before = readout(page, "cap")
+    page.locator("[name=C]").focus()
+    page.keyboard.press("ArrowRight")
+    assert "C=5" in page.url and "T=8" in page.url and readout(page, "cap") != before
+    again = open_page("6-correction.html#" + page.url.split("#")[1])
+    assert readout(again, "cap") == readout(page, "cap")
+
+
+def test_curves_are_the_equations_coefficients(book, open_page):
+    """At r = 2 by hand: PPO's clip and dual clip, GSPO's fourth root, CISPO's cap."""
+    shown = readout(open_page("4-ppo.html#r=2"), "curves")
+    numbers = [[float(x) for x in re.findall(r"-?\d+\.\d+", text)] for text in shown]
+    assert numbers[:5] == [[1.0, -1.0], [0.0, -2.0], [0.0, -2.0], [1.19, -1.19], [1.2, -1.2]]
+
+
+def test_the_length_trap_at_ten_per_cent(book, open_page):
+    product, mean = readout(open_page("6-correction.html#ratio=1.1&n=8"), "trap")
+    assert f"{1.1 ** 8:.2f}" in product and "rejects" in product and "1.10" in mean
+
+
+def test_the_batch_is_stepped_through(book, open_page):
+    page = open_page("6-correction.html#step=3&preset=decoupled_k3_rs")
+    cells = page.locator('[data-widget="batch"] td b')
+    recorded = json.loads((ROOT / "math/book/batch.json").read_text())
+    assert cells.count() == sum(token is not None for row in recorded["tokens"] for token in row)
+    rho = float(page.locator('[data-widget="batch"] td').first.inner_text().split()[-1])
+    assert rho == pytest.approx(math.exp(recorded["old"][0][0] - recorded["rollout"][0][0]), abs=0.005)
+    page.locator("[name=step]").press("End")
+    assert 0 < page.locator('[data-widget="batch"] td.out').count() < cells.count(), "nothing, or all, is rejected"
+
+
+def test_without_javascript_the_figures_stand(book, open_page):
+    page = open_page("6-correction.html", java_script_enabled=False)
+    assert page.locator('[data-widget="cap"] svg').count() >= 4
+    assert page.locator('[data-widget="batch"] td b').count() > 10
+
+
+def record(step=8):
+    """Six different responses to two prompts, from the last update of a real run, late and coarse."""
+    import trainer
+    settings = ["rollout.prompts=32", "rollout.staleness=4", "rollout.quantize_bits=4", "rollout.engine=transformers",
+                "train.mini_batches=2", "train.lr=1e-3", f"train.steps={step}", "task.eval_size=64", "run=recorded"]
+    updates, update = [], trainer.update
+
+    def watched(run, batch, *how):
+        updates.append(batch)
+        if len(updates) == 2 * step:
+            width, groups = batch.response_mask.shape[1], {}
+            for i, row in enumerate(batch.tokens.tolist()):
+                groups.setdefault(i // run.config.rollout.samples, {}).setdefault(tuple(row), i)
+            rows = [i for group in groups.values() if len(group) > 2 for i in list(group.values())[:3]][:6]
+            words = [run.tokenizer.convert_ids_to_tokens(batch.tokens[i].tolist()) for i in rows]
+            numbers = {"advantages": batch.advantages[:, 0], "rollout": batch.rollout_log_prob,
+                       "old": batch.old_log_prob, "current": trainer.score(run.policy, batch, run.config)}
+            kept = batch.response_mask[rows].tolist()
+            (ROOT / "math/book/batch.json").write_text(json.dumps({
+                "how": "python trainer.py " + " ".join(settings),
+                "prompts": ["".join(word for word in row[:-width] if "<" not in word) for row in words],
+                "tokens": [[w if m else None for w, m in zip(row[-width:], mask)] for row, mask in zip(words, kept)],
+                **{name: x[rows].double().mul(1e4).round().div(1e4).tolist() for name, x in numbers.items()}}) + "\n")
+        return update(run, batch, *how)
+
+    trainer.update = watched
+    return trainer.main(settings)
+
+
+if __name__ == "__main__":
+    raise SystemExit(record() if sys.argv[1:] == ["record"] else __doc__)
