@@ -122,7 +122,8 @@ def judge(log_ratio: Tensor, response_mask: Tensor, name: str, bound,
         return _at_most(drift, bound, advantages < 0)
     if name == "second_moment":
         square = torch.where(mask, log_ratio, 0.0).square().float()
-        return _at_most(square, second_moment_limit(square, mask, bound, group))
+        limit = second_moment_limit(square, mask, bound, group)
+        return _at_most(square, limit, least=torch.full_like(limit, -math.inf))
     if name.startswith("token_tv"):
         log_mu = torch.where(mask, rollout_log_prob, 0.0).to(log_ratio.dtype)
         apart = (log_mu + log_ratio).clamp(max=0).exp() - log_mu.exp()                   # π − μ
@@ -142,9 +143,9 @@ def judge(log_ratio: Tensor, response_mask: Tensor, name: str, bound,
     return Verdict(highest, (least, most), lowest < least, highest > most)
 
 
-def _at_most(statistic: Tensor, bound, among=True) -> Verdict:
+def _at_most(statistic: Tensor, bound, among=True, least=-math.inf) -> Verdict:
     above = (statistic > bound) & among
-    return Verdict(statistic, (-math.inf, bound), torch.zeros_like(above), above)
+    return Verdict(statistic, (least, bound), torch.zeros_like(above), above)
 
 
 def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float, group=None) -> Tensor:
@@ -157,7 +158,7 @@ def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float, gro
     bits are. Of other ranks they take a sum and a count, whatever the shapes there.
     """
     mask, square = response_mask.bool(), square.detach().float()
-    low, high = (torch.tensor(bits, device=square.device) for bits in (0, 0x7F800000))
+    low, high = (square.new_full((), bits, dtype=torch.int64) for bits in (0, 0x7F800000))
     for _ in range(31):
         middle = (low + high + 1) // 2
         chosen = mask & (square <= middle.int().view(torch.float32))
