@@ -1,0 +1,121 @@
+"""The study of chapter 10: its task, its exact tests, and what it has declared."""
+
+import importlib.util
+import itertools
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from plumbing import tasks
+from plumbing.settings import TaskConfig, UserError, load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load(name):
+    """A script of math/ by its path: nothing there is importable by name."""
+    spec = importlib.util.spec_from_file_location(f"three_policies_{name}", ROOT / "math" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+contrasts = load("contrasts")
+
+
+# -------------------------------------------------------------------------------------------- brackets
+
+def words(length, depth):
+    """All of them, by the grammar: a word is empty or ( word of smaller depth ) word."""
+    if length == 0:
+        return {""}
+    if depth == 0:
+        return set()
+    return {f"({inner}){rest}" for n in range(0, length, 2) for inner in words(n, depth - 1)
+            for rest in words(length - 2 - n, depth)}
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_the_checker_is_the_grammar(depth):
+    for length in range(0, 13, 2):
+        strings = {"".join(x) for x in itertools.product("()", repeat=length)}
+        assert {x for x in strings if tasks.balanced(x, depth)} == words(length, depth)
+    assert not any(tasks.balanced(x, depth) for x in ("(", "(()", "()x", "()>", "( )"))
+
+
+@pytest.mark.parametrize("start", ["", "(", "((", "()(("])
+def test_a_beginning_goes_on_in_every_way_that_is_right_and_in_no_other(start):
+    rng, length = random.Random(0), 8 + start.count("(") - start.count(")")
+    drawn = {start + tasks.completion(start, length, 3, rng) for _ in range(3000)}
+    assert drawn == {word for word in words(len(start) + length, 3) if word.startswith(start)}
+
+
+def test_the_reward_of_brackets_is_the_checker_on_the_whole_word():
+    task = tasks.make_task(TaskConfig(kind="dyck", length=6, depth=3, eval_size=50), seed=1)
+    asked = [p.question for p in (*task.train, *task.held_out)]
+    assert len(set(asked)) == len(asked) == 1597 and len(task.held_out) == 50      # Fibonacci's 17th
+    assert all(task.reward(p, p.answer) == 1 for p in (*task.train, *task.held_out))
+    for problem in task.held_out[:5]:
+        for end in map("".join, itertools.product("()", repeat=6)):
+            assert task.reward(problem, end) == ((problem.question[:-1] + end) in words(22, 3))
+        assert not any(task.reward(problem, problem.answer + more) for more in ("()", ">", ")"))
+        assert task.reward(problem, "") == 0
+
+
+def test_every_other_lesson_has_one_forced_bracket_wrong():
+    task, rng = tasks.make_task(TaskConfig(kind="dyck", length=12, eval_size=50), seed=1), random.Random(2)
+    for problem in task.train[:200]:
+        right, wrong = (tasks.lesson(task, problem, mistake, rng) for mistake in (False, True))
+        assert task.reward(problem, right) == 1 and task.reward(problem, wrong) == 0
+        word = problem.question[:-1]
+        flips = {i: wrong[:i] + "()".replace(wrong[i], "") + wrong[i + 1:] for i in range(12)}
+        assert any(task.reward(problem, mended) and len(tasks.next_brackets(word + wrong[:i], 12 - i, 3)) == 1
+                   for i, mended in flips.items())
+    lessons = [tasks.lesson(task, task.train[0], False, rng) for _ in range(50)]
+    assert len(set(lessons)) > 10                      # not the one that the problem came with
+
+
+@pytest.mark.parametrize("given, said", [
+    (["task.length=63", "rollout.max_tokens=65"], "task.length must be even, as brackets come in pairs, not 63"),
+    (["task.length=64"], "rollout.max_tokens must be at least 65, for the brackets of task.length and the end token, not 10"),
+    (["task.depth=1", "rollout.max_tokens=65"], "task.depth must be 2 to 9, not 1")])
+def test_brackets_that_cannot_be_asked_for_are_one_sentence(given, said):
+    with pytest.raises(UserError) as found:
+        load_config(["task.kind=dyck", *given])
+    assert str(found.value) == said
+
+
+# ----------------------------------------------------------------------------------------- exact tests
+
+def test_sign_flips_by_hand_and_by_counting_in_another_way():
+    assert contrasts.sign_flip([0.2, 0.1, 0.3]) == 2 / 8                # all of one sign: ± all
+    assert contrasts.sign_flip([3.0, -1.0]) == 1                         # |2| ≤ |±3 ± 1|: all four
+    assert contrasts.sign_flip([0.3] * 10) == 2 / 1024
+    assert contrasts.sign_flip([0.1, 0.2, -0.3]) == 1                   # a sum of 0, but for rounding
+    rng = random.Random(0)
+    values = [rng.randrange(-9, 10) for _ in range(10)]
+    ways = {0: 1}                                                       # sum → number of signs that give it
+    for v in values:
+        steps = [(s + e * v, n) for s, n in ways.items() for e in (1, -1)]
+        ways = {s: sum(n for t, n in steps if t == s) for s, _ in steps}
+    beyond = sum(n for s, n in ways.items() if abs(s) >= abs(sum(values)))
+    assert contrasts.sign_flip(list(map(float, values))) == beyond / 1024
+
+
+def test_holm_on_the_worked_example():
+    """0.01, 0.04, 0.03, 0.005: sorted × 4, 3, 2, 1 and never falling."""
+    found = contrasts.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})
+    assert found == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
+    assert contrasts.holm({"a": 0.01, "b": 0.4}, family=5) == pytest.approx({"a": 0.05, "b": 1.0})
+
+
+def test_mcnemar_is_the_tails_of_a_fair_coin():
+    for n in range(13):
+        for more in range(n + 1):
+            one, other = [True] * more + [False] * (n - more) + [True], [False] * more + [True] * (n - more) + [True]
+            as_far = sum(abs(sum(x) - n / 2) >= abs(more - n / 2) for x in itertools.product((0, 1), repeat=n))
+            assert contrasts.mcnemar(one, other) == pytest.approx(as_far / 2 ** n)
+    assert contrasts.mcnemar([True] * 10, [False] * 10) == 2 / 1024
