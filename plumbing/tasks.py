@@ -115,7 +115,7 @@ def dyck_problems(length: int, depth: int, rng: random.Random) -> list[Problem]:
 def next_brackets(word: str, left: int, depth: int) -> str:
     """The brackets that may come next if `left` more in all are to balance it within the depth."""
     height = word.count("(") - word.count(")")
-    return "(" * (height < min(depth, left - 1)) + ")" * (height > 0)
+    return "(" * (height < min(depth, left)) + ")" * (height > 0)
 
 
 def completion(word: str, length: int, depth: int, rng: random.Random) -> str:
