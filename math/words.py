@@ -28,7 +28,8 @@ from estimators import masked_log_ratio
 from losses import policy_loss
 from plumbing.tasks import balanced, next_brackets
 
-LENGTH, DEPTH, DAMAGED = 8, 3, 8                        # brackets; open at once; damaged policies that an average is over
+LENGTH, DEPTH = 8, 3                                   # brackets; most open at once
+PREDICTED, SHOWN = 8, 16                               # damaged policies that the prediction, the chapter averages over
 
 
 class Words(Policy):
@@ -60,12 +61,12 @@ class Words(Policy):
 
 
 @cache
-def start(copies=DAMAGED):
+def start(copies):
     return Words(copies)
 
 
 @cache
-def damage(copies=DAMAGED):
+def damage(copies):
     """What rounding adds to the logits, for a size of 1: normal, one draw for each row and copy."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(start(copies).logits.shape, generator=generator, dtype=torch.float64)
@@ -78,12 +79,12 @@ def chi2(pi, mu):
 
 
 @cache
-def damage_with(wanted):
+def damage_with(wanted, copies):
     """The size at which χ² of whole strings is what was measured."""
-    low, high = 0.0, 2.0
+    (low, high), pi = (0.0, 2.0), start(copies)
     for _ in range(30):
         middle = (low + high) / 2
-        low, high = (middle, high) if chi2(start(), start().moved(middle * damage())) < wanted else (low, middle)
+        low, high = (middle, high) if chi2(pi, pi.moved(middle * damage(copies))) < wanted else (low, middle)
     return high
 
 
@@ -122,13 +123,13 @@ def true_gradient(theta):
     return exact_gradient(theta, theta.value().sum()).reshape(theta.copies, -1)
 
 
-def ascend(config, size=0.0, lag=0, updates=40, rate=4.0, **clip):
+def ascend(config, copies, size=0.0, lag=0, updates=40, rate=4.0, **clip):
     """P(right) of each copy after every step of two updates; μ = π of `lag` steps ago + size·damage."""
-    theta, path, values = start(), [], []
+    theta, path, values = start(copies), [], []
     for _ in range(updates // 2):
         path.append(theta.logits.detach())
         values.append(theta.value().detach())
-        old, mu = theta, theta.moved(path[max(0, len(path) - 1 - lag)] - path[-1] + size * damage())
+        old, mu = theta, theta.moved(path[max(0, len(path) - 1 - lag)] - path[-1] + size * damage(copies))
         for _ in range(2):
             theta = theta.moved(rate * expected(config, theta, old, mu, **clip)[0].reshape(theta.logits.shape))
     return torch.stack([*values, theta.value().detach()])
@@ -150,9 +151,9 @@ MEASURED = 1.0185 ** 65 - 1        # χ² of a response at int4: a token's on se
 
 def first_step(name, size):
     """Of one update with μ damaged by `size`, in units of |∇J|: what is left of ∇J, bias, deviation of a response."""
-    config, clip = arm(name)
-    pi, target = start(), true_gradient(start())
-    found, deviation = expected(config, pi, pi, pi.moved(size * damage()), **clip)
+    (config, clip), pi = arm(name), start(PREDICTED)
+    target = true_gradient(pi)
+    found, deviation = expected(config, pi, pi, pi.moved(size * damage(PREDICTED)), **clip)
     along = (found * target).sum() / target.square().sum()
     return along.item(), ((found - target).norm() / target.norm()).item(), (deviation.norm() / target.norm()).item()
 
@@ -162,13 +163,56 @@ def prediction():
     rows = []
     for name in ARMS:
         config, clip = arm(name)
-        size, lag = (0.0, 0) if name == "matched" else (damage_with(MEASURED), 4)
+        size, lag = (0.0, 0) if name == "matched" else (damage_with(MEASURED, PREDICTED), 4)
         left, bias, deviation = first_step(name, size)
-        ends = [ascend(config, size, **clip)[-1], ascend(config, lag=lag, **clip)[-1]]
+        ends = [ascend(config, PREDICTED, size, **clip)[-1], ascend(config, PREDICTED, lag=lag, **clip)[-1]]
         rows.append([f"`{name}`", f"{left:+.2f}", f"{bias:.2f}", f"{deviation:.1f}",
                      f"{(bias ** 2 + deviation ** 2 / 256) ** 0.5:.2f}", *(f"{x.mean():.2f}" for x in ends)])
     return ["arm", "damaged μ: of ∇J left", "bias", "deviation", "error of 256", "P(right) in the end",
             "late μ: P(right) in the end"], rows
+
+
+# --------------------------------------------------------------------- why bypass dies on a damaged μ
+
+CLIPS = {"PPO against μ": ("bypass_ppo_clip", {}), "lower end open": ("bypass_low_open", {}),
+         "upper end open": ("bypass_high_open", {}), "both open": ("bypass_open", {}),
+         "and dual clip 3": ("bypass_ppo_clip", {"dual_clip": 3.0}), "`naive`": ("naive", {}),
+         "`decoupled_token_is`": ("decoupled_token_is", {})}
+
+
+def push(name, error, of_mu, rest=0.5, **more):
+    """d(log-odds of the right bracket) at one forced place, by its true value: π errs by `error`, μ by `of_mu`.
+
+    Three cases are all there are: wrong; right, and the rest of the word right (with chance `rest`); right, but the
+    rest wrong. π_old = π_θ.
+    """
+    config, clip = arm(name)
+    odds = torch.tensor(1 / error - 1, dtype=torch.float64).log().requires_grad_()
+    right, reward = torch.tensor([False, True, True]), torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
+    lp = torch.where(right, odds, -odds).sigmoid().log()[:, None]
+    mu = torch.tensor([of_mu, 1 - of_mu, 1 - of_mu], dtype=torch.float64)
+    chances = mu * torch.tensor([1, rest, 1 - rest], dtype=torch.float64)
+    advantages = (3 * chances * (reward - chances @ reward))[:, None]      # the loss is homogeneous in A: 3 rows' mean
+    loss, _ = policy_loss(lp, lp.detach(), mu.log()[:, None], advantages, torch.ones(3, 1), config,
+                          mode="seq-mean-token-sum", **clip, **more)
+    return -torch.autograd.grad(loss, odds)[0].item() / (rest * error * (1 - error))
+
+
+def pushes(error=0.025):
+    """Where one bracket is right: how hard an update pushes towards it, by the chance with which μ errs there."""
+    rows = [[f"{of_mu:g}", *(f"{push(name, error, of_mu, **more):+.2f}" for name, more in CLIPS.values())]
+            for of_mu in (0.005, 0.02, 0.025, 0.03, 0.05, 0.1, 0.15, 0.2, 0.3)]
+    return [f"μ errs by (π: {error:g})", *CLIPS], rows
+
+
+def ends():
+    """Exact ascent with either end of the clip: mean P(right), and how many of the policies end below their start."""
+    rows = []
+    for what, (name, more) in CLIPS.items():
+        config, clip = arm(name)
+        found = [ascend(config, SHOWN, size, lag, **clip, **more) for size, lag in ((0.3, 0), (0.6, 0), (0.9, 0), (0.0, 4))]
+        rows.append([what, *(f"{v[-1].mean():.2f}, {(v[-1] < v[0]).sum()}" for v in found)])
+    return ["", *(f"damage {size:g}" for size in (0.3, 0.6, 0.9)), "four steps late"], rows
 
 
 if __name__ == "__main__":

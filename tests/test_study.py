@@ -2,12 +2,16 @@
 
 import importlib.util
 import itertools
+import math
 import random
 import sys
 from pathlib import Path
 
 import pytest
+from oracle import Policy, close, estimator_moments, exact_gradient, grad_J, rewards
 
+from correction import RolloutCorrectionConfig
+from losses import policy_loss
 from plumbing import tasks
 from plumbing.settings import TaskConfig, UserError, load_config
 
@@ -118,3 +122,54 @@ def test_mcnemar_is_the_tails_of_a_fair_coin():
             as_far = sum(abs(sum(x) - n / 2) >= abs(more - n / 2) for x in itertools.product((0, 1), repeat=n))
             assert contrasts.mcnemar(one, other) == pytest.approx(as_far / 2 ** n)
     assert contrasts.mcnemar([True] * 10, [False] * 10) == 2 / 1024
+
+
+# ------------------------------------------------------------------------ brackets in the oracle's world
+
+words_of = load("words")
+
+
+@pytest.mark.parametrize("name", ["naive", "decoupled_token_is", "decoupled_seq_is", "token_is_opsm", "bypass_ppo_clip",
+                                  "bypass_low_open", "bypass_high_open", "bypass_open", "bypass_pg_is"])
+def test_what_an_arm_does_in_expectation_is_the_oracles(name):
+    """All strings in one call, by the homogeneity of the loss, against the oracle's, string by string."""
+    config, clip = words_of.arm(name)
+    pi = words_of.Words(1)
+    mu = pi.moved(0.8 * words_of.damage(1))
+    mean, deviation = words_of.expected(config, pi, pi, mu, **clip)
+    advantages = (pi.reward - mu.probs().detach() @ pi.reward)[:, None].expand(-1, words_of.LENGTH)
+    lp, mu_lp = pi.log_probs(), mu.log_probs().detach()
+    slow = estimator_moments(pi, mu, lambda i: policy_loss(
+        lp[i], lp[i], mu_lp[i], advantages[i], pi.mask[i], config, mode="seq-mean-token-sum", **clip)[0])
+    assert close(mean[0], -slow.mean) and close(deviation[0] ** 2, slow.variance)
+    assert pi.reward.sum() == len(words(8, 3)) == 13 and close(words_of.true_gradient(pi)[0], grad_J(pi, pi.reward[:, None]))
+
+
+def test_with_the_clip_open_bypass_is_exact_and_its_ends_are_where_they_are_said_to_be():
+    error, reversed_at = 0.025, 1 - (1 - 0.025) / 1.2
+    for of_mu in (0.0126, 0.05, 0.2, 0.5):               # above half of π's, where a cap of 2 does not bind
+        assert all(close(words_of.push(name, error, of_mu), 1.0) for name in ("bypass_open", "decoupled_token_is"))
+    assert close(words_of.push("bypass_ppo_clip", error, error / 0.8 - 1e-6), 1.0)
+    for of_mu in (error / 0.8 + 1e-6, 0.1, reversed_at - 1e-6):      # wrong is never blamed, right still earns
+        assert close(words_of.push("bypass_ppo_clip", error, of_mu), of_mu)
+    assert words_of.push("bypass_ppo_clip", error, reversed_at + 1e-6) < -0.3
+
+
+@pytest.mark.parametrize("end, sign", [("clip_low", -1.0), ("clip_high", 1.0)])
+def test_each_end_of_a_clip_around_the_sampler_pulls_towards_it(end, sign):
+    """At every state: what the end changes in the gradient has a positive product with log μ − log π."""
+    config = RolloutCorrectionConfig.bypass_ppo_clip()
+    for seed in range(20):
+        pi = Policy(4, 3, seed)
+        mu = pi.perturbed(seed + 50, 0.3)
+        lp, mu_lp = pi.log_probs(), mu.log_probs().detach()
+        weights = sign * mu.probs().detach()[:, None].expand_as(lp) * (1 + rewards(pi, seed).abs())    # one sign of A
+        both_open = {"clip_low": 1.0, "clip_high": 1e9}
+        ascent = [-exact_gradient(pi, policy_loss(lp, lp.detach(), mu_lp, weights, pi.mask, config,
+                                                  mode="seq-mean-token-sum", **(both_open | closed))[0]).reshape(-1, 4)
+                  for closed in ({}, {end: 0.2})]
+        towards = (mu.step_log_probs() - pi.step_log_probs()).detach()
+        divergence = -(pi.step_log_probs().exp() * towards).sum(-1)                              # KL(π‖μ) of each state
+        near = divergence < (math.inf if end == "clip_low" else math.log(1.2))
+        pull = ((ascent[1] - ascent[0]) * towards).sum(-1)[near]
+        assert (pull > -1e-12).all() and (pull > 1e-6).any()
