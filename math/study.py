@@ -11,6 +11,7 @@ time, and adds one line to study.csv when it ends: stop this at any time, and st
 
 import argparse
 import csv
+import fcntl
 import os
 import statistics
 import subprocess
@@ -34,26 +35,40 @@ def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
     """Trains, and reads its line of the table out of the run's metrics."""
     import trainer
     from plumbing.checkpoints import read_metrics
-    from plumbing.settings import flat, load_config
-    settings = flat({**study["settings"], "correction": {"preset": method}, "seed": seed})
-    settings |= study["regimes"][regime] | study["methods"].get(method, {})
-    run = f"{study['name']}-{regime}-{method}-{seed}"
-    overrides = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
-    config = load_config([str(ROOT / "configs" / "disabled.yaml"), *overrides, f"run={run}"])
-    log = Path("runs") / ".study" / f"{run}.log"
+    config = config_of(study, regime, method, seed)
+    log = Path("runs") / ".study" / f"{config.run}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     began = time.perf_counter()
+    warm_start(config, log.with_name(f"{study['name']}-{seed}.lock"))
     plant(method, trainer)
     shares = watch(trainer)
     if study.get("evaluator") == "float32":
         trainer.evaluate = in_float32(trainer.evaluate)
     trainer.start(config)
-    lines = read_metrics(Path("runs") / run / "metrics.jsonl")
+    lines = read_metrics(Path("runs") / config.run / "metrics.jsonl")
     return {"regime": regime, "method": method, "seed": seed, **summary(lines), **shares,
             "seconds": round(time.perf_counter() - began, 1)}
+
+
+def config_of(study: dict, regime: str, method: str, seed: int):
+    from plumbing.settings import flat, load_config
+    settings = flat({**study["settings"], "correction": {"preset": method}, "seed": seed})
+    settings |= study["regimes"][regime] | study["methods"].get(method, {})
+    settings["run"] = f"{study['name']}-{regime}-{method}-{seed}"
+    overrides = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
+    return load_config([str(ROOT / "configs" / "disabled.yaml"), *overrides])
+
+
+def warm_start(config, lock: Path) -> None:
+    """The policy that all arms of a seed begin with: made by one cell while the others wait."""
+    from plumbing.faults import process_group
+    from plumbing.tasks import make_demo_model, make_task
+    with lock.open("w") as file, process_group():
+        fcntl.flock(file, fcntl.LOCK_EX)
+        make_demo_model(config, make_task(config.task, config.seed))
 
 
 def in_float32(evaluate):

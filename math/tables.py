@@ -707,7 +707,8 @@ def study_64_contrasts():
     whole = {key: pair for key, pair in found.items() if pair and len(pair[0]) == len(judged()["seeds"])}
     p_area = {key: sign_flip([float(one[s]["area"]) - float(other[s]["area"]) for s in one])
               for key, (one, other) in whole.items()}
-    p_end = {key: mcnemar(*([ended_at_0(row) for row in rows.values()] for rows in pair)) for key, pair in whole.items()}
+    p_end = {key: mcnemar(*([ended_at_0(row) for row in rows.values()] for rows in pair))
+             for key, pair in whole.items()}
     holm_area, holm_end = (holm(p, family=len(found)) for p in (p_area, p_end))
     lines = []
     for (regime, one, other), pair in found.items():
@@ -721,8 +722,8 @@ def study_64_contrasts():
         else:
             line += ["", "", "", "", "not run to the end" if n else "not run"]
         lines.append(line)
-    return markdown(["regime", "contrast", "seeds", "area, difference, 95 %", "ended at 0", "p, signs", "Holm", "p, McNemar",
-                     "Holm", "verdict"], lines)
+    return markdown(["regime", "contrast", "seeds", "area, difference, 95 %", "ended at 0", "p, signs", "Holm",
+                     "p, McNemar", "Holm", "verdict"], lines)
 
 
 def study_64_arms():
@@ -733,11 +734,12 @@ def study_64_arms():
             areas = [float(row["area"]) for row in rows.values()]
             deviation = f" ± {statistics.stdev(areas):.3f}" if areas[1:] else ""
             lines.append([regime, f"`{arm}`", len(rows), f"{statistics.mean(areas):.3f}{deviation}",
-                          f"{min(areas):.3f} to {max(areas):.3f}", f"{mean_of(rows):.2f}", sum(map(ended_at_0, rows.values())),
-                          f"{mean_of(rows, 'ess_raw'):.2f}", f"{mean_of(rows, 'k3'):.4f}", f"{100 * mean_of(rows, 'kept'):.0f} %",
+                          f"{min(areas):.3f} to {max(areas):.3f}", f"{mean_of(rows):.2f}",
+                          sum(map(ended_at_0, rows.values())), f"{mean_of(rows, 'ess_raw'):.2f}",
+                          f"{mean_of(rows, 'k3'):.4f}", f"{100 * mean_of(rows, 'kept'):.0f} %",
                           f"{100 * mean_of(rows, 'clip_fraction'):.1f} %"])
-    return markdown(["regime", "arm", "seeds", "area", "lowest to highest", "final", "ended at 0", "ESS/N", "k3", "kept",
-                     "clipped"], lines)
+    return markdown(["regime", "arm", "seeds", "area", "lowest to highest", "final", "ended at 0", "ESS/N", "k3",
+                     "kept", "clipped"], lines)
 
 
 def study_64_rounding():
@@ -750,8 +752,51 @@ def study_64_rounding():
     return markdown(["regime", "arm", "seeds", "same seed, other rounding: mean difference of the area", "largest"], lines)
 
 
-TABLES = {"study-64-contrasts": study_64_contrasts, "study-64-arms": study_64_arms, "study-64-rounding": study_64_rounding,
-          "words-prediction": lambda: markdown(*words.prediction()), "study-matched": lambda: study("matched"), "study-staleness-8": lambda: study("staleness_8"),
+def study_64_status():
+    """What has been run of what was declared."""
+    regimes = yaml.safe_load((ROOT / "math/study-64.yaml").read_text())
+    count = sum(len(block["regimes"]) * len(block["methods"]) * len(block["seeds"]) for block in regimes["cells"])
+    found = {regime: arms for regime, arms in runs("study-64").items()}
+    lines = ["; ".join(f"`{arm}` {len(rows)}" for arm, rows in arms.items()) for arms in found.values()]
+    whole = sum(len(rows) for arms in found.values() for rows in arms.values())
+    return (f"Of {count} declared cells {whole} have been run. Seeds by arm: "
+            + ". ".join(f"{regime}: {line}" for regime, line in zip(found, lines, strict=True))
+            + ". The others have not been run, and nothing is said of them.")
+
+
+def study_64_score(regime="int4_fast"):
+    """The oracle's prediction, committed with the declaration, beside what came of it."""
+    predicted = yaml.safe_load((ROOT / "math/study-64.yaml").read_text())["predicted"]
+    arms = runs("study-64").get(regime, {})
+    there = [arm for arm in predicted["int4_order"] if arm in arms]
+    order = sorted(there, key=lambda arm: -mean_of(arms[arm], "area"))
+    lines = []
+    for place, arm in enumerate(there, 1):
+        rise = mean_of(arms[arm], "area") - mean_of(arms[arm], "first_accuracy")
+        fails = ["no", "yes"]
+        lines.append([f"`{arm}`", place, order.index(arm) + 1, fails[arm in predicted["int4_fail"]], fails[rise < 0],
+                      f"{rise:+.3f}", f"{sum(map(ended_at_0, arms[arm].values()))} of {len(arms[arm])}"])
+    return markdown(["arm", "place predicted", "found", "to end below its start", "area below start", "area − start",
+                     "ended at 0"], lines)
+
+
+def study_64_shares():
+    """Of the first update's tokens, by what μ makes of them and by the sign of A: before any arm has moved."""
+    lines = []
+    for regime, arms in runs("study-64").items():
+        seeds = {seed: row for rows in arms.values() for seed, row in rows.items()}      # the same in all arms
+        shares = [100 * mean_of(seeds, f"{end}_{sign}")
+                  for end in ("below", "above") for sign in ("negative", "positive")]
+        lines.append([regime, len(seeds), *(f"{x:.2f} %" for x in shares)])
+    return markdown(["regime", "seeds", "π/μ < 0.8, A < 0: dropped", "π/μ < 0.8, A > 0", "π/μ > 1.2, A < 0",
+                     "π/μ > 1.2, A > 0: dropped"], lines)
+
+
+TABLES = {"study-64-contrasts": study_64_contrasts, "study-64-arms": study_64_arms,
+          "study-64-rounding": study_64_rounding, "study-64-status": study_64_status, "study-64-score": study_64_score, "study-64-shares": study_64_shares,
+          "words-prediction": lambda: markdown(*words.prediction()), "words-place": lambda: markdown(*words.pushes()),
+          "words-ends": lambda: markdown(*words.ends()),
+          "study-matched": lambda: study("matched"), "study-staleness-8": lambda: study("staleness_8"),
           "study-int4": lambda: study("int4_staleness_4"),
           "study-vllm": lambda: study("vllm_bf16_staleness_8"), "study-summary": study_summary, "study-rounding": study_rounding,
           "study-frontier": study_frontier,

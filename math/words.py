@@ -108,7 +108,8 @@ def expected(config, theta, old, mu, **clip):
         return (chances * values).reshape(theta.copies, -1).sum(-1)
 
     mean_reward = of_each(theta.reward)
-    advantages = (theta.reward - mean_reward.repeat_interleave(len(chances) // theta.copies))[:, None].expand(-1, LENGTH)
+    advantages = theta.reward - mean_reward.repeat_interleave(len(chances) // theta.copies)
+    advantages = advantages[:, None].expand(-1, LENGTH)
     correction = bare(config, lp if config.bypass_mode else old_lp, mu_lp, theta.mask, advantages)
     loss, _ = policy_loss(lp, old_lp, mu_lp, advantages, theta.mask, config, correction=correction,
                           mode="seq-mean-token-sum", **clip)
@@ -137,15 +138,16 @@ def ascend(config, copies, size=0.0, lag=0, updates=40, rate=4.0, **clip):
 
 def arm(name):
     """The configuration and the clip of an arm of study-64.yaml."""
-    given = yaml.safe_load((ROOT / "math" / "study-64.yaml").read_text())["methods"].get(name, {"correction.preset": name})
+    methods = yaml.safe_load((ROOT / "math" / "study-64.yaml").read_text())["methods"]
+    given = methods.get(name, {"correction.preset": name})
     correction = {key.removeprefix("correction."): yaml.safe_load(str(value)) for key, value in given.items()
                   if key.startswith("correction.")}
     clip = {key.removeprefix("loss."): float(value) for key, value in given.items() if key.startswith("loss.clip")}
     return from_dialect(correction), clip
 
 
-ARMS = ["matched", "naive", "decoupled_token_is", "decoupled_seq_is", "token_is_opsm", "decoupled_k3_rs", "bypass_pg_is",
-        "bypass_ppo_clip", "bypass_low_open", "bypass_high_open", "bypass_open"]
+ARMS = ["matched", "naive", "decoupled_token_is", "decoupled_seq_is", "token_is_opsm", "decoupled_k3_rs",
+        "bypass_pg_is", "bypass_ppo_clip", "bypass_low_open", "bypass_high_open", "bypass_open"]
 MEASURED = 1.0185 ** 65 - 1        # χ² of a response at int4: a token's on seed 0 without training, for 65 tokens
 
 
@@ -210,7 +212,8 @@ def ends():
     rows = []
     for what, (name, more) in CLIPS.items():
         config, clip = arm(name)
-        found = [ascend(config, SHOWN, size, lag, **clip, **more) for size, lag in ((0.3, 0), (0.6, 0), (0.9, 0), (0.0, 4))]
+        found = [ascend(config, SHOWN, size, lag, **clip, **more)
+                 for size, lag in ((0.3, 0), (0.6, 0), (0.9, 0), (0.0, 4))]
         rows.append([what, *(f"{v[-1].mean():.2f}, {(v[-1] < v[0]).sum()}" for v in found)])
     return ["", *(f"damage {size:g}" for size in (0.3, 0.6, 0.9)), "four steps late"], rows
 

@@ -28,7 +28,7 @@ from plumbing.settings import Config, TaskConfig, UserError, read_text
 from policy import padded
 
 
-DEMO_KINDS = ("arithmetic", "sort", "dyck")        # made here, and the demo model can be taught them
+DEMO_KINDS = ("arithmetic", "sort", "dyck")     # made here, and taught to the demo model
 
 
 def seed_of(*what) -> int:
@@ -104,7 +104,7 @@ def make_problems(config: TaskConfig, rng: random.Random, _) -> list[Problem]:
 
 
 def dyck_problems(length: int, depth: int, rng: random.Random) -> list[Problem]:
-    """Every beginning of 16 brackets, (())()…>, each with one of its ends: Dyck words in two parts."""
+    """Every beginning of 16 brackets, (())()…>, each with one of its ends."""
     beginnings = [""]
     for left in range(16 + length, length, -1):
         beginnings = [word + b for word in beginnings for b in next_brackets(word, left, depth)]

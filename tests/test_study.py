@@ -27,7 +27,7 @@ def load(name):
     return module
 
 
-contrasts = load("contrasts")
+contrasts, study = load("contrasts"), load("study")
 
 
 # -------------------------------------------------------------------------------------------- brackets
@@ -83,12 +83,44 @@ def test_a_wrong_lesson_has_one_forced_bracket_wrong():
 
 @pytest.mark.parametrize("given, said", [
     (["task.length=63", "rollout.max_tokens=65"], "task.length must be even, as brackets come in pairs, not 63"),
-    (["task.length=64"], "rollout.max_tokens must be at least 65, for the brackets of task.length and the end token, not 10"),
+    (["task.length=64"],
+     "rollout.max_tokens must be at least 65, for the brackets of task.length and the end token, not 10"),
     (["task.depth=1", "rollout.max_tokens=65"], "task.depth must be 2 to 9, not 1")])
 def test_brackets_that_cannot_be_asked_for_are_one_sentence(given, said):
     with pytest.raises(UserError) as found:
         load_config(["task.kind=dyck", *given])
     assert str(found.value) == said
+
+
+# ---------------------------------------------------------------------------------------- declarations
+
+@pytest.mark.parametrize("name", ["study", "study-64"])
+def test_every_declared_cell_is_a_run_and_every_line_was_declared(name):
+    declared, cells = study.declared(ROOT / "math" / f"{name}.yaml"), set()
+    for regime, method, seed in study.wanted(declared):
+        cells.add((regime, method, seed))
+        if seed in (1, 101):
+            assert study.config_of(declared, regime, method, seed).seed == seed
+    rows = study.read(ROOT / "math" / f"{name}.csv")
+    assert {(row["regime"], row["method"], int(row["seed"])) for row in rows} <= cells
+    assert name != "study" or len(rows) == len(cells) == 564         # the first study has been run to its end
+
+
+def test_the_second_study_judges_what_it_runs_on_seeds_of_its_own():
+    declared = study.declared(ROOT / "math" / "study-64.yaml")
+    cells, judged = set(study.wanted(declared)), declared["judged"]
+    arms = {arm for contrast in judged["contrasts"] for arm in contrast} - {"best"}
+    assert {(r, a, s) for r in judged["regimes"] for a in arms for s in judged["seeds"]} <= cells
+    assert len(judged["regimes"]) * len(judged["contrasts"]) == 18 and len(judged["seeds"]) == 10
+    assert min(seed for _, _, seed in cells) > 100 > max(declared["quick"]["seeds"])
+    assert study.config_of(declared, "int4_slow", "matched", 101).rollout.quantize_bits is None
+
+
+def test_the_area_is_by_trapezoids_and_a_table_keeps_its_columns(tmp_path):
+    assert study.area([0.0, 1.0, 0.0]) == 0.5 and study.area([0.3, 0.5]) == 0.4 and study.area([0.7]) == 0.7
+    old = [{"seed": "1", "final_accuracy": "0.5"}]
+    study.write(tmp_path / "x.csv", [*old, {"seed": 2, "final_accuracy": 0.6, "area": 0.4}])
+    assert study.read(tmp_path / "x.csv") == [*old, {"seed": "2", "final_accuracy": "0.6"}]
 
 
 # ----------------------------------------------------------------------------------------- exact tests
@@ -142,7 +174,8 @@ def test_what_an_arm_does_in_expectation_is_the_oracles(name):
     slow = estimator_moments(pi, mu, lambda i: policy_loss(
         lp[i], lp[i], mu_lp[i], advantages[i], pi.mask[i], config, mode="seq-mean-token-sum", **clip)[0])
     assert close(mean[0], -slow.mean) and close(deviation[0] ** 2, slow.variance)
-    assert pi.reward.sum() == len(words(8, 3)) == 13 and close(words_of.true_gradient(pi)[0], grad_J(pi, pi.reward[:, None]))
+    assert close(words_of.true_gradient(pi)[0], grad_J(pi, pi.reward[:, None]))
+    assert pi.reward.sum() == len(words(8, 3)) == 13
 
 
 def test_with_the_clip_open_bypass_is_exact_and_its_ends_are_where_they_are_said_to_be():
