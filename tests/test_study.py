@@ -123,6 +123,43 @@ def test_the_area_is_by_trapezoids_and_a_table_keeps_its_columns(tmp_path):
     assert study.read(tmp_path / "x.csv") == [*old, {"seed": "2", "final_accuracy": "0.6"}]
 
 
+def cells(arm, areas, final=0.5):
+    """Lines of study-64.csv: an area for each seed from 101."""
+    return {arm: {101 + i: {"area": str(a), "final_accuracy": str(final)} for i, a in enumerate(areas)}}
+
+
+def verdicts(tables, monkeypatch, arms):
+    monkeypatch.setattr(tables, "runs", lambda name: {"int4_fast": arms})
+    rows = [[x.strip() for x in line.split("|")[1:-1]] for line in tables.study_64_contrasts().split("\n")[2:]]
+    return {(row[0], row[1]): row[2:] for row in rows}
+
+
+def test_a_contrast_has_a_verdict_when_all_its_seeds_are_there_and_is_adjusted_for_all_eighteen(monkeypatch):
+    tables, low, high = load("tables"), [0.1 + 0.01 * i for i in range(10)], [0.3 + 0.02 * i for i in range(10)]
+    token, naive = "`decoupled_token_is` − `naive`", cells("naive", low)
+    found = verdicts(tables, monkeypatch, naive | cells("decoupled_token_is", high, final=0.0))
+    assert len(found) == 18 and found["int4_fast", token] == [
+        "10", "+0.245 ± 0.022", "10 : 0", "0.0020", f"{18 * 2 / 1024:.3f}", "0.0020", f"{18 * 2 / 1024:.3f}", "separate"]
+    assert found["int4_fast", "`matched` − `decoupled_token_is`"][-1] == found["int4_slow", token][-1] == "not run"
+    found = verdicts(tables, monkeypatch, naive | cells("decoupled_token_is", high[:9]))
+    assert found["int4_fast", token][0] == "9" and found["int4_fast", token][3:] == [""] * 4 + ["not run to the end"]
+    found = verdicts(tables, monkeypatch, naive | cells("decoupled_token_is", low[::-1]))
+    assert found["int4_fast", token][-1] == "not separable"
+
+
+def test_the_quick_picture_is_drawn_of_what_was_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sys.path.insert(0, str(ROOT / "math"))
+    asked = []
+
+    def run_all(declared, path, workers):
+        asked.extend(study.wanted(declared))
+        study.write(path, [{"method": method, "curve": "0.1 0.2 0.3"} for _, method, _ in asked])
+    monkeypatch.setattr(study, "run_all", run_all)
+    study.quick(1)
+    assert len(asked) == 3 and (tmp_path / "runs/quick.png").stat().st_size > 1000
+
+
 # ----------------------------------------------------------------------------------------- exact tests
 
 def test_sign_flips_by_hand_and_by_counting_in_another_way():
