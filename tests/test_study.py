@@ -106,6 +106,14 @@ def test_every_declared_cell_is_a_run_and_every_line_was_declared(name):
     assert name != "study" or len(rows) == len(cells) == 564         # the first study has been run to its end
 
 
+def test_matched_is_six_bits_on_time_in_the_first_study_and_equal_weights_in_the_second():
+    first, second = (study.declared(ROOT / "math" / f"{name}.yaml") for name in ("study", "study-64"))
+    assert study.config_of(first, "matched", "naive", 1).rollout.quantize_bits == 6
+    for regime in second["regimes"]:
+        rollout = study.config_of(second, regime, "matched", 101).rollout
+        assert (rollout.quantize_bits, rollout.staleness, rollout.dtype) == (None, 0, "float32")
+
+
 def test_the_second_study_judges_what_it_runs_on_seeds_of_its_own():
     declared = study.declared(ROOT / "math" / "study-64.yaml")
     cells, judged = set(study.wanted(declared)), declared["judged"]
@@ -113,7 +121,6 @@ def test_the_second_study_judges_what_it_runs_on_seeds_of_its_own():
     assert {(r, a, s) for r in judged["regimes"] for a in arms for s in judged["seeds"]} <= cells
     assert len(judged["regimes"]) * len(judged["contrasts"]) == 18 and len(judged["seeds"]) == 10
     assert min(seed for _, _, seed in cells) > 100 > max(declared["quick"]["seeds"])
-    assert study.config_of(declared, "int4_slow", "matched", 101).rollout.quantize_bits is None
 
 
 def test_the_area_is_by_trapezoids_and_a_table_keeps_its_columns(tmp_path):
