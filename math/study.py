@@ -77,7 +77,7 @@ def in_float32(evaluate):
     from rollout import make_engine
 
     def evaluated(run):
-        sampler, path = run.engine, make_demo_model(run.config, run.task)
+        sampler, path = run.engine, run.config.policy.path or make_demo_model(run.config, run.task)
         longest = max(map(len, run.held_out_prompts)) + run.config.rollout.max_tokens
         if (sampler.name, run.config.rollout.dtype) != ("transformers", "float32"):
             run.engine = make_engine("transformers", path, dtype="float32", max_model_len=longest)

@@ -2,14 +2,18 @@
 
 import importlib.util
 import itertools
+import json
 import math
 import random
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from oracle import Policy, close, estimator_moments, exact_gradient, grad_J, rewards
 
+import trainer
 from correction import RolloutCorrectionConfig
 from losses import policy_loss
 from plumbing import tasks
@@ -90,6 +94,58 @@ def test_brackets_that_cannot_be_asked_for_are_one_sentence(given, said):
     with pytest.raises(UserError) as found:
         load_config(["task.kind=dyck", *given])
     assert str(found.value) == said
+
+
+@pytest.fixture(scope="module")
+def untaught(tmp_path_factory):
+    """A directory with a model that knows brackets and no rules: of two, it is right now and then."""
+    directory, tokenizer = tmp_path_factory.mktemp("untaught"), tasks.character_tokenizer("()>")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=64, tie_word_embeddings=True,
+            initializer_range=0.1, dtype="float32", bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id)).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def brackets(untaught, tmp_path, monkeypatch):
+    """brackets(NAME, "key=value" …) trains it: what it answered to the held-out beginnings."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trainer, "evaluate", trainer.evaluate)       # put back after the test
+
+    def call(name, *overrides):
+        assert trainer.main(["task.kind=dyck", "task.length=2", "task.depth=4", "task.eval_size=64", "train.steps=1",
+                             "rollout.prompts=4", "rollout.samples=2", "rollout.max_tokens=3", "train.mini_batches=1",
+                             f"policy.path={untaught}", f"run={name}", *overrides]) == 0
+        return [json.loads(line) for line in Path(f"runs/{name}/eval.jsonl").read_text().splitlines()]
+    return call
+
+
+def is_right(answer):
+    word = answer["question"][:-1] + answer["response"]
+    return len(answer["response"]) == 2 and set(word) <= set("()") and word in words(len(word), 4)
+
+
+def test_brackets_are_answered_and_checked(brackets):
+    answers = brackets("x", "rollout.engine=transformers", "task.eval_size=700")
+    assert [a["reward"] for a in answers] == [is_right(a) for a in answers] and any(map(is_right, answers))
+
+
+def test_brackets_with_vllm(brackets, vllm_required):
+    answers = brackets("v", "rollout.engine=vllm", "task.eval_size=700")
+    assert [a["reward"] for a in answers] == [is_right(a) for a in answers] and any(map(is_right, answers))
+
+
+def test_one_evaluator_judges_all_arms_in_float32(brackets):
+    exact, coarse = ["rollout.engine=transformers", "train.lr=0"], ["rollout.dtype=bfloat16", "task.eval_size=512"]
+    as_it_is = brackets("full", *exact, "task.eval_size=512")
+    assert brackets("half", *exact, *coarse) != as_it_is            # bfloat16 does answer otherwise
+    trainer.evaluate = study.in_float32(trainer.evaluate)
+    assert brackets("judged", *exact, *coarse) == as_it_is
 
 
 # ---------------------------------------------------------------------------------------- declarations
