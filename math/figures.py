@@ -203,6 +203,40 @@ def study():
     return figure
 
 
+ARMS = {"matched": ("matched rollouts", BLACK, "-"), "decoupled_seq_is": ("sequence-TIS", BLUE, "-"),
+        "decoupled_token_is": ("token-TIS", SKY, "--"), "naive": ("naive: no correction", RED, ":"),
+        "bypass_ppo_clip": ("bypass PPO", ORANGE, "-."), "bypass_open": ("bypass PPO, no clip", GREEN, (0, (3, 1))),
+        "bypass_low_open": ("bypass PPO, no lower clip", PINK, (0, (1, 1)))}
+
+
+def curves(rows, axis=None):
+    """Held-out accuracy against the step: a thin line per seed, a thick one for the mean of an arm."""
+    figure, axis = (None, axis) if axis else plt.subplots(figsize=(5.2, 3.2))
+    for arm, (label, color, style) in ARMS.items():
+        seeds = [[float(x) for x in row["curve"].split()] for row in rows if row["method"] == arm]
+        steps = [5 * (i + 1) for i in range(len(seeds[0]))] if seeds else []
+        for values in seeds:
+            axis.plot(steps, values, linestyle=style, color=color, linewidth=0.6, alpha=0.5)
+        if seeds:
+            means = [sum(values) / len(values) for values in zip(*seeds, strict=True)]
+            axis.plot(steps, means, linestyle=style, color=color, label=f"{label} ({len(seeds)})")
+    axis.set(xlabel="step", ylabel="held-out accuracy", ylim=(-0.02, 1))
+    axis.legend(fontsize=7.5)
+    return figure
+
+
+def study_64():
+    """The second study's three main regimes, those that have been run: every arm's curves."""
+    found = runs("study-64")
+    names = {"int4_fast": "int4, lr 1.5e-4", "int4_slow": "int4, lr 5e-5", "staleness_4": "four steps late, lr 3e-5"}
+    names = {regime: name for regime, name in names.items() if regime in found}
+    figure, axes = plt.subplots(1, len(names), figsize=(1.2 + 3 * len(names), 3.2), sharey=True, squeeze=False)
+    for axis, (regime, name) in zip(axes[0], names.items(), strict=True):
+        curves([row for of_method in found[regime].values() for row in of_method.values()], axis)
+        axis.set(title=name)
+    return figure
+
+
 def demo():
     """What `python trainer.py` did: learning on the left, the distance of the policies on the right."""
     lines = [json.loads(line) for line in (ROOT / "runs/demo/metrics.jsonl").open()]
@@ -220,7 +254,8 @@ def demo():
 
 
 FIGURES = {"length-trap": length_trap, "bias-variance": bias_variance, "kl-estimators": kl_estimators,
-           "gradient-field": gradient_field, "batch-size": batch_size, "study": study}
+           "gradient-field": gradient_field, "batch-size": batch_size, "study": study,
+           "study-64": study_64}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or FIGURES:

@@ -1,7 +1,9 @@
 """Does training collapse without correction, and does correction rescue it? The runs, one line each.
 
-    python math/study.py        # what study.yaml asks for and study.csv has not got yet; then the
-                                # figure and, in chapter 10, the tables
+    python math/study.py                         # what study.yaml asks for and study.csv has not got
+                                                 # yet; then the figures and, in chapter 10, the tables
+    python math/study.py math/study-64.yaml      # the same for the second study
+    python math/study.py --quick                 # three runs of it and runs/quick.png: collapse and rescue
 
 A cell is (regime, method, seed). Each runs the trainer in a process of its own, `--workers` at a
 time, and adds one line to study.csv when it ends: stop this at any time, and start it again.
@@ -9,6 +11,7 @@ time, and adds one line to study.csv when it ends: stop this at any time, and st
 
 import argparse
 import csv
+import fcntl
 import os
 import statistics
 import subprocess
@@ -24,9 +27,6 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-COLUMNS = ["regime", "method", "seed", "final_accuracy", "best_accuracy", "first_accuracy",
-           "steps_to_0.8", "max_grad_norm", "ess_raw", "ess_applied", "k3", "chi2_seq", "kept",
-           "drop_step", "warned_ess", "warned_k3", "warned_grad_norm", "tokens", "seconds"]
 
 
 # ---------------------------------------------------------------------------------------- one run
@@ -35,23 +35,75 @@ def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
     """Trains, and reads its line of the table out of the run's metrics."""
     import trainer
     from plumbing.checkpoints import read_metrics
-    from plumbing.settings import flat, load_config
-    settings = flat({**study["settings"], "correction": {"preset": method}, "seed": seed})
-    settings |= study["regimes"][regime] | study["methods"].get(method, {})
-    run = f"study-{regime}-{method}-{seed}"
-    overrides = [f"{key}={value}" for key, value in settings.items()]
-    config = load_config([str(ROOT / "configs" / "disabled.yaml"), *overrides, f"run={run}"])
-    log = Path("runs") / ".study" / f"{run}.log"
+    config = config_of(study, regime, method, seed)
+    log = Path("runs") / ".study" / f"{config.run}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     began = time.perf_counter()
+    warm_start(config, log.with_name(f"{study['name']}-{seed}.lock"))
     plant(method, trainer)
+    shares = watch(trainer)
+    if study.get("evaluator") == "float32":
+        trainer.evaluate = in_float32(trainer.evaluate)
     trainer.start(config)
-    lines = read_metrics(Path("runs") / run / "metrics.jsonl")
-    return {"regime": regime, "method": method, "seed": seed, **summary(lines),
+    lines = read_metrics(Path("runs") / config.run / "metrics.jsonl")
+    return {"regime": regime, "method": method, "seed": seed, **summary(lines), **shares,
             "seconds": round(time.perf_counter() - began, 1)}
+
+
+def config_of(study: dict, regime: str, method: str, seed: int):
+    from plumbing.settings import flat, load_config
+    settings = flat({**study["settings"], "correction": {"preset": method}, "seed": seed})
+    settings |= study["regimes"][regime] | study["methods"].get(method, {})
+    settings["run"] = f"{study['name']}-{regime}-{method}-{seed}"
+    overrides = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
+    return load_config([str(ROOT / "configs" / "disabled.yaml"), *overrides])
+
+
+def warm_start(config, lock: Path) -> None:
+    """The policy that all arms of a seed begin with: made by one cell while the others wait."""
+    from plumbing.faults import process_group
+    from plumbing.tasks import make_demo_model, make_task
+    with lock.open("w") as file, process_group():
+        fcntl.flock(file, fcntl.LOCK_EX)
+        make_demo_model(config, make_task(config.task, config.seed))
+
+
+def in_float32(evaluate):
+    """One evaluator for all arms: the transformers engine in float32, whatever samples the rollouts."""
+    from plumbing.tasks import make_demo_model
+    from rollout import make_engine
+
+    def evaluated(run):
+        sampler, path = run.engine, run.config.policy.path or make_demo_model(run.config, run.task)
+        longest = max(map(len, run.held_out_prompts)) + run.config.rollout.max_tokens
+        if (sampler.name, run.config.rollout.dtype) != ("transformers", "float32"):
+            run.engine = make_engine("transformers", path, dtype="float32", max_model_len=longest)
+        try:
+            return evaluate(run)
+        finally:
+            run.engine = sampler
+    return evaluated
+
+
+def watch(trainer) -> dict:
+    """Will hold the first update's shares of tokens whose π_θ/μ is beyond either end of the clip, by A's sign."""
+    import torch
+    loss, found = trainer.policy_loss, {}
+
+    def watched(log_prob, old, rollout, advantages, mask, *rest, **more):
+        if not found:
+            ratio = torch.where(mask, log_prob.detach() - rollout, 0.0).exp()
+            for end, beyond in (("below", ratio < 0.8), ("above", ratio > 1.2)):
+                for sign, tokens in (("negative", advantages < 0), ("positive", advantages > 0)):
+                    share = (beyond & tokens & mask).sum() / mask.sum()
+                    found[f"{end}_{sign}"] = f"{share.item():.4g}"
+        return loss(log_prob, old, rollout, advantages, mask, *rest, **more)
+
+    trainer.policy_loss = watched
+    return found
 
 
 def plant(method: str, trainer) -> None:
@@ -97,6 +149,7 @@ def summary(lines: list[dict]) -> dict:
         return [line.get(f"rollout_corr/{name}", default) for line in lines]
 
     accuracy = [(line["step"], line["eval/accuracy"]) for line in lines if "eval/accuracy" in line]
+    after = [a for step, a in accuracy if step > 1]            # that of step 1 is before any update
     ess = [1 / (1 + max(0.0, x)) for x in each("chi2_seq")]
     reward = smooth([line["reward/mean"] for line in lines])
     best = [max(reward[:i + 1]) for i in range(len(reward))]
@@ -113,8 +166,16 @@ def summary(lines: list[dict]) -> dict:
         "warned_ess": first(x < 0.5 for x in smooth(ess)),
         "warned_k3": first(x > 0.02 for x in smooth(each("k3_kl"))),
         "warned_grad_norm": first(x > 2 for x in smooth([line["grad_norm"] for line in lines])),
-        "tokens": int(sum(line["response/tokens"] for line in lines))}
+        "tokens": int(sum(line["response/tokens"] for line in lines)),
+        "area": area(after), "curve": " ".join(f"{a:.4f}" for a in after),
+        "chi2_token": statistics.median(each("chi2_token")),
+        "clip_fraction": statistics.mean(line["loss/clip_fraction"] for line in lines)}
     return {key: f"{x:.4g}" if isinstance(x, float) else x for key, x in row.items()}
+
+
+def area(values: list[float]) -> float:
+    """Under evenly spaced values by trapezoids, divided by its width: a mean whose ends count half."""
+    return statistics.mean((a + b) / 2 for a, b in zip(values, values[1:])) if values[1:] else values[0]
 
 
 def smooth(values: list[float], width: int = 5) -> list[float]:
@@ -129,16 +190,15 @@ def first(flags):
 # ------------------------------------------------------------------------------------- all of them
 
 def wanted(study: dict) -> list[tuple[str, str, int]]:
-    """The cells, in the order of the file, each once; method `presets` stands for all of them."""
+    """The cells, each once, block by block and seed by seed; method `presets` stands for all of them."""
     from correction import HISTORICAL, PRESETS
     presets = [name for name in PRESETS if name not in HISTORICAL and name != "disabled"]
     found = {}
     for block in study["cells"]:
         regimes = list(study["regimes"]) if block["regimes"] == "all" else block["regimes"]
         for regime in regimes:
-            for method in block["methods"]:
-                for name in presets if method == "presets" else [method]:
-                    found |= {(regime, name, seed): None for seed in block["seeds"]}
+            methods = [m for method in block["methods"] for m in (presets if method == "presets" else [method])]
+            found |= {(regime, method, seed): None for seed in block["seeds"] for method in methods}
     return list(found)
 
 
@@ -147,9 +207,10 @@ def read(path: Path) -> list[dict]:
 
 
 def write(path: Path, rows: list[dict]) -> None:
+    """With the columns that the file began with."""
     part = path.with_suffix(".part")
     with part.open("w", newline="") as file:
-        table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        table = csv.DictWriter(file, list(rows[0]), lineterminator="\n", extrasaction="ignore")
         table.writeheader()
         table.writerows(rows)
     part.replace(path)
@@ -171,15 +232,32 @@ def run_all(study: dict, path: Path, workers: int) -> None:
                 tqdm.write(f"{futures[future]}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
+def declared(path: Path) -> dict:
+    return {**OmegaConf.to_container(OmegaConf.load(path)), "name": path.stem}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("grid", nargs="?", type=Path, default=ROOT / "math" / "study.yaml")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time")
+    parser.add_argument("--quick", action="store_true", help="three runs of study-64.yaml and their picture")
     options = parser.parse_args()
-    study = OmegaConf.to_container(OmegaConf.load(options.grid))
-    run_all(study, options.grid.with_suffix(".csv"), options.workers)
-    for script in (["figures.py", "study"], ["tables.py"]):
+    if options.quick:
+        return quick(options.workers)
+    run_all(declared(options.grid), options.grid.with_suffix(".csv"), options.workers)
+    for script in (["figures.py", "study", "study-64"], ["tables.py"]):
         subprocess.run([sys.executable, str(ROOT / "math" / script[0]), *script[1:]], check=True)
+
+
+def quick(workers: int) -> None:
+    """The cells that study-64.yaml names for a reader in a hurry, and runs/quick.png."""
+    study = declared(ROOT / "math" / "study-64.yaml")
+    rows, picture = Path("runs") / ".study" / "quick.csv", Path("runs") / "quick.png"
+    rows.parent.mkdir(parents=True, exist_ok=True)
+    run_all(study | {"cells": [study["quick"]], "name": "quick"}, rows, workers)
+    from figures import curves
+    curves(read(rows)).savefig(picture, dpi=110)
+    print(picture)
 
 
 if __name__ == "__main__":

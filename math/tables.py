@@ -14,19 +14,19 @@ import statistics
 import sys
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
+sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "math")]
 
 import torch
 import yaml
 from oracle import J, Policy, exact_gradient, expectation, kl, rewards, token_kl
 
+import words
 from adapters.dialects import from_dialect
-from correction import (CRITERIA, HISTORICAL, PRESETS, RolloutCorrectionConfig, correct, importance_weights,
-                        rejection_mask)
-from estimators import kl_estimate, masked_log_ratio
+from contrasts import holm, mcnemar, sign_flip
+from correction import CRITERIA, HISTORICAL, PRESETS, RolloutCorrectionConfig, correct
+from estimators import kl_estimate
 from losses import kl_loss, policy_loss, reinforce_loss
 from metrics import HEALTHY, SEVERE
 
@@ -163,26 +163,6 @@ def long_policy(T, seed):
     return policy
 
 
-def bare(config, train_lp, mu_lp, mask, advantages, visits):
-    """Weights and mask as `correct` gives them, without the metrics, which take most of the time.
-
-    second_moment is that of a batch without end: the worst tokens go until the mean under μ is met.
-    """
-    log_ratio = masked_log_ratio(train_lp.detach(), mu_lp, mask)
-    weights, kept, criteria = None, mask, dict(config.rollout_rs)
-    bound = criteria.pop("second_moment", None)
-    if criteria:
-        kept = rejection_mask(log_ratio, mask, criteria, advantages, mu_lp)
-    if bound is not None:
-        squares, order = log_ratio.square()[mask].sort()
-        share = (visits * mask)[mask][order]
-        largest = squares[(squares * share).cumsum(0) <= bound * share.cumsum(0)][-1]
-        kept = kept & (log_ratio.square() <= largest)
-    if config.rollout_is is not None:
-        weights = importance_weights(log_ratio, mask, config.rollout_is, config.rollout_is_threshold)
-    return SimpleNamespace(weights=weights, mask=kept, metrics={})
-
-
 def field(config, theta, old, mu, advantages):
     """∇ of every response's objective in one call: by the logits of its states [N, T, V], the correction, the mean.
 
@@ -193,7 +173,7 @@ def field(config, theta, old, mu, advantages):
     every, mu_every = theta.step_log_probs()[states], mu.step_log_probs().detach()[states]          # [N, T, V]
     lp, old_lp, mu_lp = every.gather(-1, tokens)[..., 0] * mask, old.log_probs().detach(), mu.log_probs().detach()
     visits = mu.probs().detach()[:, None]
-    correction = bare(config, lp if config.bypass_mode else old_lp, mu_lp, mask, advantages, visits)
+    correction = words.bare(config, lp if config.bypass_mode else old_lp, mu_lp, mask, advantages, visits)
     loss, _ = policy_loss(lp, old_lp, mu_lp, advantages, mask, config, correction=correction, mode=SUM,
                           candidates=(every, mu_every))
     of_logs = -len(lp) * torch.autograd.grad(loss, every)[0]
@@ -533,19 +513,19 @@ def batch_size():
 # ----------------------------------------------------------------------------- the study's results
 
 @cache
-def runs():
-    """math/study.csv: {regime: {method: {seed: row}}}, numbers as numbers."""
+def runs(study="study"):
+    """math/study.csv: {regime: {method: {seed: row}}}."""
     found = {}
-    for row in csv.DictReader((ROOT / "math" / "study.csv").open()):
+    for row in csv.DictReader((ROOT / "math" / f"{study}.csv").open()):
         of_method = found.setdefault(row["regime"], {}).setdefault(row["method"], {})
         of_method[int(row["seed"])] = row
     return found
 
 
-def paired(rows, other):
-    """Mean difference of the final accuracies over common seeds, and the half-width of its 95 % interval."""
+def paired(rows, other, name="final_accuracy"):
+    """Mean difference over common seeds, of the final accuracies or another column, and the half-width of its 95 % interval."""
     seeds = sorted(set(rows) & set(other))
-    differences = [float(rows[s]["final_accuracy"]) - float(other[s]["final_accuracy"]) for s in seeds]
+    differences = [float(rows[s][name]) - float(other[s][name]) for s in seeds]
     student = STUDENT[min(len(seeds), 20) - 2]
     return statistics.mean(differences), student * statistics.stdev(differences) / len(seeds) ** 0.5
 
@@ -710,7 +690,131 @@ def study_grid():
     return markdown(["method", *(r.replace("_", " ") for r in regimes)], rows)
 
 
-TABLES = {"study-matched": lambda: study("matched"), "study-staleness-8": lambda: study("staleness_8"),
+# ---------------------------------------------------------------------- the second study's results
+
+@cache
+def judged():
+    """What study-64.yaml declares to be judged."""
+    return yaml.safe_load((ROOT / "math/study-64.yaml").read_text())["judged"]
+
+
+def best_arm(arms):
+    """The largest mean area among the corrected arms that were declared for it; None before one has been run."""
+    there = [m for m in ("decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip") if m in arms]
+    return max(there, key=lambda m: mean_of(arms[m], "area"), default=None)
+
+
+def ended_at_0(row):
+    return float(row["final_accuracy"]) == 0
+
+
+def contrasts():
+    """{(regime, one, other): (rows of one, of other)} of the declared contrasts, what there is of each."""
+    found = {}
+    for regime, (one, other) in itertools.product(judged()["regimes"], judged()["contrasts"]):
+        arms = runs("study-64").get(regime, {})
+        other = best_arm(arms) if other == "best" else other
+        seeds = set(judged()["seeds"]) & set(arms.get(one, ())) & set(arms.get(other, ()))
+        found[regime, one, other] = [{s: arms[m][s] for s in sorted(seeds)} for m in (one, other) if m in arms]
+    return found
+
+
+def study_64_contrasts():
+    """Every declared contrast, run or not; a verdict needs all its seeds."""
+    found = contrasts()
+    whole = {key: pair for key, pair in found.items() if pair and len(pair[0]) == len(judged()["seeds"])}
+    p_area = {key: sign_flip([float(one[s]["area"]) - float(other[s]["area"]) for s in one])
+              for key, (one, other) in whole.items()}
+    p_end = {key: mcnemar(*([ended_at_0(row) for row in rows.values()] for rows in pair))
+             for key, pair in whole.items()}
+    holm_area, holm_end = (holm(p, family=len(found)) for p in (p_area, p_end))
+    lines = []
+    for (regime, one, other), pair in found.items():
+        key, n = (regime, one, other), len(pair[0]) if len(pair) == 2 else 0
+        line = [regime, f"`{one}` − {f'`{other}`' if other else 'best'}", n]
+        line += ["{:+.3f} ± {:.3f}".format(*paired(*pair, "area")) if n > 1 else "",
+                 " : ".join(str(sum(map(ended_at_0, rows.values()))) for rows in pair) if n else ""]
+        if key in whole:
+            line += [f"{p_area[key]:.4f}", f"{holm_area[key]:.3f}", f"{p_end[key]:.4f}", f"{holm_end[key]:.3f}",
+                     "separate" if holm_area[key] <= 0.05 else "not separable"]
+        else:
+            line += ["", "", "", "", "not run to the end" if n else "not run"]
+        lines.append(line)
+    return markdown(["regime", "contrast", "seeds", "area, difference, 95 %", "ended at 0", "p, signs", "Holm",
+                     "p, McNemar", "Holm", "verdict"], lines)
+
+
+def study_64_arms():
+    """Every arm that has been run, by regime and area."""
+    lines = []
+    for regime, arms in runs("study-64").items():
+        for arm, rows in sorted(arms.items(), key=lambda item: -mean_of(item[1], "area")):
+            areas = [float(row["area"]) for row in rows.values()]
+            deviation = f" ± {statistics.stdev(areas):.3f}" if areas[1:] else ""
+            lines.append([regime, f"`{arm}`", len(rows), f"{statistics.mean(areas):.3f}{deviation}",
+                          f"{min(areas):.3f} to {max(areas):.3f}", f"{mean_of(rows):.2f}",
+                          sum(map(ended_at_0, rows.values())), f"{mean_of(rows, 'ess_raw'):.2f}",
+                          f"{mean_of(rows, 'k3'):.4f}", f"{100 * mean_of(rows, 'kept'):.0f} %",
+                          f"{100 * mean_of(rows, 'clip_fraction'):.1f} %"])
+    return markdown(["regime", "arm", "seeds", "area", "lowest to highest", "final", "ended at 0", "ESS/N", "k3",
+                     "kept", "clipped"], lines)
+
+
+def study_64_rounding():
+    """The floor: how far another rounding moves the area."""
+    lines = []
+    for regime, arms in runs("study-64").items():
+        for arm in [m for m in arms if m + AGAIN in arms]:
+            moved = [abs(float(arms[arm][s]["area"]) - float(row["area"])) for s, row in arms[arm + AGAIN].items()]
+            lines.append([regime, f"`{arm}`", len(moved), f"{statistics.mean(moved):.3f}", f"{max(moved):.3f}"])
+    return markdown(["regime", "arm", "seeds", "same seed, other rounding: mean difference of the area", "largest"], lines)
+
+
+def study_64_status():
+    """What has been run of what was declared."""
+    regimes = yaml.safe_load((ROOT / "math/study-64.yaml").read_text())
+    count = sum(len(block["regimes"]) * len(block["methods"]) * len(block["seeds"]) for block in regimes["cells"])
+    found = {regime: arms for regime, arms in runs("study-64").items()}
+    lines = ["; ".join(f"`{arm}` {len(rows)}" for arm, rows in arms.items()) for arms in found.values()]
+    whole = sum(len(rows) for arms in found.values() for rows in arms.values())
+    return (f"Of {count} declared cells {whole} have been run. Seeds by arm: "
+            + ". ".join(f"{regime}: {line}" for regime, line in zip(found, lines, strict=True))
+            + ". The others have not been run, and nothing is said of them.")
+
+
+def study_64_score(regime="int4_fast"):
+    """The oracle's prediction, committed with the declaration, beside what came of it."""
+    predicted = yaml.safe_load((ROOT / "math/study-64.yaml").read_text())["predicted"]
+    arms = runs("study-64").get(regime, {})
+    there = [arm for arm in predicted["int4_order"] if arm in arms]
+    order = sorted(there, key=lambda arm: -mean_of(arms[arm], "area"))
+    lines = []
+    for place, arm in enumerate(there, 1):
+        rise = mean_of(arms[arm], "area") - mean_of(arms[arm], "first_accuracy")
+        fails = ["no", "yes"]
+        lines.append([f"`{arm}`", place, order.index(arm) + 1, fails[arm in predicted["int4_fail"]], fails[rise < 0],
+                      f"{rise:+.3f}", f"{sum(map(ended_at_0, arms[arm].values()))} of {len(arms[arm])}"])
+    return markdown(["arm", "place predicted", "found", "to end below its start", "area below start", "area − start",
+                     "ended at 0"], lines)
+
+
+def study_64_shares():
+    """Of the first update's tokens, by what μ makes of them and by the sign of A: before any arm has moved."""
+    lines = []
+    for regime, arms in runs("study-64").items():
+        seeds = {seed: row for rows in arms.values() for seed, row in rows.items()}      # the same in all arms
+        shares = [100 * mean_of(seeds, f"{end}_{sign}")
+                  for end in ("below", "above") for sign in ("negative", "positive")]
+        lines.append([regime, len(seeds), *(f"{x:.2f} %" for x in shares)])
+    return markdown(["regime", "seeds", "π/μ < 0.8, A < 0: dropped", "π/μ < 0.8, A > 0", "π/μ > 1.2, A < 0",
+                     "π/μ > 1.2, A > 0: dropped"], lines)
+
+
+TABLES = {"study-64-contrasts": study_64_contrasts, "study-64-arms": study_64_arms,
+          "study-64-rounding": study_64_rounding, "study-64-status": study_64_status, "study-64-score": study_64_score, "study-64-shares": study_64_shares,
+          "words-prediction": lambda: markdown(*words.prediction()), "words-place": lambda: markdown(*words.pushes()),
+          "words-ends": lambda: markdown(*words.ends()),
+          "study-matched": lambda: study("matched"), "study-staleness-8": lambda: study("staleness_8"),
           "study-int4": lambda: study("int4_staleness_4"),
           "study-vllm": lambda: study("vllm_bf16_staleness_8"), "study-summary": study_summary, "study-rounding": study_rounding,
           "study-frontier": study_frontier,

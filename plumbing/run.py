@@ -90,7 +90,7 @@ class Run:
         self.task = make_task(config.task, config.seed)
         if config.policy.path is None and not self.task.exact:
             raise UserError("policy.path must name a model for task.kind=jsonl or parquet: the "
-                            "demo model knows digits only")
+                            "demo model knows digits and brackets only")
         path = config.policy.path or make_demo_model(config, self.task)
         try:
             model = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)

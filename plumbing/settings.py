@@ -41,9 +41,11 @@ def setting(default, meaning: str, low=None, high=2 ** 31):
 
 @dataclass
 class TaskConfig:
-    kind: Literal["arithmetic", "sort", "jsonl", "parquet"] = setting(
+    kind: Literal["arithmetic", "sort", "dyck", "jsonl", "parquet"] = setting(
         "arithmetic", "what is learned")
     size: int = setting(2, "digits per number, or digits to sort", 1, 9)
+    length: int = setting(64, "dyck: brackets in an answer", 2, 512)
+    depth: int = setting(3, "dyck: most brackets open at once", 2, 9)
     path: Optional[str] = setting(None, "file whose rows have `question` and `answer`")
     eval_path: Optional[str] = setting(None, "the held-out ones; null: eval_size rows of `path`")
     eval_size: int = setting(1024, "held-out problems, one sample each", 1)
@@ -285,6 +287,14 @@ def validate(config: Config) -> None:
     if (config.task.path is None) == (config.task.kind in ("jsonl", "parquet")):
         raise UserError(f"task.path must be a file for task.kind=jsonl or parquet, and null for "
                         f"the others, not {config.task.path!r} with task.kind={config.task.kind}")
+    if config.task.kind == "dyck":
+        if config.task.length % 2:
+            raise UserError("task.length must be even, as brackets come in pairs, not "
+                            f"{config.task.length}")
+        if config.rollout.max_tokens <= config.task.length:
+            raise UserError(f"rollout.max_tokens must be at least {config.task.length + 1}, for "
+                            "the brackets of task.length and the end token, not "
+                            f"{config.rollout.max_tokens}")
     share = config.train.mini_batches * int(os.environ.get("WORLD_SIZE", 1))
     if config.rollout.prompts % share:
         raise UserError(f"rollout.prompts={config.rollout.prompts} must be a multiple of {share}, "

@@ -6,6 +6,7 @@ problem is dealt once in a pass, in an order drawn from the seed. The demo model
 
 import functools
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -27,6 +28,9 @@ from plumbing.settings import Config, TaskConfig, UserError, read_text
 from policy import padded
 
 
+DEMO_KINDS = ("arithmetic", "sort", "dyck")     # made here, and taught to the demo model
+
+
 def seed_of(*what) -> int:
     """31 bits from (seed, purpose, step, index …): the same in every process, on any machine."""
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:4], "big") >> 1
@@ -34,7 +38,7 @@ def seed_of(*what) -> int:
 
 class Problem(NamedTuple):
     question: str
-    answer: str
+    answer: str                    # of brackets: one of many that are right
     where: str                     # file and line, for messages
 
 
@@ -43,8 +47,12 @@ class Task:
     train: list[Problem]
     held_out: list[Problem]        # disjoint from train
     exact: bool                    # the response must be the answer; else it ends with it
+    depth: int | None = None       # brackets: any word that balances within it, as long, is right
 
     def reward(self, problem: Problem, response: str) -> float:
+        if self.depth is not None:
+            whole = problem.question.removesuffix(">") + response
+            return float(len(response) == len(problem.answer) and balanced(whole, self.depth))
         if self.exact:
             return float(response == problem.answer)
         return float(final_answer(response) == final_answer(problem.answer))
@@ -64,7 +72,7 @@ def shuffled(size: int, seed: int, epoch: int) -> list[int]:
 
 
 def make_task(config: TaskConfig, seed: int) -> Task:
-    rng, exact = random.Random(seed_of(seed, "task")), config.kind in ("arithmetic", "sort")
+    rng, exact = random.Random(seed_of(seed, "task")), config.kind in DEMO_KINDS
     problems = (make_problems if exact else read_problems)(config, rng, config.path)
     if config.eval_path is not None:
         held_out = read_problems(config, rng, config.eval_path)
@@ -75,11 +83,14 @@ def make_task(config: TaskConfig, seed: int) -> Task:
                         f"task.eval_size={held_out} of them: set task.eval_path or a smaller "
                         "task.eval_size")
     rng.shuffle(problems)
-    return Task(problems[held_out:], problems[:held_out], exact)
+    depth = config.depth if config.kind == "dyck" else None
+    return Task(problems[held_out:], problems[:held_out], exact, depth)
 
 
 def make_problems(config: TaskConfig, rng: random.Random, _) -> list[Problem]:
-    """Up to 10 000 different questions: 17+25=, or 3102> for digits to be sorted."""
+    """Up to 10 000 different questions: 17+25=, 3102> for digits to be sorted, or brackets."""
+    if config.kind == "dyck":
+        return dyck_problems(config.length, config.depth, rng)
     largest, sort, answers = 10 ** config.size, config.kind == "sort", {}
     wanted = min(10_000, largest if sort else largest ** 2)
     while len(answers) < wanted:
@@ -90,6 +101,35 @@ def make_problems(config: TaskConfig, rng: random.Random, _) -> list[Problem]:
             a, b = rng.randrange(largest), rng.randrange(largest)
             answers[f"{a}+{b}="] = str(a + b)
     return [Problem(question, answer, repr(question)) for question, answer in answers.items()]
+
+
+def dyck_problems(length: int, depth: int, rng: random.Random) -> list[Problem]:
+    """Every beginning of 16 brackets, (())()…>, each with one of its ends."""
+    beginnings = [""]
+    for left in range(16 + length, length, -1):
+        beginnings = [word + b for word in beginnings for b in next_brackets(word, left, depth)]
+    return [Problem(f"{word}>", completion(word, length, depth, rng), repr(f"{word}>"))
+            for word in beginnings]
+
+
+def next_brackets(word: str, left: int, depth: int) -> str:
+    """The brackets that may come next if `left` more in all are to balance it within the depth."""
+    height = word.count("(") - word.count(")")
+    return "(" * (height < min(depth, left)) + ")" * (height > 0)
+
+
+def completion(word: str, length: int, depth: int, rng: random.Random) -> str:
+    """So many brackets more that balance the word: a fair coin wherever both are possible."""
+    end = ""
+    for left in range(length, 0, -1):
+        end += rng.choice(next_brackets(word + end, left, depth))
+    return end
+
+
+def balanced(word: str, depth: int) -> bool:
+    """Never below 0 open brackets, never more than `depth`, and 0 in the end."""
+    heights = list(itertools.accumulate((1 if b == "(" else -1 for b in word), initial=0))
+    return set(word) <= set("()") and min(heights) == heights[-1] == 0 and max(heights) <= depth
 
 
 def read_problems(config: TaskConfig, _, path: str) -> list[Problem]:
@@ -154,9 +194,12 @@ def make_demo_model(config: Config, task: Task) -> str:
     """A tiny Llama with one token per character, badly taught; made once, under runs/.demo/.
 
     Taught with two answers in five wrong in one digit, it knows the right answer but is not sure
-    of it: greedy accuracy is near 1, sampled accuracy below 0.65. RL can sharpen that.
+    of it: greedy accuracy is near 1, sampled accuracy below 0.65. RL can sharpen that. Of brackets
+    it sees a new word each time, every other one with a mistake.
     """
     characters, wrong, steps, size, rate = "0123456789+=>", 0.4, 700, 256, 5e-3
+    if task.depth is not None:
+        characters, wrong, steps, size, rate = "()>", 0.5, 600, 64, 5e-3
     seed = seed_of(config.seed, "demo")
     key = repr((seed, task, characters, wrong, steps, size, rate, "llama 64×3"))
     name = hashlib.sha256(key.encode()).hexdigest()[:12]
@@ -170,7 +213,7 @@ def make_demo_model(config: Config, task: Task) -> str:
     torch.set_num_threads(1)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=4, head_dim=32, max_position_embeddings=64,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=32, max_position_embeddings=1024,
         tie_word_embeddings=True, initializer_range=0.1, dtype="float32", bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98))
@@ -179,7 +222,7 @@ def make_demo_model(config: Config, task: Task) -> str:
     for step in bar:
         optimizer.param_groups[0]["lr"] = rate * min(step / 100, 1.03 - step / steps)
         problems = rng.choices(task.train, k=size)
-        answers = [corrupted(p.answer, rng) if rng.random() < wrong else p.answer for p in problems]
+        answers = [lesson(task, p, rng.random() < wrong, rng) for p in problems]
         answers = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(answers).input_ids]
         questions = tokenizer([p.question for p in problems]).input_ids
         (prompt, before), (answer, mask) = padded(questions, "left"), padded(answers, "right")
@@ -209,6 +252,23 @@ def character_tokenizer(characters: str):
         tokenizer_object=tokenizer, **dict(zip(("pad_token", "eos_token", "unk_token"), special)))
 
 
+def lesson(task: Task, problem: Problem, wrong: bool, rng: random.Random) -> str:
+    """What is taught as the answer: a right one, or one with one mistake."""
+    if task.depth is None:
+        return corrupted(problem.answer, rng) if wrong else problem.answer
+    word = problem.question.removesuffix(">")
+    end = completion(word, len(problem.answer), task.depth, rng)
+    return unbalanced(word, end, task.depth, rng) if wrong else end
+
+
 def corrupted(answer: str, rng: random.Random) -> str:
     at = rng.randrange(len(answer))
     return answer[:at] + rng.choice("0123456789".replace(answer[at], "")) + answer[at + 1:]
+
+
+def unbalanced(word: str, end: str, depth: int, rng: random.Random) -> str:
+    """The other bracket at one of the places where a single one was possible."""
+    forced = [i for i in range(len(end))
+              if len(next_brackets(word + end[:i], len(end) - i, depth)) == 1]
+    at = rng.choice(forced)
+    return end[:at] + "()".replace(end[at], "") + end[at + 1:]

@@ -114,6 +114,20 @@ def product_of_truncated_token_weights():
             correct(LP, MU_LP, MASK, Config.decoupled_geo_rs_token_tis(1.2)).weights, exact)
 
 
+@exhibit("verl's preset bypass_ppo_clip over rounded rollouts: docs/algo/rollout_corr_math.md", "eq:bypass")
+def clip_around_a_damaged_sampler():
+    """π errs by 0.025, a rounded μ by 0.2: the clip drops the wrong token where A < 0, the right one
+    where A > 0, and blames the right one for what fails later. The sign is reversed. (T = 1)"""
+    pi, mu = Policy(3, 1), Policy(3, 1)                 # wrong; right, as is the rest; right, the rest is not
+    pi.logits, mu.logits = f64([[0.025, 0.4875, 0.4875]]).log().requires_grad_(), f64([[0.2, 0.4, 0.4]]).log()
+    r, lp, mu_lp = f64([[0.0], [1.0], [0.0]]), pi.log_probs(), mu.log_probs()
+    a = r - expectation(mu, r)
+    bypass, tokens = (estimator_moments(pi, mu, lambda i, c=config: policy_loss(
+        lp[i], lp[i], mu_lp[i], a[i], pi.mask[i], c)[0]).mean for config in (
+            Config.bypass_ppo_clip(), Config("token", math.inf)))
+    return bypass, tokens, -grad_J(pi, r)
+
+
 # ---------------------------------------------------------------------------------------- rejection
 
 @exhibit("verl 0.9.1: https://github.com/verl-project/verl/pull/6377", "eq:rejection")

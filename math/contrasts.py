@@ -1,0 +1,41 @@
+"""Exact tests for a study of few paired seeds, for which no library is among the requirements.
+
+    sign_flip([0.2, 0.1, 0.3])                # p = 2/8: no other signs give as large a sum but −all
+    holm({"a": 0.01, "b": 0.04})              # adjusted p-values
+    mcnemar([1, 1, 0], [0, 0, 0])             # p of a paired yes or no
+"""
+
+import itertools
+from math import comb
+
+
+def sign_flip(differences: list[float]) -> float:
+    """Two-sided p of a mean of 0: the share of all 2^n choices of signs with as large a |sum|.
+
+    Exact where, under the hypothesis, each difference is as likely as its negative (Fisher 1935).
+    """
+    seen = abs(sum(differences)) - 1e-12             # equal to rounding counts as equal
+    flips = itertools.product((1, -1), repeat=len(differences))
+    sums = [abs(sum(s * d for s, d in zip(signs, differences, strict=True))) for signs in flips]
+    return sum(x >= seen for x in sums) / len(sums)
+
+
+def holm(p_values: dict, family: int | None = None) -> dict:
+    """Each p adjusted for `family` hypotheses (default: these), step by step from the smallest.
+
+    Those of the family that are missing have no verdict yet: they count as p = 1. The chance of one
+    false rejection or more stays below the level at which the adjusted p is compared (Holm 1979).
+    """
+    left, highest, adjusted = family or len(p_values), 0.0, {}
+    for name in sorted(p_values, key=p_values.get):
+        highest = max(highest, min(1.0, left * p_values[name]))
+        adjusted[name], left = highest, left - 1
+    return adjusted
+
+
+def mcnemar(one: list[bool], other: list[bool]) -> float:
+    """Two-sided exact p that both are as often true: of the pairs that differ, a fair coin's tails."""
+    more = sum(a and not b for a, b in zip(one, other, strict=True))
+    less = sum(b and not a for a, b in zip(one, other, strict=True))
+    n = more + less
+    return min(1.0, 2 * sum(comb(n, k) for k in range(min(more, less) + 1)) / 2 ** n)

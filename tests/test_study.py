@@ -1,0 +1,308 @@
+"""The study of chapter 10: its task, its exact tests, and what it has declared."""
+
+import importlib.util
+import itertools
+import json
+import math
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from oracle import Policy, close, estimator_moments, exact_gradient, grad_J, rewards
+
+import trainer
+from correction import RolloutCorrectionConfig
+from losses import policy_loss
+from plumbing import tasks
+from plumbing.settings import TaskConfig, UserError, load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load(name):
+    """A script of math/ by its path: nothing there is importable by name."""
+    spec = importlib.util.spec_from_file_location(f"three_policies_{name}", ROOT / "math" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+contrasts, study = load("contrasts"), load("study")
+
+
+# -------------------------------------------------------------------------------------------- brackets
+
+def words(length, depth):
+    """All of them, by the grammar: a word is empty or ( word of smaller depth ) word."""
+    if length == 0:
+        return {""}
+    if depth == 0:
+        return set()
+    return {f"({inner}){rest}" for n in range(0, length, 2) for inner in words(n, depth - 1)
+            for rest in words(length - 2 - n, depth)}
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_the_checker_is_the_grammar(depth):
+    for length in range(0, 13, 2):
+        strings = {"".join(x) for x in itertools.product("()", repeat=length)}
+        assert {x for x in strings if tasks.balanced(x, depth)} == words(length, depth)
+    assert not any(tasks.balanced(x, depth) for x in ("(", "(()", "()x", "()>", "( )"))
+
+
+@pytest.mark.parametrize("start", ["", "(", "((", "()(("])
+def test_a_beginning_goes_on_in_every_way_that_is_right_and_in_no_other(start):
+    rng, length = random.Random(0), 8 + start.count("(") - start.count(")")
+    drawn = {start + tasks.completion(start, length, 3, rng) for _ in range(3000)}
+    assert drawn == {word for word in words(len(start) + length, 3) if word.startswith(start)}
+
+
+def test_the_reward_of_brackets_is_the_checker_on_the_whole_word():
+    task = tasks.make_task(TaskConfig(kind="dyck", length=6, depth=3, eval_size=50), seed=1)
+    asked = [p.question for p in (*task.train, *task.held_out)]
+    assert len(set(asked)) == len(asked) == 1597 and len(task.held_out) == 50      # Fibonacci's 17th
+    assert all(task.reward(p, p.answer) == 1 for p in (*task.train, *task.held_out))
+    for problem in task.held_out[:5]:
+        for end in map("".join, itertools.product("()", repeat=6)):
+            assert task.reward(problem, end) == ((problem.question[:-1] + end) in words(22, 3))
+        assert not any(task.reward(problem, problem.answer + more) for more in ("()", ">", ")"))
+        assert task.reward(problem, "") == 0
+
+
+def test_a_wrong_lesson_has_one_forced_bracket_wrong():
+    task, rng = tasks.make_task(TaskConfig(kind="dyck", length=12, eval_size=50), seed=1), random.Random(2)
+    for problem in task.train[:200]:
+        word, right = problem.question[:-1], tasks.lesson(task, problem, False, rng)
+        wrong = tasks.unbalanced(word, right, 3, rng)
+        [at] = [i for i in range(12) if wrong[i] != right[i]]
+        assert len(tasks.next_brackets(word + right[:at], 12 - at, 3)) == 1
+        assert task.reward(problem, right) == 1 and task.reward(problem, tasks.lesson(task, problem, True, rng)) == 0
+    lessons = [tasks.lesson(task, task.train[0], False, rng) for _ in range(50)]
+    assert len(set(lessons)) > 10                      # not the one that the problem came with
+
+
+@pytest.mark.parametrize("given, said", [
+    (["task.length=63", "rollout.max_tokens=65"], "task.length must be even, as brackets come in pairs, not 63"),
+    (["task.length=64"],
+     "rollout.max_tokens must be at least 65, for the brackets of task.length and the end token, not 10"),
+    (["task.depth=1", "rollout.max_tokens=65"], "task.depth must be 2 to 9, not 1")])
+def test_brackets_that_cannot_be_asked_for_are_one_sentence(given, said):
+    with pytest.raises(UserError) as found:
+        load_config(["task.kind=dyck", *given])
+    assert str(found.value) == said
+
+
+@pytest.fixture(scope="module")
+def untaught(tmp_path_factory):
+    """A directory with a model that knows brackets and no rules: of two, it is right now and then."""
+    directory, tokenizer = tmp_path_factory.mktemp("untaught"), tasks.character_tokenizer("()>")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=64, tie_word_embeddings=True,
+            initializer_range=0.1, dtype="float32", bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id)).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def brackets(untaught, tmp_path, monkeypatch):
+    """brackets(NAME, "key=value" …) trains it: what it answered to the held-out beginnings."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trainer, "evaluate", trainer.evaluate)       # put back after the test
+
+    def call(name, *overrides):
+        assert trainer.main(["task.kind=dyck", "task.length=2", "task.depth=4", "task.eval_size=64", "train.steps=1",
+                             "rollout.prompts=4", "rollout.samples=2", "rollout.max_tokens=3", "train.mini_batches=1",
+                             f"policy.path={untaught}", f"run={name}", *overrides]) == 0
+        return [json.loads(line) for line in Path(f"runs/{name}/eval.jsonl").read_text().splitlines()]
+    return call
+
+
+def is_right(answer):
+    word = answer["question"][:-1] + answer["response"]
+    return len(answer["response"]) == 2 and set(word) <= set("()") and word in words(len(word), 4)
+
+
+def test_brackets_are_answered_and_checked(brackets):
+    answers = brackets("x", "rollout.engine=transformers", "task.eval_size=700")
+    assert [a["reward"] for a in answers] == [is_right(a) for a in answers] and any(map(is_right, answers))
+
+
+def test_brackets_with_vllm(brackets, vllm_required):
+    answers = brackets("v", "rollout.engine=vllm", "task.eval_size=700")
+    assert [a["reward"] for a in answers] == [is_right(a) for a in answers] and any(map(is_right, answers))
+
+
+def test_one_evaluator_judges_all_arms_in_float32(brackets):
+    exact, coarse = ["rollout.engine=transformers", "train.lr=0"], ["rollout.dtype=bfloat16", "task.eval_size=512"]
+    as_it_is = brackets("full", *exact, "task.eval_size=512")
+    assert brackets("half", *exact, *coarse) != as_it_is            # bfloat16 does answer otherwise
+    trainer.evaluate = study.in_float32(trainer.evaluate)
+    assert brackets("judged", *exact, *coarse) == as_it_is
+
+
+# ---------------------------------------------------------------------------------------- declarations
+
+@pytest.mark.parametrize("name", ["study", "study-64"])
+def test_every_declared_cell_is_a_run_and_every_line_was_declared(name):
+    declared, cells = study.declared(ROOT / "math" / f"{name}.yaml"), set()
+    for regime, method, seed in study.wanted(declared):
+        cells.add((regime, method, seed))
+        if seed in (1, 101):
+            assert study.config_of(declared, regime, method, seed).seed == seed
+    rows = study.read(ROOT / "math" / f"{name}.csv")
+    assert {(row["regime"], row["method"], int(row["seed"])) for row in rows} <= cells
+    assert name != "study" or len(rows) == len(cells) == 564         # the first study has been run to its end
+
+
+def test_matched_is_six_bits_on_time_in_the_first_study_and_equal_weights_in_the_second():
+    first, second = (study.declared(ROOT / "math" / f"{name}.yaml") for name in ("study", "study-64"))
+    assert study.config_of(first, "matched", "naive", 1).rollout.quantize_bits == 6
+    for regime in second["regimes"]:
+        rollout = study.config_of(second, regime, "matched", 101).rollout
+        assert (rollout.quantize_bits, rollout.staleness, rollout.dtype) == (None, 0, "float32")
+
+
+def test_the_second_study_judges_what_it_runs_on_seeds_of_its_own():
+    declared = study.declared(ROOT / "math" / "study-64.yaml")
+    cells, judged = set(study.wanted(declared)), declared["judged"]
+    arms = {arm for contrast in judged["contrasts"] for arm in contrast} - {"best"}
+    assert {(r, a, s) for r in judged["regimes"] for a in arms for s in judged["seeds"]} <= cells
+    assert len(judged["regimes"]) * len(judged["contrasts"]) == 18 and len(judged["seeds"]) == 10
+    assert min(seed for _, _, seed in cells) > 100 > max(declared["quick"]["seeds"])
+
+
+def test_the_area_is_by_trapezoids_and_a_table_keeps_its_columns(tmp_path):
+    assert study.area([0.0, 1.0, 0.0]) == 0.5 and study.area([0.3, 0.5]) == 0.4 and study.area([0.7]) == 0.7
+    old = [{"seed": "1", "final_accuracy": "0.5"}]
+    study.write(tmp_path / "x.csv", [*old, {"seed": 2, "final_accuracy": 0.6, "area": 0.4}])
+    assert study.read(tmp_path / "x.csv") == [*old, {"seed": "2", "final_accuracy": "0.6"}]
+
+
+def cells(arm, areas, final=0.5):
+    """Lines of study-64.csv: an area for each seed from 101."""
+    return {arm: {101 + i: {"area": str(a), "final_accuracy": str(final)} for i, a in enumerate(areas)}}
+
+
+def verdicts(tables, monkeypatch, arms):
+    monkeypatch.setattr(tables, "runs", lambda name: {"int4_fast": arms})
+    rows = [[x.strip() for x in line.split("|")[1:-1]] for line in tables.study_64_contrasts().split("\n")[2:]]
+    return {(row[0], row[1]): row[2:] for row in rows}
+
+
+def test_a_contrast_has_a_verdict_when_all_its_seeds_are_there_and_is_adjusted_for_all_eighteen(monkeypatch):
+    tables, low, high = load("tables"), [0.1 + 0.01 * i for i in range(10)], [0.3 + 0.02 * i for i in range(10)]
+    token, naive = "`decoupled_token_is` − `naive`", cells("naive", low)
+    found = verdicts(tables, monkeypatch, naive | cells("decoupled_token_is", high, final=0.0))
+    assert len(found) == 18 and found["int4_fast", token] == [
+        "10", "+0.245 ± 0.022", "10 : 0", "0.0020", f"{18 * 2 / 1024:.3f}", "0.0020", f"{18 * 2 / 1024:.3f}", "separate"]
+    assert found["int4_fast", "`matched` − `decoupled_token_is`"][-1] == found["int4_slow", token][-1] == "not run"
+    found = verdicts(tables, monkeypatch, naive | cells("decoupled_token_is", high[:9]))
+    assert found["int4_fast", token][0] == "9" and found["int4_fast", token][3:] == [""] * 4 + ["not run to the end"]
+    found = verdicts(tables, monkeypatch, naive | cells("decoupled_token_is", low[::-1]))
+    assert found["int4_fast", token][-1] == "not separable"
+
+
+def test_the_quick_picture_is_drawn_of_what_was_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sys.path.insert(0, str(ROOT / "math"))
+    asked = []
+
+    def run_all(declared, path, workers):
+        asked.extend(study.wanted(declared))
+        study.write(path, [{"method": method, "curve": "0.1 0.2 0.3"} for _, method, _ in asked])
+    monkeypatch.setattr(study, "run_all", run_all)
+    study.quick(1)
+    assert len(asked) == 3 and (tmp_path / "runs/quick.png").stat().st_size > 1000
+
+
+# ----------------------------------------------------------------------------------------- exact tests
+
+def test_sign_flips_by_hand_and_by_counting_in_another_way():
+    assert contrasts.sign_flip([0.2, 0.1, 0.3]) == 2 / 8                # all of one sign: ± all
+    assert contrasts.sign_flip([3.0, -1.0]) == 1                         # |2| ≤ |±3 ± 1|: all four
+    assert contrasts.sign_flip([0.3] * 10) == 2 / 1024
+    assert contrasts.sign_flip([0.1, 0.2, -0.2]) == 1                   # 0.1 in another order of rounding
+    rng = random.Random(0)
+    values = [rng.randrange(-9, 10) for _ in range(10)]
+    ways = {0: 1}                                                       # sum → number of signs that give it
+    for v in values:
+        steps = [(s + e * v, n) for s, n in ways.items() for e in (1, -1)]
+        ways = {s: sum(n for t, n in steps if t == s) for s, _ in steps}
+    beyond = sum(n for s, n in ways.items() if abs(s) >= abs(sum(values)))
+    assert contrasts.sign_flip(list(map(float, values))) == beyond / 1024
+
+
+def test_holm_on_the_worked_example():
+    """0.01, 0.04, 0.03, 0.005: sorted × 4, 3, 2, 1 and never falling."""
+    found = contrasts.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})
+    assert found == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
+    assert contrasts.holm({"a": 0.01, "b": 0.4}, family=5) == pytest.approx({"a": 0.05, "b": 1.0})
+
+
+def test_mcnemar_is_the_tails_of_a_fair_coin():
+    for n in range(13):
+        for more in range(n + 1):
+            one, other = [True] * more + [False] * (n - more) + [True], [False] * more + [True] * (n - more) + [True]
+            as_far = sum(abs(sum(x) - n / 2) >= abs(more - n / 2) for x in itertools.product((0, 1), repeat=n))
+            assert contrasts.mcnemar(one, other) == pytest.approx(as_far / 2 ** n)
+    assert contrasts.mcnemar([True] * 10, [False] * 10) == 2 / 1024
+
+
+# ------------------------------------------------------------------------ brackets in the oracle's world
+
+words_of = load("words")
+
+
+@pytest.mark.parametrize("name", ["naive", "decoupled_token_is", "decoupled_seq_is", "token_is_opsm", "bypass_ppo_clip",
+                                  "bypass_low_open", "bypass_high_open", "bypass_open", "bypass_pg_is"])
+def test_what_an_arm_does_in_expectation_is_the_oracles(name):
+    """All strings in one call, by the homogeneity of the loss, against the oracle's, string by string."""
+    config, clip = words_of.arm(name)
+    pi = words_of.Words(1)
+    mu = pi.moved(0.8 * words_of.damage(1))
+    mean, deviation = words_of.expected(config, pi, pi, mu, **clip)
+    advantages = (pi.reward - mu.probs().detach() @ pi.reward)[:, None].expand(-1, words_of.LENGTH)
+    lp, mu_lp = pi.log_probs(), mu.log_probs().detach()
+    slow = estimator_moments(pi, mu, lambda i: policy_loss(
+        lp[i], lp[i], mu_lp[i], advantages[i], pi.mask[i], config, mode="seq-mean-token-sum", **clip)[0])
+    assert close(mean[0], -slow.mean) and close(deviation[0] ** 2, slow.variance)
+    assert close(words_of.true_gradient(pi)[0], grad_J(pi, pi.reward[:, None]))
+    assert pi.reward.sum() == len(words(8, 3)) == 13
+
+
+def test_with_the_clip_open_bypass_is_exact_and_its_ends_are_where_they_are_said_to_be():
+    error, reversed_at = 0.025, 1 - (1 - 0.025) / 1.2
+    for of_mu in (0.0126, 0.05, 0.2, 0.5):               # above half of π's, where a cap of 2 does not bind
+        assert all(close(words_of.push(name, error, of_mu), 1.0) for name in ("bypass_open", "decoupled_token_is"))
+    assert close(words_of.push("bypass_ppo_clip", error, error / 0.8 - 1e-6), 1.0)
+    for of_mu in (error / 0.8 + 1e-6, 0.1, reversed_at - 1e-6):      # wrong is never blamed, right still earns
+        assert close(words_of.push("bypass_ppo_clip", error, of_mu), of_mu)
+    assert words_of.push("bypass_ppo_clip", error, reversed_at + 1e-6) < -0.3
+
+
+@pytest.mark.parametrize("end, sign", [("clip_low", -1.0), ("clip_high", 1.0)])
+def test_each_end_of_a_clip_around_the_sampler_pulls_towards_it(end, sign):
+    """At every state: what the end changes in the gradient has a positive product with log μ − log π."""
+    config = RolloutCorrectionConfig.bypass_ppo_clip()
+    for seed in range(20):
+        pi = Policy(4, 3, seed)
+        mu = pi.perturbed(seed + 50, 0.3)
+        lp, mu_lp = pi.log_probs(), mu.log_probs().detach()
+        weights = sign * mu.probs().detach()[:, None].expand_as(lp) * (1 + rewards(pi, seed).abs())    # one sign of A
+        both_open = {"clip_low": 1.0, "clip_high": 1e9}
+        ascent = [-exact_gradient(pi, policy_loss(lp, lp.detach(), mu_lp, weights, pi.mask, config,
+                                                  mode="seq-mean-token-sum", **(both_open | closed))[0]).reshape(-1, 4)
+                  for closed in ({}, {end: 0.2})]
+        towards = (mu.step_log_probs() - pi.step_log_probs()).detach()
+        divergence = -(pi.step_log_probs().exp() * towards).sum(-1)                              # KL(π‖μ) of each state
+        near = divergence < (math.inf if end == "clip_low" else math.log(1.2))
+        pull = ((ascent[1] - ascent[0]) * towards).sum(-1)[near]
+        assert (pull > -1e-12).all() and (pull > 1e-6).any()
