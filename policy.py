@@ -120,9 +120,10 @@ class Policy(nn.Module):
         targets = targets.flatten(0, 1)                                                 # [B·t, M]
         kept = None if kept is None else kept[:, :t].flatten(0, 1)                      # [B·t, K]
         log_prob = self.log_probs(hidden, targets, kept).unflatten(0, (-1, t))
-        log_prob = F.pad(log_prob, (0, 0, 0, width - t))                                # [B, T, M]
-        own, others = log_prob[..., 0], log_prob[..., 1:]
-        return own if candidates is None else (own, others)
+        own = F.pad(log_prob[..., 0], (0, width - t))                                   # [B, T]
+        if candidates is None:
+            return own
+        return own, F.pad(log_prob[..., 1:], (0, 0, 0, width - t))                      # [B, T, K]
 
     def hidden_states(self, tokens: Tensor, attention: Tensor, shape: Shape) -> Tensor:
         """From the prompt's last one to that before the last token's: [B, p + t] → [B, ≥ t, H]."""
