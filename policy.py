@@ -1,8 +1,8 @@
 """π_old, π_θ and π_ref: a Hugging Face model that returns the log-probs of its responses.
 
 This file decides
-* All log-probs are those of the sampling temperature, in float32; the logits of prompts are never
-  computed, and those of responses for one slice of the vocabulary at a time.
+* All log-probs are at the sampling temperature, of what top-p and top-k kept, in float32; logits of
+  prompts are never computed, and those of responses for one slice of the vocabulary at a time.
 * Prompts are padded on the left, responses on the right, so that every response begins in one
   column. A prompt that several rows share is run once.
 * Weights are float32 and sharded over the ranks by FSDP2; the computation is in the dtype asked.
@@ -181,9 +181,9 @@ class TokenLogProbs(torch.autograd.Function):
             if temperature != 1:
                 z.div_(temperature)
             if kept is not None:               # columns 0 and −1 take what is of other slices
-                place = (kept.long() - first).clamp(-1, z.shape[1]) + 1                 # [N, K]
+                place = (kept - first).clamp(-1, z.shape[1]) + 1                        # [N, K]
                 cut = z.new_ones(len(z), z.shape[1] + 2, dtype=torch.bool)
-                z.masked_fill_(cut.scatter_(-1, place, False)[:, 1:-1], -math.inf)
+                z.masked_fill_(cut.scatter_(-1, place.long(), False)[:, 1:-1], -math.inf)
             place = targets - first
             inside = (0 <= place) & (place < z.shape[1])
             yield rows, z, place.where(inside, 0), inside

@@ -236,8 +236,8 @@ class VllmEngine:
         alone = self.group_is_ours or dist.get_world_size() == 1
         with torch.device("meta"):  # names and shapes of the weights, without the weights
             self.layout = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-        # On a GPU vLLM returns what was kept (so says its source: nobody tried it here). On a CPU
-        # it does not, but log-probs are -inf where cut: one more is asked for than may be kept.
+        # On a GPU vLLM returns what was kept (by its source: the authors have not tried it). On a
+        # CPU it does not, but log-probs are -inf where cut: one more is asked for than may be kept.
         vocabulary = self.layout.config.get_text_config().vocab_size
         of_cut = cut.most + 1 if cut.most and (candidates or not self.on_gpu) else candidates
         self.asked = min(of_cut, vocabulary)
@@ -414,7 +414,7 @@ def _check_request(engine, prompts, seeds, temperature, max_tokens):
         if len(prompt) == 0:
             raise ValueError(f"prompt {index} is empty: there is nothing to continue.")
         if len(prompt) + max_tokens > engine.max_model_len:
-            raise ValueError(f"prompt {index} has {len(prompt)} tokens and so no room for max_tokens="
+            raise ValueError(f"prompt {index} has {len(prompt)} tokens and no room for max_tokens="
                              f"{max_tokens} within max_model_len={engine.max_model_len}.")
 
 

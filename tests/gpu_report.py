@@ -183,12 +183,13 @@ def waits(call) -> str:
 # ----------------------------------------------------------------------------------------- the engine
 
 def engine_rows(path: str, device) -> None:
-    """μ against π_old, seeds, weights pushed while asleep, graphs on and off."""
+    """μ against π_old, seeds, weights pushed while asleep, graphs on and off, and sampling cut by top-p and top-k."""
     dtype, prompts = "bfloat16" if ON_GPU else "float32", [[3 + i % 9, 4, 5] for i in range(ROWS)]
-    for eager in (False, True) if ON_GPU else (True,):
+    whole, cut = {}, dict(top_p=0.9, top_k=50)
+    for eager, cut in [(False, whole), (True, whole), (False, cut)] if ON_GPU else [(True, whole), (True, cut)]:
         try:
             engine = make_engine("vllm", path, dtype=dtype, max_model_len=PROMPT + RESPONSE, device=device,
-                                 enforce_eager=eager)
+                                 enforce_eager=eager, **cut)
         except RuntimeError as error:
             return row("vLLM", f"left out: {str(error).split(' (')[0]}")
 
@@ -198,12 +199,13 @@ def engine_rows(path: str, device) -> None:
             first, began = ask(1.0), wait()
             again = ask(1.0)
             rate, same = ROWS * RESPONSE / (wait() - began), sum(a.tokens == b.tokens for a, b in zip(first, again))
-            row(f"vLLM {dtype}, graphs {'off' if eager else 'on'}: {ROWS} samples",
+            row(f"vLLM {dtype}, graphs {'off' if eager else 'on'}{f', {cut}' if cut else ''}: {ROWS} samples",
                 f"{rate:,.0f} tokens/s, {same} the same with the same seeds")
             for temperature in 1.0, 0.7:
                 k3, worst = mismatch(path, prompts, ask(temperature), temperature, dtype, device)
                 row(f"μ against π_old, temperature {temperature}", f"k3 {k3:.1e}, largest |log ρ| {worst:.2g}")
-            asleep(engine, path, device)
+            if not cut:
+                asleep(engine, path, device)
         finally:
             engine.close()
 

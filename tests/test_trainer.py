@@ -351,29 +351,26 @@ def replayed(policy, kept):
 @pytest.mark.parametrize("top_p, top_k", [(0.8, 0), (1.0, 2), (0.9, 3)])
 @pytest.mark.parametrize("size", [0.0, 0.5])       # μ is π_old but for the cut, or far from it
 def test_over_the_set_that_mu_kept_the_mean_ratio_is_one(size, top_p, top_k):
-    """eq:sampling, by enumeration: E_μ[ρ] = 1 and E_μ[ρ g] = 0 of every state's token, E_μ[Πρ Σg] = 0 of
-    sequences; without the set ρ is short of the mass, and g has a drift."""
+    """eq:sampling, by enumeration: E_μ[Πρ] = 1 and E_μ[Πρ Σg] = 0; without the sets both are off."""
     old = oracle.Policy(V=4, T=3)
     mu = old.perturbed(size=size)
     log_mu, mass = sampling_log_probs(mu.logits.detach(), top_k=top_k, top_p=top_p)
-    kept, cut = log_mu > -math.inf, oracle.Policy(V=4, T=3)
-    cut.logits = log_mu.requires_grad_()                       # with probabilities of 0
-    prob = torch.where(mu.mask, log_mu[mu.states, mu.tokens], 0.0).sum(-1).exp().detach()         # [N]
-    assert oracle.close(prob.sum(), 1.0) and mass.max() < 1 and (prob == 0).any()
+    kept = log_mu > -math.inf
+    prob = torch.where(mu.mask, log_mu[mu.states, mu.tokens], 0.0).sum(-1).exp()                  # [N]
     drawn = prob > 0
-    for sets, one in (kept, 1.0), (None, None):
-        log_prob = replayed(old, sets)
-        rho = torch.where(drawn[:, None], (log_prob - log_mu[mu.states, mu.tokens]).exp(), 0.0)
-        rho = torch.where(mu.mask, rho, 1.0).prod(-1)                                           # [N]: of a sequence
-        mean, drift = prob @ rho, oracle.exact_gradient(old, prob @ torch.where(drawn, log_prob.sum(-1) * rho.detach(), 0.0))
-        if one:
-            assert oracle.close(mean, one) and oracle.close(drift, torch.zeros_like(drift))
+    assert oracle.close(prob.sum(), 1.0) and not drawn.all()
+    of_mu = torch.where(mu.mask, log_mu[mu.states, mu.tokens], 0.0)[drawn]
+    for sets in kept, None:
+        log_prob = replayed(old, sets)[drawn]                                                   # [N, T]
+        weighted = (log_prob - of_mu).sum(-1).exp().detach() * prob[drawn]                      # μ(y) Πρ
+        drift = oracle.exact_gradient(old, weighted @ log_prob.sum(-1))
+        if sets is None:
+            assert weighted.sum() < 0.95 and drift.norm() > 0.01
         else:
-            assert mean < 0.95 and drift.norm() > 0.01
-    if size == 0:                                  # then it is μ itself, and without it the mass is missing, token by token
-        assert oracle.close(replayed(old, kept)[drawn], torch.where(mu.mask, log_mu[mu.states, mu.tokens], 0.0)[drawn])
-        assert oracle.close((replayed(old, None) - replayed(old, kept))[drawn],
-                            torch.where(mu.mask, mass[mu.states].log(), 0.0)[drawn])
+            assert oracle.close(weighted.sum(), 1.0) and oracle.close(drift, torch.zeros_like(drift))
+        if size == 0:                              # token by token it is μ itself, or the mass is missing
+            missing = torch.where(mu.mask, 0 * mass[mu.states] if sets is not None else mass[mu.states].log(), 0.0)
+            assert oracle.close(log_prob - of_mu, missing[drawn])
 
 
 @pytest.mark.parametrize("cut", [{}, dict(top_p=0.9), dict(top_p=0.9, top_k=8), dict(top_k=5)])
@@ -394,8 +391,8 @@ def test_engine_and_trainer_agree_before_and_after_a_sync(kind, cut, tiny_model,
                 gap = (trainer.score(policy, batch, config) - batch.rollout_log_prob)[batch.response_mask]
                 assert batch.response_mask.sum() > 100 and gap.abs().max() < 1e-4
                 if cut:                            # without the sets the mass is missing
-                    gap = (trainer.score(policy, batch._replace(kept=None), config) - batch.rollout_log_prob)[batch.response_mask]
-                    assert gap.max() < 1e-4 and gap.min() < -0.05
+                    gap = trainer.score(policy, batch._replace(kept=None), config) - batch.rollout_log_prob
+                    assert gap[batch.response_mask].max() < 1e-4 and gap[batch.response_mask].min() < -0.05
                 with torch.no_grad():
                     for parameter in policy.parameters():
                         parameter.mul_(1.05)
@@ -539,7 +536,8 @@ def test_mistakes_are_one_sentence(arguments, said, tmp_path, monkeypatch, capsy
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("cut", [["rollout.top_p=0.9"], [f"rollout.top_k={KEPT + 1}"], ["rollout.top_p=0.9", "rollout.top_k=0"]])
+@pytest.mark.parametrize("cut", [["rollout.top_p=0.9"], [f"rollout.top_k={KEPT + 1}"],
+                                 ["rollout.top_p=0.9", "rollout.top_k=0"]])
 def test_sets_without_a_bound_are_one_sentence_before_anything_is_loaded(cut, run, tmp_path, capsys):
     """The policy is a configuration: without a tokenizer, which is the next thing missed, and without weights."""
     transformers.Qwen2Config(vocab_size=5000).save_pretrained(tmp_path / "large")
