@@ -75,7 +75,9 @@ class PolicyLossGRPOTrainer(GRPOTrainer):
             "off_policy_mask_threshold": self.off_policy_mask_threshold is not None,
             "router_aux_loss_coef": self.aux_loss_enabled,
             "delta below 1 + epsilon_high": (self.args.delta or 9e9) < 1 + self.epsilon_high,
-            "rollout_is_batch_normalize": correction.rollout_is_batch_normalize})
+            "rollout_is_batch_normalize": correction.rollout_is_batch_normalize,
+            "rollout_rs second_moment": "second_moment" in correction.rollout_rs,
+            "score_centering": correction.score_centering})
         self.correction = replace(correction, loss_type=own if named else asked)
 
     def _compute_loss(self, model, inputs):

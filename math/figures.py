@@ -221,7 +221,7 @@ def curves(rows, axis=None):
             means = [sum(values) / len(values) for values in zip(*seeds, strict=True)]
             axis.plot(steps, means, linestyle=style, color=color, label=f"{label} ({len(seeds)})")
     axis.set(xlabel="step", ylabel="held-out accuracy", ylim=(-0.02, 1))
-    axis.legend(fontsize=7.5)
+    axis.legend(fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
     return figure
 
 
