@@ -293,7 +293,7 @@ def test_what_the_loss_does_not_carry_is_named(trainer, settings, words):
 
 @pytest.mark.parametrize("options, settings, words", [
     ({"rollout_is_batch_normalize": True}, {}, "rollout_is_batch_normalize"),
-    ({"rollout_rs": {"second_moment": 0.04}}, {}, "second_moment"),
+    ({"rollout_rs": {"second_moment": 0.04}}, {}, "rollout_rs second_moment"),
     ({"score_centering": True, "bypass_mode": True, "loss_type": "reinforce"}, {}, "score_centering"),
     ({"loss_type": "gspo"}, {"loss_type": "sapo"}, "loss_type gspo under sapo")])
 def test_corrections_that_the_loss_does_not_carry(trainer, options, settings, words):
