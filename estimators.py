@@ -234,7 +234,8 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
     """Group-relative advantages: A_i = (R_i − mean_g) / std_g.  (eq:baseline)
 
     `rewards`: [B]; `groups`: [B], equal for samples of one prompt → [B]. `normalize_std=False` is
-    Dr. GRPO's A_i = R_i − mean_g. The standard deviation has n − 1 below it and 1e-6 added to it.
+    Dr. GRPO's A_i = R_i − mean_g. The standard deviation of a group of n has n − 1 below it and
+    1e-6 added to it.
     A group of one has no baseline: A = R. With `keep` [B], only those rows make up the baseline.
     The mean includes R_i itself, so A is (n−1)/n of RLOO's: a shorter step, the same direction.
     Source: Shao et al. 2402.03300; Liu et al. 2503.20783.

@@ -55,13 +55,13 @@ def ppo_clip_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, cl
 def gspo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
               clip_low: float = 3e-4, clip_high: float = 4e-4,
               dual_clip: float | None = None) -> Tensor:
-    """PPO's clip on the sequence's s = (π_θ/π_old)^{1/T} instead of the token's r.  (eq:gspo)
+    """PPO's clip on the sequence's r̄ = (Π_t r_t)^{1/|y|} instead of the token's r.  (eq:gspo)
 
-    In the form GSPO-token, sg(s)·π_θ/sg(π_θ): a token has the value of its sequence and the
+    In the form GSPO-token, sg(r̄)·π_θ/sg(π_θ): a token has the value of its sequence and the
     gradient of its own log-prob, so that a weight, a mask or an advantage of one token is no other
-    token's. Where these are constant over a sequence its gradient is that of s itself. To be
-    aggregated by seq-mean-token-mean. At T = 1 it is PPO. Source: Zheng et al. 2507.18071, whose
-    clip range is that narrow because s is a geometric mean.
+    token's. Where these are constant over a sequence its gradient is that of r̄ itself. To be
+    aggregated by seq-mean-token-mean. At |y| = 1 it is PPO. Source: Zheng et al. 2507.18071, whose
+    clip range is that narrow because r̄ is a geometric mean.
     """
     log_s = aggregate_log_ratio(log_prob - old_log_prob, response_mask, "geometric").detach()
     log_s = log_s + (log_prob - log_prob.detach())
@@ -80,7 +80,7 @@ def cispo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_
 
 def sapo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, tau_positive: float = 1.0,
               tau_negative: float = 1.05) -> Tensor:
-    """−A·(4/τ)·σ(τ(r − 1)): a smooth gate instead of a clip; τ depends on the sign of A.  (eq:sapo)
+    """−A·(4/τ_A)·σ(τ_A(r − 1)): a smooth gate, not a clip; τ_A is by the sign of A.  (eq:sapo)
 
     The gate's slope at r = 1 is 1, so the first step is PPO's. Source: 2511.20347.
     """
@@ -203,8 +203,9 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
 
     (eq:decoupled-ppo, eq:bypass, eq:off-policy, eq:batch-size)
 
-        decoupled: E_μ[ w(π_old/μ) · L(π_θ/π_old) ]     bypass: E_μ[ L(π_θ/μ) ]
-        reinforce: E_μ[ w(π_θ/μ) · (−A log π_θ) ]
+        decoupled: E_μ[Σ_t w_t L(r_t, A_t)]      ρ = π_old/μ, r = π_θ/π_old
+        bypass:    E_μ[Σ_t L(ρ_t, A_t)]          ρ = π_θ/μ
+        reinforce: E_μ[Σ_t −w_t A_t log π_θ]     ρ = π_θ/μ
 
     All tensors [B, T]; advantages may be [B] or [B, 1]. `old_log_prob`: None is this log_prob,
     detached, as in a first update; in bypass mode π_rollout takes its place. `rollout_log_prob`:

@@ -113,7 +113,7 @@ class Policy(nn.Module):
         shape = shape or Shape.of(tokens.cpu(), attention.cpu(), width, tokens.device)
         start, (p, t) = tokens.shape[1] - width, shape[:2]
         tokens, attention = (x[:, start - p:start + t] for x in (tokens, attention))    # [B, p + t]
-        hidden = self.hidden_states(tokens, attention, shape)[:, :t].flatten(0, 1)      # [B·t, H]
+        hidden = self.hidden_states(tokens, attention, shape)[:, :t].flatten(0, 1)      # [B·t, D]
         targets = tokens[:, p:, None]
         if candidates is not None:
             targets = torch.cat([targets, candidates[:, :t]], -1)
@@ -126,7 +126,7 @@ class Policy(nn.Module):
         return own, F.pad(log_prob[..., 1:], (0, 0, 0, width - t))                      # [B, T, K]
 
     def hidden_states(self, tokens: Tensor, attention: Tensor, shape: Shape) -> Tensor:
-        """From the prompt's last one to that before the last token's: [B, p + t] → [B, ≥ t, H]."""
+        """From the prompt's last one to that before the last token's: [B, p + t] → [B, ≥ t, D]."""
         decoder, places = self.model.get_decoder(), (attention.cumsum(-1) - 1).clamp(min=0)
         p, end = shape.p, max(shape.p + 1, tokens.shape[1] - 1)
         if self.model.is_gradient_checkpointing:                       # it has no use for a cache
@@ -138,29 +138,29 @@ class Policy(nn.Module):
         after = decoder(input_ids=tokens[:, p:end], attention_mask=attention[:, :end],
                         position_ids=places[:, p:end], use_cache=True,
                         past_key_values=before.past_key_values)
-        last = before.last_hidden_state[shape.which, -1:]                               # [B, 1, H]
+        last = before.last_hidden_state[shape.which, -1:]                               # [B, 1, D]
         return torch.cat([last, after.last_hidden_state], 1)
 
     def log_probs(self, hidden: Tensor, targets: Tensor, kept: Tensor | None = None) -> Tensor:
-        """log π of each target: [N, H], [N, M], [N, K] → [N, M], in float32 at least."""
+        """log π of each target: [B·t, D], [B·t, M], [B·t, K] → [B·t, M], float32 at least."""
         head = self.model.get_output_embeddings()
         return TokenLogProbs.apply(hidden, head.weight, getattr(head, "bias", None), targets,
                                    self.temperature, self.softcap, kept)
 
 
 class TokenLogProbs(torch.autograd.Function):
-    """log π(y) = z_y − log Σ_v e^{z_v} with z = W h/τ, so that ∂ log π(y)/∂z_v = 1[v = y] − π(v).
+    """log π(y) = z_y − log Σ_v e^{z_v} with z = W·hidden/τ: ∂ log π(y)/∂z_v = 1[v = y] − π(v).
 
     z exists for one slice of the vocabulary at a time, and the backward pass computes it again, so
-    that memory does not grow with N·V. From the forward pass it takes log Σ_v e^{z_v} alone: [N].
-    Of M targets y each: [N, M].
-    In float32 at least. With `kept` [N, K], ids of which some may repeat, v is one of them: z = −∞
-    elsewhere, as in `sampling_log_probs`, whatever π itself would have kept.  (eq:sampling)
+    that memory does not grow with B·t·V. From the forward pass it takes log Σ_v e^{z_v} alone:
+    [B·t]. Of M targets y each: [B·t, M]. In float32 at least. With `kept` [B·t, K], ids of which
+    some may repeat, v is one of them: z = −∞ elsewhere, as in `sampling_log_probs`, whatever π
+    itself would have kept.  (eq:sampling)
     """
 
     @staticmethod
     def slices(hidden, weight, bias, targets, temperature, softcap, kept=None):
-        """Of the vocabulary: W's rows, z [N, slice], and where in it the targets are, if they are.
+        """Of the vocabulary: W's rows, z [B·t, slice], where in it the targets are, if they are.
 
         Every z is in the memory of the one before.
         """
@@ -181,7 +181,7 @@ class TokenLogProbs(torch.autograd.Function):
             if temperature != 1:
                 z.div_(temperature)
             if kept is not None:               # columns 0 and −1 take what is of other slices
-                place = (kept - first).clamp(-1, z.shape[1]) + 1                        # [N, K]
+                place = (kept - first).clamp(-1, z.shape[1]) + 1                      # [B·t, K]
                 cut = z.new_ones(len(z), z.shape[1] + 2, dtype=torch.bool)
                 z.masked_fill_(cut.scatter_(-1, place.long(), False)[:, 1:-1], -math.inf)
             place = targets - first
@@ -214,7 +214,7 @@ class TokenLogProbs(torch.autograd.Function):
             z.sub_(log_sum[:, None]).exp_().mul_(-total)
             z.scatter_add_(-1, place, gradient * inside)
             z = z if temperature == 1 else z.div_(temperature)
-            of_z = (z.mul_(slope) if softcap else z).to(weight.dtype)                   # [N, slice]
+            of_z = (z.mul_(slope) if softcap else z).to(weight.dtype)                 # [B·t, slice]
             of_hidden += of_z @ weight[rows]
             torch.mm(of_z.T, hidden, out=of_weight[rows])
             if bias is not None:

@@ -45,13 +45,13 @@ KEPT = 1024  # ids that a cut may leave: 4 KB a token in training, and a vocabul
 
 @dataclass(frozen=True)
 class Sample:
-    """One sampled response of T tokens."""
+    """One sampled response y of |y| tokens."""
 
-    tokens: list[int]  # T ids; when the end token was sampled, it is the last of them
-    log_probs: list[float]  # T values of log μ(token | prefix), in nats
+    tokens: list[int]  # |y| ids; when the end token was sampled, it is the last of them
+    log_probs: list[float]  # |y| values of log μ(y_t | x, y_<t), in nats
     finished: bool  # False: cut at max_tokens
-    kept: list[list[int]] | None = None  # T sets of ids, what μ was cut to; None: the vocabulary
-    candidates: list[dict[int, float]] | None = None  # T tables {id: log μ}, of all that was kept
+    kept: list[list[int]] | None = None  # |y| sets of ids, what μ was cut to; None: all
+    candidates: list[dict[int, float]] | None = None  # |y| tables {id: log μ}, of all kept
     # or of the likeliest; None: not asked for
 
 
@@ -378,11 +378,11 @@ class WeightSync:
 
 
 def quantize_weights(named_tensors, bits=None):
-    """Round matrices to `bits` bits and back: w → s·round(w/s), s = max|w| / (2^(bits-1) - 1).
+    """Round matrices to `bits` bits and back: w → step·round(w/step).
 
-    One step s per output channel (all indices but the last): symmetric, at most 2^bits - 1 levels,
-    error at most s/2. Embeddings are matrices like any other. Vectors (norms, biases) are left
-    alone, and everything is when bits is None.
+    One step = max|w| / (2^(bits-1) - 1) per output channel (all indices but the last): symmetric,
+    at most 2^bits - 1 levels, error at most step/2. Embeddings are matrices like any other. Vectors
+    (norms, biases) are left alone, and everything is when bits is None.
     """
     if bits is not None and bits not in range(2, 17):
         raise ValueError(f"rollout.quantize_bits={bits} must be null or a number from 2 to 16.")

@@ -29,7 +29,7 @@ A = R.expand(-1, 3)
 G = scores(PI)                                                      # ∇log π_t, [N, T, P]
 RHO = (PI.log_probs() - MU.log_probs()).detach().exp()              # ρ_t = π_θ/μ
 WHOLE = RHO.prod(-1, keepdim=True)                                  # Πρ, [N, 1]
-GEOMETRIC = WHOLE ** (1 / MASK.sum(-1, keepdim=True).double())      # (Πρ)^{1/T}
+GEOMETRIC = WHOLE ** (1 / MASK.sum(-1, keepdim=True).double())      # (Πρ)^{1/|y|}
 SUM, PLAIN = "seq-mean-token-sum", math.inf                         # C = ∞: nothing is truncated
 LOSS_TYPES = ("ppo_clip", "gspo", "cispo", "sapo")
 MODES = [*itertools.product((False, True), LOSS_TYPES), (True, "reinforce")]
@@ -152,7 +152,7 @@ def test_masking_estimates_the_inside_alone(level, weight):
 
 
 def test_rejection_leaves_terms_out_and_weights_multiply():
-    """eq:rejection: rejection is 1[…]; with weights it is masking; seq_mean_k1 sees (Πρ)^{1/T}."""
+    """eq:rejection: rejection is 1[…]; with weights it is masking; seq_mean_k1 sees (Πρ)^{1/|y|}."""
     bounds = (0.7, 1.6)
     inside = ((WHOLE >= 0.7) & (WHOLE <= 1.6)).double() * MASK
     assert close(moments(reinforce(rollout_rs={"seq_sum_k1": bounds})).mean, mean_of(inside))
@@ -321,7 +321,7 @@ def test_default_clip_ranges():
 
 
 def test_gspo_clips_the_sequence():
-    """eq:gspo: one s = (Πr)^{1/T} for all tokens, slope −A s/T on each; PPO at T = 1."""
+    """eq:gspo: one r̄ = (Πr)^{1/|y|} for all tokens, slope −A r̄/|y| on each; PPO at |y| = 1."""
     log_r, mask = f64([[0.3, -0.1, 0.1], [0.5, 0.0, 9.0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
     log_prob, old, a = log_r.clone().requires_grad_(), torch.zeros_like(log_r), f64([[2.0], [-1.0]])
     s = f64([[0.1], [0.25]]).exp()
