@@ -212,8 +212,8 @@ def side_by_side(policies):
 
 
 def moments(config, theta, old, mu, advantages, policies=1):
-    """Of each of the policies side by side: mean [K, P] and variance (trace) [K] of the gradient from one
-    response, and the share of tokens that count [K].
+    """Of each of the policies side by side: mean [policies, P] and variance (trace) [policies] of the gradient from one
+    response, and the share of tokens that count [policies].
     """
     def of_each(values):
         return (mu.probs().detach() * values).reshape(policies, -1).sum(-1)
@@ -253,7 +253,7 @@ def near(policy, noise, size):
 
 @cache
 def studies(T, size, update):
-    """π_old, μ with noise of this size, π_θ, the advantages, ∇J of each [K, P]."""
+    """π_old, μ with noise of this size, π_θ, the advantages, ∇J of each [policies, P]."""
     old, noise, reward = crowd(T)
     mu, theta = near(old, noise[0], size), near(old, noise[1], update)
     value = (old.probs().detach() * reward[:, 0]).reshape(POLICIES, -1).sum(-1)  # J of each
@@ -440,9 +440,9 @@ def ascend(config, start, noise, reward, lagging, beta=0.3, steps=400, rate=0.1,
     """Exact ascent on E[R] − β KL(π‖start), without sampling noise: the logits of every step.
 
     The gradient of E[R] is the preset's, in expectation over μ; that of the KL is the true one, for all.
-    start, noise: lists of policies and of what is added to the sampler's logits; reward [K, N, 1];
-    lagging [K]: whether μ follows `lag` steps behind, or stays at the start. Every step sets π_old := π_θ
-    and is a step of Adam, whose rate falls linearly to 0; Adam works on each logit alone, so the K studies
+    start, noise: lists of policies and of what is added to the sampler's logits; reward [policies, N, 1];
+    lagging [policies]: whether μ follows `lag` steps behind, or stays at the start. Every step sets π_old := π_θ
+    and is a step of Adam, whose rate falls linearly to 0; Adam works on each logit alone, so the studies
     do not touch one another.
     """
     origin, theta, old, mu = (side_by_side(start) for _ in range(4))
@@ -453,7 +453,7 @@ def ascend(config, start, noise, reward, lagging, beta=0.3, steps=400, rate=0.1,
         path.append(theta.logits.detach().clone())
         old.logits = path[-1]
         mu.logits = noise + torch.where(follows, path[max(0, step - lag)], path[0])
-        value = (old.probs().reshape(shape) * reward).sum(1, keepdim=True)  # J, [K, 1, 1]
+        value = (old.probs().reshape(shape) * reward).sum(1, keepdim=True)  # J, [policies, 1, 1]
         advantages = (reward - value).reshape(-1, 1).expand(-1, theta.T)
         optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
         gradient = field(config, theta, old, mu, advantages)[2]
@@ -464,7 +464,7 @@ def ascend(config, start, noise, reward, lagging, beta=0.3, steps=400, rate=0.1,
 
 
 def gain_reached(logits, start, reward, beta=0.3):
-    """Of the possible gain in J = E[R] − β KL(π‖start), the share that each study reached: [K].
+    """Of the possible gain in J = E[R] − β KL(π‖start), the share that each study reached: [policies].
 
     The optimum is known: π* ∝ start·exp(R/β), with J* = β log E_start[exp(R/β)].
     """
