@@ -80,7 +80,7 @@ def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[s
     worst token of the statistic, which is the estimate k1, k2 or k3 of KL(π_rollout‖π_old) in nats,
     from log ρ_t limited to ±SAFETY_BOUND:
         k1 = −log ρ       keep while lo ≤ ρ ≤ hi
-                          (seq_sum: Πρ; seq_mean: (Πρ)^{1/T}; seq_max: every ρ_t)
+                          (seq_sum: Πρ; seq_mean: (Πρ)^{1/|y|}; seq_max: every ρ_t)
         k2 = (log ρ)²/2, k3 = ρ − 1 − log ρ        keep while ≤ bound
     opsm: rejects tokens with A < 0 in sequences whose mean of −log ρ exceeds δ (DeepSeek-V3.2
     2512.02556). token_tv: keeps tokens with |π − μ| ≤ δ (IPO); token_tv_outward: rejects only those
@@ -298,7 +298,7 @@ class RolloutCorrectionConfig:
     rollout_is_threshold        C truncates, min(ρ, C) (eq:tis); [lo, hi] zeroes outside (eq:mis)
     rollout_is_batch_normalize  divide by the mean weight, after truncation (eq:self-normalised)
     rollout_rs                  {criterion: bound}, all ANDed (eq:rejection): k1 ones take a pair
-                                that bounds ρ itself (token ρ, Πρ for seq_sum, (Πρ)^{1/T} for
+                                that bounds ρ itself (token ρ, Πρ for seq_sum, (Πρ)^{1/|y|} for
                                 seq_mean, every token's ρ for seq_max), k2 and k3 an upper bound
                                 in nats, opsm its δ in nats (eq:opsm), token_tv and
                                 token_tv_outward one of |π − μ| (eq:total-variation),

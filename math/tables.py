@@ -35,8 +35,8 @@ TODAY = [name for name in PRESETS if name not in HISTORICAL and name not in ("ge
 
 
 def markdown(header, rows):
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    lines = [[str(cell).replace("|", "\\|") for cell in line] for line in (header, ["---"] * len(header), *rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def number(x, digits=2):
@@ -134,7 +134,7 @@ def kl_table():
         ("k3, to the end", "reward", reward("k3")),
         ("ρ_{1:t}·k1, to the end", "reward", prefix),
         ("½(Σk1)²", "loss", square(False)),
-        ("sg(ρ_{1:n})·½(Σk1)²", "loss", square(True)),
+        ("sg(ρ(y))·½(Σk1)²", "loss", square(True)),
     ]
     lines = []
     for name, place, estimator in estimators:
@@ -156,7 +156,7 @@ def kl_table():
 # ---------------------------------------------------------------------------------- bias and variance
 
 def long_policy(T, seed):
-    """A policy that seldom ends before T, so that T is the length."""
+    """A policy that seldom ends before T, so that most responses have T tokens."""
     policy = Policy(V=3, T=T, seed=seed)
     with torch.no_grad():
         policy.logits[:, 0] -= 2.0
@@ -192,8 +192,8 @@ def side_by_side(policies):
 
 
 def moments(config, theta, old, mu, advantages, policies=1):
-    """Of each of the policies side by side: mean [K, P] and variance (trace) [K] of the gradient from one
-    response, and the share of tokens that count [K].
+    """Of each of the policies side by side: mean [policies, P] and variance (trace) [policies] of the gradient from one
+    response, and the share of tokens that count [policies].
     """
     def of_each(values):
         return (mu.probs().detach() * values).reshape(policies, -1).sum(-1)
@@ -233,7 +233,7 @@ def near(policy, noise, size):
 
 @cache
 def studies(T, size, update):
-    """π_old, μ with noise of this size, π_θ, the advantages, ∇J of each [K, P]."""
+    """π_old, μ with noise of this size, π_θ, the advantages, ∇J of each [policies, P]."""
     old, noise, reward = crowd(T)
     mu, theta = near(old, noise[0], size), near(old, noise[1], update)
     value = (old.probs().detach() * reward[:, 0]).reshape(POLICIES, -1).sum(-1)  # J of each
@@ -278,6 +278,25 @@ def studied():
             "`decoupled_k3_rs`, 0.1": RolloutCorrectionConfig.decoupled_k3_rs(0.1)}
 
 
+def collapsed(rows, later=None):
+    """Rows with the same figures as one that names all.
+
+    Where they differ in the column `later` alone, it says first what is decoupled and then what is bypass.
+    """
+    groups = {}
+    for name, *figures in rows:
+        groups.setdefault(tuple(x for i, x in enumerate(figures) if i != later), []).append((name, figures))
+    lines = []
+    for same in groups.values():
+        figures = list(same[0][1])
+        if later is not None:
+            of_mode = {name.startswith("`bypass"): f[later] for name, f in same}
+            assert all(of_mode[name.startswith("`bypass")] == f[later] for name, f in same), same
+            figures[later] = "; bypass ".join(dict.fromkeys(of_mode.values()))
+        lines.append([", ".join(name for name, _ in same), *figures])
+    return lines
+
+
 def bias_variance():
     settings = [(4, 0.05, 0), (4, 0.2, 0), (4, 0.5, 0), (2, 0.2, 0), (8, 0.2, 0), (4, 0.2, 0.2)]
     names = [f"Δ = {size:g}, T = {T}" + (", later" if update else "") for T, size, update in settings]
@@ -285,7 +304,7 @@ def bias_variance():
     for name, config in studied().items():
         found = [bias_and_std(config, *setting) for setting in settings]
         rows.append([name, *map(priced, found), f"{100 * found[1][3]:.0f} %"])
-    return markdown(["preset", *names, "kept, " + names[1]], rows)
+    return markdown(["preset", *names, "kept, " + names[1]], collapsed(rows, later=5))
 
 
 # ----------------------------------------------------------------------------------------- metrics
@@ -296,26 +315,26 @@ FORMULAS = {
     "chi2_token": "mean ρ_t² − 1",
     "chi2_seq": "mean (Πρ)² − 1",
     "is_ratio_mean": "mean ρ_t, 1 in expectation",
-    "is_ratio_std": "standard deviation of ρ_t (n − 1)",
+    "is_ratio_std": "standard deviation of ρ_t (N − 1)",
     "is_ratio_max": "largest ρ_t",
     "is_ratio_min": "smallest ρ_t",
-    "training_ppl": "mean perplexity under π",
-    "training_log_ppl": "mean of its logarithm",
-    "rollout_ppl": "mean perplexity under μ",
-    "rollout_log_ppl": "mean of its logarithm",
+    "training_ppl": "mean of ppl(π) = exp(−(1/|y|) Σ_t log π(y_t))",
+    "training_log_ppl": "mean of log ppl(π)",
+    "rollout_ppl": "mean of ppl(μ)",
+    "rollout_log_ppl": "mean of log ppl(μ)",
     "log_ppl_diff": "mean of log ppl(π) − log ppl(μ)",
-    "log_ppl_diff_max": "largest such difference",
-    "log_ppl_diff_min": "smallest",
-    "log_ppl_abs_diff": "mean of its absolute value",
-    "ppl_ratio": "mean of ppl(π)/ppl(μ): 1/geometric mean of ρ",
+    "log_ppl_diff_max": "largest log ppl(π) − log ppl(μ)",
+    "log_ppl_diff_min": "smallest log ppl(π) − log ppl(μ)",
+    "log_ppl_abs_diff": "mean of |log ppl(π) − log ppl(μ)|",
+    "ppl_ratio": "mean of ppl(π)/ppl(μ) = (Πρ)^{−1/|y|}",
     "PREFIX_mean": "mean of w over tokens",
-    "PREFIX_std": "standard deviation of w over tokens (n)",
-    "PREFIX_eff_sample_size": "(Σw)²/(nΣw²) over tokens",
+    "PREFIX_std": "standard deviation of w over tokens (N)",
+    "PREFIX_eff_sample_size": "(Σw)²/(NΣw²) over tokens",
     "PREFIX_max": "largest w; above token level largest ρ",
     "PREFIX_min": "smallest w; above token level smallest ρ",
     "PREFIX_seq_mean": "mean over responses of w̄, a response's mean w",
-    "PREFIX_seq_std": "standard deviation of w̄ (n − 1)",
-    "PREFIX_seq_eff_sample_size": "(Σw̄)²/(nΣw̄²) over responses",
+    "PREFIX_seq_std": "standard deviation of w̄ (N − 1)",
+    "PREFIX_seq_eff_sample_size": "(Σw̄)²/(NΣw̄²) over responses",
     "PREFIX_seq_max": "largest w̄",
     "PREFIX_seq_min": "smallest w̄",
     "PREFIX_seq_max_deviation": "largest |w̄ − 1|",
@@ -324,33 +343,33 @@ FORMULAS = {
     "PREFIX_seq_fraction_high": "share of responses whose mean ρ is above hi (C)",
     "PREFIX_seq_fraction_low": "share of responses whose mean ρ is below lo (1/C)",
     "rollout_is_masked_fraction": "share of tokens with w = 0, outside [lo, hi]",
-    "rollout_is_oob_ratio": "the same, SkyRL's name",
-    "rollout_is_seq_masked_fraction": "share of responses with such a token",
+    "rollout_is_oob_ratio": "rollout_is_masked_fraction, SkyRL's name",
+    "rollout_is_seq_masked_fraction": "share of responses with a token of w = 0",
     "rollout_is_batch_norm_factor": "what the weights were divided by: their mean, by token or response",
     "tis_token_clip_high_ratio": "rollout_is_ratio_fraction_high at token level, SkyRL's name",
-    "tis_seq_clip_high_ratio": "the same at sequence level",
-    "rollout_is_catastrophic_token_fraction": "share of tokens with ρ_t below the veto, seq_max_k1",
-    "rollout_is_veto_fraction": "share of responses with such a token",
+    "tis_seq_clip_high_ratio": "rollout_is_ratio_fraction_high at sequence level, SkyRL's name",
+    "rollout_is_catastrophic_token_fraction": "share of tokens with ρ_t < lo, the veto: the lower bound of seq_max_k1",
+    "rollout_is_veto_fraction": "share of responses with a token of ρ_t below the veto",
     "CRITERION_mean": "mean of its statistic s over tokens: k1, k2 or k3 per token, or its sum, mean or maximum; "
                       "|π − μ|, for token_tv_outward sign(A)(π − μ); (log ρ)² for second_moment",
     "CRITERION_max": "largest s",
     "CRITERION_min": "smallest s",
-    "CRITERION_std": "standard deviation of s limited to its bounds (n)",
+    "CRITERION_std": "standard deviation of s limited to its bounds (N)",
     "CRITERION_seq_mean": "mean over responses of s̄, a response's mean s",
-    "CRITERION_seq_std": "standard deviation of s̄ (n − 1)",
+    "CRITERION_seq_std": "standard deviation of s̄ (N − 1)",
     "CRITERION_seq_max": "largest s̄",
     "CRITERION_seq_min": "smallest s̄",
     "CRITERION_seq_max_deviation": "largest |s̄|",
-    "CRITERION_fraction_high": "share of tokens, or responses, with s above its bound: ρ too low for k1",
-    "CRITERION_fraction_low": "with s below it: ρ too high for k1",
-    "CRITERION_seq_fraction_high": "share of responses with s̄ (seq: s) above its bound",
-    "CRITERION_seq_fraction_low": "below it",
+    "CRITERION_fraction_high": "share of tokens, or responses, with s above its bounds: ρ too low for k1",
+    "CRITERION_fraction_low": "share of tokens, or responses, with s below its bounds: ρ too high for k1",
+    "CRITERION_seq_fraction_high": "share of responses with s̄ (seq: s) above its bounds",
+    "CRITERION_seq_fraction_low": "share of responses with s̄ (seq: s) below its bounds",
     "CRITERION_masked_fraction": "share of tokens that it rejects",
     "CRITERION_seq_masked_fraction": "share of responses that lose a token to it",
     "token_mask_ratio": "rollout_rs_token_k1_masked_fraction, SkyRL's name",
-    "SKYRL_under_low_ratio": "share of responses rejected for a low ρ, of seq_max_k1, seq_sum_k1 or seq_mean_k1",
-    "SKYRL_over_high_ratio": "for a high ρ",
-    "SKYRL_masked_ratio": "for either",
+    "SKYRL_under_low_ratio": "share of responses rejected for a low ρ, by seq_max_k1, seq_sum_k1 or seq_mean_k1",
+    "SKYRL_over_high_ratio": "share of responses rejected for a high ρ, by seq_max_k1, seq_sum_k1 or seq_mean_k1",
+    "SKYRL_masked_ratio": "share of responses that seq_max_k1, seq_sum_k1 or seq_mean_k1 rejects",
     "rollout_rs_masked_fraction": "share of tokens that any criterion rejects",
     "rollout_rs_seq_masked_fraction": "share of responses that lose a token",
     "all_rejected": "1 when no token is left",
@@ -391,7 +410,7 @@ def metrics():
             + f"\n\nAll {len(names)} metrics, `rollout_corr/` left out. PREFIX is `rollout_is` (w: the weights as applied), "
             "`rollout_is_raw` (w: ρ at their level)\nor `rollout_rs` (w: ρ at the level of the first k1 criterion); CRITERION "
             "is `rollout_rs_` and the criterion's name; SKYRL is\n`outlier_seq`, `product_sequence_mask` or "
-            "`geo_sequence_mask`. ρ is a token's, or its sequence's product or geometric mean.\n\n"
+            "`geo_sequence_mask`. ρ is a token's, or its sequence's product or geometric mean;\nN how many tokens or responses there are.\n\n"
             + markdown(["metric", "formula"], formulas))
 
 
@@ -401,9 +420,9 @@ def ascend(config, start, noise, reward, lagging, beta=0.3, steps=400, rate=0.1,
     """Exact ascent on E[R] − β KL(π‖start), without sampling noise: the logits of every step.
 
     The gradient of E[R] is the preset's, in expectation over μ; that of the KL is the true one, for all.
-    start, noise: lists of policies and of what is added to the sampler's logits; reward [K, N, 1];
-    lagging [K]: whether μ follows `lag` steps behind, or stays at the start. Every step sets π_old := π_θ
-    and is a step of Adam, whose rate falls linearly to 0; Adam works on each logit alone, so the K studies
+    start, noise: lists of policies and of what is added to the sampler's logits; reward [policies, N, 1];
+    lagging [policies]: whether μ follows `lag` steps behind, or stays at the start. Every step sets π_old := π_θ
+    and is a step of Adam, whose rate falls linearly to 0; Adam works on each logit alone, so the studies
     do not touch one another.
     """
     origin, theta, old, mu = (side_by_side(start) for _ in range(4))
@@ -414,7 +433,7 @@ def ascend(config, start, noise, reward, lagging, beta=0.3, steps=400, rate=0.1,
         path.append(theta.logits.detach().clone())
         old.logits = path[-1]
         mu.logits = noise + torch.where(follows, path[max(0, step - lag)], path[0])
-        value = (old.probs().reshape(shape) * reward).sum(1, keepdim=True)  # J, [K, 1, 1]
+        value = (old.probs().reshape(shape) * reward).sum(1, keepdim=True)  # J, [policies, 1, 1]
         advantages = (reward - value).reshape(-1, 1).expand(-1, theta.T)
         optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
         gradient = field(config, theta, old, mu, advantages)[2]
@@ -425,7 +444,7 @@ def ascend(config, start, noise, reward, lagging, beta=0.3, steps=400, rate=0.1,
 
 
 def gain_reached(logits, start, reward, beta=0.3):
-    """Of the possible gain in J = E[R] − β KL(π‖start), the share that each study reached: [K].
+    """Of the possible gain in J = E[R] − β KL(π‖start), the share that each study reached: [policies].
 
     The optimum is known: π* ∝ start·exp(R/β), with J* = β log E_start[exp(R/β)].
     """
@@ -452,7 +471,7 @@ def gradient_field(studies=10, size=0.5):
         parts = ends[key][~lagging], ends[key][lagging]
         figures = [x.item() for part in parts for x in (part.mean(), part.min())]
         rows.append([name, *(f"{round(x, 2) + 0.0:.2f}" for x in figures)])
-    return markdown(["preset", "fixed μ: mean", "worst", "lagging μ: mean", "worst"], rows)
+    return markdown(["preset", "fixed μ: mean", "worst", "lagging μ: mean", "worst"], collapsed(rows))
 
 
 # ------------------------------------------------------------------------- batch-size invariance

@@ -268,7 +268,7 @@ def test_the_sliders_numbers_are_the_tables(book, open_page):
     text = (ROOT / "math/6-correction.md").read_text().split("<!-- begin: bias-variance -->")[1].split("<!-- end")[0]
     table = [[cell.strip().replace("*", "").strip("`") for cell in line.split("|")[1:-1]]
              for line in text.split("\n")[1:-1]]
-    rows = {row[0]: dict(zip(table[0], row, strict=True)) for row in table}
+    rows = {row[0].split("`")[0]: dict(zip(table[0], row, strict=True)) for row in table}   # a row's first name
     shown = {"decoupled_token_is": 0, "decoupled_seq_is": 1, "disabled": 3}
     page, compared = open_page("6-correction.html"), 0
     for column in table[0][1:]:
