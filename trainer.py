@@ -155,11 +155,16 @@ def pad(prompts: list[list[int]], samples: list[Sample], advantages: Tensor, dev
     (before, prompt_mask), (after, mask) = (
         padded(prompts, "left"), padded([s.tokens for s in samples], "right", least=1))
     rollout_log_prob, _ = padded([s.log_probs for s in samples], "right", least=1)
-    kept = [None] if samples[0].kept is None else sent(device, kept_ids(samples, after))
-    others = [] if samples[0].candidates is None else sent(device, *candidate_tables(samples, mask.bool()))
-    return Batch(torch.cat([before, after], 1), torch.cat([prompt_mask, mask], 1),
-                 *sent(device, mask.bool(), advantages[:, None].expand_as(mask),
-                       rollout_log_prob.float()), None, None, *kept, *others)
+    batch = Batch(torch.cat([before, after], 1), torch.cat([prompt_mask, mask], 1),
+                  *sent(device, mask.bool(), advantages[:, None].expand_as(mask),
+                        rollout_log_prob.float()))
+    if samples[0].kept is not None:
+        [kept] = sent(device, kept_ids(samples, after))
+        batch = batch._replace(kept=kept)
+    if samples[0].candidates is not None:
+        ids, log_mu = sent(device, *candidate_tables(samples, mask.bool()))
+        batch = batch._replace(candidates=ids, candidate_log_prob=log_mu)
+    return batch
 
 
 def kept_ids(samples: list[Sample], tokens: Tensor) -> Tensor:

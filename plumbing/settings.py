@@ -74,7 +74,7 @@ class RolloutConfig:
     top_k: Optional[int] = setting(
         None, "samples from this many likeliest tokens, likewise; null, 0 or -1: from all", -1)
     candidates: int = setting(
-        64, "of μ's likeliest tokens, or all that are kept: for correction.score_centering alone", 1)
+        64, "likeliest tokens of μ, or all that are kept: for correction.score_centering", 1)
     quantize_bits: Optional[int] = setting(None, "of weights on their way to the engine", 2, 16)
     staleness: int = setting(0, "updates by which the engine lags", 0)
     batch_size: int = setting(512, "samples generated at a time", 1)
