@@ -125,6 +125,9 @@ def judge(log_ratio: Tensor, response_mask: Tensor, name: str, bound,
         limit = second_moment_limit(square, mask, bound, group)
         return _at_most(square, limit, least=torch.full_like(limit, -math.inf))
     if name.startswith("token_tv"):
+        if rollout_log_prob is None:
+            raise ValueError(f"rollout_rs.{name} needs rollout_log_prob: a ratio does not say how "
+                             "much probability has moved")
         log_mu = torch.where(mask, rollout_log_prob, 0.0).to(log_ratio.dtype)
         apart = (log_mu + log_ratio).clamp(max=0).exp() - log_mu.exp()                   # π − μ
         return _at_most(apart.abs() if name == "token_tv" else apart * advantages.sign(), bound)

@@ -214,6 +214,12 @@ def test_a_ratio_of_impossible_probabilities_stays_finite():
     assert verdict.statistic.tolist() == [[0.0, 1.0, 0.0]]
 
 
+@pytest.mark.parametrize("name", ["token_tv", "token_tv_outward"])
+def test_a_bound_on_probabilities_needs_one_of_them(name):
+    with pytest.raises(ValueError, match=f"rollout_rs.{name} needs rollout_log_prob"):
+        rejection_mask(LOG_RHO, MASK, {name: 0.3}, R.expand(-1, 3))
+
+
 def test_outward_needs_advantages():
     with pytest.raises(ValueError, match="rollout_rs.token_tv_outward needs the advantages"):
         correct(LP, MU_LP, MASK, Config(rollout_rs={"token_tv_outward": 0.2}))
