@@ -25,7 +25,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).parent.parent
 OWN_TESTS = {"estimators.py": "test_estimators.py", "metrics.py": "test_metrics.py",
              "correction.py": "test_correction.py", "losses.py": "test_losses.py"}
-TESTS = [*OWN_TESTS.values(), "test_museum.py"]
+TESTS = [*OWN_TESTS.values(), "test_museum.py", "test_ideas_of_2026.py"]
 OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.BitAnd: "|",
              ast.BitOr: "&", ast.And: "or", ast.Or: "and"}
 COMPARISONS = {ast.Lt: ("<=", ">"), ast.Gt: (">=", "<"), ast.LtE: ("<", ">"), ast.GtE: (">", "<"),
