@@ -51,6 +51,8 @@ def test_every_paper_and_pull_request_that_is_cited_is_a_reference():
         missing |= {(path.name, x) for x in addresses if x not in links}
         spoken = re.findall(r"\b(?:verl-omni|slime|SkyRL|OpenRLHF|PR|PyTorch issue) \d{2,6}\b(?!\.)", text)
         missing |= {(path.name, x) for x in spoken if not any(x in name for name in names)}
+        dated = re.findall(r"\b(?!What|March|Aug|Sep)[A-Z][a-z]+(?: et al\.)? \(?(?:19|20)\d\d\b(?!\.\d)", text)
+        missing |= {(path.name, x) for x in dated if not any(x in name for name in names)}
     assert not missing
 
 
