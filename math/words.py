@@ -186,9 +186,9 @@ def prediction():
 
 # --------------------------------------------------------------------- why bypass dies on a damaged μ
 
-CLIPS = {"PPO against μ": ("bypass_ppo_clip", {}), "lower end open": ("bypass_low_open", {}),
-         "upper end open": ("bypass_high_open", {}), "both open": ("bypass_open", {}),
-         "and dual clip 3": ("bypass_ppo_clip", {"dual_clip": 3.0}), "`naive`": ("naive", {}),
+CLIPS = {"`bypass_ppo_clip`": ("bypass_ppo_clip", {}), "`bypass_low_open`": ("bypass_low_open", {}),
+         "`bypass_high_open`": ("bypass_high_open", {}), "`bypass_open`": ("bypass_open", {}),
+         "`bypass_ppo_clip`, dual clip 3": ("bypass_ppo_clip", {"dual_clip": 3.0}), "`naive`": ("naive", {}),
          "`decoupled_token_is`": ("decoupled_token_is", {})}
 
 
@@ -225,7 +225,7 @@ def ends():
         found = [ascend(config, SHOWN, size, lag, **clip, **more)
                  for size, lag in ((0.3, 0), (0.6, 0), (0.9, 0), (0.0, 4))]
         rows.append([what, *(f"{v[-1].mean():.2f}, {(v[-1] < v[0]).sum()}" for v in found)])
-    return ["", *(f"damage {size:g}" for size in (0.3, 0.6, 0.9)), "four steps late"], rows
+    return ["", *(f"Δ = {size:g}" for size in (0.3, 0.6, 0.9)), "four steps late"], rows
 
 
 if __name__ == "__main__":

@@ -151,6 +151,15 @@ def test_one_evaluator_judges_all_arms_in_float32(brackets):
 # ---------------------------------------------------------------------------------------- declarations
 
 @pytest.mark.parametrize("name", ["study", "study-64"])
+def test_every_method_is_explained_in_the_chapter(name):
+    """A preset explains itself; what a file declares beside them has a row in the chapter, and rounding a sentence."""
+    chapter = (ROOT / "math" / "10-evidence.md").read_text()
+    declared = study.declared(ROOT / "math" / f"{name}.yaml")["methods"]
+    rows = {line.split("`")[1] for line in chapter.split("## Names")[1].split("## Tables")[0].split("\n") if line[:3] == "| `"}
+    assert {method for method in declared if not method.endswith("_again")} <= rows
+
+
+@pytest.mark.parametrize("name", ["study", "study-64"])
 def test_every_declared_cell_is_a_run_and_every_line_was_declared(name):
     declared, cells = study.declared(ROOT / "math" / f"{name}.yaml"), set()
     for regime, method, seed in study.wanted(declared):
