@@ -33,7 +33,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonConsoleLexer, get_lexer_by_name, get_lexer_for_filename
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
+sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "math")]
 
 import torch
 from tables import POLICIES, RolloutCorrectionConfig, bias_and_std, priced

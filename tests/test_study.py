@@ -155,7 +155,8 @@ def test_every_method_is_explained_in_the_chapter(name):
     """A preset explains itself; what a file declares beside them has a row in the chapter, and rounding a sentence."""
     chapter = (ROOT / "math" / "10-evidence.md").read_text()
     declared = study.declared(ROOT / "math" / f"{name}.yaml")["methods"]
-    rows = {line.split("`")[1] for line in chapter.split("## Names")[1].split("## Tables")[0].split("\n") if line[:3] == "| `"}
+    table = chapter.split("## Names")[1].split("## Tables")[0].split("\n")
+    rows = {line.split("`")[1] for line in table if line.startswith("| `")}
     assert {method for method in declared if not method.endswith("_again")} <= rows
 
 
