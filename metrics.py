@@ -1,7 +1,7 @@
 """How far apart the policies are: sums per sequence, exact merging, metrics by name, a diagnosis.
 
 This file decides
-* Every metric follows from a few sums and extremes of each sequence: n, Σx, Σx², max x, min x, of
+* Every metric follows from a few sums and extremes of a row: its count, Σx, Σx², max x, min x, of
   log ρ, ρ, the weights and the statistics of rejection. They are [B], so that a [B, T] tensor is
   read once; and they add up, so that micro-batches and ranks have the metrics of the whole.
 * A metric is called what verl calls it; where SkyRL or an older verl has a name of its own, that
@@ -29,7 +29,7 @@ from estimators import (OF_TOKENS, SAFETY_BOUND, aggregate_log_ratio, exp_ratio,
 class Sums(NamedTuple):
     """What the mean, the spread and the extremes of x follow from, by sequence.  (eq:merge)
 
-    n, Σx, Σx², max x and min x over the entries of each sequence that count: [B] each, float64.
+    Their number n, Σx, Σx², max x and min x of a row's entries that count: [B] each, float64.
     """
 
     n: Tensor
@@ -40,7 +40,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def of_rows(cls, x: Tensor, n: Tensor) -> "Sums":
-        """Of one value, or a mean, x [B] on n [B] entries of each sequence; n may be 0."""
+        """Of one value, or a mean, x [B] on n [B] entries of each row; n may be 0."""
         x = torch.where(n > 0, x.double(), 0.0)
         return cls(n, n * x, n * x.square(), x, x)
 
@@ -49,7 +49,7 @@ class Tokens(NamedTuple):
     """The tokens that count, and what is summed over them.  (eq:merge)"""
 
     mask: Tensor                                    # [B, T], bool
-    n: Tensor                                       # [B], float64: how many a sequence has
+    n: Tensor                                       # [B], float64: |y|, those that count
     rows: Tensor                                    # [B], float64: 1 where it has any, else 0
 
     @classmethod

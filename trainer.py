@@ -39,21 +39,21 @@ from rollout import Sample
 
 
 class Batch(NamedTuple):
-    """One step's rollouts on this rank: N = prompts × samples / ranks rows.
+    """One step's rollouts on this rank: B = prompts × samples / ranks rows, prompts padded to P.
 
     Tokens and attention stay on the host, where they shape the work; the rest is on the device.
     """
 
-    tokens: Tensor                                  # [N, P + T]
-    attention: Tensor                               # [N, P + T]
-    response_mask: Tensor                           # [N, T]
-    advantages: Tensor                              # [N, T]
-    rollout_log_prob: Tensor                        # [N, T]  π_rollout
-    old_log_prob: Tensor | None = None              # [N, T]  π_old
-    ref_log_prob: Tensor | None = None              # [N, T]  π_ref
-    kept: Tensor | None = None                      # [N, T, K]  of each token, what μ was cut to
-    candidates: Tensor | None = None                # [N, T, K]  other tokens in its place,
-    candidate_log_prob: Tensor | None = None        # [N, T, K]  π_rollout of these; −∞: none
+    tokens: Tensor                                  # [B, P + T]
+    attention: Tensor                               # [B, P + T]
+    response_mask: Tensor                           # [B, T]
+    advantages: Tensor                              # [B, T]
+    rollout_log_prob: Tensor                        # [B, T]  π_rollout
+    old_log_prob: Tensor | None = None              # [B, T]  π_old
+    ref_log_prob: Tensor | None = None              # [B, T]  π_ref
+    kept: Tensor | None = None                      # [B, T, K]  of each token, what μ was cut to
+    candidates: Tensor | None = None                # [B, T, K]  other tokens in its place,
+    candidate_log_prob: Tensor | None = None        # [B, T, K]  π_rollout of these; −∞: none
 
     def rows(self, index, there) -> "Batch":
         """Some of them, by an index that is on the host and on the device: nobody waits for it."""
@@ -117,14 +117,15 @@ def sample(run: Run, step: int) -> tuple[Batch, dict]:
     run.engine.sleep()
     rewards = [task.reward(task.train[chosen[p]], text) for (p, _), text in zip(rows, texts)]
 
-    # Baselines are of whole groups and batches: gather all ranks' rows, in the order of one rank.
+    # Baselines are of whole groups and batches: gather all ranks' rows, N = prompts · n responses,
+    # in the order of one rank.
     own = torch.tensor([[reward, len(s.tokens), s.finished, not text]
-                        for reward, s, text in zip(rewards, samples, texts)])           # [N, 4]
+                        for reward, s, text in zip(rewards, samples, texts)])           # [B, 4]
     everyone = [torch.empty_like(own) for _ in range(world)]
     dist.all_gather(everyone, own)
     rewards, lengths, finished, empty = torch.stack(
-        [x.view(-1, n, 4) for x in everyone], 1).view(-1, 4).T                # 4 × [prompts · n]
-    kept, known = own[:, 0].isfinite(), rewards.isfinite()                  # [N], [prompts · n]
+        [x.view(-1, n, 4) for x in everyone], 1).view(-1, 4).T                # 4 × [N]
+    kept, known = own[:, 0].isfinite(), rewards.isfinite()                  # [B], [N]
     if not known.all():
         run.nonfinite("samples", [
             f"the reward of {text!r} for {task.train[chosen[rows[i][0]]].where} is {own[i, 0]:g}"
@@ -137,11 +138,11 @@ def sample(run: Run, step: int) -> tuple[Batch, dict]:
         "grpo": lambda: grpo_advantages(rewards, groups, config.advantage.normalize_std, known),
         "rloo": lambda: rloo_advantages(rewards, groups, known),
         "reinforce": lambda: reinforce_advantages(rewards, known),
-    }[config.advantage.kind]().view(-1, n)[rank::world].flatten()                       # [N]
+    }[config.advantage.kind]().view(-1, n)[rank::world].flatten()                       # [B]
     best = torch.where(known, rewards, -math.inf).view(-1, n).amax(1)                   # [prompts]
     worst = torch.where(known, rewards, math.inf).view(-1, n).amin(1)
     batch = pad(prompts, samples, advantages, run.device)
-    mask = batch.response_mask & sent(run.device, kept)[0][:, None]                     # [N, T]
+    mask = batch.response_mask & sent(run.device, kept)[0][:, None]                     # [B, T]
     return batch._replace(response_mask=mask), {
         "reward/mean": rewards.sum() / known.sum().clamp(min=1),
         "reward/std": rewards[known].std(correction=0) if known.any() else torch.tensor(0.0),
@@ -168,7 +169,7 @@ def pad(prompts: list[list[int]], samples: list[Sample], advantages: Tensor, dev
 
 
 def kept_ids(samples: list[Sample], tokens: Tensor) -> Tensor:
-    """[N, T, K] of what μ kept: each set is filled up with its token of [N, T], which is in it."""
+    """[B, T, K] of what μ kept: each set is filled up with its token of [B, T], which is in it."""
     sizes, _ = padded([[len(ids) for ids in s.kept] for s in samples], "right", least=1)
     kept = tokens[:, :, None].repeat(1, 1, max(1, int(sizes.max()))).int()
     kept[torch.arange(kept.shape[-1]) < sizes[:, :, None]] = torch.tensor(
@@ -177,7 +178,7 @@ def kept_ids(samples: list[Sample], tokens: Tensor) -> Tensor:
 
 
 def candidate_tables(samples: list[Sample], mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and log μ of the candidates of each token, filled up with 0 and −∞: [N, T, K] twice."""
+    """Ids and log μ of the candidates of each token, filled up with 0 and −∞: [B, T, K] twice."""
     tables = [table for s in samples for table in s.candidates]
     most = max(map(len, tables))
     ids, log_mu = (torch.full((*mask.shape, most), fill) for fill in (0, -math.inf))
@@ -193,19 +194,19 @@ def micro_batches(batch: Batch, config: Config, together: bool = False) -> list[
     With `together` a prompt's samples are not separated where micro-batches hold whole groups: the
     prompt is then run once for all of them.
     """
-    lengths, n = batch.attention.sum(-1), config.rollout.samples                        # [N]
+    lengths, n = batch.attention.sum(-1), config.rollout.samples                        # [B]
     length, size = lengths, config.train.micro_batch_size
     if together and size % n == 0:
-        length = lengths.view(-1, n).amax(1).repeat_interleave(n)     # of the group's longest: [N]
+        length = lengths.view(-1, n).amax(1).repeat_interleave(n)     # of the group's longest: [B]
     parts = length.argsort(stable=True).split(size)
     return [rows[lengths[rows].argsort(stable=True)] for rows in (x.sort().values for x in parts)]
 
 
 def log_probs(policy: Policy, batch: Batch, candidates: Tensor | None = None
               ) -> tuple[Tensor, Tensor | None]:
-    """Of these rows under a policy, renormalised over what μ kept: [b, T].  (eq:sampling)
+    """Of these rows under a policy, renormalised over what μ kept: [B, T].  (eq:sampling)
 
-    And of candidates in the place of each token, where there are any: [b, T, K].
+    And of candidates in the place of each token, where there are any: [B, T, K].
     """
     width, device = batch.response_mask.shape[1], batch.response_mask.device
     given = (*sent(device, batch.tokens, batch.attention), width,
@@ -215,7 +216,7 @@ def log_probs(policy: Policy, batch: Batch, candidates: Tensor | None = None
 
 @torch.no_grad()
 def score(policy: Policy, batch: Batch, config: Config) -> Tensor:
-    """Log-probs of all rows under a policy, without a graph: [N, T]"""
+    """Log-probs of all rows under a policy, without a graph: [B, T]"""
     log_prob = torch.zeros_like(batch.rollout_log_prob)
     for rows in micro_batches(batch, config):
         [there] = sent(log_prob.device, rows)
@@ -227,7 +228,7 @@ def without_nonfinite(run: Run, batch: Batch) -> Batch:
     """Rows in which a policy's log-prob is not finite: named (raise), or left out (skip)."""
     names = ("π_rollout", "π_old", "π_ref")
     policies = {name: x for name, x in zip(names, batch[4:7], strict=True) if x is not None}
-    fault = ~torch.stack(list(policies.values())).isfinite() & batch.response_mask   # [P, N, T]
+    fault = ~torch.stack(list(policies.values())).isfinite() & batch.response_mask   # […, B, T]
     faults = fault.any(-1).sum()
     dist.all_reduce(faults)        # all ranks decide the same
     if faults:
@@ -240,9 +241,9 @@ def with_kl_in_reward(batch: Batch, config: Config) -> Batch:
     if config.loss.kl_in != "reward" or batch.ref_log_prob is None:
         return batch
     sampler = batch.rollout_log_prob if batch.old_log_prob is None else batch.old_log_prob
-    kl = kl_estimate(sampler, batch.ref_log_prob, config.loss.kl_kind)                  # [N, T]
+    kl = kl_estimate(sampler, batch.ref_log_prob, config.loss.kl_kind)                  # [B, T]
     kl = torch.where(batch.response_mask, kl, 0.0)
-    to_go = kl.flip(-1).cumsum(-1).flip(-1)                                             # [N, T]
+    to_go = kl.flip(-1).cumsum(-1).flip(-1)                                             # [B, T]
     return batch._replace(advantages=batch.advantages - config.loss.kl_coef * to_go)
 
 
@@ -264,7 +265,7 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig, correction=
     for rows in micro_batches(batch, config, together=not config.policy.gradient_checkpointing):
         [there] = sent(batch.response_mask.device, rows)
         part = batch.rows(rows, there)
-        log_prob, candidates = log_probs(policy, part, part.candidates)         # [b, T], [b, T, K]
+        log_prob, candidates = log_probs(policy, part, part.candidates)         # [B, T], [B, T, K]
         corrections.append(correction.rows(there) if correction else correct(
             log_prob, part.rollout_log_prob, part.response_mask, options, part.advantages))
         loss, metrics = policy_loss(

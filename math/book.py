@@ -33,7 +33,15 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonConsoleLexer, get_lexer_by_name, get_lexer_for_filename
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
+sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "math")]
+
+import torch
+from tables import POLICIES, RolloutCorrectionConfig, bias_and_std, priced
+
+from correction import PRESETS, correct, rejection_mask
+from estimators import aggregate_log_ratio
+from losses import cispo_loss, exp_ratio, gspo_loss, policy_loss, ppo_clip_loss, reinforce_loss, sapo_loss
+
 HERE, OUT = ROOT / "math" / "book", ROOT / "book"
 FILES = [f"{name}.py" for name in ("estimators", "metrics", "correction", "losses", "policy", "rollout", "trainer")]
 CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))
@@ -259,10 +267,8 @@ def markdown(folder):
         alt = html.escape(tokens[i].content)
         return f'<img src="{target(tokens[i].attrs["src"], folder)}" alt="{alt}" title="{alt}">'
 
-    def plain(renderer, tokens, i, options, env):
-        return link_text(tokens[i].content)
-
-    for name, rule in (("text", plain), ("code_inline", code), ("link_open", opened), ("image", image),
+    for name, rule in (("text", lambda _, tokens, i, *more: link_text(tokens[i].content)),
+                       ("code_inline", code), ("link_open", opened), ("image", image),
                        ("table_open", lambda *_: '<div class="scroll"><table>'),
                        ("table_close", lambda *_: "</table></div>")):
         md.add_render_rule(name, rule)
@@ -280,13 +286,6 @@ def fold(kind, title, source, limit=90):
     result = f' <code class="printed">{html.escape(printed)}</code>' if printed else ""
     return (f'<details class="{kind}"><summary><span>{title}</span>{result}</summary>'
             f'{boxed(in_colours(source, PythonConsoleLexer()))}</details>')
-
-
-def split_setup(source):
-    """A chapter's first block: what it does before it prints anything, and the rest."""
-    lines, examples = source.splitlines(keepends=True), doctest.DocTestParser().get_examples(source)
-    at = next((x.lineno for x in examples if x.want), len(lines))
-    return "".join(lines[:at]), "".join(lines[at:])
 
 
 class Row:
@@ -380,9 +379,10 @@ class Chapter:
     def proof(self, source):
         setup = ""
         if not self.has_setup and "import" in source:
-            self.has_setup = True
-            setup, source = split_setup(source)
-            setup = fold("setup", "Set-up of this chapter", setup)
+            self.has_setup, lines = True, source.splitlines(keepends=True)
+            prints = [x.lineno for x in doctest.DocTestParser().get_examples(source) if x.want]
+            at = prints[0] if prints else len(lines)
+            setup, source = fold("setup", "Set-up of this chapter", "".join(lines[:at])), "".join(lines[at:])
         if self.answers:
             return setup + boxed(in_colours(source, PythonConsoleLexer()))
         comment = re.match(r">>> # *(.*)\n", source)
@@ -397,8 +397,7 @@ class Chapter:
 
 def cap_data():
     """Bias, its standard error, the standard deviation, and all three as chapter 6's table writes them."""
-    from tables import POLICIES, RolloutCorrectionConfig, bias_and_std, priced
-    caps, noises, lengths = [1, 1.25, 1.5, 2, 3, 5, 10], [0.05, 0.2, 0.5], [1, 2, 4, 8]
+    caps, noises, limits = [1, 1.25, 1.5, 2, 3, 5, 10], [0.05, 0.2, 0.5], [1, 2, 4, 8]
     methods = {"token, at most C": lambda c: RolloutCorrectionConfig("token", float(c)),
                "sequence, at most C": lambda c: RolloutCorrectionConfig("sequence", float(c)),
                "sequence, 0 outside [1/C, C]": lambda c: RolloutCorrectionConfig("sequence", (1 / c, float(c))),
@@ -409,31 +408,26 @@ def cap_data():
         return [*(round(x, 4) for x in found[:3]), priced(found).replace("*", "")]
 
     values = {name: [[[point(of(c), T, noise) for c in (caps if name != "no weight" else caps[:1])]
-                      for T in lengths] for noise in noises] for name, of in methods.items()}
-    return {"C": caps, "noise": noises, "T": lengths, "policies": POLICIES, "values": values}
+                      for T in limits] for noise in noises] for name, of in methods.items()}
+    return {"C": caps, "noise": noises, "T": limits, "policies": POLICIES, "values": values}
 
 
 def trap_data():
     """One ratio on every token: the product, the geometric mean, and whether two presets' bounds keep the response."""
-    import torch
-    from correction import PRESETS, rejection_mask
-    from estimators import aggregate_log_ratio
     ratios, lengths = [0.9, 0.99, 0.999, 1.0, 1.001, 1.01, 1.1], sorted({round(2 ** (i / 3)) for i in range(37)})
     bounds = [PRESETS[name]().rollout_rs for name in ("decoupled_seq_is_rs", "decoupled_geo_rs")]
 
-    def point(ratio, n):
-        log_ratio, mask = torch.full((1, n), ratio, dtype=torch.float64).log(), torch.ones(1, n)
+    def point(ratio, L):
+        log_ratio, mask = torch.full((1, L), ratio, dtype=torch.float64).log(), torch.ones(1, L)
         levels = [aggregate_log_ratio(log_ratio, mask, level)[0, 0].exp().item() for level in ("sequence", "geometric")]
         return [*levels, *(bool(rejection_mask(log_ratio, mask, bound).all()) for bound in bounds)]
 
-    return {"ratio": ratios, "n": lengths, "bounds": [next(iter(bound.items())) for bound in bounds],
-            "values": [[point(ratio, n) for n in lengths] for ratio in ratios]}
+    return {"ratio": ratios, "lengths": lengths, "bounds": [next(iter(bound.items())) for bound in bounds],
+            "values": [[point(ratio, L) for L in lengths] for ratio in ratios]}
 
 
 def curves_data():
     """−∂L/∂log π_θ of one token, by autograd through losses.py, at every r and for both signs of A."""
-    import torch
-    from losses import cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss, sapo_loss
     ratios = torch.arange(1, 401) / 100
 
     def of_four(new, old, A):
@@ -461,9 +455,6 @@ def curves_data():
 
 def batch_data():
     """Six recorded responses through `correct` and `policy_loss`, a preset at a time."""
-    import torch
-    from correction import PRESETS, correct
-    from losses import exp_ratio, policy_loss
     recorded = json.loads((HERE / "batch.json").read_text())
     mask = torch.tensor([[token is not None for token in row] for row in recorded["tokens"]])
     mu, old, theta = (torch.tensor(recorded[name]).double() for name in ("rollout", "old", "current"))

@@ -40,9 +40,9 @@ def length_trap():
     for ratio, color, style in ((1.1, RED, "-"), (1.01, ORANGE, "--"), (1.001, BLUE, "-.")):
         for level, width in (("sequence", 1.8), ("geometric", 0.9)):
             values = []
-            for n in lengths:
-                log_ratio = torch.full((1, n), ratio, dtype=torch.float64).log()
-                values.append(aggregate_log_ratio(log_ratio, torch.ones(1, n), level)[0, 0].exp().item())
+            for L in lengths:
+                log_ratio = torch.full((1, L), ratio, dtype=torch.float64).log()
+                values.append(aggregate_log_ratio(log_ratio, torch.ones(1, L), level)[0, 0].exp().item())
             label = f"product, every ρ = {ratio:g}" if level == "sequence" else None
             axis.plot(lengths, values, style, color=color, linewidth=width, label=label)
     axis.plot([], [], color="#777777", linewidth=0.9, label="thin: their geometric means")
@@ -53,7 +53,7 @@ def length_trap():
 
 
 def bias_variance():
-    """Exact bias and standard deviation of the gradient from one response, against the cap and the length."""
+    """Exact bias and standard deviation of the gradient from one response, against the cap and the limit."""
     figure, axes = plt.subplots(2, 2, figsize=(7, 4.6), sharex="col", sharey="row")
     caps = [1, 1.15, 1.3, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8]
     against_cap = {
@@ -68,27 +68,28 @@ def bias_variance():
             axes[row, 0].plot(caps, [f[which] for f in found], style, color=color, label=name)
         axes[0, 0].fill_between(caps, [f[0] - f[1] for f in found], [f[0] + f[1] for f in found], color=color,
                                 alpha=0.15, linewidth=0)
-    lengths = list(range(1, 9))
-    against_length = {
+    limits = list(range(1, 9))
+    against_limit = {
         "token, C = 2": (Config("token", 2.0), SKY, "--"),
         "sequence, C = 2": (Config("sequence", 2.0), BLUE, "-"),
         "sequence, C = ∞": (Config("sequence", torch.inf), GREEN, (0, (5, 1, 1, 1, 1, 1))),
         "geometric, C = ∞": (Config("geometric", torch.inf), ORANGE, (0, (3, 1))),
         "no weight": (Config(), BLACK, ":"),
     }
-    for name, (config, color, style) in against_length.items():
-        found = [bias_and_std(config, T=T, size=0.5) for T in lengths]
+    for name, (config, color, style) in against_limit.items():
+        found = [bias_and_std(config, T=T, size=0.5) for T in limits]
         for row, which in ((0, 0), (1, 2)):
-            axes[row, 1].plot(lengths, [f[which] for f in found], linestyle=style, color=color, label=name)
-        axes[0, 1].fill_between(lengths, [f[0] - f[1] for f in found], [f[0] + f[1] for f in found], color=color,
+            axes[row, 1].plot(limits, [f[which] for f in found], linestyle=style, color=color, label=name)
+        axes[0, 1].fill_between(limits, [f[0] - f[1] for f in found], [f[0] + f[1] for f in found], color=color,
                                 alpha=0.15, linewidth=0)
     axes[0, 0].set(ylabel="bias / |∇J|", title="against the cap C (T = 4)", ylim=(-0.03, None))
-    axes[0, 1].set(title="against the length T")
-    figure.suptitle(f"{POLICIES} random policies, noise Δ = 0.5 on the logits of μ; shaded: ± standard error", fontsize=9)
+    axes[0, 1].set(title="against the limit T")
+    figure.suptitle(f"{POLICIES} random policies, noise of std Δ = 0.5 on the logits of μ; shaded: ± standard error",
+                    fontsize=9)
     axes[1, 0].set(ylabel="std / |∇J|", xlabel="C", xscale="log", ylim=(0, None))
     axes[1, 0].set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
     axes[1, 0].minorticks_off()
-    axes[1, 1].set(xlabel="T", xticks=lengths)
+    axes[1, 1].set(xlabel="T", xticks=limits)
     for axis in axes[1]:
         axis.legend(fontsize=7.5, loc="upper left")
     return figure
@@ -182,11 +183,8 @@ def batch_size():
 
 def study():
     """Final accuracies of the study, a dot per seed, staleness 8; the best while training in grey."""
-    shown = {"matched": "matched rollouts", "small_steps_token_is": "token-TIS, small steps",
-             "token_is_opsm": "token-TIS and OPSM", "small_steps": "naive, small steps",
-             "bypass_ppo_clip": "bypass PPO", "decoupled_seq_is": "sequence-TIS", "decoupled_token_is": "token-TIS",
-             "decoupled_seq_is_rs": "sequence-MIS", "bypass_pg_is": "bypass REINFORCE",
-             "naive": "naive: no correction", "shuffled_weights": "weights shuffled"}
+    shown = ["matched", "small_steps_token_is", "token_is_opsm", "small_steps", "bypass_ppo_clip", "decoupled_seq_is",
+             "decoupled_token_is", "decoupled_seq_is_rs", "bypass_pg_is", "naive", "shuffled_weights"]
     cells = {name: runs()["staleness_8"][name] if name != "matched" else runs()["matched"]["naive"] for name in shown}
     figure, axis = plt.subplots(figsize=(5.2, 3.4))
     for y, name in enumerate(reversed(shown)):
@@ -195,7 +193,8 @@ def study():
         axis.plot(best, [y] * len(best), "|", color="#999999", markersize=9)
         axis.plot(final, [y] * len(final), "o", color=color, markersize=4, alpha=0.6, markeredgewidth=0)
         axis.plot(sum(final) / len(final), y, "D", color=color, markersize=6)
-    axis.set_yticks(range(len(shown)), list(shown.values())[::-1])
+    labels = [name if name != "matched" else "naive (matched)" for name in reversed(shown)]
+    axis.set_yticks(range(len(shown)), labels)
     axis.set(xlim=(0, 1), xlabel="held-out accuracy after 60 steps, rollouts 8 steps late\n"
              "● a seed   ◆ their mean   | the best while training")
     starts = [float(row["first_accuracy"]) for row in cells["naive"].values()]
@@ -203,23 +202,21 @@ def study():
     return figure
 
 
-ARMS = {"matched": ("matched rollouts", BLACK, "-"), "decoupled_seq_is": ("sequence-TIS", BLUE, "-"),
-        "decoupled_token_is": ("token-TIS", SKY, "--"), "naive": ("naive: no correction", RED, ":"),
-        "bypass_ppo_clip": ("bypass PPO", ORANGE, "-."), "bypass_open": ("bypass PPO, no clip", GREEN, (0, (3, 1))),
-        "bypass_low_open": ("bypass PPO, no lower clip", PINK, (0, (1, 1)))}
+ARMS = {"matched": (BLACK, "-"), "decoupled_seq_is": (BLUE, "-"), "decoupled_token_is": (SKY, "--"), "naive": (RED, ":"),
+        "bypass_ppo_clip": (ORANGE, "-."), "bypass_open": (GREEN, (0, (3, 1))), "bypass_low_open": (PINK, (0, (1, 1)))}
 
 
 def curves(rows, axis=None):
     """Held-out accuracy against the step: a thin line per seed, a thick one for the mean of an arm."""
     figure, axis = (None, axis) if axis else plt.subplots(figsize=(5.2, 3.2))
-    for arm, (label, color, style) in ARMS.items():
+    for arm, (color, style) in ARMS.items():
         seeds = [[float(x) for x in row["curve"].split()] for row in rows if row["method"] == arm]
         steps = [5 * (i + 1) for i in range(len(seeds[0]))] if seeds else []
         for values in seeds:
             axis.plot(steps, values, linestyle=style, color=color, linewidth=0.6, alpha=0.5)
         if seeds:
             means = [sum(values) / len(values) for values in zip(*seeds, strict=True)]
-            axis.plot(steps, means, linestyle=style, color=color, label=f"{label} ({len(seeds)})")
+            axis.plot(steps, means, linestyle=style, color=color, label=f"{arm} ({len(seeds)} seeds)")
     axis.set(xlabel="step", ylabel="held-out accuracy", ylim=(-0.02, 1))
     axis.legend(fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
     return figure
@@ -228,12 +225,11 @@ def curves(rows, axis=None):
 def study_64():
     """The second study's three main regimes, those that have been run: every arm's curves."""
     found = runs("study-64")
-    names = {"int4_fast": "int4, lr 1.5e-4", "int4_slow": "int4, lr 5e-5", "staleness_4": "four steps late, lr 3e-5"}
-    names = {regime: name for regime, name in names.items() if regime in found}
+    names = [regime for regime in ("int4_fast", "int4_slow", "staleness_4") if regime in found]
     figure, axes = plt.subplots(1, len(names), figsize=(1.2 + 3 * len(names), 3.2), sharey=True, squeeze=False)
-    for axis, (regime, name) in zip(axes[0], names.items(), strict=True):
+    for axis, regime in zip(axes[0], names, strict=True):
         curves([row for of_method in found[regime].values() for row in of_method.values()], axis)
-        axis.set(title=name)
+        axis.set(title=regime)
     return figure
 
 

@@ -616,7 +616,7 @@ def study_rounding():
                         for m in (method, method + AGAIN))
             moved = [abs(one[seed] - two[seed]) for seed in two]
             between = [abs(one[a] - one[b]) for a, b in itertools.combinations(two, 2)]
-            lines.append([regime.replace("_", " "), f"`{method}`", f"{statistics.mean(moved):.3f}", f"{max(moved):.3f}",
+            lines.append([f"`{regime}`", f"`{method}`", f"{statistics.mean(moved):.3f}", f"{max(moved):.3f}",
                           f"{statistics.mean(between):.3f}"])
     return markdown(["regime", "method", "same seed, other rounding: mean difference", "largest",
                      "other seed, same rounding: mean difference"], lines)
@@ -706,7 +706,7 @@ def study_grid():
     methods = dict.fromkeys(m for r in regimes for m in runs()[r] if not m.endswith(AGAIN))
     rows = [[f"`{m}`", *(f"{float(runs()[r][m][1]['final_accuracy']):.2f}"
                          if 1 in runs()[r].get(m, {}) else "" for r in regimes)] for m in methods]
-    return markdown(["method", *(r.replace("_", " ") for r in regimes)], rows)
+    return markdown(["method", *(f"`{r}`" for r in regimes)], rows)
 
 
 # ---------------------------------------------------------------------- the second study's results
@@ -750,7 +750,7 @@ def study_64_contrasts():
     lines = []
     for (regime, one, other), pair in found.items():
         key, n = (regime, one, other), len(pair[0]) if len(pair) == 2 else 0
-        line = [regime, f"`{one}` − {f'`{other}`' if other else 'best'}", n]
+        line = [f"`{regime}`", f"`{one}` − {f'`{other}`' if other else 'best'}", n]
         line += ["{:+.3f} ± {:.3f}".format(*paired(*pair, "area")) if n > 1 else "",
                  " : ".join(str(sum(map(ended_at_0, rows.values()))) for rows in pair) if n else ""]
         if key in whole:
@@ -770,7 +770,7 @@ def study_64_arms():
         for arm, rows in sorted(arms.items(), key=lambda item: -mean_of(item[1], "area")):
             areas = [float(row["area"]) for row in rows.values()]
             deviation = f" ± {statistics.stdev(areas):.3f}" if areas[1:] else ""
-            lines.append([regime, f"`{arm}`", len(rows), f"{statistics.mean(areas):.3f}{deviation}",
+            lines.append([f"`{regime}`", f"`{arm}`", len(rows), f"{statistics.mean(areas):.3f}{deviation}",
                           f"{min(areas):.3f} to {max(areas):.3f}", f"{mean_of(rows):.2f}",
                           sum(map(ended_at_0, rows.values())), f"{mean_of(rows, 'ess_raw'):.2f}",
                           f"{mean_of(rows, 'k3'):.4f}", f"{100 * mean_of(rows, 'kept'):.0f} %",
@@ -785,7 +785,7 @@ def study_64_rounding():
     for regime, arms in runs("study-64").items():
         for arm in [m for m in arms if m + AGAIN in arms]:
             moved = [abs(float(arms[arm][s]["area"]) - float(row["area"])) for s, row in arms[arm + AGAIN].items()]
-            lines.append([regime, f"`{arm}`", len(moved), f"{statistics.mean(moved):.3f}", f"{max(moved):.3f}"])
+            lines.append([f"`{regime}`", f"`{arm}`", len(moved), f"{statistics.mean(moved):.3f}", f"{max(moved):.3f}"])
     return markdown(["regime", "arm", "seeds", "same seed, other rounding: mean difference of the area", "largest"], lines)
 
 
@@ -797,7 +797,7 @@ def study_64_status():
     lines = ["; ".join(f"`{arm}` {len(rows)}" for arm, rows in arms.items()) for arms in found.values()]
     whole = sum(len(rows) for arms in found.values() for rows in arms.values())
     return (f"Of {count} declared cells {whole} have been run. Seeds by arm: "
-            + ". ".join(f"{regime}: {line}" for regime, line in zip(found, lines, strict=True))
+            + ". ".join(f"`{regime}`: {line}" for regime, line in zip(found, lines, strict=True))
             + ". The others have not been run, and nothing is said of them.")
 
 
@@ -824,7 +824,7 @@ def study_64_shares():
         seeds = {seed: row for rows in arms.values() for seed, row in rows.items()}      # the same in all arms
         shares = [100 * mean_of(seeds, f"{end}_{sign}")
                   for end in ("below", "above") for sign in ("negative", "positive")]
-        lines.append([regime, len(seeds), *(f"{x:.2f} %" for x in shares)])
+        lines.append([f"`{regime}`", len(seeds), *(f"{x:.2f} %" for x in shares)])
     return markdown(["regime", "seeds", "π/μ < 0.8, A < 0: dropped", "π/μ < 0.8, A > 0", "π/μ > 1.2, A < 0",
                      "π/μ > 1.2, A > 0: dropped"], lines)
 

@@ -91,7 +91,7 @@ def damage_with(wanted, copies):
 def bare(config, train_lp, mu_lp, mask, advantages, visits=None):
     """Weights and mask as `correct` gives them, without the metrics, which take most of the time.
 
-    second_moment is that of a batch without end, in which each response is met `visits` [N, 1] often: the worst
+    second_moment is that of a batch without end, in which each response is met `visits` [B, 1] often: the worst
     tokens go until the mean under μ is met.
     """
     log_ratio = masked_log_ratio(train_lp.detach(), mu_lp, mask)
@@ -123,7 +123,7 @@ def expected(config, theta, old, mu, **clip):
     correction = bare(config, lp if config.bypass_mode else old_lp, mu_lp, theta.mask, advantages)
     loss, _ = policy_loss(lp, old_lp, mu_lp, advantages, theta.mask, config, correction=correction,
                           mode="seq-mean-token-sum", **clip)
-    per_token = -len(lp) * torch.autograd.grad(loss, lp, retain_graph=True)[0]               # N·loss: a sum over rows
+    per_token = -len(lp) * torch.autograd.grad(loss, lp, retain_graph=True)[0]               # B·loss: a sum over rows
     mean = torch.autograd.grad(lp, theta.logits, per_token * chances[:, None])[0].reshape(theta.copies, -1)
     score_norm = 2 * (1 - lp.detach().exp()).square()                                        # |onehot − p|², V = 2
     variance = of_each((per_token.square() * score_norm).sum(-1)) - mean.square().sum(-1)
@@ -186,9 +186,9 @@ def prediction():
 
 # --------------------------------------------------------------------- why bypass dies on a damaged μ
 
-CLIPS = {"PPO against μ": ("bypass_ppo_clip", {}), "lower end open": ("bypass_low_open", {}),
-         "upper end open": ("bypass_high_open", {}), "both open": ("bypass_open", {}),
-         "and dual clip 3": ("bypass_ppo_clip", {"dual_clip": 3.0}), "`naive`": ("naive", {}),
+CLIPS = {"`bypass_ppo_clip`": ("bypass_ppo_clip", {}), "`bypass_low_open`": ("bypass_low_open", {}),
+         "`bypass_high_open`": ("bypass_high_open", {}), "`bypass_open`": ("bypass_open", {}),
+         "`bypass_ppo_clip`, dual clip 3": ("bypass_ppo_clip", {"dual_clip": 3.0}), "`naive`": ("naive", {}),
          "`decoupled_token_is`": ("decoupled_token_is", {})}
 
 
@@ -225,7 +225,7 @@ def ends():
         found = [ascend(config, SHOWN, size, lag, **clip, **more)
                  for size, lag in ((0.3, 0), (0.6, 0), (0.9, 0), (0.0, 4))]
         rows.append([what, *(f"{v[-1].mean():.2f}, {(v[-1] < v[0]).sum()}" for v in found)])
-    return ["", *(f"damage {size:g}" for size in (0.3, 0.6, 0.9)), "four steps late"], rows
+    return ["", *(f"Δ = {size:g}" for size in (0.3, 0.6, 0.9)), "four steps late"], rows
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ sequences: 15 for V = T = 3. Each is enumerated, so an expectation, a bias, a va
 is exact to rounding, in float64, without a seed: "unbiased" means equal, "biased" is a number.
 
     pi = Policy(3, 3, seed=0); mu = pi.perturbed(seed=1, size=0.5); R = rewards(pi, seed=2)
-    lp, mu_lp = pi.log_probs(), mu.log_probs().detach()                       # [N, T] each
+    lp, mu_lp = pi.log_probs(), mu.log_probs().detach()                       # [B, T] each
     exact = estimator_moments(pi, mu, lambda i: any_loss(lp[i], mu_lp[i], R[i], pi.mask[i]))
     exact.mean, exact.variance, exact.bias(-grad_J(pi, R))
 
 `i` is a tensor of one index, so that `lp[i]` is a batch [1, T]; with `batch=2` it has two indices,
-and all N² pairs are enumerated. Gradients are flat tensors [P] with respect to the logits.
+and all B² pairs are enumerated. Gradients are flat tensors [P] with respect to the logits.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ def f64(values) -> Tensor:
 class Policy:
     """π(y) = Π_t softmax(logits[prefix])[y_t]: every prefix has its own row of logits.
 
-    tokens, mask, states [N, T]: all sequences (0 on padding), 1 where there is a token (the end
+    tokens, mask, states [B, T]: all sequences (0 on padding), 1 where there is a token (the end
     token included), and the row of logits that each token was drawn from. logits [S, V]: a leaf.
     """
 
@@ -58,22 +58,22 @@ class Policy:
         return self.logits.log_softmax(-1)
 
     def log_probs(self) -> Tensor:
-        """log π(y_t | y_<t) of every sequence, [N, T], differentiable, 0 on padding."""
+        """log π(y_t | y_<t) of every sequence, [B, T], differentiable, 0 on padding."""
         return torch.where(self.mask, self.step_log_probs()[self.states, self.tokens], 0.0)
 
     def probs(self) -> Tensor:
-        """π(y) of every sequence, [N], differentiable; they add up to 1."""
+        """π(y) of every sequence, [B], differentiable; they add up to 1."""
         return self.log_probs().sum(-1).exp()
 
 
 def rewards(policy: Policy, seed: int = 2) -> Tensor:
-    """One arbitrary reward per sequence, [N, 1], to be broadcast over its tokens."""
+    """One arbitrary reward per sequence, [B, 1], to be broadcast over its tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(len(policy.tokens), 1, generator=generator, dtype=torch.float64)
 
 
 def expectation(mu: Policy, values: Tensor) -> Tensor:
-    """E_μ[f] = Σ_y μ(y) f(y): [N, …] → […]. No gradient goes through μ's probabilities."""
+    """E_μ[f] = Σ_y μ(y) f(y): [B, …] → […]. No gradient goes through μ's probabilities."""
     return torch.einsum("n,n...->...", mu.probs().detach(), values)
 
 
@@ -83,7 +83,7 @@ def exact_gradient(policy: Policy, scalar: Tensor) -> Tensor:
 
 
 def scores(policy: Policy) -> Tensor:
-    """∇log π(y_t | y_<t) of every token of every sequence, [N, T, P], 0 on padding."""
+    """∇log π(y_t | y_<t) of every token of every sequence, [B, T, P], 0 on padding."""
     flat = policy.log_probs().flatten()
     each = torch.eye(len(flat), dtype=flat.dtype)
     rows = torch.autograd.grad(flat, policy.logits, each, is_grads_batched=True)[0]
@@ -120,7 +120,7 @@ class Moments(NamedTuple):
 
     mean: Tensor
     variance: Tensor
-    gradients: Tensor                                               # [N^batch, P]
+    gradients: Tensor                                               # [B^batch, P]
 
     def bias(self, target: Tensor) -> Tensor:
         return self.mean - target
@@ -129,7 +129,7 @@ class Moments(NamedTuple):
 def estimator_moments(policy: Policy, mu: Policy, loss, batch: int = 1) -> Moments:
     """Exact mean and variance of ∇loss(i), the sequence i (or `batch` of them) being μ's."""
     grids = torch.meshgrid(*[torch.arange(len(mu.tokens))] * batch, indexing="ij")
-    batches = torch.stack(grids, -1).reshape(-1, batch)                       # [N^batch, batch]
+    batches = torch.stack(grids, -1).reshape(-1, batch)                       # [B^batch, batch]
     prob = mu.probs().detach()[batches].prod(-1)
     gradients = torch.stack([exact_gradient(policy, loss(i)) for i in batches])
     mean = prob @ gradients

@@ -151,6 +151,16 @@ def test_one_evaluator_judges_all_arms_in_float32(brackets):
 # ---------------------------------------------------------------------------------------- declarations
 
 @pytest.mark.parametrize("name", ["study", "study-64"])
+def test_every_method_is_explained_in_the_chapter(name):
+    """A preset explains itself; what a file declares beside them has a row in the chapter, and rounding a sentence."""
+    chapter = (ROOT / "math" / "10-evidence.md").read_text()
+    declared = study.declared(ROOT / "math" / f"{name}.yaml")["methods"]
+    table = chapter.split("## Names")[1].split("## Tables")[0].split("\n")
+    rows = {line.split("`")[1] for line in table if line.startswith("| `")}
+    assert {method for method in declared if not method.endswith("_again")} <= rows
+
+
+@pytest.mark.parametrize("name", ["study", "study-64"])
 def test_every_declared_cell_is_a_run_and_every_line_was_declared(name):
     declared, cells = study.declared(ROOT / "math" / f"{name}.yaml"), set()
     for regime, method, seed in study.wanted(declared):
@@ -194,7 +204,7 @@ def cells(arm, areas, final=0.5):
 def verdicts(tables, monkeypatch, arms):
     monkeypatch.setattr(tables, "runs", lambda name: {"int4_fast": arms})
     rows = [[x.strip() for x in line.split("|")[1:-1]] for line in tables.study_64_contrasts().split("\n")[2:]]
-    return {(row[0], row[1]): row[2:] for row in rows}
+    return {(row[0].strip("`"), row[1]): row[2:] for row in rows}
 
 
 def test_a_contrast_has_a_verdict_when_all_its_seeds_are_there_and_is_adjusted_for_all_eighteen(monkeypatch):

@@ -49,5 +49,4 @@ function reveal() { // a target within something folded
   if (target) target.scrollIntoView();
 }
 addEventListener("hashchange", reveal);
-addEventListener("beforeprint", () => found.hidden = true);
 reveal();

@@ -25,11 +25,12 @@ function plot({ title, x, y, logX, logY, xTicks, yTicks, xLabel, yLabel, lines, 
     + "</svg>";
 }
 
+const LABELS = { noise: "Δ", ratio: "ρ", n: "|y|" };            // of a control whose key in the address is plain
 const nearest = (values, v) => values.reduce((best, w) => (Math.abs(w - v) < Math.abs(best - v) ? w : best));
 const legend = (rows) => `<table class="legend">${rows.map(([kind, name, value]) => `<tr><td><svg viewBox="0 0 26 8"><path d="M0 4H26" class="line ${kind}"/></svg></td><th>${name}</th><td class="value">${value}</td></tr>`).join("")}</table>`;
 
 const cap = {
-  title: "Bias against deviation: the cap, the mismatch and the length",
+  title: "Bias against deviation: the cap, the mismatch and the limit",
   controls: (d) => ({ C: d.C, noise: d.noise, T: d.T }),
   start: { C: 2, noise: 0.5, T: 4 },
   draw(d, s) {
@@ -38,26 +39,26 @@ const cap = {
     const panel = (what, which, axis) => {
       const values = axis === "C" ? d.C : d.T, all = names.flatMap((n) => d.values[n][i].flat().map((p) => p[which]));
       const top = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50].find((v) => v >= Math.max(...all));
-      return plot({ title: `${what} against ${axis === "C" ? `the cap C (T = ${s.T})` : `the length T (C = ${s.C})`}`, x: [values[0], values.at(-1)], y: [0, top],
+      return plot({ title: `${what} against ${axis === "C" ? `the cap C (T = ${s.T})` : `the limit T (C = ${s.C})`}`, x: [values[0], values.at(-1)], y: [0, top],
         logX: true, xTicks: values.filter((v) => v !== 1.25), yTicks: [0, top / 2, top], xLabel: axis, at: s[axis], dots: true,
         lines: names.map((n, k) => ({ kind: COLOURS[k], points: values.map((v) => [v, (axis === "C" ? point(n, s.T, v) : point(n, v, s.C))[which]]) })) });
     };
     return `<div class="plots two">${panel("bias / |∇J|", 0, "C")}${panel("bias / |∇J|", 0, "T")}${panel("deviation / |∇J|", 2, "C")}${panel("deviation / |∇J|", 2, "T")}</div>`
       + legend(names.map((n, k) => [COLOURS[k], n, point(n, s.T, s.C)[3]]))
-      + `<figcaption>Of the gradient from one response: bias ± its standard error / standard deviation, in units of |∇J|, over ${d.policies} random policies; noise is Δ, on the logits of μ. Exact: each response is enumerated.</figcaption>`;
+      + `<figcaption>Of the gradient from one response: bias ± its standard error / standard deviation, in units of |∇J|, over ${d.policies} random policies; T is the limit of a response and Δ the standard deviation of the noise on the logits of μ. Exact: each response is enumerated.</figcaption>`;
   },
 };
 
 const trap = {
   title: "The length trap",
-  controls: (d) => ({ ratio: d.ratio, n: d.n }),
+  controls: (d) => ({ ratio: d.ratio, n: d.lengths }),
   start: { ratio: 1.1, n: 8 },
   draw(d, s) {
-    const rows = d.values[d.ratio.indexOf(s.ratio)], now = rows[d.n.indexOf(s.n)], words = (kept) => (kept ? "keeps it" : "rejects it");
-    const bands = d.bounds.map(([, [lo, hi]], k) => [d.n[0], d.n.at(-1), lo, hi, COLOURS[k]]);
-    return `<div class="plots">` + plot({ title: `every token has ρ = ${s.ratio}`, x: [1, d.n.at(-1)], y: [1e-3, 1e3], logX: true, logY: true, at: s.n,
-      xTicks: [1, 8, 64, 512, 4096], yTicks: [0.001, 0.1, 1, 10, 1000], xLabel: "tokens in the response", bands,
-      lines: [0, 1].map((k) => ({ kind: COLOURS[k], points: rows.map((row, i) => [d.n[i], row[k] < 1e-3 || row[k] > 1e3 ? null : row[k]]) })) }) + "</div>"
+    const rows = d.values[d.ratio.indexOf(s.ratio)], now = rows[d.lengths.indexOf(s.n)], words = (kept) => (kept ? "keeps it" : "rejects it");
+    const bands = d.bounds.map(([, [lo, hi]], k) => [d.lengths[0], d.lengths.at(-1), lo, hi, COLOURS[k]]);
+    return `<div class="plots">` + plot({ title: `every token has ρ = ${s.ratio}`, x: [1, d.lengths.at(-1)], y: [1e-3, 1e3], logX: true, logY: true, at: s.n,
+      xTicks: [1, 8, 64, 512, 4096], yTicks: [0.001, 0.1, 1, 10, 1000], xLabel: "|y|, tokens in the response", bands,
+      lines: [0, 1].map((k) => ({ kind: COLOURS[k], points: rows.map((row, i) => [d.lengths[i], row[k] < 1e-3 || row[k] > 1e3 ? null : row[k]]) })) }) + "</div>"
       + legend([0, 1].map((k) => [COLOURS[k], ["product", "geometric mean"][k], `${show(now[k])}: ${d.bounds[k][0]} in [${d.bounds[k][1]}] ${words(now[2 + k])}`]))
       + "<figcaption>A bound on the product is a bound on length; the geometric mean is the same at every length. The bounds are those of two presets, decoupled_seq_is_rs and decoupled_geo_rs.</figcaption>";
   },
@@ -120,7 +121,7 @@ function boot(box) {
   };
   for (const [key, values] of Object.entries(figure.controls(data))) {
     const label = inputs[key] = document.createElement("label"), numbers = typeof values[0] === "number";
-    label.innerHTML = key + (numbers ? `<input type="range" min="0" max="${values.length - 1}" name="${key}"><output></output>` : `<select name="${key}">${values.map((v) => `<option>${v}</option>`).join("")}</select>`);
+    label.innerHTML = (LABELS[key] ?? key) + (numbers ? `<input type="range" min="0" max="${values.length - 1}" name="${key}"><output></output>` : `<select name="${key}">${values.map((v) => `<option>${v}</option>`).join("")}</select>`);
     box.querySelector(".controls").append(label);
     set(key, state[key], values);
     label.addEventListener("input", (event) => {

@@ -2,13 +2,6 @@
 const katex = require("katex"), fs = require("fs"), { FIGURES, picture } = require("./figures.js");
 const { formulas, data } = JSON.parse(fs.readFileSync(0, "utf8"));
 
-const html = formulas.map(({ tex, display }) => {
-  try {
-    return katex.renderToString(tex, { displayMode: display, strict: "ignore" });
-  } catch (error) {
-    console.error(`${tex}: ${error.message}`);
-    process.exit(1);
-  }
-});
+const html = formulas.map(({ tex, display }) => katex.renderToString(tex, { displayMode: display, strict: "ignore" }));
 const figures = Object.fromEntries(Object.keys(FIGURES).flatMap((name) => [[name, picture(name, data[name])], [`${name}.title`, FIGURES[name].title]]));
 fs.writeSync(1, JSON.stringify({ formulas: html, figures }));
