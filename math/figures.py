@@ -233,6 +233,29 @@ def study_64():
     return figure
 
 
+def study_64_areas():
+    """The endpoint of the second study in its main regimes: a dot per seed, their mean."""
+    found = runs("study-64")
+    names = [regime for regime in ("int4_fast", "int4_slow", "staleness_4") if regime in found]
+    shown = ["matched", "decoupled_seq_is", "decoupled_token_is", "bypass_ppo_clip", "naive"]
+    figure, axes = plt.subplots(1, len(names), figsize=(2 + 2.2 * len(names), 2.5), sharey=True, squeeze=False)
+    for axis, regime in zip(axes[0], names, strict=True):
+        for y, arm in enumerate(reversed(shown)):
+            areas = [float(row["area"]) for row in found[regime].get(arm, {}).values()]
+            color, marks = ARMS[arm][0], dict(linestyle="none", clip_on=False)
+            axis.plot(areas, [y] * len(areas), "o", color=color, markersize=4, alpha=0.6, markeredgewidth=0, **marks)
+            axis.plot([sum(areas) / max(len(areas), 1)] * bool(areas), [y] * bool(areas), "D", color=color, markersize=6, **marks)
+        starts = [float(row["first_accuracy"]) for row in found[regime]["naive"].values()]
+        axis.axvline(sum(starts) / len(starts), color="#999999", linestyle=":")
+        axis.set(title=TITLES[regime], xlim=(0, 1), yticks=range(len(shown)), yticklabels=reversed(shown))
+    figure.supxlabel("area under the held-out accuracy of 40 steps   ● a seed   ◆ their mean   ⋮ the start", fontsize=8)
+    return figure
+
+
+TITLES = {"int4_fast": "weights rounded to 4 bits,\nlarge steps", "int4_slow": "weights rounded to 4 bits,\nsmall steps",
+          "staleness_4": "weights of four steps ago"}
+
+
 def demo():
     """What `python trainer.py` did: learning on the left, the distance of the policies on the right."""
     lines = [json.loads(line) for line in (ROOT / "runs/demo/metrics.jsonl").open()]
@@ -251,7 +274,7 @@ def demo():
 
 FIGURES = {"length-trap": length_trap, "bias-variance": bias_variance, "kl-estimators": kl_estimators,
            "gradient-field": gradient_field, "batch-size": batch_size, "study": study,
-           "study-64": study_64}
+           "study-64": study_64, "study-64-areas": study_64_areas}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or FIGURES:
