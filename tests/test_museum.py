@@ -159,7 +159,7 @@ def effective_sample_size_of_no_weight():
             effective_sample_size(f64(w), torch.ones(2)), 0.0)
 
 
-@exhibit("SkyRL: https://github.com/NovaSky-AI/SkyRL/pull/849", "eq:rejection")
+@exhibit("SkyRL: https://github.com/NovaSky-AI/SkyRL/pull/1264", "eq:rejection")
 def masks_one_after_another():
     """The geometric mean was taken over what the token mask had left, so that the order decided."""
     rho, one = f64([[1.0, 1.0, 9.0]]), torch.ones(1, 3)
