@@ -49,8 +49,9 @@ def test_every_paper_and_pull_request_that_is_cited_is_a_reference():
         missing |= {(path.name, x) for x in re.findall(r"(?<![\d.])\d{4}\.\d{5}(?![\d.])", text) if x not in known}
         addresses = re.findall(r"https://github\.com/[\w.-]+/[\w.-]+/(?:pull|issues)/\d+", text)
         missing |= {(path.name, x) for x in addresses if x not in links}
-        spoken = re.findall(r"\b(?:verl-omni|slime|SkyRL|OpenRLHF|PR|PyTorch issue) \d{2,6}\b(?!\.)", text)
-        missing |= {(path.name, x) for x in spoken if not any(x in name for name in names)}
+        number = r"\b(?:verl-omni|slime|SkyRL|OpenRLHF|PR|(?:\S+ )?(?:issue|pull request)s?) \d{2,6}\b(?!\.\d)"
+        spoken = re.findall(number + r"|\b[\w/-]+#\d{2,6}\b", text)
+        missing |= {(path.name, x) for x in spoken if x not in known and not any(name.endswith(x) for name in names)}
         dated = re.findall(r"\b(?!What|March|Aug|Sep)[A-Z][a-z]+(?: et al\.)? \(?(?:19|20)\d\d\b(?!\.\d)", text)
         missing |= {(path.name, x) for x in dated if not any(x in name for name in names)}
     assert not missing

@@ -1,4 +1,4 @@
-"""The museum: wrong forms that really shipped, each in a line or two beside the right one.
+"""The museum: wrong forms that shipped or were proposed, each in a line or two beside the right one.
 
 An exhibit returns (wrong, right, exact): `wrong` as it shipped, `right` from this project's public
 functions, `exact` from the oracle or by hand. The one test demands right = exact, and of wrong an
@@ -90,7 +90,7 @@ def old_policy_taken_for_the_sampler():
     return mean(reinforce_loss(LP, A)), ours(Config("sequence", math.inf)), UP
 
 
-@exhibit("unsloth-zoo: https://github.com/unslothai/unsloth-zoo/pull/870", "eq:levels")
+@exhibit("unsloth-zoo, found in review: https://github.com/unslothai/unsloth-zoo/pull/870", "eq:levels")
 def sequence_ratio_as_a_sum_of_exps():
     """Σ_t ρ_t instead of Π_t ρ_t: E_μ of the product is 1, of the sum the mean length."""
     right = exp_ratio(aggregate_log_ratio(LP - MU_LP, MASK, "sequence"))[:, 0]
@@ -144,7 +144,7 @@ def k1_bounds_on_minus_log_rho():
          "https://github.com/verl-project/verl/issues/5859",
          "eq:rejection")
 def nothing_survives_and_the_mean_is_0_over_0():
-    """All rejected: AssertionError, or 0/0 in the loss. Here 0, with the graph attached."""
+    """All rejected: AssertionError, RuntimeError, or 0/0 in the loss. Here 0, with the graph attached."""
     config = Config(rollout_rs={"token_k1": (1e6, None)})
     right = policy_loss(LP, LP, MU_LP, A, MASK, config, denominator="kept")[0]
     kept = correct(LP, MU_LP, MASK, config).mask
@@ -159,7 +159,7 @@ def effective_sample_size_of_no_weight():
             effective_sample_size(f64(w), torch.ones(2)), 0.0)
 
 
-@exhibit("SkyRL: https://github.com/NovaSky-AI/SkyRL/pull/849", "eq:rejection")
+@exhibit("SkyRL: https://github.com/NovaSky-AI/SkyRL/pull/1264", "eq:rejection")
 def masks_one_after_another():
     """The geometric mean was taken over what the token mask had left, so that the order decided."""
     rho, one = f64([[1.0, 1.0, 9.0]]), torch.ones(1, 3)
@@ -170,8 +170,8 @@ def masks_one_after_another():
     return first * ((geometric >= 0.9) & (geometric <= 1.1)), right, 0 * rho
 
 
-@exhibit("verl: https://github.com/verl-project/verl/issues/4852; "
-         "slime: https://github.com/THUDM/slime/issues/657",
+@exhibit("verl: https://github.com/verl-project/verl/pull/3915; "
+         "slime: https://github.com/THUDM/slime/pull/657",
          "eq:aggregation")
 def denominator_shrinks_with_rejection():
     """Dividing by what is left makes the step longer, the more is rejected. (pairs of sequences)"""
@@ -181,7 +181,7 @@ def denominator_shrinks_with_rejection():
     return ours(config, batch=2, denominator="kept"), ours(config, batch=2), exact
 
 
-@exhibit("verl: https://github.com/verl-project/verl/issues/6375", "eq:baseline")
+@exhibit("verl: https://github.com/verl-project/verl/pull/6375", "eq:baseline")
 def rejected_rows_in_the_baseline():
     """A rejected reward of 100 turned the advantage 1.0 into −49.5."""
     r, keep = f64([1.0, 100.0]), torch.tensor([True, False])
@@ -195,7 +195,7 @@ ROWS = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])
 SPREAD = f64([1, 2, 3, 4, 9]).std(correction=0).item()
 
 
-@exhibit("verl: https://github.com/verl-project/verl/issues/5203", "eq:aggregation")
+@exhibit("verl: https://github.com/verl-project/verl/issues/5625", "eq:aggregation")
 def mean_of_micro_batch_means():
     """Each micro-batch divided by its own token count; the split decides what a token weighs."""
     parts = [aggregate_loss(VALUES[i], ROWS[i], "token-mean", counts=count(ROWS))
@@ -203,9 +203,9 @@ def mean_of_micro_batch_means():
     return (VALUES.sum(-1) / ROWS.sum(-1)).mean(), sum(parts), 19 / 5
 
 
-@exhibit("verl: https://github.com/verl-project/verl/issues/4294", "eq:merge")
-def mean_of_the_ranks_deviations():
-    """Metrics averaged over ranks: the mean of deviations is not the deviation."""
+@exhibit("verl 0.9.1's bypass mode: AggregationType.MEAN, verl/workers/utils/losses.py", "eq:merge")
+def mean_of_the_parts_deviations():
+    """Metrics averaged over micro-batches and ranks: the mean of deviations is not the deviation."""
     first, second = (Statistics.of([(Tokens.of(ROWS[i]).sums(VALUES[i]), {"std": "std"})]) for i in ([0], [1]))
     std = torch.stack([*first.metrics().values(), *second.metrics().values()]).mean()
     return std, first.merge([second]).metrics()["rollout_corr/std"], SPREAD
@@ -219,8 +219,9 @@ def minimum_and_deviation_over_padding():
     return padded, torch.stack([*statistics.metrics().values()]), [1.0, SPREAD]
 
 
-@exhibit("TRL: https://github.com/huggingface/trl/issues/5231; "
-         "verl: https://github.com/verl-project/verl/issues/6806",
+@exhibit("verl 0.9.1's rollout_corr_helper.py; what else was taken of truncated weights: "
+         "TRL's minimum, mean and maximum: https://github.com/huggingface/trl/issues/5231; "
+         "verl's share above the cap, always 0: https://github.com/verl-project/verl/pull/6806",
          "eq:ess")
 def sample_size_of_the_truncated_weights():
     """After min(ρ, 2) the weights look healthy; the degeneracy is in ρ."""
@@ -240,7 +241,7 @@ def mismatch_measured_against_itself():
     return wrong, right, (MU_LP - LP)[MASK].mean()
 
 
-@exhibit("verl: https://github.com/verl-project/verl/issues/6349", "eq:ratio")
+@exhibit("verl: https://github.com/verl-project/verl/pull/6349", "eq:ratio")
 def nan_times_zero():
     """A mask that multiplies does not remove NaN; nor exp of a large number: ∞ × 0."""
     junk = torch.where(MASK, LP.detach(), math.nan)
@@ -254,7 +255,7 @@ LOGITS = f64([2.0, 1.0, 0.0, -1.0])
 
 
 @exhibit("TRL: https://github.com/huggingface/trl/issues/4159; "
-         "verl: https://github.com/verl-project/verl/issues/4755",
+         "verl: https://github.com/verl-project/verl/pull/4755",
          "eq:sampling")
 def log_probs_at_another_temperature():
     """Sampled at τ = 0.6, scored at 1: a mismatch of log-probs between two equal models."""
@@ -289,7 +290,9 @@ def k1_as_a_loss():
     return kl_mean("k1"), kl_mean("k1+"), REVERSE
 
 
-@exhibit("slime: https://github.com/THUDM/slime/pull/1004", "eq:kl-ratio")
+@exhibit("slime: https://github.com/THUDM/slime/pull/1004, "
+         "its author: https://github.com/THUDM/slime/pull/1039",
+         "eq:kl-ratio")
 def ratio_times_k2_not_detached():
     """ratio·k3 needs the ratio's graph, ratio·k2 must not have it: coefficient ℓ + ℓ²/2."""
     exact = exact_gradient(PI, token_kl(PI, REF, MU))
