@@ -266,6 +266,8 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
         stops = stopped(config.loss_type, log_r, valid, advantages, clip_low, clip_high, dual_clip)
         of_tokens = {"loss/ratio": exp_ratio(log_r), "loss/approx_kl": -log_r,
                      "loss/clip_fraction": stops.to(log_r.dtype)}
+        if config.ratio_is_the_weight:     # of the mismatch alone, until π_θ has moved
+            of_tokens["loss/bypass_clip_fraction"] = of_tokens["loss/clip_fraction"]
         sums = {name: torch.where(kept, x, 0.0).sum() for name, x in of_tokens.items()}
         metrics = {"loss/policy": total.detach(), **sums, "loss/kept_tokens": kept.sum().float()}
     return total, {**(loss_means(metrics) if counts is None else metrics), **corrected_here}
@@ -292,7 +294,7 @@ def stopped(loss_type: str, log_ratio: Tensor, response_mask: Tensor, advantages
 
 def loss_means(totals: dict[str, Tensor]) -> dict[str, Tensor]:
     """Means over kept tokens from the sums of all micro-batches and ranks.  (eq:aggregation)"""
-    over_kept = ("loss/ratio", "loss/approx_kl", "loss/clip_fraction")
+    over_kept = ("loss/ratio", "loss/approx_kl", "loss/clip_fraction", "loss/bypass_clip_fraction")
     kept = totals["loss/kept_tokens"].clamp(min=1)
     return {name: x / kept if name in over_kept else x for name, x in totals.items()
             if name != "loss/kept_tokens"}

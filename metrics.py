@@ -378,6 +378,11 @@ HEALTHY = (
      "check the log-probs first; then lower the bound of seq_max_k1 (1e-4 → 1e-6)"),
     ("rollout_rs_seq_masked_fraction", 0, 0.5, "over half of the sequences lose tokens",
      "widen rollout_rs: 0.1 % (0.999–1.001) suits long responses and small mismatch only"),
+    ("rollout_rs_masked_fraction", 0, 0.9, "fewer than one token in ten is left to learn from",
+     "widen rollout_rs: of chapter 10's runs that kept so few, none ended above its start"),
+    ("loss/bypass_clip_fraction", 0, 0.005, "bypass mode's clip acts on the mismatch, and pulls π_θ "
+     "towards π_rollout: a brake if that is an old policy, ruin if it is a rounded one",
+     "recompute π_old (bypass_mode false), or open the clip: loss.clip_low=1, loss.clip_high=1e9"),
     ("k3_kl", 0, 0.1, "π_rollout and π_old are far apart",
      "lower rollout.staleness, raise rollout.dtype or rollout.quantize_bits"),
     ("chi2_token", -1, 1, "a large shift: at χ² = 1 half of the samples are lost",
@@ -403,7 +408,7 @@ def diagnose(metrics: Mapping[str, Any]) -> list[str]:
         value, (limit, *words) = values.get(name), SEVERE.get(name, (math.inf, meaning, remedy))
         if value is not None and value >= limit:
             meaning, remedy = words
-        if value is not None and not low <= value <= high:
+        if value is not None and not low - 1e-6 <= value <= high:      # a k3 of −1e-9 is rounding
             found.append(f"{name} is {value:.3g} (healthy: {low:g} to {high:g}): {meaning}; "
                          f"{remedy}.")
     known = {row[0] for row in HEALTHY}

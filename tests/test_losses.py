@@ -21,6 +21,7 @@ from correction import Correction, correct
 from estimators import aggregate_log_ratio
 from losses import (AGGREGATIONS, Counts, aggregate_loss, cispo_loss, count, gspo_loss, kl_loss,
                     loss_means, policy_loss, ppo_clip_loss, reinforce_loss, sapo_loss)
+from metrics import diagnose
 
 PI = Policy(3, 3, seed=0)
 MU, OLD, REF = PI.perturbed(1, 0.5), PI.perturbed(2, 0.3), PI.perturbed(3, 0.7)
@@ -480,6 +481,21 @@ def test_clip_fraction_counts_the_sides_without_gradient(advantage, ratio, left)
     assert metrics["loss/clip_fraction"] == left
 
 
+@pytest.mark.parametrize("options, clips", [({}, True), ({"clip_low": 1, "clip_high": 1e9}, False)])
+def test_bypass_mode_says_what_its_clip_does_to_mismatch_before_any_update(options, clips):
+    """eq:bypass: π_θ has not moved, so what PPO's clip around μ holds is μ's error; decoupled, nothing."""
+    lp, _, mu, advantages, mask = batch(6)
+    inputs = lp, lp.detach(), mu, advantages, mask
+    metrics = policy_loss(*inputs, Config.bypass_ppo_clip(), **options)[1]
+    warned = [x for x in diagnose(metrics) if x.startswith("loss/bypass_clip_fraction")]
+    assert metrics["loss/bypass_clip_fraction"] == metrics["loss/clip_fraction"]
+    assert (metrics["loss/clip_fraction"] > 0) == clips == any("bypass_mode false" in x for x in warned)
+    on_time = policy_loss(lp, None, lp.detach(), advantages, mask, Config.bypass_ppo_clip(), **options)[1]
+    assert on_time["loss/bypass_clip_fraction"] == 0 and diagnose(on_time) == []
+    for config in (Config.decoupled_token_is(), Config.bypass_pg_is()):
+        assert "loss/bypass_clip_fraction" not in policy_loss(*inputs, config, **options)[1]
+
+
 def test_at_the_edge_of_the_interval_nothing_is_clipped():
     """eq:ppo-clip: r = 1 with a range of [1, 1] has not left it, for either sign of A."""
     one = torch.ones(1, 1)
@@ -700,7 +716,8 @@ def test_means_beside_a_summed_loss(mode):
     loss, summands = policy_loss(*inputs, counts=counts, **options)
     metrics = loss_means(summands)
     assert close(metrics["loss/policy"], loss)
-    for name in ("loss/ratio", "loss/approx_kl", "loss/clip_fraction"):
+    of_bypass = {"loss/bypass_clip_fraction"} & set(plain)
+    for name in ("loss/ratio", "loss/approx_kl", "loss/clip_fraction", *of_bypass):
         assert close(metrics[name], plain[name]) and close(summands[name], plain[name] * mask.sum())
 
 

@@ -377,7 +377,8 @@ def test_diagnose_is_silent_when_nothing_is_wrong_and_names_metric_and_knob_othe
     ("rollout_is_catastrophic_token_fraction", 0.009, 0.011), ("rollout_is_veto_fraction", 0.09, 0.11),
     ("rollout_rs_seq_masked_fraction", 0.49, 0.51), ("k3_kl", 0.099, 0.101), ("chi2_token", 0.99, 1.01),
     ("chi2_token", -0.9, 1.01), ("ppl_ratio", 0.81, 0.79), ("ppl_ratio", 1.24, 1.26),
-    ("rollout_is_masked_fraction", 0.49, 0.99),
+    ("rollout_is_masked_fraction", 0.49, 0.99), ("rollout_rs_masked_fraction", 0.89, 0.91),
+    ("loss/bypass_clip_fraction", 0.004, 0.006), ("k3_kl", -1e-9, -1e-3),
 ])
 def test_the_limits_of_health(name, well, ill):
     assert diagnose({name: well}) == [] and len(diagnose({name: ill})) == 1
