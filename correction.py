@@ -72,9 +72,9 @@ def batch_normalize(weights: Tensor, response_mask: Tensor, level: str, group=No
 def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[str, Any],
                    advantages: Tensor | None = None, rollout_log_prob: Tensor | None = None,
                    group=None) -> Tensor:
-    """What every criterion keeps, each on the original mask: [B, T], bool.
+    """What every criterion keeps, each on the original mask: [B, T], bool.  (eq:rejection)
 
-    (eq:rejection, eq:opsm, eq:total-variation, eq:second-moment)
+    (eq:opsm, eq:total-variation, eq:second-moment)
 
     token_*: the token alone. seq_sum_*, seq_mean_*, seq_max_*: the sequence, by the sum, mean or
     worst token of the statistic, which is the estimate k1, k2 or k3 of KL(π_rollout‖π_old) in nats,

@@ -63,7 +63,10 @@ def aggregate_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) ->
 
 
 def sequence_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) -> Tensor:
-    """log ρ of each sequence, or of its geometric mean: [B, T] → [B, 1].  (eq:levels)"""
+    """log ρ of each sequence, or of its geometric mean: [B, T] → [B, 1].
+
+    (eq:levels)
+    """
     mask = response_mask.bool()
     total = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True)
     if level == "sequence":

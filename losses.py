@@ -29,8 +29,8 @@ CLIP = {"gspo": (3e-4, 4e-4)}           # ε_low, ε_high where they are not (0.
 def reinforce_loss(log_prob: Tensor, advantages: Tensor) -> Tensor:
     """−A log π_θ: its gradient is −A ∇log π_θ.  (eq:reinforce)
 
-    In expectation that is −∇J (eq:policy-gradient). Off-policy it is multiplied by a detached ρ
-    (eq:off-policy). Source: Williams 1992.
+    In expectation that is −∇J (eq:policy-gradient). Off-policy, `policy_loss` multiplies it by a
+    detached ρ. Source: Williams 1992.
     """
     return -advantages * log_prob
 

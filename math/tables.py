@@ -622,17 +622,6 @@ def study_rounding():
                      "other seed, same rounding: mean difference"], lines)
 
 
-def study_summary():
-    """The README's figure in words; the best preset is that of the comparison declared first, with ten seeds."""
-    late, on_time = runs()["staleness_8"], runs()["matched"]["naive"]
-    best = max((m for m in COMPARED if m in TODAY), key=lambda m: mean_of(late[m]))
-    above, more = paired(late[best], late["naive"]), paired(late["small_steps_token_is"], late["small_steps"])
-    return (f"A small model is trained on rollouts that are eight steps late ({len(late['naive'])} seeds: mean and standard deviation of the\n"
-            f"final accuracy). Ignoring π_rollout it goes from {mean_of(late['naive'], 'first_accuracy'):.2f} to **{spread(late['naive'])}**; with `{best}`, the best preset\n"
-            f"of the comparison declared first, it ends at **{spread(late[best])}**, {above[0]:.2f} ± {above[1]:.2f} higher (paired by seed, 95 %). With a learning rate three times smaller it is {spread(late['small_steps'])}\n"
-            f"uncorrected and **{spread(late['small_steps_token_is'])}** with token weights, {more[0]:.2f} ± {more[1]:.2f} higher; with nothing late {spread(on_time)}.")
-
-
 def per_token_k3(size, T):
     """E_μ of a token's k3 between `old` and `mu`, where `mu` is `old` with noise of this size."""
     old, noise, _ = crowd(T)
@@ -719,7 +708,7 @@ def judged():
 
 def best_arm(arms):
     """The largest mean area among the corrected arms that were declared for it; None before one has been run."""
-    there = [m for m in ("decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip") if m in arms]
+    there = [m for m in CORRECTIONS if m in arms]
     return max(there, key=lambda m: mean_of(arms[m], "area"), default=None)
 
 
@@ -829,13 +818,61 @@ def study_64_shares():
                      "π/μ > 1.2, A > 0: dropped"], lines)
 
 
-TABLES = {"study-64-contrasts": study_64_contrasts, "study-64-arms": study_64_arms,
+def areas(regime, arm):
+    """Mean and standard deviation of the second study's endpoint."""
+    values = [float(row["area"]) for row in runs("study-64")[regime][arm].values()]
+    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
+
+
+def study_64_summary():
+    """The README's first figure in words."""
+    token, seq, bypass = CORRECTIONS
+    rounded, late = ({arm: areas(regime, arm) for arm in ("naive", "matched", *CORRECTIONS)}
+                     for regime in ("int4_fast", "staleness_4"))
+    seeds = len(runs("study-64")["int4_fast"]["naive"])
+    return f"""\
+A small model learns to close brackets, sixty-four tokens an answer. The figure has the area under its held-out accuracy
+over forty steps ({seeds} seeds: mean and standard deviation). Where the engine's weights are rounded to four bits, a trainer
+that ignores π_rollout comes to **{rounded['naive']}**, and to {rounded['matched']} with equal weights on both sides. Truncated importance
+weights bring it to **{rounded[token]}** (`{token}`) and **{rounded[seq]}** (`{seq}`). `{bypass}`, which takes
+π_rollout for π_old, comes to {rounded[bypass]}: its clip pulls the policy towards the damage. Where the engine's weights are
+four steps late instead, all three are good: {late[token]}, {late[seq]} and {late[bypass]}, against {late['naive']}."""
+
+
+def advice():
+    """What the two studies recommend; each line with the regime that it was measured in."""
+    token, seq, bypass = CORRECTIONS
+    late, both, on_time = (runs()[regime] for regime in ("staleness_8", "int4_staleness_4", "matched"))
+    ends = [mean_of(rows) for method, rows in on_time.items() if len(rows) > 2]
+    few = [row for regime in runs().values() for rows in regime.values() for row in rows.values()
+           if float(row["kept"]) < 0.1]
+    risen = sum(float(row["final_accuracy"]) > float(row["first_accuracy"]) for row in few)
+    return f"""\
+* Coarse weights in the engine: `{seq}` or `{token}` (four bits, 64 tokens: {areas('int4_fast', seq)} and
+  {areas('int4_fast', token)}, uncorrected {areas('int4_fast', 'naive')}; at a third of the rate {areas('int4_slow', seq)} and {areas('int4_slow', token)},
+  uncorrected {areas('int4_slow', 'naive')}). **Not `{bypass}`** ({areas('int4_fast', bypass)} and {areas('int4_slow', bypass)}): it saves a forward
+  pass and [follows the damage](math/10-evidence.md#why-bypass-dies-on-a-damaged-μ).
+* Weights a few steps late, and small steps: any of the three; `{bypass}` is the cheapest (staleness 4, 64 tokens: {areas('staleness_4', bypass)},
+  `{token}` {areas('staleness_4', token)}, `{seq}` {areas('staleness_4', seq)}, uncorrected {areas('staleness_4', 'naive')}).
+* Many steps late: a smaller step first, and then token weights (staleness 8, nine tokens: {spread(late['small_steps_token_is'])},
+  uncorrected {spread(late['small_steps'])}). Where the rate must stay, `{bypass}` ({spread(late[bypass])}, uncorrected {spread(late['naive'])})
+  or `{token}` with `rollout_rs: {{opsm: 0.1}}` ({spread(late['token_is_opsm'])}).
+* Coarse and late: the same two, or `{seq}` (four bits and staleness 4, nine tokens: {mean_of(both[bypass]):.2f} to {mean_of(both['token_is_opsm']):.2f}, uncorrected {mean_of(both['naive']):.2f}).
+* On time and fine: any correction, or none (six bits, nine tokens: {min(ends):.2f} to {max(ends):.2f}).
+* Not the `geo_rs` family with its bounds of 0.1 % where responses are short: of {len(few)} runs that kept less than a tenth of their
+  tokens, {risen or 'none'} ended above its start."""
+
+
+CORRECTIONS = ["decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip"]
+
+
+TABLES = {"study-64-summary": study_64_summary, "advice": advice, "study-64-contrasts": study_64_contrasts, "study-64-arms": study_64_arms,
           "study-64-rounding": study_64_rounding, "study-64-status": study_64_status, "study-64-score": study_64_score, "study-64-shares": study_64_shares,
           "words-prediction": lambda: markdown(*words.prediction()), "words-place": lambda: markdown(*words.pushes()),
           "words-ends": lambda: markdown(*words.ends()),
           "study-matched": lambda: study("matched"), "study-staleness-8": lambda: study("staleness_8"),
           "study-int4": lambda: study("int4_staleness_4"),
-          "study-vllm": lambda: study("vllm_bf16_staleness_8"), "study-summary": study_summary, "study-rounding": study_rounding,
+          "study-vllm": lambda: study("vllm_bf16_staleness_8"), "study-rounding": study_rounding,
           "study-frontier": study_frontier,
           "study-predictions": predictions, "study-grid": study_grid, "study-warnings": warnings,
           "batch-size": batch_size, "presets": presets, "kl-table": kl_table,
