@@ -211,9 +211,9 @@ def mentions():
 
 
 def link_references(text):
-    known = "|".join(map(re.escape, sorted(mentions(), key=len, reverse=True)))
+    known = "|".join(map(re.escape, sorted(mentions(), key=len, reverse=True))).replace("'", "(?:'|&#(?:39|x27);)")
     return re.sub(rf"(?<![\w/.])(?:{known})(?![\w.]*\d)",
-                  lambda m: f'<a href="references.html#{mentions()[m[0]]}">{m[0]}</a>', text)
+                  lambda m: f'<a href="references.html#{mentions()[html.unescape(m[0])]}">{m[0]}</a>', text)
 
 
 def link_text(text):

@@ -164,6 +164,11 @@ def test_no_dead_link_and_no_dead_label(book):
     assert not dead
     cited = {label for html in text.values() for label in re.findall(r'href="[^"]*#(eq:[a-z0-9-]+)"', html)}
     assert cited == set(book.equations())
+    for path in book.CHAPTERS:
+        prose = re.sub("```.*?```", "", path.read_text(), flags=re.DOTALL)
+        spoken = {x.replace("'", "&#x27;") for x in re.findall(r"[\w-]+'s (?:pull request|issue) \d+", prose)}
+        unlinked = {x for x in spoken if f">{x}</a>" not in text[f"{path.stem}.html"]}
+        assert not unlinked, (path.name, unlinked)
 
 
 def test_every_equation_reaches_its_function_and_its_tests_and_they_reach_it(book, open_page):
@@ -236,6 +241,12 @@ def test_print_leaves_out_what_only_a_screen_has(book, open_page):
     assert not page.locator("nav").is_visible()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.locator("[id='eq:tis']").is_visible() and page.pdf(format="A4")[:4] == b"%PDF"
+    page.set_viewport_size({"width": 700, "height": 900})                                   # paper has no scroll bar
+    for kind in ("proof", "setup", "answer"):
+        assert page.locator(f"details.{kind} pre").first.is_visible(), f"a folded {kind} is not to be opened on paper"
+    cut = page.locator(".listing:visible").evaluate_all(
+        "(boxes) => boxes.filter((b) => b.scrollHeight > b.clientHeight + 1 || b.scrollWidth > b.clientWidth + 1).length")
+    assert not cut, f"{cut} blocks of code are cut off"
 
 
 def test_blocks_are_folded_and_say_what_they_printed(book, open_page):
