@@ -63,6 +63,8 @@ def test_every_reference_is_cited_and_has_an_address():
         assert set(entry) <= {"id", "title", "authors", "year", "link", "cited", "system"}, entry
         names = [entry["id"], entry["link"], entry.get("system", entry["id"]), *entry.get("cited", [])]
         assert entry["link"].startswith("http") and any(name in text for name in names), entry["id"]
+        spoken = re.findall(r"\b(issue|pull request|PR) \d+", " ".join(entry.get("cited", [])))
+        assert all(f"/{'issues' if kind == 'issue' else 'pull'}/" in entry["link"] for kind in spoken), entry["id"]
     assert len({entry["id"] for entry in entries()}) == len(entries())
 
 
