@@ -387,7 +387,7 @@ HEALTHY = (
      "lower rollout.staleness, raise rollout.dtype or rollout.quantize_bits"),
     ("chi2_token", -1, 1, "a large shift: at χ² = 1 half of the samples are lost",
      "lower rollout.staleness, or truncate with rollout_is_threshold"),
-    ("ppl_ratio", 0.8, 1.25, "the two policies differ in confidence, not only in noise",
+    ("ppl_ratio", 0.8, 1.25, "one policy finds the samples far likelier than the other",
      "check temperature, top-p and top-k on both sides"),
 )
 

@@ -401,13 +401,13 @@ def family(name):
 
 def metrics():
     """What `diagnose` judges, then what a correction reports; a name without a formula is a KeyError."""
-    judged = [[f"`{name}`", f"{low:g}" if low == high else f"{low:g} to {high:g}", meaning, remedy]
+    judged = [[f"`{name}`", f"{low:g}" if low == high else f"{low:g} to {high:g}".replace("-", "−"), meaning, remedy]
               for name, low, high, meaning, remedy in HEALTHY]
     judged += [[f"`{name}`", f"below {limit:g}", meaning, remedy] for name, (limit, meaning, remedy) in SEVERE.items()]
     names = every_metric()
     formulas = [[f"`{row}`", FORMULAS[row]] for row in dict.fromkeys(family(name) for name in names)]
     return (markdown(["metric", "healthy", "outside it", "what to turn"], judged)
-            + f"\n\nAll {len(names)} metrics, `rollout_corr/` left out. PREFIX is `rollout_is` (w: the weights as applied), "
+            + f"\n\nThese are all {len(names)} metrics, `rollout_corr/` left out. PREFIX is `rollout_is` (w: the weights as applied), "
             "`rollout_is_raw` (w: ρ at their level)\nor `rollout_rs` (w: ρ at the level of the first k1 criterion); CRITERION "
             "is `rollout_rs_` and the criterion's name; SKYRL is\n`outlier_seq`, `product_sequence_mask` or "
             "`geo_sequence_mask`. ρ is a token's, or its sequence's product or geometric mean;\nN how many tokens or responses there are.\n\n"
@@ -820,8 +820,8 @@ def study_64_shares():
 
 def areas(regime, arm):
     """Mean and standard deviation of the second study's endpoint."""
-    values = [float(row["area"]) for row in runs("study-64")[regime][arm].values()]
-    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
+    values = [float(row["area"]) for row in runs("study-64").get(regime, {}).get(arm, {}).values()]
+    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}" if values[1:] else "(not run)"
 
 
 def study_64_summary():
