@@ -221,7 +221,7 @@ def link_text(text):
     pages = {path.name.split("-")[0]: f"{path.stem}.html" for path in CHAPTERS}
     return link_references(re.sub(
         r"\b[Cc]hapter (\d+)\b", lambda m: f'<a href="{pages[m[1]]}">{m[0]}</a>' if m[1] in pages else m[0],
-        link_labels(html.escape(text, quote=False))))
+        link_labels(html.escape(text))))
 
 
 def slug(title):

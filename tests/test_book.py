@@ -311,7 +311,7 @@ def test_sliders_snap_and_the_address_says_where(book, open_page):
 def test_curves_are_the_equations_coefficients(book, open_page):
     """At r = 2 by hand: PPO's clip and dual clip, GSPO's fourth root, CISPO's cap."""
     shown = readout(open_page("4-ppo.html#r=2"), "curves")
-    numbers = [[float(x) for x in re.findall(r"-?\d+\.\d+", text)] for text in shown]
+    numbers = [[float(x) for x in re.findall(r"-?\d+\.\d+", text.replace("−", "-"))] for text in shown]
     assert numbers[:5] == [[1.0, -1.0], [0.0, -2.0], [0.0, -2.0], [1.19, -1.19], [1.2, -1.2]]
 
 

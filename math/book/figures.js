@@ -1,9 +1,8 @@
 // The figures that move. A control snaps to what was computed (data.js); nothing is interpolated, no formula stands here.
 // `picture` is called by node when the book is built, so that each figure stands without JavaScript too.
 "use strict";
-
 const COLOURS = ["c0", "c1", "c2", "c3"];
-const show = (x) => (x === null ? "" : Math.abs(x) >= 1e5 ? x.toExponential(1) : Math.abs(x) < 0.01 && x ? x.toExponential(1) : x.toFixed(2));
+const show = (x) => (x === null ? "" : (Math.abs(x) >= 1e5 || (Math.abs(x) < 0.01 && x) ? x.toExponential(1) : x.toFixed(2)).replace("-", "−"));
 
 function plot({ title, x, y, logX, logY, xTicks, yTicks, xLabel, yLabel, lines, bands = [], at, dots }) {
   const [W, H, L, R, T, B] = [380, 230, 44, 12, 26, 34];
@@ -81,7 +80,7 @@ const curves = {
       lines: [{ kind: "c0", points: broken(l.plus) }, { kind: "c1", points: broken(l.minus) }] })}
       <p class="value"><a class="eq" href="${l.page}#${l.label}">(${l.label})</a> A = 1: <b>${show(l.plus[i])}</b> · A = −1: <b>${show(l.minus[i])}</b></p></div>`;
     return `<div class="plots three">${d.values.map(one).join("")}</div>`
-      + "<figcaption>The coefficient of ∇log π_θ in the step, blue for A = 1 and red for A = −1, by autograd through losses.py; shaded where the gradient is zero. GSPO: one token of four has the ratio r, the other three have 1.</figcaption>";
+      + "<figcaption>The coefficient of ∇log π_θ in the step, blue for A = 1 and orange for A = −1, by autograd through losses.py; shaded where the gradient is zero. GSPO: one token of four has the ratio r, the other three have 1.</figcaption>";
   },
 };
 
@@ -107,7 +106,6 @@ const batch = {
       + `</table></div><p class="value">loss of these six, ${s.preset}: <b>${preset.loss}</b></p><figcaption>Six responses of a real run (<code>${d.how}</code>), through correct and policy_loss.</figcaption>`;
   },
 };
-
 const FIGURES = { cap, trap, curves, batch };
 const picture = (name, data, state) => `<h4 class="fig" id="fig-${name}">${FIGURES[name].title}</h4><div class="controls"></div><div class="picture">${FIGURES[name].draw(data, state ?? FIGURES[name].start)}</div>`;
 
@@ -115,7 +113,7 @@ function boot(box) {
   const name = box.dataset.widget, figure = FIGURES[name], data = DATA[name], state = { ...figure.start }, inputs = {};
   const draw = () => { box.querySelector(".picture").innerHTML = figure.draw(data, state); };
   const set = (key, value, values) => {
-    state[key] = typeof values[0] === "number" ? nearest(values, Number(value)) : values.includes(value) ? value : state[key];
+    state[key] = typeof values[0] === "number" ? nearest(values, Number.isNaN(+value) ? state[key] : +value) : values.includes(value) ? value : state[key];
     inputs[key].querySelector("input, select").value = typeof values[0] === "number" ? values.indexOf(state[key]) : state[key];
     (inputs[key].querySelector("output") ?? {}).value = state[key];
   };
@@ -126,7 +124,8 @@ function boot(box) {
     set(key, state[key], values);
     label.addEventListener("input", (event) => {
       set(key, numbers ? values[event.target.value] : event.target.value, values);
-      history.replaceState(null, "", "#" + Object.entries(state).map(([k, v]) => `${k}=${encodeURIComponent(v)}`).join("&"));
+      const others = [...new URLSearchParams(location.hash.slice(1))].filter(([k, v]) => v && !(k in state));   // of the page's other figures
+      history.replaceState(null, "", "#" + new URLSearchParams([...others, ...Object.entries(state)]));
       draw();
     });
   }
