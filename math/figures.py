@@ -7,6 +7,7 @@ formulas only. The README's is of a real run, runs/demo, and is drawn when asked
 
 import io
 import json
+import statistics
 import sys
 
 import matplotlib
@@ -230,6 +231,9 @@ def study_64():
     for axis, regime in zip(axes[0], names, strict=True):
         curves([row for of_method in found[regime].values() for row in of_method.values()], axis)
         axis.set(title=regime)
+        axis.get_legend().remove()
+    lines = {line.get_label().split(" (")[0]: line for axis in axes[0] for line in axis.get_legend_handles_labels()[0]}
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=4, fontsize=8)
     return figure
 
 
@@ -238,17 +242,16 @@ def study_64_areas():
     found = runs("study-64")
     names = [regime for regime in ("int4_fast", "int4_slow", "staleness_4") if regime in found]
     shown = ["matched", "decoupled_seq_is", "decoupled_token_is", "bypass_ppo_clip", "naive"]
-    figure, axes = plt.subplots(1, len(names), figsize=(2 + 2.2 * len(names), 2.5), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(names), figsize=(2 + 2.2 * len(names), 2.8), sharey=True, squeeze=False)
     for axis, regime in zip(axes[0], names, strict=True):
         for y, arm in enumerate(reversed(shown)):
             areas = [float(row["area"]) for row in found[regime].get(arm, {}).values()]
-            color, marks = ARMS[arm][0], dict(linestyle="none", clip_on=False)
-            axis.plot(areas, [y] * len(areas), "o", color=color, markersize=4, alpha=0.6, markeredgewidth=0, **marks)
-            axis.plot([sum(areas) / max(len(areas), 1)] * bool(areas), [y] * bool(areas), "D", color=color, markersize=6, **marks)
+            axis.plot(areas, [y] * len(areas), "o", color=ARMS[arm][0], markersize=4, alpha=0.6, markeredgewidth=0)
+            axis.plot(statistics.mean(areas) if areas else [], y if areas else [], "D", color=ARMS[arm][0], markersize=6)
         starts = [float(row["first_accuracy"]) for row in found[regime]["naive"].values()]
         axis.axvline(sum(starts) / len(starts), color="#999999", linestyle=":")
-        axis.set(title=TITLES[regime], xlim=(0, 1), yticks=range(len(shown)), yticklabels=reversed(shown))
-    figure.supxlabel("area under the held-out accuracy of 40 steps   ● a seed   ◆ their mean   ⋮ the start", fontsize=8)
+        axis.set(title=TITLES[regime], xlim=(0, 1), ylim=(-0.5, 4.5), yticks=range(len(shown)), yticklabels=reversed(shown))
+    figure.supxlabel("area under the held-out accuracy of 40 steps      ● a seed   ◆ their mean   dotted: before training", fontsize=9)
     return figure
 
 
