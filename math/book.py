@@ -482,11 +482,9 @@ def batch_data():
 
 def reference_page():
     entries = []
-    for entry in sorted(references(), key=lambda e: (e.get("authors", "~"), e["id"])):
-        title = html.escape(entry.get("title", "")) or "title not verified"
-        by = ", ".join(str(entry[key]) for key in ("authors", "year") if key in entry)
-        entries.append(f'<li id="{entry["id"]}"><b>{title}</b><br>{html.escape(by)}{". " if by else ""}'
-                       f'<a href="{entry["link"]}">{entry["id"]}</a></li>')
+    for entry in sorted(references(), key=lambda e: (e["authors"], e["id"])):
+        entries.append(f'<li id="{entry["id"]}"><b>{html.escape(entry["title"])}</b><br>{html.escape(entry["authors"])}, '
+                       f'{entry["year"]}. <a href="{entry["link"]}">{entry["id"]}</a></li>')
     return f'<h1>References</h1><ul class="references">{"".join(entries)}</ul>'
 
 
