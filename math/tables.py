@@ -761,11 +761,12 @@ def study_64_arms():
             deviation = f" ± {statistics.stdev(areas):.3f}" if areas[1:] else ""
             lines.append([f"`{regime}`", f"`{arm}`", len(rows), f"{statistics.mean(areas):.3f}{deviation}",
                           f"{min(areas):.3f} to {max(areas):.3f}", f"{mean_of(rows):.2f}",
+                          sum(float(row["area"]) < float(row["first_accuracy"]) for row in rows.values()),
                           sum(map(ended_at_0, rows.values())), f"{mean_of(rows, 'ess_raw'):.2f}",
                           f"{mean_of(rows, 'k3'):.4f}", f"{100 * mean_of(rows, 'kept'):.0f} %",
                           f"{100 * mean_of(rows, 'clip_fraction'):.1f} %"])
-    return markdown(["regime", "arm", "seeds", "area", "lowest to highest", "final", "ended at 0", "ESS/N", "k3",
-                     "kept", "clipped"], lines)
+    return markdown(["regime", "arm", "seeds", "area", "lowest to highest", "final", "below start", "ended at 0", "ESS/N",
+                     "k3", "kept", "clipped"], lines)
 
 
 def study_64_rounding():
@@ -782,12 +783,15 @@ def study_64_status():
     """What has been run of what was declared."""
     regimes = yaml.safe_load((ROOT / "math/study-64.yaml").read_text())
     count = sum(len(block["regimes"]) * len(block["methods"]) * len(block["seeds"]) for block in regimes["cells"])
-    found = {regime: arms for regime, arms in runs("study-64").items()}
-    lines = ["; ".join(f"`{arm}` {len(rows)}" for arm, rows in arms.items()) for arms in found.values()]
-    whole = sum(len(rows) for arms in found.values() for rows in arms.values())
-    return (f"Of {count} declared cells {whole} have been run. Seeds by arm: "
-            + ". ".join(f"`{regime}`: {line}" for regime, line in zip(found, lines, strict=True))
-            + ". The others have not been run, and nothing is said of them.")
+    done, lines = runs("study-64"), []
+    for regime, arms in done.items():
+        by_number = {}
+        for arm, rows in arms.items():
+            by_number.setdefault(len(rows), []).append(f"`{arm}`")
+        lines.append(f"`{regime}`: " + "; ".join(f"{n} seeds each of {', '.join(names)}" if names[1:] else f"{n} of {names[0]}"
+                                                 for n, names in sorted(by_number.items(), reverse=True)))
+    whole = sum(len(rows) for arms in done.values() for rows in arms.values())
+    return f"Of {count} declared cells {whole} have been run. " + ". ".join(lines) + ". Nothing is said of the others."
 
 
 def study_64_score(regime="int4_fast"):
