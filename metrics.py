@@ -359,8 +359,9 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
 
 # -------------------------------------------------------------------------------------- diagnosis
 
-# Metric, healthy from, to, what it means to be outside, what to turn; the limits are verl's. Its
-# advice to raise the veto's bound when it rejects too much is the wrong way round: lower it.
+# Metric, healthy from, to, what it means to be outside, what to turn. The limits are verl's, but
+# for those of rollout_rs_masked_fraction and loss/bypass_clip_fraction. verl's advice to raise the
+# veto's bound when it rejects too much is the wrong way round: lower it.
 HEALTHY = (
     ("all_rejected", 0, 0, "every token was rejected, so the step taught nothing",
      "widen rollout_rs, take a larger batch or new rollouts; or a bug makes the policies differ"),

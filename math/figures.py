@@ -204,7 +204,8 @@ def study():
 
 
 ARMS = {"matched": (BLACK, "-"), "decoupled_seq_is": (BLUE, "-"), "decoupled_token_is": (SKY, "--"), "naive": (RED, ":"),
-        "bypass_ppo_clip": (ORANGE, "-."), "bypass_open": (GREEN, (0, (3, 1))), "bypass_low_open": (PINK, (0, (1, 1)))}
+        "bypass_ppo_clip": (ORANGE, "-."), "bypass_open": (GREEN, (0, (3, 1))), "bypass_low_open": (PINK, (0, (1, 1))),
+        "bypass_high_open": ("#999999", "-.")}
 
 
 def curves(rows, axis=None):
@@ -256,7 +257,7 @@ def study_64_areas():
 
 
 TITLES = {"int4_fast": "weights rounded to 4 bits,\nlarge steps", "int4_slow": "weights rounded to 4 bits,\nsmall steps",
-          "staleness_4": "weights of four steps ago"}
+          "staleness_4": "weights of four steps ago,\nsmall steps"}
 
 
 def demo():

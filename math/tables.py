@@ -588,21 +588,24 @@ def study(regime):
                      "best", "max ‖∇‖", "ESS/N", "k3", "kept"], lines)
 
 
+def late_runs(method):
+    """{(seed, other rounding?): row} of a method eight steps late."""
+    return {(seed, again): row for again in (False, True)
+            for seed, row in runs()["staleness_8"][method + again * AGAIN].items()}
+
+
+FRONTIER = {"seeds 1 to 5, which singled it out": lambda seed, again: seed <= 5 and not again,
+            "seeds 6 to 10": lambda seed, again: seed > 5 and not again,
+            "seeds 1 to 10, other rounding": lambda seed, again: again,
+            "all": lambda *_: True,
+            "all that had no part in choosing it": lambda seed, again: seed > 5 or again}
+
+
 def study_frontier(method="token_is_opsm", against="bypass_ppo_clip"):
     """The best mean at the full rate against the best preset, by what part the runs had in choosing it."""
-    def both(name):
-        return {(seed, again): row for again in (False, True)
-                for seed, row in runs()["staleness_8"][name + again * AGAIN].items()}
-
-    ours, theirs = both(method), both(against)
-    groups = {"seeds 1 to 5, which singled it out": lambda seed, again: seed <= 5 and not again,
-              "seeds 6 to 10": lambda seed, again: seed > 5 and not again,
-              "seeds 1 to 10, other rounding": lambda seed, again: again,
-              "all": lambda *_: True,
-              "all that had no part in choosing it": lambda seed, again: seed > 5 or again}
     lines = []
-    for name, chosen in groups.items():
-        one, two = ({key: row for key, row in rows.items() if chosen(*key)} for rows in (ours, theirs))
+    for name, chosen in FRONTIER.items():
+        one, two = ({key: row for key, row in late_runs(m).items() if chosen(*key)} for m in (method, against))
         lines.append([name, len(one), spread(one), spread(two), "{:+.2f} ± {:.2f}".format(*paired(one, two))])
     return markdown(["runs", "number", f"`{method}`", f"`{against}`", "difference, paired, 95 %"], lines)
 
@@ -744,7 +747,7 @@ def study_64_contrasts():
                  " : ".join(str(sum(map(ended_at_0, rows.values()))) for rows in pair) if n else ""]
         if key in whole:
             line += [f"{p_area[key]:.4f}", f"{holm_area[key]:.3f}", f"{p_end[key]:.4f}", f"{holm_end[key]:.3f}",
-                     "separate" if holm_area[key] <= 0.05 else "not separable"]
+                     "separable" if holm_area[key] <= 0.05 else "not separable"]
         else:
             line += ["", "", "", "", "not run to the end" if n else "not run"]
         lines.append(line)
@@ -802,24 +805,27 @@ def study_64_score(regime="int4_fast"):
     order = sorted(there, key=lambda arm: -mean_of(arms[arm], "area"))
     lines = []
     for place, arm in enumerate(there, 1):
-        rise = mean_of(arms[arm], "area") - mean_of(arms[arm], "first_accuracy")
+        start = mean_of(arms[arm], "first_accuracy")
+        rises = [mean_of(arms[arm], what) - start for what in ("area", "final_accuracy")]
         fails = ["no", "yes"]
-        lines.append([f"`{arm}`", place, order.index(arm) + 1, fails[arm in predicted["int4_fail"]], fails[rise < 0],
-                      f"{rise:+.3f}", f"{sum(map(ended_at_0, arms[arm].values()))} of {len(arms[arm])}"])
-    return markdown(["arm", "place predicted", "found", "to end below its start", "area below start", "area − start",
-                     "ended at 0"], lines)
+        lines.append([f"`{arm}`", place, order.index(arm) + 1, fails[arm in predicted["int4_fail"]], fails[rises[1] < 0],
+                      *(f"{rise:+.3f}" for rise in rises)])
+    return markdown(["arm", "place predicted", "found", "to end below its start", "found", "area − start", "final − start"],
+                    lines)
 
 
 def study_64_shares():
     """Of the first update's tokens, by what μ makes of them and by the sign of A: before any arm has moved."""
-    lines = []
+    bits = yaml.safe_load((ROOT / "math/study-64.yaml").read_text())["regimes"]
+    merged = {}                    # regimes that differ by what comes later have the same first update
     for regime, arms in runs("study-64").items():
-        seeds = {seed: row for rows in arms.values() for seed, row in rows.items()}      # the same in all arms
-        shares = [100 * mean_of(seeds, f"{end}_{sign}")
-                  for end in ("below", "above") for sign in ("negative", "positive")]
-        lines.append([f"`{regime}`", len(seeds), *(f"{x:.2f} %" for x in shares)])
-    return markdown(["regime", "seeds", "π/μ < 0.8, A < 0: dropped", "π/μ < 0.8, A > 0", "π/μ > 1.2, A < 0",
-                     "π/μ > 1.2, A > 0: dropped"], lines)
+        if "rollout.quantize_bits" in bits[regime]:
+            seeds = {seed: row for rows in arms.values() for seed, row in rows.items() if row["method"] != "matched"}
+            shares = [100 * mean_of(seeds, f"{end}_{sign}")
+                      for end in ("below", "above") for sign in ("negative", "positive")]
+            merged.setdefault((len(seeds), *(f"{x:.2f} %" for x in shares)), []).append(f"`{regime}`")
+    return markdown(["regimes", "seeds", "π/μ < 0.8, A < 0: dropped", "π/μ < 0.8, A > 0", "π/μ > 1.2, A < 0",
+                     "π/μ > 1.2, A > 0: dropped"], [[", ".join(names), *rest] for rest, names in merged.items()])
 
 
 def areas(regime, arm):
@@ -833,24 +839,28 @@ def study_64_summary():
     token, seq, bypass = CORRECTIONS
     rounded, late = ({arm: areas(regime, arm) for arm in ("naive", "matched", *CORRECTIONS)}
                      for regime in ("int4_fast", "staleness_4"))
-    seeds = len(runs("study-64")["int4_fast"]["naive"])
+    naive = runs("study-64")["int4_fast"]["naive"]
     return f"""\
 A small model learns to close brackets, sixty-four tokens an answer. The figure has the area under its held-out accuracy
-over forty steps ({seeds} seeds: mean and standard deviation). Where the engine's weights are rounded to four bits, a trainer
-that ignores π_rollout comes to **{rounded['naive']}**, and to {rounded['matched']} with equal weights on both sides. Truncated importance
-weights bring it to **{rounded[token]}** (`{token}`) and **{rounded[seq]}** (`{seq}`). `{bypass}`, which takes
-π_rollout for π_old, comes to {rounded[bypass]}: its clip pulls the policy towards the damage. Where the engine's weights are
-four steps late instead, all three are good: {late[token]}, {late[seq]} and {late[bypass]}, against {late['naive']}."""
+over forty steps ({len(naive)} seeds: mean and standard deviation; {mean_of(naive, 'first_accuracy'):.2f} before training). Where the engine's weights are rounded to
+four bits, a trainer that ignores π_rollout comes to **{rounded['naive']}**, and to {rounded['matched']} with equal weights on both sides.
+Truncated importance weights bring it to **{rounded[token]}** (`{token}`) and **{rounded[seq]}** (`{seq}`).
+`{bypass}`, which takes π_rollout for π_old, comes to {rounded[bypass]}: each end of its clip pulls the policy towards
+the damage. Where the engine's weights are four steps late instead, and the steps a fifth as large, all three are better
+than none: {late[token]}, {late[seq]} and {late[bypass]}, against {late['naive']}."""
 
 
 def advice():
     """What the two studies recommend; each line with the regime that it was measured in."""
     token, seq, bypass = CORRECTIONS
     late, both, on_time = (runs()[regime] for regime in ("staleness_8", "int4_staleness_4", "matched"))
-    ends = [mean_of(rows) for method, rows in on_time.items() if len(rows) > 2]
-    few = [row for regime in runs().values() for rows in regime.values() for row in rows.values()
-           if float(row["kept"]) < 0.1]
-    risen = sum(float(row["final_accuracy"]) > float(row["first_accuracy"]) for row in few)
+    small = [mean_of(late[f"small_steps_{name}"]) for name in ("token_is", "seq_is", "bypass_ppo_clip")]
+    ends = [mean_of(rows) for method, rows in on_time.items() if len(rows) > 2 and not method.endswith(AGAIN)]
+    chosen = FRONTIER["all that had no part in choosing it"]
+    fair = {m: spread({key: row for key, row in late_runs(m).items() if chosen(*key)}) for m in ("token_is_opsm", bypass)}
+    geo = [row for regime in runs().values() for method, rows in regime.items() for row in rows.values()
+           if "_geo_rs" in method]                          # geo_rs and pg_rs are two of them by other names
+    fallen = sum(float(row["final_accuracy"]) < float(row["first_accuracy"]) for row in geo)
     return f"""\
 * Coarse weights in the engine: `{seq}` or `{token}` (four bits, 64 tokens: {areas('int4_fast', seq)} and
   {areas('int4_fast', token)}, uncorrected {areas('int4_fast', 'naive')}; at a third of the rate {areas('int4_slow', seq)} and {areas('int4_slow', token)},
@@ -858,13 +868,15 @@ def advice():
   pass and [follows the damage](math/10-evidence.md#why-bypass-dies-on-a-damaged-μ).
 * Weights a few steps late, and small steps: any of the three; `{bypass}` is the cheapest (staleness 4, 64 tokens: {areas('staleness_4', bypass)},
   `{token}` {areas('staleness_4', token)}, `{seq}` {areas('staleness_4', seq)}, uncorrected {areas('staleness_4', 'naive')}).
-* Many steps late: a smaller step first, and then token weights (staleness 8, nine tokens: {spread(late['small_steps_token_is'])},
-  uncorrected {spread(late['small_steps'])}). Where the rate must stay, `{bypass}` ({spread(late[bypass])}, uncorrected {spread(late['naive'])})
-  or `{token}` with `rollout_rs: {{opsm: 0.1}}` ({spread(late['token_is_opsm'])}).
-* Coarse and late: the same two, or `{seq}` (four bits and staleness 4, nine tokens: {mean_of(both[bypass]):.2f} to {mean_of(both['token_is_opsm']):.2f}, uncorrected {mean_of(both['naive']):.2f}).
-* On time and fine: any correction, or none (six bits, nine tokens: {min(ends):.2f} to {max(ends):.2f}).
-* Not the `geo_rs` family with its bounds of 0.1 % where responses are short: of {len(few)} runs that kept less than a tenth of their
-  tokens, {risen or 'none'} ended above its start."""
+* Many steps late: a smaller step first, and then any of the three (staleness 8, nine tokens: {min(small):.2f} to {max(small):.2f}, uncorrected
+  {spread(late['small_steps'])}). Where the rate must stay, `{bypass}` or `{token}` with `rollout_rs: {{opsm: 0.1}}` (15 runs that had
+  no part in singling out the latter: {fair[bypass]} and {fair['token_is_opsm']}, not separable; uncorrected {spread(late['naive'])}).
+* Coarse and late: `{seq}`, or `{token}` with opsm (four bits and staleness 4, nine tokens: {spread(both[seq])} and
+  {spread(both['token_is_opsm'])}, uncorrected {spread(both['naive'])}); `{bypass}` came to {spread(both[bypass])} there, but see the first line. At 64 tokens
+  this has not been run.
+* On time and rounded to six bits: `{token}`, with or without opsm, `{bypass}`, or none (nine tokens: {min(ends):.2f} to {max(ends):.2f}).
+* Not the `geo_rs` family with its bounds of 0.1 % where responses are short (nine tokens, one seed in each of {len(runs())} regimes: {fallen} of {len(geo)}
+  runs ended below their start)."""
 
 
 CORRECTIONS = ["decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip"]
