@@ -798,20 +798,21 @@ def study_64_status():
 
 
 def study_64_score(regime="int4_fast"):
-    """The oracle's prediction, committed with the declaration, beside what came of it."""
+    """The oracle's prediction, committed with the declaration, beside what came of it on the seeds that all arms have."""
     predicted = yaml.safe_load((ROOT / "math/study-64.yaml").read_text())["predicted"]
     arms = runs("study-64").get(regime, {})
     there = [arm for arm in predicted["int4_order"] if arm in arms]
-    order = sorted(there, key=lambda arm: -mean_of(arms[arm], "area"))
-    lines = []
+    seeds = set.intersection(*(set(arms[arm]) for arm in there))
+    rows = {arm: {seed: arms[arm][seed] for seed in seeds} for arm in there}
+    order = sorted(there, key=lambda arm: -mean_of(rows[arm], "area"))
+    lines, fails = [], ["no", "yes"]
     for place, arm in enumerate(there, 1):
-        start = mean_of(arms[arm], "first_accuracy")
-        rises = [mean_of(arms[arm], what) - start for what in ("area", "final_accuracy")]
-        fails = ["no", "yes"]
-        lines.append([f"`{arm}`", place, order.index(arm) + 1, fails[arm in predicted["int4_fail"]], fails[rises[1] < 0],
+        start = mean_of(rows[arm], "first_accuracy")
+        rises = [mean_of(rows[arm], what) - start for what in ("area", "final_accuracy")]
+        lines.append([f"`{arm}`", len(seeds), place, order.index(arm) + 1, fails[arm in predicted["int4_fail"]], fails[rises[1] < 0],
                       *(f"{rise:+.3f}" for rise in rises)])
-    return markdown(["arm", "place predicted", "found", "to end below its start", "found", "area − start", "final − start"],
-                    lines)
+    return markdown(["arm", "seeds", "place predicted", "found", "to end below its start", "found", "area − start",
+                     "final − start"], lines)
 
 
 def study_64_shares():
