@@ -218,7 +218,7 @@ def curves(rows, axis=None):
             axis.plot(steps, values, linestyle=style, color=color, linewidth=0.6, alpha=0.5)
         if seeds:
             means = [sum(values) / len(values) for values in zip(*seeds, strict=True)]
-            axis.plot(steps, means, linestyle=style, color=color, label=f"{arm} ({len(seeds)} seeds)")
+            axis.plot(steps, means, linestyle=style, color=color, label=f"{arm} ({len(seeds)} seed{'s'[:len(seeds) - 1]})")
     axis.set(xlabel="step", ylabel="held-out accuracy", ylim=(-0.02, 1))
     axis.legend(fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
     return figure
