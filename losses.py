@@ -215,8 +215,9 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     old_log_prob (decoupled) or from this log_prob (bypass), and its metrics (rollout_corr/*) are
     among those returned. `clip_low`, `clip_high`: None is the loss's own. `denominator`: "fixed"
     counts the response mask, "kept" what rejection left; `counts` likewise, for the whole
-    mini-batch. loss/ratio, loss/approx_kl and loss/clip_fraction are means over the kept tokens of
-    these rows; with `counts` the metrics are summands, of which `loss_means` makes means.
+    mini-batch. loss/ratio, loss/approx_kl and loss/clip_fraction (in bypass mode once more as
+    loss/bypass_clip_fraction, which `diagnose` judges) are means over the kept tokens of these
+    rows; with `counts` the metrics are summands, of which `loss_means` makes means.
     `candidates`: what score_centering asks for, log π_θ and log μ of `centering_loss`.
     Everything rejected: a zero loss whose graph is attached.
     Raises ValueError: unknown mode or denominator, a tensor missing, shapes that differ.

@@ -400,8 +400,8 @@ SEVERE = {"chi2_token": (10, "a severe shift: more than nine samples in ten are 
 def diagnose(metrics: Mapping[str, Any]) -> list[str]:
     """What looks wrong, and which knob to turn; [] when nothing does.  (eq:ess, eq:chi2)
 
-    `metrics`: as `correct` returns them, tensors or floats, with or without "rollout_corr/"; those
-    that are missing are not judged. A value that is not finite is always named.
+    `metrics`: as `correct` and `policy_loss` return them, tensors or floats, with or without
+    "rollout_corr/"; what is missing is not judged. A value that is not finite is always named.
     """
     values = {name.removeprefix("rollout_corr/"): value for name, value in to_host(metrics).items()}
     found = []

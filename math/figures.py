@@ -220,7 +220,8 @@ def curves(rows, axis=None):
             means = [sum(values) / len(values) for values in zip(*seeds, strict=True)]
             axis.plot(steps, means, linestyle=style, color=color, label=f"{arm} ({len(seeds)} seed{'s'[:len(seeds) - 1]})")
     axis.set(xlabel="step", ylabel="held-out accuracy", ylim=(-0.02, 1))
-    axis.legend(fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
+    if figure:
+        axis.legend(fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
     return figure
 
 
@@ -232,7 +233,6 @@ def study_64():
     for axis, regime in zip(axes[0], names, strict=True):
         curves([row for of_method in found[regime].values() for row in of_method.values()], axis)
         axis.set(title=regime)
-        axis.get_legend().remove()
     lines = {line.get_label().split(" (")[0]: line for axis in axes[0] for line in axis.get_legend_handles_labels()[0]}
     figure.legend(lines.values(), lines, loc="outside lower center", ncols=4, fontsize=8)
     return figure

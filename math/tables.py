@@ -560,9 +560,9 @@ def mean_of(rows, name="final_accuracy"):
     return statistics.mean(float(row[name]) for row in rows.values())
 
 
-def spread(rows):
-    """Mean and standard deviation of the final accuracies."""
-    return f"{mean_of(rows):.2f} ± {statistics.stdev(float(row['final_accuracy']) for row in rows.values()):.2f}"
+def spread(rows, name="final_accuracy"):
+    """Mean and standard deviation of a column."""
+    return f"{mean_of(rows, name):.2f} ± {statistics.stdev(float(row[name]) for row in rows.values()):.2f}"
 
 
 def difference(rows, other):
@@ -821,7 +821,7 @@ def study_64_shares():
     merged = {}                    # regimes that differ by what comes later have the same first update
     for regime, arms in runs("study-64").items():
         if "rollout.quantize_bits" in bits[regime]:
-            seeds = {seed: row for rows in arms.values() for seed, row in rows.items() if row["method"] != "matched"}
+            seeds = arms["bypass_ppo_clip"]      # one arm: `_again` counts the first of its two micro-batches alone
             shares = [100 * mean_of(seeds, f"{end}_{sign}")
                       for end in ("below", "above") for sign in ("negative", "positive")]
             merged.setdefault((len(seeds), *(f"{x:.2f} %" for x in shares)), []).append(f"`{regime}`")
@@ -831,8 +831,8 @@ def study_64_shares():
 
 def areas(regime, arm):
     """Mean and standard deviation of the second study's endpoint."""
-    values = [float(row["area"]) for row in runs("study-64").get(regime, {}).get(arm, {}).values()]
-    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}" if values[1:] else "(not run)"
+    rows = runs("study-64").get(regime, {}).get(arm, {})
+    return spread(rows, "area") if len(rows) > 1 else "(not run)"
 
 
 def study_64_summary():
