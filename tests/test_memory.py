@@ -81,8 +81,9 @@ FAULTS = """
 import resource, sys, torch
 from plumbing.run import keep_memory
 if sys.argv[1] == "kept": keep_memory()
-for _ in range(3):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for tensor in range(12):
+    if tensor == 8:             # the first few still find their places: an aligned block leaves holes at its ends
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.zeros(2 ** 24)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -91,8 +92,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""),
                     reason="glibc's mallopt is asked for")
 def test_what_was_freed_is_taken_again_without_the_kernel():
-    """64 MB are 16 384 pages: handed out anew for every tensor, or once."""
+    """64 MB are 16 384 pages: handed out anew for each of the last four tensors, or for none."""
     def faults(how):
         return int(subprocess.run([sys.executable, "-c", FAULTS, how], text=True, check=True, stdout=subprocess.PIPE,
                                   env={**os.environ, "PYTHONPATH": str(HERE)}).stdout)
-    assert faults("given back") > 1000 > 100 > faults("kept")
+    assert faults("given back") > 4000 > 100 > faults("kept")
