@@ -704,9 +704,9 @@ def study_grid():
 # ---------------------------------------------------------------------- the second study's results
 
 @cache
-def judged():
-    """What study-64.yaml declares to be judged."""
-    return yaml.safe_load((ROOT / "math/study-64.yaml").read_text())["judged"]
+def declared():
+    """study-64.yaml."""
+    return yaml.safe_load((ROOT / "math/study-64.yaml").read_text())
 
 
 def best_arm(arms):
@@ -719,21 +719,21 @@ def ended_at_0(row):
     return float(row["final_accuracy"]) == 0
 
 
-def contrasts():
-    """{(regime, one, other): (rows of one, of other)} of the declared contrasts, what there is of each."""
+def contrasts(family):
+    """{(regime, one, other): (rows of one, of other)} of a family's contrasts, what there is of each."""
     found = {}
-    for regime, (one, other) in itertools.product(judged()["regimes"], judged()["contrasts"]):
+    for regime, one, other in [(r, *pair) for part in family for r in part["regimes"] for pair in part["contrasts"]]:
         arms = runs("study-64").get(regime, {})
         other = best_arm(arms) if other == "best" else other
-        seeds = set(judged()["seeds"]) & set(arms.get(one, ())) & set(arms.get(other, ()))
+        seeds = set(declared()["judged"]["seeds"]) & set(arms.get(one, ())) & set(arms.get(other, ()))
         found[regime, one, other] = [{s: arms[m][s] for s in sorted(seeds)} for m in (one, other) if m in arms]
     return found
 
 
-def study_64_contrasts():
-    """Every declared contrast, run or not; a verdict needs all its seeds."""
-    found = contrasts()
-    whole = {key: pair for key, pair in found.items() if pair and len(pair[0]) == len(judged()["seeds"])}
+def study_64_contrasts(family):
+    """Every contrast of a declared family, run or not; a verdict needs all its seeds."""
+    found = contrasts(family)
+    whole = {key: pair for key, pair in found.items() if pair and len(pair[0]) == len(declared()["judged"]["seeds"])}
     p_area = {key: sign_flip([float(one[s]["area"]) - float(other[s]["area"]) for s in one])
               for key, (one, other) in whole.items()}
     p_end = {key: mcnemar(*([ended_at_0(row) for row in rows.values()] for rows in pair))
@@ -784,8 +784,7 @@ def study_64_rounding():
 
 def study_64_status():
     """What has been run of what was declared."""
-    regimes = yaml.safe_load((ROOT / "math/study-64.yaml").read_text())
-    count = sum(len(block["regimes"]) * len(block["methods"]) * len(block["seeds"]) for block in regimes["cells"])
+    count = sum(len(block["regimes"]) * len(block["methods"]) * len(block["seeds"]) for block in declared()["cells"])
     done, lines = runs("study-64"), []
     for regime, arms in done.items():
         by_number = {}
@@ -799,7 +798,7 @@ def study_64_status():
 
 def study_64_score(regime="int4_fast"):
     """The oracle's prediction, committed with the declaration, beside what came of it on the seeds that all arms have."""
-    predicted = yaml.safe_load((ROOT / "math/study-64.yaml").read_text())["predicted"]
+    predicted = declared()["predicted"]
     arms = runs("study-64").get(regime, {})
     there = [arm for arm in predicted["int4_order"] if arm in arms]
     seeds = set.intersection(*(set(arms[arm]) for arm in there))
@@ -817,16 +816,24 @@ def study_64_score(regime="int4_fast"):
 
 def study_64_shares():
     """Of the first update's tokens, by what μ makes of them and by the sign of A: before any arm has moved."""
-    bits = yaml.safe_load((ROOT / "math/study-64.yaml").read_text())["regimes"]
     merged = {}                    # regimes that differ by what comes later have the same first update
     for regime, arms in runs("study-64").items():
-        if "rollout.quantize_bits" in bits[regime]:
+        if "rollout.quantize_bits" in declared()["regimes"][regime] and "bypass_ppo_clip" in arms:
             seeds = arms["bypass_ppo_clip"]      # one arm: `_again` counts the first of its two micro-batches alone
             shares = [100 * mean_of(seeds, f"{end}_{sign}")
                       for end in ("below", "above") for sign in ("negative", "positive")]
             merged.setdefault((len(seeds), *(f"{x:.2f} %" for x in shares)), []).append(f"`{regime}`")
     return markdown(["regimes", "seeds", "π/μ < 0.8, A < 0: dropped", "π/μ < 0.8, A > 0", "π/μ > 1.2, A < 0",
                      "π/μ > 1.2, A > 0: dropped"], [[", ".join(names), *rest] for rest, names in merged.items()])
+
+
+def study_64_ends(regime="int4_fast"):
+    """What the ends of the clip do to training, paired by seed: declared as arms, not as contrasts."""
+    arms, against = runs("study-64")[regime], ("bypass_ppo_clip", "decoupled_token_is")
+    lines = [[f"`{arm}`", len(arms[arm]), spread(arms[arm], "area"),
+              *("" if arm == other else "{:+.3f} ± {:.3f}".format(*paired(arms[arm], arms[other], "area")) for other in against)]
+             for arm in ("bypass_ppo_clip", "bypass_high_open", "bypass_low_open", "bypass_open")]
+    return markdown(["arm", "seeds", "area", *(f"minus `{other}`, 95 %" for other in against)], lines)
 
 
 def areas(regime, arm):
@@ -883,8 +890,10 @@ def advice():
 CORRECTIONS = ["decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip"]
 
 
-TABLES = {"study-64-summary": study_64_summary, "advice": advice, "study-64-contrasts": study_64_contrasts, "study-64-arms": study_64_arms,
+TABLES = {"study-64-summary": study_64_summary, "advice": advice, "study-64-contrasts": lambda: study_64_contrasts([declared()["judged"]]),
+          "study-64-later": lambda: study_64_contrasts(declared()["judged_later"]), "study-64-arms": study_64_arms,
           "study-64-rounding": study_64_rounding, "study-64-status": study_64_status, "study-64-score": study_64_score, "study-64-shares": study_64_shares,
+          "study-64-ends": study_64_ends,
           "words-prediction": lambda: markdown(*words.prediction()), "words-place": lambda: markdown(*words.pushes()),
           "words-ends": lambda: markdown(*words.ends()),
           "study-matched": lambda: study("matched"), "study-staleness-8": lambda: study("staleness_8"),

@@ -203,7 +203,7 @@ def cells(arm, areas, final=0.5):
 
 def verdicts(tables, monkeypatch, arms):
     monkeypatch.setattr(tables, "runs", lambda name: {"int4_fast": arms})
-    rows = [[x.strip() for x in line.split("|")[1:-1]] for line in tables.study_64_contrasts().split("\n")[2:]]
+    rows = [[x.strip() for x in line.split("|")[1:-1]] for line in tables.TABLES["study-64-contrasts"]().split("\n")[2:]]
     return {(row[0].strip("`"), row[1]): row[2:] for row in rows}
 
 
