@@ -238,26 +238,53 @@ def study_64():
     return figure
 
 
-def study_64_areas():
-    """The endpoint of the second study in its main regimes: a dot per seed, their mean."""
+def study_64_areas(regimes=("int4_fast", "int4_slow", "staleness_4"), shown=5):
+    """The endpoint of the second study in regimes that have been run: a dot per seed, their mean."""
     found = runs("study-64")
-    names = [regime for regime in ("int4_fast", "int4_slow", "staleness_4") if regime in found]
-    shown = ["matched", "decoupled_seq_is", "decoupled_token_is", "bypass_ppo_clip", "naive"]
-    figure, axes = plt.subplots(1, len(names), figsize=(2 + 2.2 * len(names), 2.8), sharey=True, squeeze=False)
+    names = [regime for regime in regimes if regime in found]
+    shown = ["naive", "bypass_ppo_clip", "decoupled_token_is", "decoupled_seq_is", "matched"][:shown]
+    figure, axes = plt.subplots(1, len(names), figsize=(2 + 2.2 * len(names), 0.8 + 0.4 * len(shown)), sharey=True, squeeze=False)
     for axis, regime in zip(axes[0], names, strict=True):
-        for y, arm in enumerate(reversed(shown)):
+        for y, arm in enumerate(shown):
             areas = [float(row["area"]) for row in found[regime].get(arm, {}).values()]
             axis.plot(areas, [y] * len(areas), "o", color=ARMS[arm][0], markersize=4, alpha=0.6, markeredgewidth=0)
             axis.plot(statistics.mean(areas) if areas else [], y if areas else [], "D", color=ARMS[arm][0], markersize=6)
         starts = [float(row["first_accuracy"]) for row in found[regime]["naive"].values()]
         axis.axvline(sum(starts) / len(starts), color="#999999", linestyle=":")
-        axis.set(title=TITLES[regime], xlim=(0, 1), ylim=(-0.5, 4.5), yticks=range(len(shown)), yticklabels=reversed(shown))
+        axis.set(title=TITLES[regime], xlim=(0, 1), ylim=(-0.5, len(shown) - 0.5), yticks=range(len(shown)), yticklabels=shown)
     figure.supxlabel("area under the held-out accuracy of 40 steps      ● a seed   ◆ their mean   dotted: before training", fontsize=9)
     return figure
 
 
+def study_64_others():
+    """The same in the regimes of the second family."""
+    return study_64_areas(("int4_staleness_4", "vllm_bf16_staleness_4", "int5", "int6"), shown=4)
+
+
+def study_64_lengths():
+    """Four-bit weights, large steps, by the length of the answer: ESS/N of whole responses, and what was learnt."""
+    figure, axes = plt.subplots(1, 2, figsize=(7, 2.8))
+    for arm in ("decoupled_seq_is", "decoupled_token_is", "naive"):
+        for axis, column in zip(axes, ("ess_raw", "area"), strict=True):
+            found = {length: [float(row[column]) for row in runs("study-64").get(regime, {}).get(arm, {}).values()]
+                     for length, regime in LENGTHS.items()}
+            found = {length: values for length, values in found.items() if values}
+            color, style = ARMS[arm]
+            axis.plot([x for x, values in found.items() for _ in values], sum(found.values(), []), "o", color=color,
+                      markersize=3, alpha=0.4, markeredgewidth=0)
+            axis.plot(found, [statistics.mean(values) for values in found.values()], linestyle=style, color=color, label=arm)
+    for axis, title in zip(axes, ("ESS/N of responses, mean over the run", "area under the held-out accuracy"), strict=True):
+        axis.set(title=title, xscale="log", xlabel="tokens of an answer", ylim=(0, 1))
+        axis.set_xticks(list(LENGTHS), labels=map(str, LENGTHS), minor=False)
+        axis.minorticks_off()
+    axes[0].legend(fontsize=8)
+    return figure
+
+
+LENGTHS = {16: "int4_fast_length_16", 32: "int4_fast_length_32", 64: "int4_fast", 128: "int4_fast_length_128"}
 TITLES = {"int4_fast": "weights rounded to 4 bits,\nlarge steps", "int4_slow": "weights rounded to 4 bits,\nsmall steps",
-          "staleness_4": "weights of four steps ago,\nsmall steps"}
+          "staleness_4": "weights of four steps ago,\nsmall steps", "int4_staleness_4": "4 bits, and four steps ago",
+          "vllm_bf16_staleness_4": "vLLM in bf16,\nfour steps ago", "int5": "5 bits", "int6": "6 bits"}
 
 
 def demo():
@@ -278,7 +305,9 @@ def demo():
 
 FIGURES = {"length-trap": length_trap, "bias-variance": bias_variance, "kl-estimators": kl_estimators,
            "gradient-field": gradient_field, "batch-size": batch_size, "study": study,
-           "study-64": study_64, "study-64-areas": study_64_areas}
+           "study-64": study_64, "study-64-areas": study_64_areas,
+           "study-64-others": study_64_others,
+           "study-64-lengths": study_64_lengths}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or FIGURES:

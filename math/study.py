@@ -245,8 +245,8 @@ def main() -> None:
     if options.quick:
         return quick(options.workers)
     run_all(declared(options.grid), options.grid.with_suffix(".csv"), options.workers)
-    for script in (["figures.py", "study", "study-64", "study-64-areas"], ["tables.py"]):
-        subprocess.run([sys.executable, str(ROOT / "math" / script[0]), *script[1:]], check=True)
+    for script in ("figures.py", "tables.py"):
+        subprocess.run([sys.executable, str(ROOT / "math" / script)], check=True)
 
 
 def quick(workers: int) -> None:

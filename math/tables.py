@@ -801,14 +801,16 @@ def study_64_score(regime="int4_fast"):
     predicted = declared()["predicted"]
     arms = runs("study-64").get(regime, {})
     there = [arm for arm in predicted["int4_order"] if arm in arms]
-    seeds = set.intersection(*(set(arms[arm]) for arm in there))
-    rows = {arm: {seed: arms[arm][seed] for seed in seeds} for arm in there}
-    order = sorted(there, key=lambda arm: -mean_of(rows[arm], "area"))
+    unplaced = [arm for arm in predicted["int4_fail"] if arm in arms and arm not in there]
+    seeds = set.intersection(*(set(arms[arm]) for arm in there + unplaced))
+    rows = {arm: {seed: arms[arm][seed] for seed in seeds} for arm in there + unplaced}
+    found = sorted(there, key=lambda arm: -mean_of(rows[arm], "area"))
     lines, fails = [], ["no", "yes"]
-    for place, arm in enumerate(there, 1):
+    for arm in there + unplaced:
+        places = [order.index(arm) + 1 if arm in order else "" for order in (there, found)]
         start = mean_of(rows[arm], "first_accuracy")
         rises = [mean_of(rows[arm], what) - start for what in ("area", "final_accuracy")]
-        lines.append([f"`{arm}`", len(seeds), place, order.index(arm) + 1, fails[arm in predicted["int4_fail"]], fails[rises[1] < 0],
+        lines.append([f"`{arm}`", len(seeds), *places, fails[arm in predicted["int4_fail"]], fails[rises[1] < 0],
                       *(f"{rise:+.3f}" for rise in rises)])
     return markdown(["arm", "seeds", "place predicted", "found", "to end below its start", "found", "area − start",
                      "final − start"], lines)
