@@ -12,6 +12,7 @@ import itertools
 import re
 import statistics
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -783,17 +784,14 @@ def study_64_rounding():
 
 
 def study_64_status():
-    """What has been run of what was declared."""
-    count = sum(len(block["regimes"]) * len(block["methods"]) * len(block["seeds"]) for block in declared()["cells"])
-    done, lines = runs("study-64"), []
-    for regime, arms in done.items():
-        by_number = {}
-        for arm, rows in arms.items():
-            by_number.setdefault(len(rows), []).append(f"`{arm}`")
-        lines.append(f"`{regime}`: " + "; ".join(f"{n} seeds each of {', '.join(names)}" if names[1:] else f"{n} of {names[0]}"
-                                                 for n, names in sorted(by_number.items(), reverse=True)))
-    whole = sum(len(rows) for arms in done.values() for rows in arms.values())
-    return f"Of {count} declared cells {whole} have been run. " + ". ".join(lines) + ". Nothing is said of the others."
+    """What of the declared cells has not been run."""
+    cells = {(r, m, seed) for part in declared()["cells"] for r in part["regimes"] for m in part["methods"] for seed in part["seeds"]}
+    done = {(r, m, seed) for r, arms in runs("study-64").items() for m, rows in arms.items() for seed in rows}
+    missing = Counter((r, m) for r, m, _ in sorted(cells - done))
+    lines = [f"`{regime}`: " + ", ".join(f"`{m}` ({n} seeds)" for (r, m), n in missing.items() if r == regime)
+             for regime in dict.fromkeys(r for r, _ in missing)]
+    end = "Not run, and nothing is said of them: " + "; ".join(lines) + "." if lines else "None is missing."
+    return f"Of {len(cells)} declared cells {len(cells & done)} have been run. {end}"
 
 
 def study_64_score(regime="int4_fast"):
