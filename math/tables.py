@@ -860,7 +860,7 @@ than none: {late[token]}, {late[seq]} and {late[bypass]}, against {late['naive']
 
 def advice():
     """What the two studies recommend; each line with the regime that it was measured in."""
-    token, seq, bypass = CORRECTIONS
+    (token, seq, bypass), coarse, vllm = CORRECTIONS, "int4_staleness_4", "vllm_bf16_staleness_4"
     late, both, on_time = (runs()[regime] for regime in ("staleness_8", "int4_staleness_4", "matched"))
     small = [mean_of(late[f"small_steps_{name}"]) for name in ("token_is", "seq_is", "bypass_ppo_clip")]
     ends = [mean_of(rows) for method, rows in on_time.items() if len(rows) > 2 and not method.endswith(AGAIN)]
@@ -873,15 +873,17 @@ def advice():
 * Coarse weights in the engine: `{seq}` or `{token}` (four bits, 64 tokens: {areas('int4_fast', seq)} and
   {areas('int4_fast', token)}, uncorrected {areas('int4_fast', 'naive')}; at a third of the rate {areas('int4_slow', seq)} and {areas('int4_slow', token)},
   uncorrected {areas('int4_slow', 'naive')}). **Not `{bypass}`** ({areas('int4_fast', bypass)} and {areas('int4_slow', bypass)}): it saves a forward
-  pass and [follows the damage](math/10-evidence.md#why-bypass-dies-on-a-damaged-μ).
+  pass and [follows the damage](math/10-evidence.md#why-bypass-dies-on-a-damaged-μ). `bypass_pg_is` saves it too, has no clip, and came to
+  {areas('int4_fast', 'bypass_pg_is')} at the larger rate; many steps late it failed (nine tokens, staleness 8: {spread(late['bypass_pg_is'])}).
 * Weights a few steps late, and small steps: any of the three; `{bypass}` is the cheapest (staleness 4, 64 tokens: {areas('staleness_4', bypass)},
-  `{token}` {areas('staleness_4', token)}, `{seq}` {areas('staleness_4', seq)}, uncorrected {areas('staleness_4', 'naive')}).
+  `{token}` {areas('staleness_4', token)}, `{seq}` {areas('staleness_4', seq)}, uncorrected {areas('staleness_4', 'naive')}). vLLM in bf16 as the engine makes no
+  difference to that ({areas(vllm, token)}, {areas(vllm, seq)} and {areas(vllm, 'naive')}; bypass was not run there).
 * Many steps late: a smaller step first, and then any of the three (staleness 8, nine tokens: {min(small):.2f} to {max(small):.2f}, uncorrected
   {spread(late['small_steps'])}). Where the rate must stay, `{bypass}` or `{token}` with `rollout_rs: {{opsm: 0.1}}` (15 runs that had
   no part in singling out the latter: {fair[bypass]} and {fair['token_is_opsm']}, not separable; uncorrected {spread(late['naive'])}).
-* Coarse and late: `{seq}`, or `{token}` with opsm (four bits and staleness 4, nine tokens: {spread(both[seq])} and
-  {spread(both['token_is_opsm'])}, uncorrected {spread(both['naive'])}); `{bypass}` came to {spread(both[bypass])} there, but see the first line. At 64 tokens
-  this has not been run.
+* Coarse and late: `{seq}` or `{token}` (four bits and staleness 4, 64 tokens: {areas(coarse, seq)} and {areas(coarse, token)}, uncorrected
+  {areas(coarse, 'naive')}, `{bypass}` {areas(coarse, bypass)}; nine tokens: {spread(both[seq])} and {spread(both[token])}, with opsm
+  {spread(both['token_is_opsm'])}, uncorrected {spread(both['naive'])}, `{bypass}` {spread(both[bypass])}).
 * On time and rounded to six bits: `{token}`, with or without opsm, `{bypass}`, or none (nine tokens: {min(ends):.2f} to {max(ends):.2f}).
 * Not the `geo_rs` family with its bounds of 0.1 % where responses are short (nine tokens, one seed in each of {len(runs())} regimes: {fallen} of {len(geo)}
   runs ended below their start)."""
