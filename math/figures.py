@@ -262,28 +262,31 @@ def study_64_others():
 
 
 def study_64_lengths():
-    """Four-bit weights, large steps, by the length of the answer: ESS/N of whole responses, and what was learnt."""
-    figure, axes = plt.subplots(1, 2, figsize=(7, 2.8))
+    """Four-bit weights, large steps, by length: what χ² of a token says of a response's ESS/N, and what was learnt."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3))
+    found = {length: runs("study-64")[regime] for length, regime in LENGTHS.items() if regime in runs("study-64")}
+    for length, marker, color in zip(found, "o^sD", (SKY, BLUE, GREEN, BLACK), strict=False):
+        seeds = found[length]["decoupled_seq_is"].values()
+        left.plot([(1 + float(row["chi2_token"])) ** -(length + 1) for row in seeds],
+                  [1 / (1 + float(row["chi2_seq"])) for row in seeds], marker, color=color, markersize=4, label=f"{length} tokens")
+    left.plot([0, 1], [0, 1], color="#999999", linewidth=1)
+    left.set(xlim=(0, 1), ylim=(0, 1), xlabel="$(1 + χ²_{token})^{-|y|}$", title="ESS/N of responses")
+    left.legend(fontsize=8, loc="lower right")
     for arm in ("decoupled_seq_is", "decoupled_token_is", "naive"):
-        for axis, column in zip(axes, ("ess_raw", "area"), strict=True):
-            found = {length: [float(row[column]) for row in runs("study-64").get(regime, {}).get(arm, {}).values()]
-                     for length, regime in LENGTHS.items()}
-            found = {length: values for length, values in found.items() if values}
-            color, style = ARMS[arm]
-            axis.plot([x for x, values in found.items() for _ in values], sum(found.values(), []), "o", color=color,
-                      markersize=3, alpha=0.4, markeredgewidth=0)
-            axis.plot(found, [statistics.mean(values) for values in found.values()], linestyle=style, color=color, label=arm)
-    for axis, title in zip(axes, ("ESS/N of responses, mean over the run", "area under the held-out accuracy"), strict=True):
-        axis.set(title=title, xscale="log", xlabel="tokens of an answer", ylim=(0, 1))
-        axis.set_xticks(list(LENGTHS), labels=map(str, LENGTHS), minor=False)
-        axis.minorticks_off()
-    axes[0].legend(fontsize=8)
+        areas = {length: [float(row["area"]) for row in arms[arm].values()] for length, arms in found.items()}
+        (color, style), points = ARMS[arm], [(length, x) for length, values in areas.items() for x in values]
+        right.plot(*zip(*points, strict=True), "o", color=color, markersize=3, alpha=0.4, markeredgewidth=0)
+        right.plot(list(areas), [statistics.mean(values) for values in areas.values()], linestyle=style, color=color, label=arm)
+    right.set(xscale="log", ylim=(0, 1), xlabel="tokens of an answer", title="area under the held-out accuracy")
+    right.set_xticks(list(found), labels=map(str, found))
+    right.minorticks_off()
+    right.legend(fontsize=8, loc="lower left")
     return figure
 
 
 LENGTHS = {16: "int4_fast_length_16", 32: "int4_fast_length_32", 64: "int4_fast", 128: "int4_fast_length_128"}
 TITLES = {"int4_fast": "weights rounded to 4 bits,\nlarge steps", "int4_slow": "weights rounded to 4 bits,\nsmall steps",
-          "staleness_4": "weights of four steps ago,\nsmall steps", "int4_staleness_4": "4 bits, and four steps ago",
+          "staleness_4": "weights of four steps ago,\nsmall steps", "int4_staleness_4": "4 bits,\nand four steps ago",
           "vllm_bf16_staleness_4": "vLLM in bf16,\nfour steps ago", "int5": "5 bits", "int6": "6 bits"}
 
 
