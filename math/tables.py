@@ -884,7 +884,8 @@ def advice():
 * Coarse and late: `{seq}` or `{token}` (four bits and staleness 4, 64 tokens: {areas(coarse, seq)} and {areas(coarse, token)}, uncorrected
   {areas(coarse, 'naive')}, `{bypass}` {areas(coarse, bypass)}; nine tokens: {spread(both[seq])} and {spread(both[token])}, with opsm
   {spread(both['token_is_opsm'])}, uncorrected {spread(both['naive'])}, `{bypass}` {spread(both[bypass])}).
-* On time and rounded to six bits: `{token}`, with or without opsm, `{bypass}`, or none (nine tokens: {min(ends):.2f} to {max(ends):.2f}).
+* On time and rounded to six bits: `{token}` or `{seq}` gain little (64 tokens: {areas('int6', token)} and {areas('int6', seq)}, uncorrected
+  {areas('int6', 'naive')}); nine tokens: `{token}`, with opsm or without, `{bypass}` and none end at {min(ends):.2f} to {max(ends):.2f}.
 * Not the `geo_rs` family with its bounds of 0.1 % where responses are short (nine tokens, one seed in each of {len(runs())} regimes: {fallen} of {len(geo)}
   runs ended below their start)."""
 
