@@ -381,10 +381,10 @@ HEALTHY = (
      "widen rollout_rs: 0.1 % (0.999–1.001) suits long responses and small mismatch only"),
     ("rollout_rs_masked_fraction", 0, 0.9, "fewer than one token in ten is left to learn from",
      "widen rollout_rs: of chapter 10's nine-token runs with so few none ended above its start"),
-    ("loss/bypass_clip_fraction", 0, 0.005, "bypass mode's clip acts on the mismatch, and pulls π_θ "
-     "towards π_rollout: a brake if that is an old policy, ruin if it is a rounded one",
-     "recompute π_old (bypass_mode false), take a loss without a clip (preset bypass_pg_is), or open "
-     "it: loss.clip_low=1, loss.clip_high=1e9"),
+    ("loss/bypass_clip_fraction", 0, 0.005, "bypass mode's clip acts on the mismatch, and pulls "
+     "π_θ towards π_rollout: a brake if that is an old policy, ruin if it is a rounded one",
+     "recompute π_old (bypass_mode false), take a loss without a clip (preset bypass_pg_is), or "
+     "open it: loss.clip_low=1, loss.clip_high=1e9"),
     ("k3_kl", 0, 0.1, "π_rollout and π_old are far apart",
      "lower rollout.staleness, raise rollout.dtype or rollout.quantize_bits"),
     ("chi2_token", -1, 1, "a large shift: at χ² = 1 half of the samples are lost",
