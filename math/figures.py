@@ -238,11 +238,12 @@ def study_64():
     return figure
 
 
-def study_64_areas(regimes=("int4_fast", "int4_slow", "staleness_4"), shown=5):
+def study_64_areas(regimes=("int4_fast", "int4_slow", "staleness_4")):
     """The endpoint of the second study in regimes that have been run: a dot per seed, their mean."""
     found = runs("study-64")
     names = [regime for regime in regimes if regime in found]
-    shown = ["naive", "bypass_ppo_clip", "decoupled_token_is", "decoupled_seq_is", "matched"][:shown]
+    shown = [arm for arm in ("naive", "bypass_ppo_clip", "decoupled_token_is", "decoupled_seq_is", "matched")
+             if any(arm in found[regime] for regime in names)]
     figure, axes = plt.subplots(1, len(names), figsize=(2 + 2.2 * len(names), 0.8 + 0.4 * len(shown)), sharey=True, squeeze=False)
     for axis, regime in zip(axes[0], names, strict=True):
         for y, arm in enumerate(shown):
@@ -258,13 +259,15 @@ def study_64_areas(regimes=("int4_fast", "int4_slow", "staleness_4"), shown=5):
 
 def study_64_others():
     """The same in the regimes of the second family."""
-    return study_64_areas(("int4_staleness_4", "vllm_bf16_staleness_4", "int5", "int6"), shown=4)
+    return study_64_areas(("int4_staleness_4", "vllm_bf16_staleness_4", "int5", "int6"))
 
 
 def study_64_lengths():
     """Four-bit weights, large steps, by length: what χ² of a token says of a response's ESS/N, and what was learnt."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3))
-    found = {length: runs("study-64")[regime] for length, regime in LENGTHS.items() if regime in runs("study-64")}
+    shown = ("decoupled_seq_is", "decoupled_token_is", "naive")
+    found = {length: runs("study-64").get(regime, {}) for length, regime in LENGTHS.items()}
+    found = {length: arms for length, arms in found.items() if arms.keys() >= set(shown)}
     for length, marker, color in zip(found, "o^sD", (SKY, BLUE, GREEN, BLACK), strict=False):
         seeds = found[length]["decoupled_seq_is"].values()
         left.plot([(1 + float(row["chi2_token"])) ** -(length + 1) for row in seeds],
@@ -272,7 +275,7 @@ def study_64_lengths():
     left.plot([0, 1], [0, 1], color="#999999", linewidth=1)
     left.set(xlim=(0, 1), ylim=(0, 1), xlabel="$(1 + χ²_{token})^{-|y|}$", title="ESS/N of responses")
     left.legend(fontsize=8, loc="lower right")
-    for arm in ("decoupled_seq_is", "decoupled_token_is", "naive"):
+    for arm in shown:
         areas = {length: [float(row["area"]) for row in arms[arm].values()] for length, arms in found.items()}
         (color, style), points = ARMS[arm], [(length, x) for length, values in areas.items() for x in values]
         right.plot(*zip(*points, strict=True), "o", color=color, markersize=3, alpha=0.4, markeredgewidth=0)
@@ -308,8 +311,7 @@ def demo():
 
 FIGURES = {"length-trap": length_trap, "bias-variance": bias_variance, "kl-estimators": kl_estimators,
            "gradient-field": gradient_field, "batch-size": batch_size, "study": study,
-           "study-64": study_64, "study-64-areas": study_64_areas,
-           "study-64-others": study_64_others,
+           "study-64": study_64, "study-64-areas": study_64_areas, "study-64-others": study_64_others,
            "study-64-lengths": study_64_lengths}
 
 if __name__ == "__main__":

@@ -868,7 +868,8 @@ def advice():
     fair = {m: spread({key: row for key, row in late_runs(m).items() if chosen(*key)}) for m in ("token_is_opsm", bypass)}
     geo = [row for regime in runs().values() for method, rows in regime.items() for row in rows.values()
            if "_geo_rs" in method]                          # geo_rs and pg_rs are two of them by other names
-    fallen, narrow = sum(float(row["final_accuracy"]) < float(row["first_accuracy"]) for row in geo), runs("study-64")["int4_fast"]["decoupled_geo_rs"]
+    fallen = sum(float(row["final_accuracy"]) < float(row["first_accuracy"]) for row in geo)
+    narrow = runs("study-64")["int4_fast"]["decoupled_geo_rs"]
     return f"""\
 * Coarse weights in the engine: `{seq}` or `{token}` (four bits, 64 tokens: {areas('int4_fast', seq)} and
   {areas('int4_fast', token)}, uncorrected {areas('int4_fast', 'naive')}; at a third of the rate {areas('int4_slow', seq)} and {areas('int4_slow', token)},
