@@ -36,8 +36,9 @@ TODAY = [name for name in PRESETS if name not in HISTORICAL and name not in ("ge
 
 
 def markdown(header, rows):
+    """With a minus, not a hyphen, where a cell begins with a negative number."""
     lines = [[str(cell).replace("|", "\\|") for cell in line] for line in (header, ["---"] * len(header), *rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return re.sub(r"(?<=\| )-(?=\d)", "−", "\n".join("| " + " | ".join(line) + " |" for line in lines))
 
 
 def number(x, digits=2):
@@ -402,7 +403,7 @@ def family(name):
 
 def metrics():
     """What `diagnose` judges, then what a correction reports; a name without a formula is a KeyError."""
-    judged = [[f"`{name}`", f"{low:g}" if low == high else f"{low:g} to {high:g}".replace("-", "−"), meaning, remedy]
+    judged = [[f"`{name}`", f"{low:g}" if low == high else f"{low:g} to {high:g}", meaning, remedy]
               for name, low, high, meaning, remedy in HEALTHY]
     judged += [[f"`{name}`", f"below {limit:g}", meaning, remedy] for name, (limit, meaning, remedy) in SEVERE.items()]
     names = every_metric()
