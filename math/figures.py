@@ -262,6 +262,22 @@ def study_64_others():
     return study_64_areas(("int4_staleness_4", "vllm_bf16_staleness_4", "int5", "int6"))
 
 
+def study_64_tried(regime="int4_fast"):
+    """What every arm of one regime adds to the area of `naive`, paired by seed: a dot per seed, their mean."""
+    arms = runs("study-64")[regime]
+    gains = {arm: [float(row["area"]) - float(arms["naive"][seed]["area"]) for seed, row in rows.items()] for arm, rows in arms.items()}
+    shown = sorted(gains.keys() - {"naive"}, key=lambda arm: statistics.mean(gains[arm]))
+    figure, axis = plt.subplots(figsize=(6, 0.8 + 0.24 * len(shown)))
+    for y, arm in enumerate(shown):
+        color = ARMS[arm][0] if arm in ARMS else "#777777"
+        axis.plot(gains[arm], [y] * len(gains[arm]), "o", color=color, markersize=3.5, alpha=0.5, markeredgewidth=0)
+        axis.plot(statistics.mean(gains[arm]), y, "D", color=color, markersize=5)
+    axis.axvline(0, color=RED, linestyle=":")
+    axis.set(ylim=(-0.6, len(shown) - 0.4), yticks=range(len(shown)), yticklabels=shown)
+    figure.supxlabel("area, minus that of naive with the same seed      ● a seed   ◆ their mean", fontsize=9)
+    return figure
+
+
 def study_64_lengths():
     """Four-bit weights, large steps, by length: what χ² of a token says of a response's ESS/N, and what was learnt."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3))
@@ -312,7 +328,7 @@ def demo():
 FIGURES = {"length-trap": length_trap, "bias-variance": bias_variance, "kl-estimators": kl_estimators,
            "gradient-field": gradient_field, "batch-size": batch_size, "study": study,
            "study-64": study_64, "study-64-areas": study_64_areas, "study-64-others": study_64_others,
-           "study-64-lengths": study_64_lengths}
+           "study-64-tried": study_64_tried, "study-64-lengths": study_64_lengths}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or FIGURES:

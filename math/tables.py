@@ -671,7 +671,7 @@ def predictions(regime="staleness_8", common=0.1, samples=512):
 
     def correlation(but=None):
         return "{:+.2f}".format(statistics.correlation(
-            *(ranks([x for method, x in of.items() if method != but]) for of in (errors, outcomes))))
+            *(ranks([x for method, x in of.items() if method != but]) for of in (errors, outcomes)))).replace("-", "−")
 
     header = ["method", *(f"k3 = {common}, T = {T}" for T in (2, 4, 8)), "its own k3", "at that, T = 8",
               f"error of {samples}", "final accuracy"]
@@ -721,6 +721,10 @@ def ended_at_0(row):
     return float(row["final_accuracy"]) == 0
 
 
+def below_start(row):
+    return float(row["area"]) < float(row["first_accuracy"])
+
+
 def contrasts(family):
     """{(regime, one, other): (rows of one, of other)} of a family's contrasts, what there is of each."""
     found = {}
@@ -766,7 +770,7 @@ def study_64_arms():
             deviation = f" ± {statistics.stdev(areas):.3f}" if areas[1:] else ""
             lines.append([f"`{regime}`", f"`{arm}`", len(rows), f"{statistics.mean(areas):.3f}{deviation}",
                           f"{min(areas):.3f} to {max(areas):.3f}", f"{mean_of(rows):.2f}",
-                          sum(float(row["area"]) < float(row["first_accuracy"]) for row in rows.values()),
+                          sum(map(below_start, rows.values())),
                           sum(map(ended_at_0, rows.values())), f"{mean_of(rows, 'ess_raw'):.2f}",
                           f"{mean_of(rows, 'k3'):.4f}", f"{100 * mean_of(rows, 'kept'):.0f} %",
                           f"{100 * mean_of(rows, 'clip_fraction'):.1f} %"])
@@ -791,8 +795,10 @@ def study_64_status():
     missing = Counter((r, m) for r, m, _ in sorted(cells - done))
     lines = [f"`{regime}`: " + ", ".join(f"`{m}` ({n} seeds)" for (r, m), n in missing.items() if r == regime)
              for regime in dict.fromkeys(r for r, _ in missing)]
-    end = "Not run, and nothing is said of them: " + "; ".join(lines) + "." if lines else "None is missing."
-    return f"Of {len(cells)} declared cells {len(cells & done)} have been run. {end}"
+    if not lines:
+        return f"All {len(cells)} declared cells have been run."
+    return (f"Of {len(cells)} declared cells {len(cells & done)} have been run. Not run, and nothing is said of them: "
+            + "; ".join(lines) + ".")
 
 
 def study_64_score(regime="int4_fast"):
@@ -861,7 +867,7 @@ than none: {late[token]}, {late[seq]} and {late[bypass]}, against {late['naive']
 
 def advice():
     """What the two studies recommend; each line with the regime that it was measured in."""
-    (token, seq, bypass), coarse, vllm = CORRECTIONS, "int4_staleness_4", "vllm_bf16_staleness_4"
+    (token, seq, bypass), coarse, vllm, long = CORRECTIONS, "int4_staleness_4", "vllm_bf16_staleness_4", "int4_fast_length_128"
     late, both, on_time = (runs()[regime] for regime in ("staleness_8", "int4_staleness_4", "matched"))
     small = [mean_of(late[f"small_steps_{name}"]) for name in ("token_is", "seq_is", "bypass_ppo_clip")]
     ends = [mean_of(rows) for method, rows in on_time.items() if len(rows) > 2 and not method.endswith(AGAIN)]
@@ -871,10 +877,13 @@ def advice():
            if "_geo_rs" in method]                          # geo_rs and pg_rs are two of them by other names
     fallen = sum(float(row["final_accuracy"]) < float(row["first_accuracy"]) for row in geo)
     narrow = runs("study-64")["int4_fast"]["decoupled_geo_rs"]
+    collapsed_late = sum(below_start(row) for arm in (token, seq) for row in runs("study-64")[long][arm].values())
     return f"""\
 * Coarse weights in the engine: `{seq}` or `{token}` (four bits, 64 tokens: {areas('int4_fast', seq)} and
   {areas('int4_fast', token)}, uncorrected {areas('int4_fast', 'naive')}; at a third of the rate {areas('int4_slow', seq)} and {areas('int4_slow', token)},
-  uncorrected {areas('int4_slow', 'naive')}). **Not `{bypass}`** ({areas('int4_fast', bypass)} and {areas('int4_slow', bypass)}): it saves a forward
+  uncorrected {areas('int4_slow', 'naive')}; five bits there: {areas('int5', seq)} and {areas('int5', token)}, uncorrected {areas('int5', 'naive')}). At 128 tokens they
+  come to {areas(long, seq)} and {areas(long, token)}, uncorrected to {areas(long, 'naive')}, but {collapsed_late} of their twenty runs fall below
+  their start all the same (a smaller rate was not tried). **Not `{bypass}`** (64 tokens: {areas('int4_fast', bypass)} and {areas('int4_slow', bypass)}): it saves a forward
   pass and [follows the damage](math/10-evidence.md#why-bypass-dies-on-a-damaged-μ). `bypass_pg_is` saves it too, has no clip, and came to
   {areas('int4_fast', 'bypass_pg_is')} at the larger rate; many steps late it failed (nine tokens, staleness 8: {spread(late['bypass_pg_is'])}).
 * Weights a few steps late, and small steps: any of the three; `{bypass}` is the cheapest (staleness 4, 64 tokens: {areas('staleness_4', bypass)},
