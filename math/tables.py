@@ -882,13 +882,13 @@ def advice():
 * Coarse weights in the engine: `{seq}` or `{token}` (four bits, 64 tokens: {areas('int4_fast', seq)} and
   {areas('int4_fast', token)}, uncorrected {areas('int4_fast', 'naive')}; at a third of the rate {areas('int4_slow', seq)} and {areas('int4_slow', token)},
   uncorrected {areas('int4_slow', 'naive')}; five bits there: {areas('int5', seq)} and {areas('int5', token)}, uncorrected {areas('int5', 'naive')}). At 128 tokens they
-  come to {areas(long, seq)} and {areas(long, token)}, uncorrected to {areas(long, 'naive')}, but {collapsed_late} of their twenty runs fall below
-  their start all the same (a smaller rate was not tried). **Not `{bypass}`** (64 tokens: {areas('int4_fast', bypass)} and {areas('int4_slow', bypass)}): it saves a forward
+  come to {areas(long, seq)} and {areas(long, token)}, uncorrected to {areas(long, 'naive')}, but {collapsed_late} of their twenty runs have an
+  area below their start all the same (a smaller rate was not tried). **Not `{bypass}`** (64 tokens: {areas('int4_fast', bypass)} and {areas('int4_slow', bypass)}): it saves a forward
   pass and [follows the damage](math/10-evidence.md#why-bypass-dies-on-a-damaged-μ). `bypass_pg_is` saves it too, has no clip, and came to
   {areas('int4_fast', 'bypass_pg_is')} at the larger rate; many steps late it failed (nine tokens, staleness 8: {spread(late['bypass_pg_is'])}).
 * Weights a few steps late, and small steps: any of the three; `{bypass}` is the cheapest (staleness 4, 64 tokens: {areas('staleness_4', bypass)},
-  `{token}` {areas('staleness_4', token)}, `{seq}` {areas('staleness_4', seq)}, uncorrected {areas('staleness_4', 'naive')}). vLLM in bf16 as the engine makes no
-  difference to that ({areas(vllm, token)}, {areas(vllm, seq)} and {areas(vllm, 'naive')}; bypass was not run there).
+  `{token}` {areas('staleness_4', token)}, `{seq}` {areas('staleness_4', seq)}, uncorrected {areas('staleness_4', 'naive')}). vLLM in bf16 as the engine made no
+  difference that shows ({areas(vllm, token)}, {areas(vllm, seq)} and {areas(vllm, 'naive')}; bypass was not run there).
 * Many steps late: a smaller step first, and then any of the three (staleness 8, nine tokens: {min(small):.2f} to {max(small):.2f}, uncorrected
   {spread(late['small_steps'])}). Where the rate must stay, `{bypass}` or `{token}` with `rollout_rs: {{opsm: 0.1}}` (15 runs that had
   no part in singling out the latter: {fair[bypass]} and {fair['token_is_opsm']}, not separable; uncorrected {spread(late['naive'])}).
@@ -897,7 +897,7 @@ def advice():
   {spread(both['token_is_opsm'])}, uncorrected {spread(both['naive'])}, `{bypass}` {spread(both[bypass])}).
 * On time and rounded to six bits: `{token}` or `{seq}` gain little (64 tokens: {areas('int6', token)} and {areas('int6', seq)}, uncorrected
   {areas('int6', 'naive')}); nine tokens: `{token}`, with opsm or without, `{bypass}` and none end at {min(ends):.2f} to {max(ends):.2f}.
-* Not the `geo_rs` family with its bounds of 0.1 % where responses are short (nine tokens, one seed in each of {len(runs())} regimes: {fallen} of {len(geo)}
+* Not the `geo_rs` family with its bounds of 0.1 % on nine tokens (one seed in each of {len(runs())} regimes: {fallen} of {len(geo)}
   runs ended below their start). At 64 tokens and four bits `decoupled_geo_rs` keeps {100 * mean_of(narrow, 'kept'):.0f} % and comes to {spread(narrow, 'area')}."""
 
 

@@ -12,6 +12,7 @@ import re
 import secrets
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,8 +46,10 @@ def process_group():
     try:
         yield device
         # Gloo's threads free a collective's tensors after its result is known. One that did so
-        # while the interpreter shuts down would abort the process; meanwhile they get the GIL.
+        # while the interpreter shuts down would abort the process: they get the GIL, and on a
+        # busy machine they need time as well.
         dist.barrier()
+        time.sleep(0.1)
     except BaseException as error:
         error.silent = not first_to_fail()
         raise
