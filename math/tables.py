@@ -12,7 +12,6 @@ import itertools
 import re
 import statistics
 import sys
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -788,19 +787,6 @@ def study_64_rounding():
     return markdown(["regime", "arm", "seeds", "same seed, other rounding: mean difference of the area", "largest"], lines)
 
 
-def study_64_status():
-    """What of the declared cells has not been run."""
-    cells = {(r, m, seed) for part in declared()["cells"] for r in part["regimes"] for m in part["methods"] for seed in part["seeds"]}
-    done = {(r, m, seed) for r, arms in runs("study-64").items() for m, rows in arms.items() for seed in rows}
-    missing = Counter((r, m) for r, m, _ in sorted(cells - done))
-    lines = [f"`{regime}`: " + ", ".join(f"`{m}` ({n} seeds)" for (r, m), n in missing.items() if r == regime)
-             for regime in dict.fromkeys(r for r, _ in missing)]
-    if not lines:
-        return f"All {len(cells)} declared cells have been run."
-    return (f"Of {len(cells)} declared cells {len(cells & done)} have been run. Not run, and nothing is said of them: "
-            + "; ".join(lines) + ".")
-
-
 def study_64_score(regime="int4_fast"):
     """The oracle's prediction, committed with the declaration, beside what came of it on the seeds that all arms have."""
     predicted = declared()["predicted"]
@@ -877,14 +863,15 @@ def advice():
            if "_geo_rs" in method]                          # geo_rs and pg_rs are two of them by other names
     fallen = sum(float(row["final_accuracy"]) < float(row["first_accuracy"]) for row in geo)
     narrow = runs("study-64")["int4_fast"]["decoupled_geo_rs"]
-    collapsed_late = sum(below_start(row) for arm in (token, seq) for row in runs("study-64")[long][arm].values())
+    below = sum(below_start(row) for arm in (token, seq) for row in runs("study-64")[long][arm].values())
     return f"""\
 * Coarse weights in the engine: `{seq}` or `{token}` (four bits, 64 tokens: {areas('int4_fast', seq)} and
   {areas('int4_fast', token)}, uncorrected {areas('int4_fast', 'naive')}; at a third of the rate {areas('int4_slow', seq)} and {areas('int4_slow', token)},
   uncorrected {areas('int4_slow', 'naive')}; five bits there: {areas('int5', seq)} and {areas('int5', token)}, uncorrected {areas('int5', 'naive')}). At 128 tokens they
-  come to {areas(long, seq)} and {areas(long, token)}, uncorrected to {areas(long, 'naive')}, but {collapsed_late} of their twenty runs have an
-  area below their start all the same (a smaller rate was not tried). **Not `{bypass}`** (64 tokens: {areas('int4_fast', bypass)} and {areas('int4_slow', bypass)}): it saves a forward
-  pass and [follows the damage](math/10-evidence.md#why-bypass-dies-on-a-damaged-μ). `bypass_pg_is` saves it too, has no clip, and came to
+  come to {areas(long, seq)} and {areas(long, token)}, uncorrected to {areas(long, 'naive')}, but {below} of their twenty runs have an
+  area below their start all the same (a smaller rate was not tried). **Not `{bypass}`** (64 tokens:
+  {areas('int4_fast', bypass)} and {areas('int4_slow', bypass)}): it saves a forward pass and
+  [follows the damage](math/10-evidence.md#why-bypass-dies-on-a-damaged-μ). `bypass_pg_is` saves it too, has no clip, and came to
   {areas('int4_fast', 'bypass_pg_is')} at the larger rate; many steps late it failed (nine tokens, staleness 8: {spread(late['bypass_pg_is'])}).
 * Weights a few steps late, and small steps: any of the three; `{bypass}` is the cheapest (staleness 4, 64 tokens: {areas('staleness_4', bypass)},
   `{token}` {areas('staleness_4', token)}, `{seq}` {areas('staleness_4', seq)}, uncorrected {areas('staleness_4', 'naive')}). vLLM in bf16 as the engine made no
@@ -906,7 +893,7 @@ CORRECTIONS = ["decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip"]
 
 TABLES = {"study-64-summary": study_64_summary, "advice": advice, "study-64-contrasts": lambda: study_64_contrasts([declared()["judged"]]),
           "study-64-later": lambda: study_64_contrasts(declared()["judged_later"]), "study-64-arms": study_64_arms,
-          "study-64-rounding": study_64_rounding, "study-64-status": study_64_status, "study-64-score": study_64_score, "study-64-shares": study_64_shares,
+          "study-64-rounding": study_64_rounding, "study-64-score": study_64_score, "study-64-shares": study_64_shares,
           "study-64-ends": study_64_ends,
           "words-prediction": lambda: markdown(*words.prediction()), "words-place": lambda: markdown(*words.pushes()),
           "words-ends": lambda: markdown(*words.ends()),

@@ -46,8 +46,8 @@ def process_group():
     try:
         yield device
         # Gloo's threads free a collective's tensors after its result is known. One that did so
-        # while the interpreter shuts down would abort the process: they get the GIL, and on a
-        # busy machine they need time as well.
+        # while the interpreter shuts down would abort the process, and a cache of DTensor's keeps
+        # the group, so that destroying it does not wait for them: they get the GIL, and time.
         dist.barrier()
         time.sleep(0.1)
     except BaseException as error:

@@ -198,21 +198,6 @@ def test_the_second_family_is_of_other_contrasts_and_all_of_them_are_among_the_c
     assert {(regime, arm, seed) for regime, *arms in later for arm in arms for seed in seeds} <= cells
 
 
-def test_what_has_not_been_run_is_named(monkeypatch):
-    tables = load("tables")
-    wanted = study.wanted(study.declared(ROOT / "math" / "study-64.yaml"))
-    done = {}
-    for regime, arm, seed in wanted[:-3]:
-        done.setdefault(regime, {}).setdefault(arm, {})[seed] = {}
-    monkeypatch.setattr(tables, "runs", lambda name: done)
-    regime, said = wanted[-1][0], tables.study_64_status()
-    assert said.startswith(f"Of {len(wanted)} declared cells {len(wanted) - 3} have been run. Not run")
-    assert f"`{regime}`: " in said and sum(f"`{arm}` (" in said for _, arm, _ in wanted[-3:]) == 3
-    for regime, arm, seed in wanted[-3:]:
-        done[regime].setdefault(arm, {})[seed] = {}
-    assert tables.study_64_status() == f"All {len(wanted)} declared cells have been run."
-
-
 def test_the_area_is_by_trapezoids_and_a_table_keeps_its_columns(tmp_path):
     assert study.area([0.0, 1.0, 0.0]) == 0.5 and study.area([0.3, 0.5]) == 0.4 and study.area([0.7]) == 0.7
     old = [{"seed": "1", "final_accuracy": "0.5"}]
