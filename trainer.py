@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correction import RolloutCorrectionConfig, correct
+from correction import Correction, RolloutCorrectionConfig, correct
 from estimators import grpo_advantages, kl_estimate, reinforce_advantages, rloo_advantages
 from losses import Counts, count, kl_loss, loss_means, policy_loss
 from metrics import merge
@@ -253,7 +253,13 @@ class Update(NamedTuple):
 
 
 def update(run: Run, batch: Batch, options: RolloutCorrectionConfig, correction=None) -> Update:
-    """One optimizer step on one mini-batch, of which these are this rank's rows."""
+    """One optimizer step on one mini-batch, of which these are this rank's rows.
+
+    A mini-batch of which nothing is kept takes no step: with a gradient of 0 AdamW would still move
+    the weights, by its momentum and by weight decay. It counts as train/empty_updates. A KL term in
+    the loss and score centering learn from rejected tokens too, so with these every mini-batch
+    takes its step.
+    """
     config, policy, how = run.config, run.policy, run.config.loss
     if correction is None and (options.of_whole_batches or how.denominator == "kept"):
         # What is kept, or the mean weight, is known only after a pass over the mini-batch.
@@ -282,19 +288,30 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig, correction=
             loss = loss + how.kl_coef * kl if how.kl_in == "loss" else loss
             metrics["loss/kl"] = kl.detach()
         (loss * dist.get_world_size()).backward()   # FSDP averages over ranks; these are summands
+        metrics["learning"] = tokens_to_learn_from(corrections[-1], options)
         for name, value in metrics.items():
             sums[name] = sums[name] + value
     totals = torch.stack(list(sums.values()))
     dist.all_reduce(totals)
     norm = nn.utils.clip_grad_norm_(policy.parameters(), config.train.max_grad_norm).full_tensor()
-    if not (norm.isfinite() & totals.isfinite().all()):
-        run.optimizer.zero_grad()
+    finite, totals = norm.isfinite() & totals.isfinite().all(), dict(zip(sums, totals))
+    finite, learns = torch.stack([finite, totals.pop("learning") > 0]).tolist()
+    learns = learns or options.score_centering or (how.kl_in == "loss" and how.kl_coef != 0)
+    if finite and learns:                    # a zero gradient would move θ by old momentum
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    if not finite:
         run.nonfinite("updates", run.nonfinite_rows(batch, {"π_θ": score(policy, batch, config)}))
         return Update({}, [])
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    return Update({**loss_means(dict(zip(sums, totals))), "grad_norm": norm},
+    run.skipped["train/empty_updates"] += not learns
+    return Update({**loss_means(totals), "grad_norm": norm},
                   [correction] if correction else corrections)
+
+
+def tokens_to_learn_from(correction: Correction, options: RolloutCorrectionConfig) -> Tensor:
+    """The number of tokens that are kept and have a weight above 0."""
+    kept = correction.mask.bool()
+    return (kept & (correction.weights > 0) if options.applies_weights else kept).sum().float()
 
 
 def global_counts(mask: Tensor) -> Counts:

@@ -43,13 +43,13 @@ def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
         os.dup2(file.fileno(), 2)
     began = time.perf_counter()
     warm_start(config, log.with_name(f"{study['name']}-{seed}.lock"))
-    plant(method, trainer)
+    counted = plant(method, trainer)
     shares = watch(trainer)
     if study.get("evaluator") == "float32":
         trainer.evaluate = in_float32(trainer.evaluate)
     trainer.start(config)
     lines = read_metrics(Path("runs") / config.run / "metrics.jsonl")
-    return {"regime": regime, "method": method, "seed": seed, **summary(lines), **shares,
+    return {"regime": regime, "method": method, "seed": seed, **summary(lines), **shares, **counted,
             "seconds": round(time.perf_counter() - began, 1)}
 
 
@@ -106,10 +106,14 @@ def watch(trainer) -> dict:
     return found
 
 
-def plant(method: str, trainer) -> None:
-    """The mistake, the controls and two weights: on purpose, the trainer has no settings for them."""
+def plant(method: str, trainer) -> dict:
+    """The mistake, the controls and two weights: on purpose, the trainer has no settings for them.
+
+    Returns what they will have counted when the run has ended.
+    """
     import torch
-    loss, correct = trainer.policy_loss, trainer.correct
+    loss, correct, train = trainer.policy_loss, trainer.correct, trainer.train
+    tokens_to_learn_from, found = trainer.tokens_to_learn_from, {}
 
     def double_count(log_prob, old, rollout, advantages, mask, *rest, **more):
         """PPO's ratio is π_θ/μ already, and π_θ/μ weighs it again: w·min(ρA, clip(ρ)A)."""
@@ -136,11 +140,42 @@ def plant(method: str, trainer) -> None:
         token = torch.where(mask, old - rollout, 0.0).exp().clamp(max=2.0)            # [B, T]
         return replace(found, weights=torch.where(mask, (token + found.weights) / 2, 0.0))
 
+    def stepping_on_nothing(correction, config):
+        count = tokens_to_learn_from(correction, config)
+        found["empty_updates"] = found.get("empty_updates", 0) + (count == 0).item()
+        return count.clamp(min=1)
+
+    def with_sgd(run):
+        run.optimizer = sgd_with_adams_first_step(run)
+        train(run)
+
     if method == "double_count":
         trainer.policy_loss = double_count
     elif planted := {"shuffled_weights": shuffled_weights, "fewer_samples": fewer_samples,
                      "prefix_is": prefix_is, "mixture_is": mixture_is}.get(method):
         trainer.correct = planted
+    elif method == "geo_rs_steps_on_nothing":
+        trainer.tokens_to_learn_from = stepping_on_nothing
+    elif method == "geo_rs_sgd":
+        trainer.train = with_sgd
+    return found
+
+
+def sgd_with_adams_first_step(run):
+    """SGD whose rate is such that its first step is as long as that of the run's AdamW would be."""
+    import torch
+    optimizer, factor = torch.optim.SGD(run.policy.parameters(), lr=run.config.train.lr), []
+
+    def scale(optimizer, *_):
+        gradients = [p.grad for p in run.policy.parameters()]
+        if not factor:                          # AdamW's first step is lr · g/(|g| + ε)
+            of_adam = torch.cat([(g / (g.abs() + 1e-8)).full_tensor().flatten() for g in gradients]).norm()
+            factor.append(of_adam / torch.cat([g.full_tensor().flatten() for g in gradients]).norm())
+        for g in gradients:
+            g.mul_(factor[0])
+
+    optimizer.register_step_pre_hook(scale)
+    return optimizer
 
 
 def summary(lines: list[dict]) -> dict:
@@ -169,7 +204,8 @@ def summary(lines: list[dict]) -> dict:
         "tokens": int(sum(line["response/tokens"] for line in lines)),
         "area": area(after), "curve": " ".join(f"{a:.4f}" for a in after),
         "chi2_token": statistics.median(each("chi2_token")),
-        "clip_fraction": statistics.mean(line["loss/clip_fraction"] for line in lines)}
+        "clip_fraction": statistics.mean(line["loss/clip_fraction"] for line in lines),
+        "empty_updates": sum(line.get("train/empty_updates", 0) for line in lines)}
     return {key: f"{x:.4g}" if isinstance(x, float) else x for key, x in row.items()}
 
 
@@ -233,7 +269,12 @@ def run_all(study: dict, path: Path, workers: int) -> None:
 
 
 def declared(path: Path) -> dict:
-    return {**OmegaConf.to_container(OmegaConf.load(path)), "name": path.stem}
+    """What a study declares; `like` names the study whose settings, regimes and methods it begins with."""
+    own = OmegaConf.load(path)
+    if "like" in own:
+        base = OmegaConf.load(path.with_name(own.like))
+        own = OmegaConf.merge({key: base[key] for key in ("settings", "evaluator", "regimes", "methods") if key in base}, own)
+    return {**OmegaConf.to_container(own), "name": path.stem}
 
 
 def main() -> None:

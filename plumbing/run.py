@@ -31,6 +31,8 @@ from plumbing.tasks import Problem, make_demo_model, make_task, seed_of
 from policy import full_weights, load_policy
 from rollout import Cut, Sample, WeightSync, make_engine
 
+SKIPPED = ("train/skipped_samples", "train/skipped_updates", "train/empty_updates")
+
 
 @contextlib.contextmanager
 def opened(config: Config):
@@ -177,7 +179,7 @@ class Run:
             for step in range(self.done + 1, config.train.steps + 1):
                 torch.manual_seed(seed_of(config.seed, "dropout", step, dist.get_rank()))
                 self.times, self.began, self.step = {}, time.perf_counter(), step
-                self.skipped = {"train/skipped_samples": 0, "train/skipped_updates": 0}
+                self.skipped = dict.fromkeys(SKIPPED, 0)
                 yield step
 
     def tensorboard(self):
