@@ -31,7 +31,8 @@ from metrics import (Ratios, Statistics, offpolicy_quantities, rejection_quantit
 LOSS_TYPES = ("ppo_clip", "reinforce", "gspo", "cispo", "sapo")
 KL_CRITERIA = tuple(f"{level}_k{k}" for level in ("token", "seq_sum", "seq_mean", "seq_max")
                     for k in (1, 2, 3))
-CRITERIA = (*KL_CRITERIA, "opsm", "token_tv", "token_tv_outward", "second_moment")
+OF_PROBABILITIES = ("token_tv", "token_tv_outward")     # of π − μ, not of ρ
+CRITERIA = (*KL_CRITERIA, "opsm", *OF_PROBABILITIES, "second_moment")
 
 
 # ----------------------------------------------------------------------------------- the equations
@@ -57,7 +58,8 @@ def batch_normalize(weights: Tensor, response_mask: Tensor, level: str, group=No
 
     [B, T] → [B, T]. With `group`, the mean is over all its ranks. Unchanged where it is below 1e-8:
     all weights are zero or at the floor e^−SAFETY_BOUND then, and dividing would make 1 of nothing.
-    Bias O(1/N). Source: verl PR 3980; Owen 2013, ch. 9.
+    For w = ρ the bias is O(1/N). Truncated weights tend to E_μ[wf]/E_μ[w]; geometric and prefix
+    ones, whose mean is not 1, are rescaled at any N. Source: verl PR 3980; Owen 2013, ch. 9.
     """
     mask, one_each = response_mask.bool(), weights
     if level not in OF_TOKENS:                          # one weight on all tokens of a sequence
@@ -78,7 +80,7 @@ def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[s
 
     token_*: the token alone. seq_sum_*, seq_mean_*, seq_max_*: the sequence, by the sum, mean or
     worst token of the statistic, which is the estimate k1, k2 or k3 of KL(π_rollout‖π_old) in nats,
-    from log ρ_t limited to ±SAFETY_BOUND:
+    for k2 and k3 from log ρ_t limited to ±SAFETY_BOUND:
         k1 = −log ρ       keep while lo ≤ ρ ≤ hi
                           (seq_sum: Πρ; seq_mean: (Πρ)^{1/|y|}; seq_max: every ρ_t)
         k2 = (log ρ)²/2, k3 = ρ − 1 − log ρ        keep while ≤ bound
@@ -117,14 +119,15 @@ def judge(log_ratio: Tensor, response_mask: Tensor, name: str, bound,
     (eq:rejection, eq:opsm, eq:total-variation, eq:second-moment)
     """
     mask = response_mask.bool()
+    log_ratio = torch.where(mask, log_ratio, 0.0)
     if name == "opsm":
         drift = sequence_log_ratio(-log_ratio, mask, "geometric")                        # [B, 1]
         return _at_most(drift, bound, advantages < 0)
     if name == "second_moment":
-        square = torch.where(mask, log_ratio, 0.0).square().float()
+        square = log_ratio.square().float()
         limit = second_moment_limit(square, mask, bound, group)
         return _at_most(square, limit, least=torch.full_like(limit, -math.inf))
-    if name.startswith("token_tv"):
+    if name in OF_PROBABILITIES:
         if rollout_log_prob is None:
             raise ValueError(f"rollout_rs.{name} needs rollout_log_prob: a ratio does not say how "
                              "much probability has moved")
@@ -132,33 +135,44 @@ def judge(log_ratio: Tensor, response_mask: Tensor, name: str, bound,
         apart = (log_mu + log_ratio).clamp(max=0).exp() - log_mu.exp()                   # π − μ
         return _at_most(apart.abs() if name == "token_tv" else apart * advantages.sign(), bound)
     where, kind = name.rsplit("_", 1)
-    limited = torch.where(mask, log_ratio, 0.0).clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    lowest = highest = kl_estimate(torch.zeros_like(limited), limited, kind)             # [B, T]
+    limited = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    statistic = _over(kl_estimate(torch.zeros_like(limited), limited, kind), mask, where)
+    if kind != "k1":
+        return _at_most(statistic, bound)
+    # −log ρ: the ends of ρ's interval swap. Nothing is exponentiated, so the bounds judge log ρ as
+    # it is; what is reported of it is limited, as verl's metrics are.
+    least, most = (sign * math.inf if end is None else -math.log(end)
+                   for end, sign in zip(reversed(bound), (-1, 1)))
+    highest = lowest = _over(-log_ratio, mask, where)
     if where == "seq_max":
-        highest, lowest = (end[:, None] for end in extremes(highest, mask))
-    elif where != "token":
-        level = {"seq_sum": "sequence", "seq_mean": "geometric"}[where]
-        lowest = highest = sequence_log_ratio(highest, mask, level)
-    least, most = -math.inf, bound
-    if kind == "k1":                                    # −log ρ: the ends of ρ's interval swap
-        least, most = (sign * math.inf if end is None else -math.log(end)
-                       for end, sign in zip(reversed(bound), (-1, 1)))
-    return Verdict(highest, (least, most), lowest < least, highest > most)
+        lowest = extremes(-log_ratio, mask)[1][:, None]
+    return Verdict(statistic, (least, most), lowest < least, ~(highest <= most))
+
+
+def _over(x: Tensor, mask: Tensor, where: str) -> Tensor:
+    """x per token [B, T], or the sum, mean or largest of each sequence [B, 1]."""
+    if where == "token":
+        return x
+    if where == "seq_max":
+        return extremes(x, mask)[0][:, None]
+    return sequence_log_ratio(x, mask, {"seq_sum": "sequence", "seq_mean": "geometric"}[where])
 
 
 def _at_most(statistic: Tensor, bound, among=True, least=-math.inf) -> Verdict:
-    above = (statistic > bound) & among
+    above = ~(statistic <= bound) & among               # what is not a number is not within a bound
     return Verdict(statistic, (least, bound), torch.zeros_like(above), above)
 
 
 def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float, group=None) -> Tensor:
-    """The largest x for which the mean of those (log ρ)² that are ≤ x is ≤ bound: 0-dim, float32.
+    """The largest (log ρ)² for which the mean of those up to it is ≤ bound: 0-dim, float32.
 
     (eq:second-moment)
 
-    `square`, `response_mask`: [B, T]. Equal values stay or go together. That mean never falls as x
-    rises, so 31 halvings find x among the float32 numbers from 0 to ∞, which are ordered as their
-    bits are. Of other ranks they take a sum and a count, whatever the shapes there.
+    `square`, `response_mask`: [B, T]. Equal values stay or go together; 0 where even the smallest is
+    above the bound. The mean of those ≤ x never falls as x rises, so 31 halvings find where it
+    crosses the bound among the float32 numbers from 0 to ∞, which are ordered as their bits are. Of
+    other ranks they take a sum and a count, whatever the shapes there. AReaL's M2PO differs in
+    three ways: its bound is strict, it splits ties, and it keeps the smallest when none fits.
     """
     mask, square = response_mask.bool(), square.detach().float()
     low, high = (square.new_full((), bits, dtype=torch.int64) for bits in (0, 0x7F800000))
@@ -171,7 +185,11 @@ def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float, gro
             torch.distributed.all_reduce(sums, group=group)
         fits = sums[0] <= bound * sums[1]
         low, high = torch.where(fits, middle, low), torch.where(fits, high, middle - 1)
-    return low.int().view(torch.float32)
+    kept = torch.where(mask & (square <= low.int().view(torch.float32)), square, 0.0)
+    largest = torch.cat([kept.flatten(), kept.new_zeros(1)]).amax()
+    if group is not None:
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+    return largest
 
 
 # -------------------------------------------------------------------------------- all of it at once

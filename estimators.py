@@ -182,29 +182,37 @@ def perplexity(log_prob: Tensor, response_mask: Tensor) -> Tensor:
 # ------------------------------------------------------------------- the distribution sampled from
 
 def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
-                       top_p: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The distribution actually sampled from, and the mass that survived.  (eq:sampling)
+                       top_p: float = 1.0, min_p: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return the distribution actually sampled from, and the mass that survived.  (eq:sampling)
 
         q = softmax(logits/τ);   μ(v) = q(v)·1[v kept] / Σ_kept q
 
-    Top-k keeps the k likeliest, and what ties with the last of them, as vLLM and Hugging Face do;
-    top-p then the fewest whose mass reaches p. A trainer that scores
-    with log q while the engine sampled from μ is off by log(surviving mass) on every token.
+    Three cuts, in vLLM's order. Min-p keeps v where q(v) ≥ min_p·max q: a tie with that bound
+    stays, to rounding, and the likeliest token always does. Top-k keeps the k likeliest, and what
+    ties with the last of them. Top-p keeps the fewest that have a share p of the mass left so far.
+    Hugging Face cuts by min-p last: its top-p is of more mass, and keeps as many tokens or more.
+    A trainer that scores with log q while the engine sampled from μ is off by log(surviving mass)
+    on every token.
 
     `logits`: [..., V] → log μ [..., V] (−inf where never sampled), and the mass [...] in (0, 1].
-    Raises ValueError for a temperature ≤ 0, a negative top_k or a top_p outside (0, 1].
+    Raises ValueError for a temperature ≤ 0, a negative top_k, a top_p outside (0, 1] or a min_p
+    outside [0, 1].
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, not {temperature!r}")
     if top_k < 0 or not 0 < top_p <= 1:
         raise ValueError(f"top_k must be ≥ 0 and top_p in (0, 1], not {top_k!r} and {top_p!r}")
+    if not 0 <= min_p <= 1:
+        raise ValueError(f"min_p must be in [0, 1], not {min_p!r}")
     log_q = torch.log_softmax(logits / temperature, -1)
-    if top_p == 1 and not 0 < top_k < log_q.shape[-1]:          # nothing to cut, not one digit
-        return log_q, torch.ones_like(log_q[..., 0])
+    if top_p == 1 and min_p == 0 and not 0 < top_k < log_q.shape[-1]:
+        return log_q, torch.ones_like(log_q[..., 0])           # nothing to cut, not one digit
     ordered, order = log_q.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
+    if min_p > 0:
+        keep &= ordered >= ordered[..., :1] + math.log(min_p)
     if 0 < top_k < ordered.shape[-1]:
-        keep = ordered >= ordered[..., top_k - 1:top_k]
+        keep &= ordered >= ordered[..., top_k - 1:top_k]
     if top_p < 1:
         kept = torch.where(keep, ordered.exp(), 0.0)
         kept = kept / kept.sum(-1, keepdim=True)

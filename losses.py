@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from correction import (Correction, RolloutCorrectionConfig, correct, importance_weights,
-                        rejection_mask)
-from estimators import aggregate_log_ratio, exp_ratio, kl_estimate
+from correction import (OF_PROBABILITIES, Correction, RolloutCorrectionConfig, correct,
+                        importance_weights, rejection_mask)
+from estimators import VERLS_KL, aggregate_log_ratio, exp_ratio, kl_estimate, masked_log_ratio
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
                 "seq-mean-token-sum-norm")
@@ -72,7 +72,8 @@ def cispo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_
                clip_high: float = 0.2) -> Tensor:
     """−sg(clip(r, 1−ε_low, 1+ε_high)) A log π_θ: the clip bounds the weight.  (eq:cispo)
 
-    No token's gradient vanishes. At r = 1 it is REINFORCE. Source: MiniMax-M1 2506.13585.
+    No token's gradient vanishes. At r = 1 it is REINFORCE. Source: MiniMax-M1 2506.13585, which
+    sets no lower bound: that one is verl's.
     """
     weight = exp_ratio(log_prob - old_log_prob).clamp(1 - clip_low, 1 + clip_high)
     return -weight.detach() * advantages * log_prob
@@ -95,12 +96,15 @@ def centering_loss(log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tenso
                    response_mask: Tensor, config: RolloutCorrectionConfig) -> Tensor:
     """A Σ_v sg(μ(v) w(v)) log π_θ(v), to be added to −w A log π_θ(y).  (eq:score-centering)
 
-    Then w ∇log π_θ(y) is less its own mean under μ, and a constant A moves nothing: where ρ is
-    truncated or left out no baseline does that. w(v) is what `config` gives a token: weight and
-    criteria. `log_prob`, `rollout_log_prob`: [B, T, K], of K candidates v of each token, −∞ under μ
-    where there are fewer. Exact where these hold all of μ; what they leave of μ is taken to be in
-    proportion to what they leave of π_θ: one more candidate. Source: 2609.20807.
+    Then w ∇log π_θ(y) is less its own mean under μ, and in a sum over tokens a constant A moves
+    nothing: where ρ is truncated or left out no baseline does that. w(v) is what `config` gives a
+    token: weight and criteria. `log_prob`, `rollout_log_prob`: [B, T, K], of K candidates v of each
+    token, −∞ under μ where there are fewer. Exact where these hold all of μ; what they leave of μ is taken to be in
+    proportion to what they leave of π_θ: one more candidate. token_tv* keeps it, which is exact
+    while it has at most δ under both. Source: 2609.20807.
     """
+    log_prob, rollout_log_prob = (x.to(torch.promote_types(x.dtype, torch.float32))
+                                  for x in (log_prob, rollout_log_prob))
     known = (rollout_log_prob > -math.inf) & response_mask.bool()[..., None]           # [B, T, K]
     p, mu = (torch.where(known, x, -math.inf).exp() for x in (log_prob, rollout_log_prob))
     rest, mu_rest = (1 - x.sum(-1, keepdim=True) for x in (p, mu))
@@ -111,9 +115,14 @@ def centering_loss(log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tenso
     log_rho = torch.where(asked, log_p.detach().flatten(1) - log_mu, 0.0)
     advantages = advantages[..., None].expand_as(mu)
     weights = rejection_mask(log_rho, asked, config.rollout_rs, advantages.flatten(1), log_mu)
+    # The rest is many tokens: Σπ − Σμ of it is not the π − μ of any, and must not reject them.
+    others = {k: bound for k, bound in config.rollout_rs.items() if k not in OF_PROBABILITIES}
+    rest = rejection_mask(log_rho, asked, others).view_as(mu)[..., -1:]
+    weights = torch.cat([weights.view_as(mu)[..., :-1], rest], -1)
     if config.rollout_is is not None:
-        weights = weights * importance_weights(log_rho, asked, "token", config.rollout_is_threshold)
-    return (advantages * mu * weights.view_as(mu) * log_p).sum(-1)
+        weights = weights * importance_weights(log_rho, asked, "token",
+                                               config.rollout_is_threshold).view_as(mu)
+    return (advantages * mu * weights * log_p).sum(-1)
 
 
 # ---------------------------------------------------------------------------------- aggregation
@@ -143,7 +152,8 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
         seq-mean-token-sum-norm  (1/N) Σ_i (1/H) Σ_t x            H = horizon, default T: Dr. GRPO
 
     `values`, `mask`: [B, T]; `mask` says which terms are summed. `denominator_mask` (default: mask)
-    says what |y_i| and N count, so that rejection need not change the step's length. `counts`:
+    says what |y_i| and N count, so that rejection need not change the step's length; where it is
+    empty and `mask` is not, |y_i| counts `mask`. `counts`:
     those numbers for the whole mini-batch, over ranks and micro-batches; the results of its parts
     then add up to the full batch's. Nothing to sum: 0, with the graph attached. N counts non-empty
     sequences. Raises ValueError on another mode.
@@ -159,7 +169,9 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
     if mode == "token-mean":
         return row.sum() / torch.as_tensor(tokens).clamp(min=1)
     if mode == "seq-mean-token-mean":
-        row = row / counted.sum(-1).clamp(min=1)
+        length = counted.sum(-1)
+        length = torch.where(length > 0, length, mask.sum(-1))      # rejected, and summed all the same
+        row = row / length.clamp(min=1)
     if mode == "seq-mean-token-sum-norm":
         row = row / (mask.shape[-1] if horizon is None else horizon)
     return row.sum() / torch.as_tensor(sequences).clamp(min=1)
@@ -167,8 +179,8 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
 
 # ------------------------------------------------------------------------------------- the losses
 
-def _checked(log_prob, old_log_prob, rollout_log_prob, advantages, response_mask, needed,
-             nan_is_missing: bool) -> list[Tensor | None]:
+def _checked(log_prob, old_log_prob, rollout_log_prob, advantages, response_mask,
+             needed) -> list[Tensor | None]:
     """The four tensors of `policy_loss`, [B, T] each and 0 on padding, or a sentence."""
     if advantages is not None and advantages.shape in ((len(response_mask),),
                                                        (len(response_mask), 1)):
@@ -181,13 +193,8 @@ def _checked(log_prob, old_log_prob, rollout_log_prob, advantages, response_mask
         if x is not None and x.shape != response_mask.shape:
             raise ValueError(f"{name} {tuple(x.shape)} and response_mask "
                              f"{tuple(response_mask.shape)} must have one shape [B, T]")
-    log_prob, old_log_prob, rollout_log_prob, advantages = (         # float32 before r is formed
-        None if x is None else torch.where(response_mask.bool(), x, 0.0).to(
-            torch.promote_types(x.dtype, torch.float32)) for x in tensors.values())
-    old_log_prob = (log_prob if old_log_prob is None else old_log_prob).detach()
-    if rollout_log_prob is not None and nan_is_missing:
-        rollout_log_prob = torch.where(rollout_log_prob.isnan(), old_log_prob, rollout_log_prob)
-    return [log_prob, old_log_prob, rollout_log_prob, advantages]
+    return [None if x is None else torch.where(response_mask.bool(), x, 0.0).to(
+        torch.promote_types(x.dtype, torch.float32)) for x in tensors.values()]     # before r is formed
 
 
 def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob: Tensor | None,
@@ -204,12 +211,13 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     (eq:decoupled-ppo, eq:bypass, eq:off-policy, eq:batch-size)
 
         decoupled: E_μ[Σ_t w_t L(r_t, A_t)]      ρ = π_old/μ, r = π_θ/π_old
-        bypass:    E_μ[Σ_t L(ρ_t, A_t)]          ρ = π_θ/μ
-        reinforce: E_μ[Σ_t −w_t A_t log π_θ]     ρ = π_θ/μ
+        bypass:    E_μ[Σ_t L(ρ_θ,t, A_t)]        ρ_θ = π_θ/μ
+        reinforce: E_μ[Σ_t −w_t A_t log π_θ]     w of ρ_θ
 
     All tensors [B, T]; advantages may be [B] or [B, 1]. `old_log_prob`: None is this log_prob,
-    detached, as in a first update; in bypass mode π_rollout takes its place. `rollout_log_prob`:
-    None where nothing is corrected, or `correction` is given, in decoupled mode; with
+    detached, as in a first update; bypass mode has no π_old and does not look at it. In decoupled
+    mode the ratio r is taken from π_old, and π_old is what is compared with π_rollout. In bypass
+    mode r is taken from π_rollout, and this π_θ is compared with it. `rollout_log_prob`: None where nothing is corrected, or `correction` is given, in decoupled mode; with
     `nan_is_missing` a NaN in it is a token that the sampler gave no log-prob: ρ = 1 there.
     `correction`: as `correct` gave it for these rows; when None it is computed here, from
     old_log_prob (decoupled) or from this log_prob (bypass), and its metrics (rollout_corr/*) are
@@ -229,26 +237,30 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     needed = ["log_prob", "advantages", *(["rollout_log_prob"] if corrects else [])]
     log_prob, old_log_prob, rollout_log_prob, advantages = _checked(
         log_prob, None if config.bypass_mode else old_log_prob, rollout_log_prob, advantages,
-        response_mask, needed, nan_is_missing)
-    anchor = rollout_log_prob.detach() if config.bypass_mode else old_log_prob
+        response_mask, needed)
+    # Two roles: what is compared with π_rollout, and what π_θ is compared with in the ratio r.
+    train_log_prob = (log_prob if old_log_prob is None else old_log_prob).detach()
+    if rollout_log_prob is not None and nan_is_missing:
+        rollout_log_prob = torch.where(rollout_log_prob.isnan(), train_log_prob, rollout_log_prob)
+    anchor_log_prob = rollout_log_prob.detach() if config.bypass_mode else train_log_prob
     valid, corrected_here = response_mask.bool(), {}
     if correction is None and rollout_log_prob is None:
         correction = Correction(None, response_mask)
     elif correction is None:
-        correction = correct(old_log_prob, rollout_log_prob, response_mask, config, advantages)
+        correction = correct(train_log_prob, rollout_log_prob, response_mask, config, advantages)
         corrected_here = correction.metrics
     clip_low, clip_high = (own if given is None else given for given, own in zip(
         (clip_low, clip_high), CLIP.get(config.loss_type, (0.2, 0.2))))
     if config.loss_type == "reinforce":
         loss = reinforce_loss(log_prob, advantages)
     elif config.loss_type == "ppo_clip":
-        loss = ppo_clip_loss(log_prob, anchor, advantages, clip_low, clip_high, dual_clip)
+        loss = ppo_clip_loss(log_prob, anchor_log_prob, advantages, clip_low, clip_high, dual_clip)
     elif config.loss_type == "gspo":
-        loss = gspo_loss(log_prob, anchor, advantages, valid, clip_low, clip_high, dual_clip)
+        loss = gspo_loss(log_prob, anchor_log_prob, advantages, valid, clip_low, clip_high, dual_clip)
     elif config.loss_type == "cispo":
-        loss = cispo_loss(log_prob, anchor, advantages, clip_low, clip_high)
+        loss = cispo_loss(log_prob, anchor_log_prob, advantages, clip_low, clip_high)
     else:
-        loss = sapo_loss(log_prob, anchor, advantages, tau_positive, tau_negative)
+        loss = sapo_loss(log_prob, anchor_log_prob, advantages, tau_positive, tau_negative)
     if correction.weights is not None and not config.ratio_is_the_weight:   # or eq:double-count
         loss = loss * correction.weights
     counted = valid if denominator == "fixed" else correction.mask
@@ -263,7 +275,7 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     total = aggregate_loss(loss, summed, mode, denominator_mask=counted, counts=counts,
                            horizon=horizon)
     with torch.no_grad():
-        log_r, kept = log_prob - anchor, correction.mask.bool()
+        log_r, kept = log_prob - anchor_log_prob, correction.mask.bool()
         stops = stopped(config.loss_type, log_r, valid, advantages, clip_low, clip_high, dual_clip)
         of_tokens = {"loss/ratio": exp_ratio(log_r), "loss/approx_kl": -log_r,
                      "loss/clip_fraction": stops.to(log_r.dtype)}
@@ -319,3 +331,44 @@ def kl_loss(log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, kind:
     if ratio is not None:
         values = values * torch.where(valid, ratio, 0.0)
     return aggregate_loss(values, valid, mode, counts=counts, horizon=horizon)
+
+
+def kl_ratio(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, kind: str,
+             level: str) -> Tensor:
+    """The `ratio` of `kl_loss` for samples of π_rollout: [B, T].  (eq:kl-ratio, eq:prefix)
+
+        token     ρ_t = π_θ/μ                what is left is ∇KL per token, in the states of μ
+        prefix    ρ_{1:t} = Π_{s≤t} ρ_s      the states are those of π_θ as well
+
+    It keeps its graph for k1 and k3, and is detached for all others, k2 and every "+". With prefix
+    products k1 and k3 have the whole ∇KL, the others its per-token part (eq:kl-gradient).
+    """
+    log_rho = masked_log_ratio(log_prob, rollout_log_prob, response_mask)
+    rho = exp_ratio(aggregate_log_ratio(log_rho, response_mask, level))
+    return rho if VERLS_KL.get(kind, kind) in ("k1", "k3") else rho.detach()
+
+
+def kl_penalty(old_log_prob: Tensor, ref_log_prob: Tensor, rollout_log_prob: Tensor,
+               response_mask: Tensor, kind: str = "k1", level: str | None = None,
+               weights: Tensor | None = None) -> Tensor:
+    """What KL(π_θ‖π_ref) in the reward takes from the advantages, [B, T].  (eq:kl-gradient)
+
+        None      Σ_{s≥t} k_s                    a reward like any other: the loss weights it
+        token     ρ_t k_t / w_t                  the token's own: ∇KL per token, in the states of μ
+        prefix    Σ_{s≥t} ρ_{1:s} k_s / w_t      all of ∇KL (eq:prefix)
+
+    ρ = π_old/π_rollout. `weights` [B, T]: w, by which the loss multiplies token t; the penalty has
+    weights of its own, so w is divided out, and where it is 0 nothing is left to be penalised.
+    Only k1 has the gradient of the KL here. Source of None: eq:kl-gradient's first part, on-policy.
+    """
+    mask = response_mask.bool()
+    old, ref = (torch.where(mask, x.detach(), 0.0) for x in (old_log_prob, ref_log_prob))
+    kl = kl_estimate(old, ref, kind)                                                    # [B, T]
+    if level is not None:
+        log_rho = masked_log_ratio(old_log_prob.detach(), rollout_log_prob, mask)
+        kl = kl * exp_ratio(aggregate_log_ratio(log_rho, mask, level))
+    if level != "token":
+        kl = torch.where(mask, kl, 0.0).flip(-1).cumsum(-1).flip(-1)
+    if level is not None and weights is not None:
+        kl = torch.where(weights > 0, kl / torch.where(weights > 0, weights, 1.0), 0.0)
+    return torch.where(mask, kl, 0.0)

@@ -100,7 +100,8 @@ class Statistics:
 
         Statistics.of([(sums, {"kl": "mean", "kl_max": "max"}), …]).merge(others).metrics()
 
-    Reductions: mean; std (n below it); sample_std (n − 1 below it); min; max; ess, (Σx)²/(nΣx²).
+    Reductions: mean; std (n below it); sample_std (n − 1 below it); min; max; ess, (Σx)²/(nΣx²); z,
+    Σx/√Σx², the error of a mean of 0 (eq:martingale).
     Of nothing at all they are 0. Sums are float64, since Σx²/n − mean² cancels.
     """
 
@@ -140,6 +141,7 @@ class Statistics:
             "std": variance.sqrt(),
             "sample_std": (variance * count / (count - 1).clamp(min=1)).sqrt(),
             "ess": kish(count, total, squares),
+            "z": total / squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt(),
             "max": top.masked_fill(nothing, 0.0),
             "min": (-bottom).masked_fill(nothing, 0.0),
         }
@@ -154,27 +156,26 @@ class Ratios(NamedTuple):
 
     log_rho: Tensor                                 # [B, T], 0 on padding
     tokens: Tokens
-    total: Tensor                                   # [B], Σ log ρ in float64
+    of_log: Sums                                    # of log ρ
     of_rho: Sums
 
     @classmethod
     def of(cls, log_rho: Tensor, response_mask: Tensor) -> "Ratios":
         tokens = Tokens.of(response_mask)
-        ends = [exp_ratio(end) for end in extremes(log_rho, tokens.mask)]
-        of_rho = tokens.sums(exp_ratio(log_rho), ends)
-        return cls(log_rho, tokens, log_rho.sum(-1).double(), of_rho)
+        ends = extremes(log_rho, tokens.mask)
+        of_rho = tokens.sums(exp_ratio(log_rho), [exp_ratio(end) for end in ends])
+        return cls(log_rho, tokens, tokens.sums(log_rho, ends), of_rho)
 
 
 def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quantity]:
     """How far apart two policies are: means over tokens, or over the sequences that have any.
 
-    (eq:kl-estimators, eq:chi2, eq:perplexity)
+    (eq:kl-estimators, eq:chi2, eq:perplexity, eq:martingale)
     """
-    _, (mask, n, rows), total, of_rho = ratios
+    _, (mask, n, rows), of_log, of_rho = ratios
     rollout = torch.where(mask, rollout_log_prob, 0.0).sum(-1) / n            # mean log μ, [B]
-    log_rho, limited = total / n, total.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    log_rho, limited = of_log.total / n, of_log.total.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     means = [
-        (n, -log_rho, {"kl": "mean"}),                          # KL(π_rollout‖π_train), by k1
         (n, of_rho.total / n - 1 - log_rho, {"k3_kl": "mean"}),
         (n, of_rho.squares / n - 1, {"chi2_token": "mean"}),
         (rows, torch.expm1(2 * limited), {"chi2_seq": "mean"}),
@@ -186,9 +187,14 @@ def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quant
                           "log_ppl_diff_min": "min"}),
         (rows, log_rho.abs(), {"log_ppl_abs_diff": "mean"}),
         (rows, exp_ratio(-log_rho, 4 * SAFETY_BOUND), {"ppl_ratio": "mean"})]
-    return [(Sums.of_rows(x, of), names) for of, x, names in means] + [
-        (of_rho, {"is_ratio_mean": "mean", "is_ratio_std": "sample_std", "is_ratio_max": "max",
-                  "is_ratio_min": "min"})]
+    k1 = of_log._replace(total=-of_log.total, top=-of_log.bottom, bottom=-of_log.top)
+    less_one = Sums(n, of_rho.total - n, of_rho.squares - 2 * of_rho.total + n, of_rho.top - 1,
+                    of_rho.bottom - 1)
+    return [(k1, {"kl": "mean", "kl_z": "z"}),                  # KL(π_rollout‖π_train), by k1
+            *((Sums.of_rows(x, of), names) for of, x, names in means),
+            (of_rho, {"is_ratio_mean": "mean", "is_ratio_std": "sample_std", "is_ratio_max": "max",
+                      "is_ratio_min": "min"}),
+            (less_one, {"is_ratio_z": "z"})]
 
 
 # Of a quantity x, under prefix_NAME: nats of a criterion have these, weights all of them.
@@ -359,14 +365,17 @@ def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
 
 # -------------------------------------------------------------------------------------- diagnosis
 
-# Metric, healthy from, to, what it means to be outside, what to turn. The limits are verl's, but
-# for those of rollout_rs_masked_fraction and loss/bypass_clip_fraction. verl's advice to raise the
-# veto's bound when it rejects too much is the wrong way round: lower it.
+# Metric, healthy from, to, what it means to be outside, what to turn. How many runs of chapter 10
+# each of them warned of, and of how many in vain, is a table of chapter 8. verl's advice to raise
+# the veto's bound when it rejects too much is the wrong way round: lower it.
 HEALTHY = (
     ("all_rejected", 0, 0, "every token was rejected, so the step taught nothing",
      "widen rollout_rs, take a larger batch or new rollouts; or a bug makes the policies differ"),
-    ("rollout_is_mean", 0.5, 2, "the mean weight is far from 1, so ρ is systematically off",
-     "check that both log-probs are processed and at the sampling temperature, lower staleness"),
+    ("train/empty_updates", 0, 0, "of some mini-batches nothing was kept; they took no step",
+     "widen rollout_rs, or take fewer and larger mini-batches"),
+    ("rollout_is_mean", 0.5, 2, "the weights are far from their mean of 1: a cap takes the rest of "
+     "it, or a heavy tail that this batch has not met",
+     "take token instead of sequence weights, or lower rollout.staleness"),
     ("rollout_is_raw_eff_sample_size", 0.3, 1, "few samples carry all the weight",
      "take token instead of sequence weights, reject with seq_mean_k1, or lower rollout.staleness"),
     ("rollout_is_std", 0, 1, "the weights scatter widely, so the gradient is noisy",
@@ -396,16 +405,51 @@ HEALTHY = (
 
 SEVERE = {"chi2_token": (10, "a severe shift: more than nine samples in ten are lost",
                          "sample anew with today's weights; no bound repairs such a batch")}
+UNCORRECTED = 0.002     # k3 per token that nothing corrects: above chapter 10's runs of six bits
+
+
+def _improper(values: Mapping[str, float]) -> list[str]:
+    """What cannot be so for samples of μ, whatever the policies.  (eq:martingale)
+
+    Two exact tests: z is a standard normal number where π is a distribution over what μ sampled.
+    The other condition of each keeps rounding out.
+    """
+    found, (mean, z) = [], (values.get(x, 0.0) for x in ("is_ratio_mean", "is_ratio_z"))
+    if abs(z) > 5 and abs(mean - 1) > 0.002:
+        found.append(
+            f"is_ratio_mean is {mean:.4g}, {abs(z):.1f} standard errors from 1: π_train is not a "
+            "distribution over what π_rollout sampled, and no weight repairs that; "
+            + ("replay what top-p, top-k or min-p kept, or leave them out." if mean < 1 else
+               "look for a wrong record of π_rollout's log-probs: raw, shifted, of another prompt."))
+    kl, z = (values.get(x, 0.0) for x in ("kl", "kl_z"))
+    if z < -5 and kl < -1e-4:
+        found.append(f"kl is {kl:.2g}, {-z:.1f} standard errors below 0: on average, samples of "
+                     "π_rollout cannot be likelier under π_train; π_rollout's log-probs are not of "
+                     "the distribution that was sampled from: check its temperature.")
+    return found
+
+
+def _uncorrected(values: Mapping[str, float]) -> list[str]:
+    """A mismatch that neither weights nor rejection nor a ratio to π_rollout acts on."""
+    acts = {"rollout_is_mean", "loss/bypass_clip_fraction"} & set(values)
+    k3 = values.get("k3_kl", 0.0)
+    if acts or values.get("rollout_rs_masked_fraction", 1.0) > 0 or not k3 > UNCORRECTED:
+        return []
+    return [f"k3_kl is {k3:.2g} and nothing corrects it (healthy: 0 to {UNCORRECTED:g}): the step is "
+            "that of another objective; take weights (correction.preset=decoupled_token_is)."]
 
 
 def diagnose(metrics: Mapping[str, Any]) -> list[str]:
-    """What looks wrong, and which knob to turn; [] when nothing does.  (eq:ess, eq:chi2)
+    """What looks wrong, and which knob to turn; [] when nothing does.
+
+    (eq:ess, eq:chi2, eq:martingale)
 
     `metrics`: as `correct` and `policy_loss` return them, tensors or floats, with or without
     "rollout_corr/"; what is missing is not judged. A value that is not finite is always named.
+    Of loss/bypass_clip_fraction give the first mini-batch's: later ones move by learning as well.
     """
     values = {name.removeprefix("rollout_corr/"): value for name, value in to_host(metrics).items()}
-    found = []
+    found = [*_improper(values), *_uncorrected(values)]
     for name, low, high, meaning, remedy in HEALTHY:
         value, (limit, *words) = values.get(name), SEVERE.get(name, (math.inf, meaning, remedy))
         if value is not None and value >= limit:

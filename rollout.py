@@ -2,8 +2,8 @@
 
 What this file decides
 * A sample carries log μ of the distribution its tokens were DRAWN from: temperature applied,
-  cut by top-p and top-k where these are set, normalised in float32 over what is left. That set
-  goes with each token, so that π_old and π_θ can be normalised over the same one. The model's
+  cut by min-p, top-k and top-p where these are set, normalised in float32 over what is left. That
+  set goes with each token, so that π_old and π_θ can be normalised over the same one. The model's
   generation_config.json has no say in any of it, and penalties are off.
 * One seed per sample. A sample depends on its prompt, its seed and the weights, not on its batch:
   so it is on a CPU. A GPU's kernels round otherwise for another size of batch, and now and then
@@ -56,23 +56,29 @@ class Sample:
 
 
 class Cut(NamedTuple):
-    """Top-k, then top-p: what μ is cut to, and with it π_old, π_θ and π_ref.  (eq:sampling)"""
+    """Min-p, top-k, then top-p: what μ is cut to, and with it π_old, π_θ, π_ref.  (eq:sampling)"""
 
     top_p: float
     top_k: int  # 0: nothing is cut
+    min_p: float
     most: int  # ids in a set: what ties with the k-th is kept too, and bfloat16 has many ties
 
     @staticmethod
-    def of(top_p, top_k, vocabulary):
-        """All is kept by top_k of None, 0 and -1. Raises ValueError where KEPT ids may not do."""
+    def of(top_p, top_k, min_p, vocabulary):
+        """Return the cut that these settings make; a top_k of None, 0 or -1 keeps every token.
+
+        Raises ValueError where a set may have more than KEPT ids. Top-k alone bounds a set: of
+        equally likely tokens min-p keeps all, and top-p the share p.
+        """
         k = top_k if 0 < (top_k or 0) < vocabulary else vocabulary
-        if top_p == 1 and k == vocabulary:
-            return Cut(1.0, 0, 0)
+        if top_p == 1 and min_p == 0 and k == vocabulary:
+            return Cut(1.0, 0, 0.0, 0)
         if k > KEPT:
-            raise ValueError(f"rollout.top_p={top_p} and rollout.top_k={top_k} may keep {k} of "
-                             f"{vocabulary} tokens, and training replays at most {KEPT}: set "
-                             f"rollout.top_k to 1 … {KEPT}, or rollout.top_p=1 without it.")
-        return Cut(top_p, k, 2 * k + 16)
+            raise ValueError(f"rollout.top_p={top_p}, rollout.top_k={top_k} and rollout.min_p="
+                             f"{min_p} may keep {k} of {vocabulary} tokens, and training replays "
+                             f"at most {KEPT}: set rollout.top_k to 1 … {KEPT}, or rollout.top_p=1 "
+                             "and rollout.min_p=0 without it.")
+        return Cut(top_p, k, min_p, 2 * k + 16)
 
     def checked(self, kept):
         """The sets of one response; raises ValueError where one has more than `most` ids."""
@@ -84,16 +90,16 @@ class Cut(NamedTuple):
 
 def make_engine(
     kind, path, *, dtype, max_model_len, gpu_memory_utilization=0.4, device="cpu", batch_size=512,
-    enforce_eager=None, top_p=1.0, top_k=None, candidates=0
+    enforce_eager=None, top_p=1.0, top_k=None, min_p=0.0, candidates=0
 ):
     """The engine named `kind`: "vllm", "transformers", or "auto", which is vLLM where it imports.
 
     path: directory or hub id of the first weights. dtype: a key of DTYPES. max_model_len: longest
     prompt plus response. gpu_memory_utilization: vLLM's share of the GPU while awake. batch_size:
     most samples at a time. enforce_eager: vLLM without CUDA graphs and compilation, far slower on a
-    GPU; None: on a CPU only. top_p, top_k: see `Cut.of`. candidates: with each token come those of
-    μ's likeliest, or with a cut all that are left. Under torchrun, call `init_process_group` before
-    and `close` the engine before `destroy_process_group`.
+    GPU; None: on a CPU only. top_p, top_k, min_p: see `Cut.of`. candidates: with each token come
+    those of μ's likeliest, or with a cut all that are left. Under torchrun, call
+    `init_process_group` before and `close` the engine before `destroy_process_group`.
     """
     kinds = ["auto", "vllm", "transformers"]
     for name, value, known in [("engine", kind, kinds), ("dtype", dtype, list(DTYPES))]:
@@ -102,7 +108,8 @@ def make_engine(
             raise ValueError(f"rollout.{name}={value!r} is unknown; did you mean {nearest!r}?")
     vocabulary = AutoConfig.from_pretrained(path).get_text_config().vocab_size
     settings = dict(dtype=dtype, max_model_len=max_model_len, device=device, batch_size=batch_size,
-                    cut=Cut.of(top_p, top_k, vocabulary), candidates=min(candidates, vocabulary))
+                    cut=Cut.of(top_p, top_k, min_p, vocabulary),
+                    candidates=min(candidates, vocabulary))
     if kind != "transformers":
         try:
             import_vllm()
@@ -200,7 +207,8 @@ class GumbelMax(LogitsProcessor):
 
     def __call__(self, input_ids, logits):
         log_mu, _ = sampling_log_probs(  # [B, V]
-            logits.float(), self.temperature or 1.0, self.cut.top_k, self.cut.top_p)
+            logits.float(), self.temperature or 1.0, self.cut.top_k, self.cut.top_p,
+            self.cut.min_p)
         scores = log_mu
         if self.temperature > 0:
             exponential = torch.empty_like(log_mu)
@@ -247,7 +255,7 @@ class VllmEngine:
                 max_num_seqs=min(batch_size, 1024),
                 logprobs_mode="processed_logprobs",  # after temperature and cut, not before them
                 max_logprobs=self.asked, return_sampling_mask=self.on_gpu and cut.most > 0,
-                generation_config="vllm",  # the model's own top-p, top-k and penalties stay out
+                generation_config="vllm",  # the model's own cuts and penalties stay out
                 enable_prefix_caching=False,  # a cached prefix would outlive its weights
                 enable_chunked_prefill=self.on_gpu,  # on a CPU it fails where requests have seeds
                 enforce_eager=self.eager,
@@ -262,7 +270,8 @@ class VllmEngine:
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         params = [
             self.SamplingParams(
-                seed=seed, temperature=temperature, top_p=self.cut.top_p, top_k=self.cut.top_k,
+                seed=seed, temperature=temperature,
+                top_p=self.cut.top_p, top_k=self.cut.top_k, min_p=self.cut.min_p,
                 max_tokens=max_tokens, logprobs=self.asked,  # beside that of the drawn token
                 stop_token_ids=list(eos_ids), ignore_eos=True,  # ours, not the model's idea of them
                 detokenize=False)
@@ -407,7 +416,7 @@ def _check_request(engine, prompts, seeds, temperature, max_tokens):
     if temperature != 0 and temperature < 0.01:  # vLLM would raise it to 0.01 without a word
         raise ValueError(f"temperature={temperature} must be 0 (greedy) or at least 0.01.")
     if temperature == 0 and engine.cut.most:
-        raise ValueError("temperature=0 (greedy) is for engines without top_p and top_k.")
+        raise ValueError("temperature=0 (greedy) is for engines without top_p, top_k and min_p.")
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens} must be at least 1.")
     for index, prompt in enumerate(prompts):

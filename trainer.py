@@ -26,13 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from correction import Correction, RolloutCorrectionConfig, correct
-from estimators import grpo_advantages, kl_estimate, reinforce_advantages, rloo_advantages
-from losses import Counts, count, kl_loss, loss_means, policy_loss
+from correction import Correction, RolloutCorrectionConfig, correct, importance_weights
+from estimators import (grpo_advantages, masked_log_ratio, reinforce_advantages,
+                        rloo_advantages)
+from losses import Counts, count, kl_loss, kl_penalty, kl_ratio, loss_means, policy_loss
 from metrics import merge
 from plumbing.faults import reported
 from plumbing.run import Run, opened
-from plumbing.settings import Config, correction_of, help_text, load_config
+from plumbing.settings import Config, correction_of, help_text, kl_of, load_config
 from plumbing.tasks import seed_of
 from policy import Policy, Shape, padded, sent
 from rollout import Sample
@@ -70,12 +71,12 @@ def train(run: Run) -> None:
         with run.timed("rollout"):
             batch, metrics = sample(run, step)
         with run.timed("log_probs"):
-            if not options.bypass_mode:
+            if not options.bypass_mode or penalizes(config):       # bypass mode has no other use for it
                 batch = batch._replace(old_log_prob=score(policy, batch, config))
             if run.reference is not None:
                 batch = batch._replace(ref_log_prob=score(run.reference, batch, config))
             batch = without_nonfinite(run, batch)
-            batch = with_kl_in_reward(batch, config)
+            batch = with_kl_in_reward(batch, config, options)
         with run.timed("update"):
             correction = None      # bypass mode: ρ = π_θ/π_rollout changes with every update
             if not options.bypass_mode:
@@ -90,6 +91,9 @@ def train(run: Run) -> None:
                     part = correction and correction.rows(rows)
                     updates.append(update(run, batch.rows(rows, rows), options, part))
             metrics |= average([u.metrics for u in updates if u.metrics])
+            if "loss/bypass_clip_fraction" in updates[0].metrics:      # before θ has moved
+                metrics |= {"loss/bypass_clip_fraction":
+                            updates[0].metrics["loss/bypass_clip_fraction"]}
             first_epoch = [c for u in updates[:config.train.mini_batches] for c in u.corrections]
             if correction or first_epoch:          # or every update was skipped
                 metrics |= merge([correction] if correction else first_epoch, dist.group.WORLD)
@@ -236,15 +240,28 @@ def without_nonfinite(run: Run, batch: Batch) -> Batch:
     return batch._replace(response_mask=batch.response_mask & ~fault.any(0).any(-1, keepdim=True))
 
 
-def with_kl_in_reward(batch: Batch, config: Config) -> Batch:
-    """A_t −= kl_coef · Σ_{s≥t} k_s: the penalty still to come at token t (the past drops out)."""
-    if config.loss.kl_in != "reward" or batch.ref_log_prob is None:
+def with_kl_in_reward(batch: Batch, config: Config, options: RolloutCorrectionConfig) -> Batch:
+    """A_t −= kl_coef · the penalty of token t: `kl_penalty`, of π_old in both modes."""
+    if not penalizes(config):
         return batch
-    sampler = batch.rollout_log_prob if batch.old_log_prob is None else batch.old_log_prob
-    kl = kl_estimate(sampler, batch.ref_log_prob, config.loss.kl_kind)                  # [B, T]
-    kl = torch.where(batch.response_mask, kl, 0.0)
-    to_go = kl.flip(-1).cumsum(-1).flip(-1)                                             # [B, T]
-    return batch._replace(advantages=batch.advantages - config.loss.kl_coef * to_go)
+    kind, level = kl_of(config.loss)
+    penalty = kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.rollout_log_prob,
+                         batch.response_mask, kind, level,
+                         None if level is None else loss_weights(batch, options))       # [B, T]
+    return batch._replace(advantages=batch.advantages - config.loss.kl_coef * penalty)
+
+
+def penalizes(config: Config) -> bool:
+    return config.loss.kl_in == "reward" and config.loss.kl_coef != 0
+
+
+def loss_weights(batch: Batch, options: RolloutCorrectionConfig) -> Tensor | None:
+    """By what the loss multiplies the score of each token while π_θ = π_old, its clip aside."""
+    given = batch.old_log_prob, batch.rollout_log_prob, batch.response_mask
+    if options.ratio_is_the_weight:
+        level = "geometric" if options.loss_type == "gspo" else "token"
+        return importance_weights(masked_log_ratio(*given), batch.response_mask, level, math.inf)
+    return correct(*given, options, batch.advantages, dist.group.WORLD).weights
 
 
 class Update(NamedTuple):
@@ -275,16 +292,19 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig, correction=
         corrections.append(correction.rows(there) if correction else correct(
             log_prob, part.rollout_log_prob, part.response_mask, options, part.advantages))
         loss, metrics = policy_loss(
-            log_prob, part.rollout_log_prob if options.bypass_mode else part.old_log_prob,
-            part.rollout_log_prob, part.advantages, part.response_mask, options,
-            correction=corrections[-1], clip_low=how.clip_low, clip_high=how.clip_high,
-            dual_clip=how.dual_clip, mode=how.aggregation, denominator=how.denominator,
+            log_prob, part.old_log_prob, part.rollout_log_prob, part.advantages,
+            part.response_mask, options, correction=corrections[-1], clip_low=how.clip_low,
+            clip_high=how.clip_high, dual_clip=how.dual_clip, tau_positive=how.tau_positive,
+            tau_negative=how.tau_negative, mode=how.aggregation, denominator=how.denominator,
             counts=counts, horizon=config.rollout.max_tokens,
             candidates=(candidates, part.candidate_log_prob))
         metrics = {k: v for k, v in metrics.items() if k.startswith("loss/")}
         if part.ref_log_prob is not None:
-            kl = kl_loss(log_prob, part.ref_log_prob, part.response_mask, how.kl_kind,
-                         how.aggregation, counts=whole, horizon=config.rollout.max_tokens)
+            kind, level = kl_of(how)
+            ratio = level and kl_ratio(log_prob, part.rollout_log_prob, part.response_mask, kind,
+                                       level)
+            kl = kl_loss(log_prob, part.ref_log_prob, part.response_mask, kind, how.aggregation,
+                         ratio=ratio, counts=whole, horizon=config.rollout.max_tokens)
             loss = loss + how.kl_coef * kl if how.kl_in == "loss" else loss
             metrics["loss/kl"] = kl.detach()
         (loss * dist.get_world_size()).backward()   # FSDP averages over ranks; these are summands

@@ -1,7 +1,8 @@
 """Other systems' words for the same corrections: their configuration blocks, read as ours.
 
-This file decides what verl 0.6.0, 0.6.1, 0.9, SkyRL and prime-rl mean by their keys, and reproduces
-what *they* do, where their own documents and their code differ too. It knows no tensor.
+This file decides what verl 0.6.0, 0.6.1, 0.9, SkyRL and prime-rl mean by their keys. A key that is
+left out has their default; null switches off, or is refused, as it does there. Where a document and
+the released code differ, the README's table (Rosetta) names both. This file knows no tensor.
 
     from adapters.dialects import from_dialect
     config = from_dialect({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"})
@@ -47,7 +48,8 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         SkyRL          tis_ratio_type, sequence_mask_metric, outlier_token_is_threshold_low, …
         prime-rl       trainer.loss: type ipo (eps), icepop (ratio_low, …) or default (DPPO)
         this project   preset: NAME and/or the fields of RolloutCorrectionConfig
-    and reproduces what *they* do. verl 0.9's k1 bounds are on 1/ρ: they are inverted, with a
+    and means by it what *they* mean. verl 0.6.0's mode mask becomes weights plus rejection, as in
+    the migration guide of verl PR 3984. verl 0.9's k1 bounds are on 1/ρ: they are inverted, with a
     warning where that makes a difference. Raises ValueError, naming the key, for anything else.
     """
     block = _flatten(mapping, {})
@@ -115,19 +117,25 @@ def _from_verl_tis(block: Mapping) -> RolloutCorrectionConfig:
 
 
 def _from_verl_060(block: Mapping) -> RolloutCorrectionConfig:
+    """Read verl 0.6.0's block: one level, one mode, and a veto unless it is null.
+
+    Its code zeroes weights outside [lower, upper] in mode mask (at first called clip). PR 3984's
+    migration guide, in its second example, has weights plus rejection for it: the product of weight
+    and mask is the same, and what was rejected is out of the denominator `kept` and in the metrics.
+    """
     upper, lower = block.get("rollout_is_threshold"), block.get("rollout_is_threshold_lower")
-    veto, mode = block.get("rollout_is_veto_threshold"), block.get("rollout_is_mode", "truncate")
-    level = block.get("rollout_is_level", "token")
-    choice("rollout_is_level", level, ("token", "sequence", "geometric"))
+    level, mode = block.get("rollout_is_level", "token"), block.get("rollout_is_mode", "truncate")
+    veto = block.get("rollout_is_veto_threshold", 1e-4)
+    choice("rollout_is_level", level, tuple(K1_OF_LEVEL))
     choice("rollout_is_mode", mode, ("truncate", "clip", "mask"))
     normalize = flag("rollout_is_batch_normalize", block.get("rollout_is_batch_normalize", False))
     if upper is None or not flag("rollout_is", block.get("rollout_is", True)):
         return RolloutCorrectionConfig()                            # off, or metrics only
-    threshold = number("rollout_is_threshold", upper)
-    if mode != "truncate":                  # clip: its document's word for mask, zero outside both
+    threshold, criteria = number("rollout_is_threshold", upper), {}
+    if mode != "truncate":
         lower = 1 / threshold if lower is None else lower
-        threshold = interval("rollout_is_threshold_lower", (lower, threshold))
-    criteria = {}
+        pair = interval("rollout_is_threshold_lower", (lower, threshold))
+        criteria[K1_OF_LEVEL[level]] = pair
     if veto is not None:
         criteria["seq_max_k1"] = (number("rollout_is_veto_threshold", veto), None)
     return RolloutCorrectionConfig(level, threshold, normalize, criteria)
@@ -161,15 +169,17 @@ def _verl_rejection(block: Mapping) -> dict[str, Any]:
         if not isinstance(given, str) or not given.replace(",", "").strip():
             raise ValueError(f"rollout_rs must name its criteria, such as 'token_k1,seq_mean_k3', "
                              f"not {given!r}")
-        if bound is None and given in VERL_061_LEVELS:              # PR 3984
-            bound = block.get("rollout_is_threshold", 2.0)
+        if given in K1_OF_LEVEL and "rollout_rs_threshold" not in block:
+            bound = 2.0                     # in PR 3984 rollout_is_threshold no longer stands in
         if bound is None:
-            raise ValueError(f"rollout_rs is {given!r}, but rollout_rs_threshold is missing")
-        if given in VERL_061_LEVELS:
+            fault = "null" if "rollout_rs_threshold" in block else "missing"
+            raise ValueError(f"rollout_rs is {given!r}, but rollout_rs_threshold is {fault}: it "
+                             "must be a bound, such as 2.0")
+        if given in K1_OF_LEVEL:
             upper = number("rollout_rs_threshold", bound)
             lower = 1 / upper if lower is None else lower
             pair = interval("rollout_rs_threshold_lower", (lower, upper))
-            criteria[VERL_061_LEVELS[given]] = pair
+            criteria[K1_OF_LEVEL[given]] = pair
         elif lower is not None:
             raise ValueError("rollout_rs_threshold_lower goes with rollout_rs: token, sequence or "
                              "geometric alone")
@@ -180,7 +190,7 @@ def _verl_rejection(block: Mapping) -> dict[str, Any]:
     return criteria
 
 
-VERL_061_LEVELS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+K1_OF_LEVEL = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 VERL_CRITERIA = tuple(name for name in KL_CRITERIA if name != "seq_max_k1")
 
 
@@ -244,9 +254,10 @@ def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
 def _from_prime(block: Mapping) -> RolloutCorrectionConfig:
     """[trainer.loss] of prime-rl: ρ = π_θ/μ, its gradient ρ A ∇log π, and a mask of tokens.
 
-    IPO's defaults are those since September 2026 (PR 3586); `default` is the DPPO that was the
-    default from February to August. A reward's temperature adv_tau and the term kl_tau (log ρ)² are
-    no part of the correction.
+    IPO's defaults are those since September 2026: eps 0.3 (PR 3586), and ρ capped at 1e4. The
+    release with ipo_threshold has no cap, nor has `default`, the DPPO that was the default from
+    February to August. A reward's temperature adv_tau and the term kl_tau (log ρ)² are no part of
+    the correction.
     """
     get, kind = block.get, block.get("type", "ipo")
     choice("type", kind, ("ipo", "icepop", "default"))
@@ -264,14 +275,20 @@ def _from_prime(block: Mapping) -> RolloutCorrectionConfig:
         pair = interval("ratio_low", (get("ratio_low", 0.2), get("ratio_high", 5.0)))
         return RolloutCorrectionConfig("token", pair, **policy_gradient)
     if kind == "ipo":
-        key = "ipo_threshold" if "ipo_threshold" in block else "eps"
+        if {"eps", "ipo_threshold"} <= set(block):
+            raise ValueError("eps and ipo_threshold are one setting: give one of them")
+        key, cap = ("ipo_threshold", math.inf) if "ipo_threshold" in block else ("eps", 1e4)
         criteria = {"token_tv": number(key, get(key, 0.3))}
+        if "max_importance_ratio" in block:
+            cap = number("max_importance_ratio", block["max_importance_ratio"])
+            if not 1 <= cap < math.inf:
+                raise ValueError("max_importance_ratio must be a finite number of at least 1, not "
+                                 f"{block['max_importance_ratio']!r}")
     else:
         low, high = get("dppo_mask_low", 0.2), get("dppo_mask_high", 0.2)
         if low != high:
             raise ValueError(f"dppo_mask_low and dppo_mask_high must be equal, not {low!r} and "
                              f"{high!r}: token_tv_outward has one bound")
-        criteria = {"token_tv_outward": number("dppo_mask_high", high)}
-    cap = number("max_importance_ratio", get("max_importance_ratio", math.inf))
+        criteria, cap = {"token_tv_outward": number("dppo_mask_high", high)}, math.inf
     return RolloutCorrectionConfig("token", cap, rollout_rs=criteria, **policy_gradient,
                                    score_centering=get("score_centering", False))

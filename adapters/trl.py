@@ -5,6 +5,10 @@ This file decides what TRL's words mean here, and refuses by name what it does n
                            importance sampling (its metrics sampling/* are not of them)
     PolicyLossGRPOTrainer  the loss is `policy_loss`, bypass and reinforce included. TRL's loss_type
                            says what divides it (all tokens, kept or not), and may name sapo, cispo
+TRL logs the mean of its calls, where a micro-batch of three tokens, or of none, counts as much as
+one of a thousand. So PolicyLossGRPOTrainer adds up sums, and logs one mean over all tokens that
+were kept since the last log, in every micro-batch and on every rank. loss/policy is the mean loss
+of an optimizer step.
 """
 
 from dataclasses import replace
@@ -13,8 +17,8 @@ import torch
 from trl import GRPOTrainer
 
 from correction import correct
-from losses import Counts, policy_loss
-from metrics import merge
+from losses import Counts, loss_means, policy_loss
+from metrics import merge, to_host
 
 AGGREGATION = {"dapo": "token-sum", "cispo": "token-sum", "bnpo": "token-mean",
                "grpo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean",
@@ -28,10 +32,12 @@ def _refuse(trainer, found: dict[str, bool]) -> None:
         raise ValueError(f"{type(trainer).__name__} does not carry {', '.join(names)}")
 
 
-def _record(trainer, metrics) -> None:          # into TRL's log, which averages over time
-    ours = torch.stack([x.detach().float() for x in metrics.values()])
-    for name, value in zip(metrics, trainer.accelerator.gather(ours[None]).mean(0).tolist()):
-        trainer._metrics["train" if trainer.model.training else "eval"][name].append(value)
+def _phase(trainer) -> str:
+    return "train" if trainer.model.training else "eval"            # as TRL tells them apart
+
+
+def _group():
+    return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
 
 
 class WeightedGRPOTrainer(GRPOTrainer):
@@ -51,11 +57,11 @@ class WeightedGRPOTrainer(GRPOTrainer):
         old, sampled = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
         sampled = torch.where(sampled.isnan(), old, sampled)        # no log-prob from vLLM: ρ = 1
         advantages = batch["advantages"].reshape(len(mask), -1).expand_as(mask)
-        group = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
-        result = correct(old, sampled, mask, self.correction, advantages, group)
+        result = correct(old, sampled, mask, self.correction, advantages, _group())
         weights = 1.0 if result.weights is None else result.weights
         batch["importance_sampling_ratio"] = weights * result.mask.to(old.dtype)
-        _record(self, merge([result], group))
+        for name, value in to_host(merge([result], _group())).items():
+            self._metrics[_phase(self)][name].append(value)
         return batch
 
 
@@ -79,6 +85,7 @@ class PolicyLossGRPOTrainer(GRPOTrainer):
             "rollout_rs second_moment": "second_moment" in correction.rollout_rs,
             "score_centering": correction.score_centering})
         self.correction = replace(correction, loss_type=own if named else asked)
+        self._sums, self._statistics = {}, {}           # by phase, since its last log
 
     def _compute_loss(self, model, inputs):
         args, mask = self.args, inputs["completion_mask"] * inputs.get("tool_mask", 1)
@@ -86,17 +93,49 @@ class PolicyLossGRPOTrainer(GRPOTrainer):
             model, torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1), mask.shape[1],
             **{name: inputs.get(name) for name in IMAGES})
+        old, sampled = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
+        advantages, correction = inputs["advantages"].reshape(len(mask), -1).expand_as(mask), None
+        if sampled is not None:
+            train = log_prob.detach() if old is None or self.correction.bypass_mode else old
+            sampled = torch.where(sampled.isnan(), train, sampled)      # none from vLLM: ρ = 1
+            correction = correct(train, sampled, mask, self.correction, advantages)
         high, cispo = self.epsilon_high, self.loss_type == "cispo"      # whose r is at most high
-        loss, metrics = policy_loss(
-            log_prob, inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps"),
-            inputs["advantages"], mask, self.correction, mode=AGGREGATION[self.loss_type],
-            counts=Counts(mask.sum(), len(mask)), horizon=self.max_completion_length,
+        loss, sums = policy_loss(
+            log_prob, old, sampled, advantages, mask, self.correction, correction=correction,
+            mode=AGGREGATION[self.loss_type], counts=Counts(mask.sum(), len(mask)),
+            horizon=self.max_completion_length,
             clip_low=1 if cispo else self.epsilon_low, clip_high=high - 1 if cispo else high,
-            dual_clip=args.delta, nan_is_missing=True,
-            tau_positive=args.sapo_temperature_pos, tau_negative=args.sapo_temperature_neg)
-        parts = self.current_gradient_accumulation_steps if self.model.training else 1
+            dual_clip=args.delta, tau_positive=args.sapo_temperature_pos,
+            tau_negative=args.sapo_temperature_neg)
+        accumulated = self.current_gradient_accumulation_steps if self.model.training else 1
+        parts = accumulated
         if self.loss_type in ("dapo", "cispo"):         # the tokens of the whole generation batch
             tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
             parts = tokens * parts / (args.steps_per_generation if self.model.training else 1)
-        _record(self, metrics | {"loss/policy": loss / parts})
+        self._add(sums | {"loss/policy": accumulated * loss / parts}, correction)
         return loss / parts
+
+    def _add(self, sums, correction) -> None:
+        """Add a micro-batch's sums and statistics to those since the last log.  (eq:merge)"""
+        phase, sums = _phase(self), sums | {"calls": sums["loss/kept_tokens"].new_ones(())}
+        before = self._sums.get(phase, {})
+        self._sums[phase] = {name: x.detach() + before.get(name, 0) for name, x in sums.items()}
+        if correction is not None:
+            found, earlier = correction.statistics, self._statistics.get(phase)
+            alike = earlier is not None and earlier.names == found.names    # the same criteria
+            self._statistics[phase] = found.merge([earlier]) if alike else found
+
+    def log(self, logs, start_time=None):
+        """Log means over all kept tokens, not TRL's mean of calls.  (eq:aggregation, eq:merge)"""
+        phase, group = _phase(self), _group()
+        sums, statistics = self._sums.pop(phase, {}), self._statistics.pop(phase, None)
+        if sums:
+            reduced = self.accelerator.reduce(torch.stack([*sums.values()]), "sum")
+            totals = dict(zip(sums, reduced))
+            totals["loss/policy"] = totals["loss/policy"] / totals.pop("calls")
+            metrics = loss_means(totals)
+            if statistics is not None:
+                whole = statistics if group is None else statistics.all_reduce(group)
+                metrics |= whole.metrics()
+            self._metrics[phase] |= {name: [x] for name, x in to_host(metrics).items()}
+        super().log(logs, start_time)

@@ -3,20 +3,26 @@
 This file decides who corrects. In decoupled mode verl's driver has done it before a worker sees the
 batch: its weights come as rollout_is_weights, its rejection is in the response mask, and neither is
 done again. In bypass mode nobody has: old_log_prob is π_rollout then, and the correction is made
-here, as the actor's copy of the block says, which verl leaves at its defaults. So it takes
+here, as the actor's copy of the block says. verl's default trainer neither fills in that copy nor
+chooses a loss for bypass mode: without loss_mode it trains with PPO's clip around π_rollout,
+whatever loss_type says, and never asks this file. So there are three settings to make:
 
     actor_rollout_ref.model.external_lib=adapters.verl
     actor_rollout_ref.actor.policy_loss.loss_mode=three_policies
     '+actor_rollout_ref.actor.policy_loss.rollout_correction=${algorithm.rollout_correction}'
 
-and this repository on the PYTHONPATH of the workers. The block's loss_type says which loss: here
-gspo, cispo and sapo as well. Means are over what rejection left ("kept"), as everywhere in verl.
+and this repository goes on the PYTHONPATH of the workers. Without the third setting the copy is
+verl's default, which is refused: in decoupled mode as well, since a worker that has no copy cannot
+tell the modes apart. Also refused, by name: what needs the whole batch where a worker sees a part
+of it, and what needs candidate tokens. The block's loss_type says which loss: here gspo, cispo and
+sapo as well. Means are over what rejection left ("kept"), as everywhere in verl.
 """
 
+from verl.trainer.config.algorithm import RolloutCorrectionConfig as VerlBlock
 from verl.trainer.ppo.core_algos import register_policy_loss
 
 from adapters.dialects import from_dialect
-from correction import Correction
+from correction import Correction, RolloutCorrectionConfig
 from losses import Counts, loss_means, policy_loss
 from metrics import to_host
 
@@ -25,7 +31,7 @@ from metrics import to_host
 def three_policies(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean",
                    config=None, rollout_is_weights=None):
     """verl's arguments, tensors [B, T] → (loss, metrics).  (eq:decoupled-ppo, eq:bypass)"""
-    block = from_dialect(config.policy_loss.rollout_correction)
+    block = carried(config.policy_loss.rollout_correction)
     bypass, clipped = block.bypass_mode, block.loss_type == "ppo_clip"
     clip_low, clip_high = (config.clip_ratio if end is None else end
                            for end in (config.clip_ratio_low, config.clip_ratio_high))
@@ -42,6 +48,33 @@ def three_policies(old_log_prob, log_prob, advantages, response_mask, loss_agg_m
              "actor/pg_clipfrac": metrics["loss/clip_fraction"]}
     named |= {name: x for name, x in metrics.items() if name.startswith("rollout_corr/")}
     return loss * config.global_batch_info.get("dp_size", 1), to_host(named)
+
+
+def carried(block) -> RolloutCorrectionConfig:
+    """The actor's copy of the block as ours, or a sentence about what cannot be had here.
+
+    (eq:correction) Where the override is missing, verl's PolicyLossConfig puts its own dataclass in
+    the place of the block, every field at its default; the override puts a mapping there.
+    """
+    if isinstance(block, VerlBlock) and block == VerlBlock():
+        raise ValueError(
+            "actor_rollout_ref.actor.policy_loss.rollout_correction is verl's default, so this "
+            "worker does not know bypass_mode and loss_type of algorithm.rollout_correction and "
+            "would train with PPO's clip whatever they are: add '+actor_rollout_ref.actor."
+            "policy_loss.rollout_correction=${algorithm.rollout_correction}'")
+    ours = from_dialect(block)
+    refused = {
+        "rollout_is_batch_normalize in bypass mode: the mean weight is of the whole batch, and a "
+        "worker sees a micro-batch; set it to false, or use bypass_mode=false, where verl's driver "
+        "normalises": ours.bypass_mode and ours.rollout_is_batch_normalize,
+        "rollout_rs second_moment: its limit is of the whole batch, and a worker sees a "
+        "micro-batch; use criteria of tokens or sequences": "second_moment" in ours.rollout_rs,
+        "score_centering: it needs candidate tokens, which verl does not bring to a worker; set it "
+        "to false": ours.score_centering}
+    for sentence, asked in refused.items():
+        if asked:
+            raise ValueError(f"adapters.verl does not carry {sentence}")
+    return ours
 
 
 def whole_counts(info, mode: str) -> Counts | None:

@@ -7,7 +7,7 @@ The figures' numbers are computed here, by the oracle and by losses.py. Nothing 
 
 What a chapter's markup means to this edition, beside Markdown: what cites the **(eq:…)** below a formula stands
 beside it. A block of `>>>` is folded; its line is the block's first comment, when it begins with one, otherwise the
-last sentence before it, and what it printed. What a chapter's first block does before it prints is the set-up.
+last sentence before it. What a chapter's first block does before it prints is the set-up.
 <details><summary>Answer</summary> … </details> is an answer, folded everywhere; the blocks in it are not.
 """
 
@@ -279,12 +279,9 @@ def widget(name):
     return f'<figure class="widget" data-widget="{name}">\x04{name}\x05</figure>'
 
 
-def fold(kind, title, source, limit=90):
-    """A block on one line: what it is for, and what it printed."""
-    printed = " · ".join(" ".join(x.want.split()) for x in doctest.DocTestParser().get_examples(source) if x.want)
-    printed = printed if len(printed) <= limit else printed[:limit].rsplit(" ", 1)[0] + " …"
-    result = f' <code class="printed">{html.escape(printed)}</code>' if printed else ""
-    return (f'<details class="{kind}"><summary><span>{title}</span>{result}</summary>'
+def fold(kind, title, source):
+    """A block on one line, which says what it is for. What it printed says nothing without the code above it."""
+    return (f'<details class="{kind}"><summary><span>{title}</span></summary>'
             f'{boxed(in_colours(source, PythonConsoleLexer()))}</details>')
 
 
@@ -427,14 +424,14 @@ def trap_data():
 
 
 def curves_data():
-    """−∂L/∂log π_θ of one token, by autograd through losses.py, at every r and for both signs of A."""
+    """∂L/∂log π_θ of one token, by autograd through losses.py, at every r and for both signs of A."""
     ratios = torch.arange(1, 401) / 100
 
     def of_four(new, old, A):
-        """GSPO, where one of four tokens has the ratio r and the others have 1."""
+        """GSPO with its own interval, where one of four tokens has the ratio r and the others have 1."""
         others = torch.zeros(len(new), 3)
         whole = [torch.cat([x, others], -1) for x in (new, old)]
-        return gspo_loss(*whole, A.expand(-1, 4), torch.ones(len(new), 4), clip_low=0.2, clip_high=0.2)[:, :1]
+        return gspo_loss(*whole, A.expand(-1, 4), torch.ones(len(new), 4))[:, :1]
 
     losses = {"REINFORCE": (lambda new, old, A: reinforce_loss(new, A), "eq:reinforce"),
               "PPO": (ppo_clip_loss, "eq:ppo-clip"),
@@ -446,7 +443,7 @@ def curves_data():
         old = torch.full((len(ratios), 1), -5.0)
         new = (old + ratios[:, None].log()).requires_grad_()
         loss(new, old, torch.full_like(old, A)).sum().backward()
-        return [round(-x, 3) + 0.0 for x in new.grad[:, 0].tolist()]
+        return [round(x, 3) + 0.0 for x in new.grad[:, 0].tolist()]
 
     return {"r": [round(r, 2) for r in ratios.tolist()], "values": [
         {"name": name, "label": label, "page": equations()[label], "plus": slopes(loss, 1.0), "minus": slopes(loss, -1)}

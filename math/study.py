@@ -12,6 +12,7 @@ time, and adds one line to study.csv when it ends: stop this at any time, and st
 import argparse
 import csv
 import fcntl
+import json
 import os
 import statistics
 import subprocess
@@ -49,7 +50,8 @@ def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
         trainer.evaluate = in_float32(trainer.evaluate)
     trainer.start(config)
     lines = read_metrics(Path("runs") / config.run / "metrics.jsonl")
-    return {"regime": regime, "method": method, "seed": seed, **summary(lines), **shares, **counted,
+    recorded = {"steps": judged(lines[:study["record"]])} if "record" in study else {}
+    return {"regime": regime, "method": method, "seed": seed, **summary(lines), **shares, **counted, **recorded,
             "seconds": round(time.perf_counter() - began, 1)}
 
 
@@ -207,6 +209,15 @@ def summary(lines: list[dict]) -> dict:
         "clip_fraction": statistics.mean(line["loss/clip_fraction"] for line in lines),
         "empty_updates": sum(line.get("train/empty_updates", 0) for line in lines)}
     return {key: f"{x:.4g}" if isinstance(x, float) else x for key, x in row.items()}
+
+
+def judged(lines: list[dict]) -> str:
+    """What `diagnose` looks at, step by step: JSON with four digits."""
+    from metrics import HEALTHY
+    names = {row[0] for row in HEALTHY} | {"is_ratio_mean", "is_ratio_z", "kl", "kl_z"}
+    steps = [{name.removeprefix("rollout_corr/"): float(f"{value:.4g}") for name, value in line.items()
+              if name.removeprefix("rollout_corr/") in names} for line in lines]
+    return json.dumps(steps, separators=(",", ":"))
 
 
 def area(values: list[float]) -> float:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from metrics import diagnose, to_host
 from plumbing.checkpoints import Checkpoints, aside, read_metrics, write
 from plumbing.faults import explain, process_group, require_one_directory, watched
-from plumbing.settings import Config, UserError, correction_of
+from plumbing.settings import Config, UserError, correction_of, remarks
 from plumbing.tasks import Problem, make_demo_model, make_task, seed_of
 from policy import full_weights, load_policy
 from rollout import Cut, Sample, WeightSync, make_engine
@@ -97,7 +97,7 @@ class Run:
         try:
             model = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
             try:
-                Cut.of(config.rollout.top_p, config.rollout.top_k,
+                Cut.of(config.rollout.top_p, config.rollout.top_k, config.rollout.min_p,
                        model.get_text_config().vocab_size)
             except ValueError as error:
                 raise UserError(str(error)) from None
@@ -127,7 +127,7 @@ class Run:
                 max_model_len=longest, batch_size=config.rollout.batch_size,
                 gpu_memory_utilization=config.rollout.gpu_memory_utilization,
                 enforce_eager=config.rollout.enforce_eager, top_p=config.rollout.top_p,
-                top_k=config.rollout.top_k, candidates=(
+                top_k=config.rollout.top_k, min_p=config.rollout.min_p, candidates=(
                     config.rollout.candidates if correction_of(config).score_centering else 0))
         except Exception as error:         # vLLM's are of many types
             raise UserError(f"rollout.engine={config.rollout.engine} does not start: "
@@ -162,6 +162,8 @@ class Run:
         self.say(f"{self.directory}: {count / 1e6:.1f}M parameters on {dist.get_world_size()} × "
                  f"{self.device.type}, engine {self.engine.name} ({config.rollout.dtype}), "
                  f"correction {config.correction.get('preset', 'as configured')}")
+        for sentence in remarks(config):
+            self.say(f"* {sentence}")
         if self.done:
             self.checkpoints.load(self)
             self.say(f"continuing after step {self.done}")

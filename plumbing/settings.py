@@ -73,6 +73,8 @@ class RolloutConfig:
         1.0, "samples from the fewest tokens of this mass; all log-probs are of these", 0.01, 1)
     top_k: Optional[int] = setting(
         None, "samples from this many likeliest tokens, likewise; null, 0 or -1: from all", -1)
+    min_p: float = setting(
+        0.0, "samples from tokens of this times the greatest probability or more, likewise", 0, 1)
     candidates: int = setting(
         64, "likeliest tokens of μ, or all that are kept: for correction.score_centering", 1)
     quantize_bits: Optional[int] = setting(None, "of weights on their way to the engine", 2, 16)
@@ -92,19 +94,27 @@ class AdvantageConfig:
 
 @dataclass
 class LossConfig:
-    clip_low: float = setting(0.2, "ε below 1", 0, 1)
-    clip_high: float = setting(0.2, "ε above 1", 0)
+    clip_low: Optional[float] = setting(
+        None, "ε below 1; null: the loss's own, 0.2, and of gspo 3e-4", 0, 1)
+    clip_high: Optional[float] = setting(
+        None, "ε above 1; null: the loss's own, 0.2, and of gspo 4e-4", 0)
     dual_clip: Optional[float] = setting(None, "bounds the loss of A < 0 by this many times −A", 1)
+    tau_positive: float = setting(1.0, "sapo: steepness of its gate where A > 0", 1e-3)
+    tau_negative: float = setting(1.05, "sapo: the same where A ≤ 0", 1e-3)
     aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
                          "seq-mean-token-sum-norm"] = setting(
         "token-mean", "from tokens to a scalar")
     denominator: Literal["fixed", "kept"] = setting(
         "fixed", "counts all response tokens, or those that rejection left")
     kl_coef: float = setting(0.0, "of KL(π_θ‖π_ref); 0: no reference policy is loaded", 0)
-    kl_kind: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "kl", "mse",
-                     "low_var_kl", "kl+", "mse+", "low_var_kl+"] = setting(
-        "k3+", "its estimator; + takes k2's gradient; the last six are verl's names of k1, k2, k3")
+    kl_kind: Optional[Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "kl", "mse",
+                              "low_var_kl", "kl+", "mse+", "low_var_kl+"]] = setting(
+        None, "its estimator; null: k3+ in the loss, k1 in the reward; + takes k2's gradient; the "
+        "last six are verl's names of k1, k2, k3")
     kl_in: Literal["loss", "reward"] = setting("loss", "where it stands")
+    kl_correction: Optional[Literal["none", "token", "prefix"]] = setting(
+        None, "ratios of π to π_rollout that multiply it: of each token, or the product up to it; "
+        "null: token in the loss, none in the reward")
 
 
 @dataclass
@@ -308,3 +318,32 @@ def correction_of(config: Config):
         return from_dialect(config.correction)
     except (ValueError, TypeError) as error:
         raise UserError(f"{'' if 'correction' in str(error) else 'correction: '}{error}") from None
+
+
+def kl_of(how: LossConfig) -> tuple[str, Optional[str]]:
+    """The KL term's estimator, and the level of the ratio that multiplies it, if any."""
+    kind, level = {"loss": ("k3+", "token"), "reward": ("k1", "none")}[how.kl_in]
+    kind, level = how.kl_kind or kind, how.kl_correction or level
+    return kind, None if level == "none" else level
+
+
+def remarks(config: Config) -> list[str]:
+    """What is accepted, and does something else than its name says."""
+    how, (kind, level) = config.loss, kl_of(config.loss)
+    found, k1 = [], kind in ("k1", "kl")
+    if how.kl_coef == 0:
+        return found
+    if how.kl_in == "reward" and not k1:
+        found.append(f"loss.kl_kind={kind} in the reward has another gradient than the KL: take k1 "
+                     "(chapter 7)")
+    if how.kl_in == "loss" and k1 and level is None:
+        found.append("loss.kl_kind=k1 in the loss has a gradient of 0 on average: take k3+, or "
+                     "loss.kl_correction=token (chapter 7)")
+    options = correction_of(config)
+    if how.kl_in == "reward" and options.bypass_mode:
+        found.append("loss.kl_in=reward is of π_old, so bypass mode does not save its forward pass")
+        if level is not None and options.loss_type in ("cispo", "sapo"):
+            found.append(f"loss.kl_correction={level} in the reward is only roughly right with "
+                         f"{options.loss_type} in bypass mode, whose clip or gate acts on the "
+                         "penalty as well: take loss.kl_in=loss")
+    return found

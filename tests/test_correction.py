@@ -22,13 +22,15 @@ from correction import (CRITERIA, HISTORICAL, PRESETS, RolloutCorrectionConfig, 
 from estimators import (SAFETY_BOUND, aggregate_log_ratio, chi_square, effective_sample_size, exp_ratio,
                         kl_estimate, perplexity)
 from losses import aggregate_loss
-from metrics import merge, offpolicy_metrics, to_host
+from metrics import diagnose, merge, offpolicy_metrics, to_host
 
 # The same examples on every run, and no verdict about the speed of the machine.
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
 
 Config = RolloutCorrectionConfig
+K1 = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+VETO = {"seq_max_k1": (1e-4, None)}
 PEERS = json.loads(gzip.decompress((Path(__file__).parent / "peers.json.gz").read_bytes()))
 
 
@@ -109,8 +111,7 @@ def test_verl_0_6_1_is_reproduced_with_raw_weights_under_raw_names():
                 honest = metrics[name.replace("rollout_is", "rollout_is_raw")]
                 assert honest == pytest.approx(spread(rho, mask)[name.endswith("size")], rel=1e-6, abs=1e-9)
             elif name.endswith("masked_fraction"):          # deviation: theirs leaves the veto out
-                criterion = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}[config["rollout_rs"]]
-                assert same(metrics[name.replace("rollout_rs", f"rollout_rs_{criterion}")], theirs)
+                assert same(metrics[name.replace("rollout_rs", f"rollout_rs_{K1[config['rollout_rs']]}")], theirs)
             else:
                 raw = name.replace("rollout_is_", "rollout_is_raw_")
                 assert same(metrics.get(raw, metrics.get(name)), theirs), (name, config)
@@ -121,8 +122,9 @@ def test_verl_0_6_0_is_reproduced_with_raw_weights_under_raw_names():
         product, metrics = ours(train, rollout, mask, config)
         assert_product(product, mask, out)
         upper, lower = config["rollout_is_threshold"], config["rollout_is_threshold_lower"]
-        unused = config["rollout_is_mode"] == "truncate" and lower is not None
+        other = lower is not None                           # than 1/upper, which the weights' metrics count
         lower = 1 / upper if lower is None else lower
+        criterion = K1[config["rollout_is_level"]]
         rho = exp_ratio(aggregate_log_ratio(train - rollout, mask, config["rollout_is_level"])) * mask
         for name, theirs in out["metrics"].items():
             name = name.removeprefix("mismatch/").removeprefix("mismatch_")
@@ -131,9 +133,12 @@ def test_verl_0_6_0_is_reproduced_with_raw_weights_under_raw_names():
             elif name in ("rollout_is_std", "rollout_is_eff_sample_size"):
                 clamped = spread(rho.clamp(lower, upper), mask)     # deviation, as in 0.6.1
                 assert (same(clamped[1], theirs) if name.endswith("size") else same_std(clamped[0], theirs, upper))
-            elif unused and name.endswith("fraction_low"):
+            elif name.endswith("masked_fraction"):          # deviation: zeroed weights are rejection (PR 3984)
+                assert config["rollout_is_mode"] == "mask" and name not in metrics
+                assert same(metrics[name.replace("rollout_is", f"rollout_rs_{criterion}")], theirs), (name, config)
+            elif other and name.endswith("fraction_low"):
                 pass_lower = aggregate_log_ratio(train - rollout, mask, config["rollout_is_level"])
-                if "seq" in name:                           # deviation: a bound that truncation never uses
+                if "seq" in name:                           # deviation: a bound that no weight of ours uses
                     share = ((rho.sum(-1) / mask.sum(-1)) < lower).double().mean()
                 elif config["rollout_is_level"] == "sequence":
                     share = (pass_lower[:, 0] < math.log(lower)).double().mean()
@@ -143,6 +148,52 @@ def test_verl_0_6_0_is_reproduced_with_raw_weights_under_raw_names():
             else:
                 raw = name.replace("rollout_is_", "rollout_is_raw_")
                 assert same(metrics.get(raw, metrics.get(name)), theirs), (name, config)
+
+
+def without(block, *keys, **changes):
+    return {key: value for key, value in block.items() if key not in keys} | changes
+
+
+def test_what_is_left_out_has_verls_default_in_its_figures_too():
+    """verl 0.6.0 vetoes at 1e-4 unless told otherwise; 0.6.1 rejects outside [1/2, 2], whatever the weights' cap is."""
+    vetoed = 0
+    for train, rollout, mask, _, config, out in cases("verl-0.6.0"):
+        if config["rollout_is_veto_threshold"] == 1e-4:
+            assert_product(ours(train, rollout, mask, without(config, "rollout_is_veto_threshold"))[0], mask, out)
+            vetoed += out["metrics"]["mismatch/rollout_is_veto_fraction"] > 0
+    rejected = 0
+    for train, rollout, mask, _, config, out in cases("verl-0.6.1"):
+        if config["rollout_rs_threshold"] == 2.0:
+            block = without(config, "rollout_rs_threshold", "rollout_rs_threshold_lower", rollout_is_threshold=5.0)
+            assert_product(ours(train, rollout, mask, block)[0], mask, out)
+            rejected += out["metrics"]["rollout_corr/rollout_rs_masked_fraction"] > 0
+    assert vetoed and rejected                              # of batches in which there is something to reject
+
+
+@pytest.mark.parametrize("level", K1)
+def test_verl_0_6_0s_mask_is_weights_and_rejection_as_in_its_migration_guide(level):
+    """PR 3984's example 2, and the two losses: `fixed` divides as 0.6.0 does, `kept` as 0.6.1."""
+    upper = {"token": 2.0, "sequence": 5.0, "geometric": 1.01}[level]
+    block = {"rollout_is_level": level, "rollout_is_mode": "mask", "rollout_is_threshold": upper,
+             "rollout_is_threshold_lower": 0.8, "rollout_is_veto_threshold": None}
+    config = from_dialect(block)
+    assert config == Config(level, upper, rollout_rs={K1[level]: (0.8, upper)})
+    if level != "geometric":                                # a level that 0.6.1's weights do not have
+        assert config == from_dialect({"rollout_is": level, "rollout_is_threshold": upper, "rollout_rs": level,
+                                       "rollout_rs_threshold": upper, "rollout_rs_threshold_lower": 0.8})
+    rejected = 0
+    for batch in PEERS:
+        train, rollout, mask, values = (f64(batch[k]) for k in ("train_log_prob", "rollout_log_prob", "mask", "values"))
+        weights, kept, metrics = correct(train, rollout, mask, config)
+        zeroed = importance_weights((train - rollout) * mask, mask, level, (0.8, upper))    # 0.6.0's own
+        theirs = {"fixed": (values * zeroed).sum() / mask.sum(), "kept": (values * zeroed).sum() / kept.sum().clamp(min=1)}
+        for denominator, counted in (("fixed", mask), ("kept", kept)):
+            loss = aggregate_loss(values * weights, kept, "token-mean", denominator_mask=counted)
+            torch.testing.assert_close(loss, theirs[denominator], rtol=1e-9, atol=1e-12)
+        share = 1 - kept.sum() / mask.sum()
+        torch.testing.assert_close(metrics["rollout_corr/rollout_rs_masked_fraction"].double(), share)
+        rejected += bool(share)
+    assert rejected
 
 
 def test_skyrl_is_reproduced():
@@ -238,14 +289,37 @@ def test_a_batch_of_nothing_gives_nothing(shape):
             assert all(math.isfinite(v) for v in to_host(result.metrics).values())
 
 
-@pytest.mark.parametrize("criterion", ["token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_mean_k3"])
-def test_a_log_prob_that_is_not_a_number_is_not_rejected_away(criterion):
-    """Nothing may hide it: the mask keeps its token and the metrics say nan."""
-    train = torch.zeros(2, 3)
-    train[0, 1] = math.nan
-    config = Config(rollout_rs={criterion: (0.5, 2.0) if criterion.endswith("k1") else 0.1})
-    result = correct(train, torch.zeros(2, 3), torch.ones(2, 3), config)
-    assert result.mask.all() and math.isnan(result.metrics["rollout_corr/kl"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_what_is_not_finite_is_within_no_bound(criterion, value):
+    """eq:rejection: a token is kept while its statistic is ≤ the bound, and NaN is ≤ nothing. The metrics say so."""
+    if criterion in ("opsm", "token_tv_outward") and value == math.inf:
+        return                                  # A < 0 and π_old above π_rollout: both keep such a token, rightly
+    rollout, wide = torch.full((2, 3), -1.0), (0.5, 2.0) if criterion.endswith("k1") else 0.1
+    train = rollout.clone()
+    train[0, 1] += value
+    result = correct(train, rollout, torch.ones(2, 3), Config(rollout_rs={criterion: wide}), -torch.ones(2, 3))
+    assert not result.mask[0, 1] and result.mask[1].all()
+    assert any("not finite" in sentence for sentence in diagnose(result.metrics))
+
+
+def test_an_impossible_token_is_rejected_by_its_probability():
+    """eq:total-variation: μ = 0 and π = 0.9 is |π − μ| = 0.9, though log ρ is ∞ and log μ −∞."""
+    train, rollout = torch.tensor([[0.9, math.exp(-1)]]).log(), torch.tensor([[-math.inf, -1.0]])
+    for name in ("token_tv", "token_tv_outward"):
+        config = Config("token", math.inf, rollout_rs={name: 0.3}, bypass_mode=True, loss_type="reinforce")
+        assert correct(train, rollout, torch.ones(1, 2), config, torch.ones(1, 2)).mask.tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize("name", ["token_k1", "seq_sum_k1", "seq_mean_k1", "seq_max_k1"])
+def test_bounds_on_rho_act_however_far_from_1_they_are(name):
+    """eq:rejection: nothing is exponentiated, so a bound of e^−23 or e^23 is one like any other."""
+    apart = torch.tensor([[-30.0], [-22.0], [0.0], [22.0], [30.0]], dtype=torch.float64)
+    kept = correct(apart, torch.zeros_like(apart), torch.ones_like(apart), Config(rollout_rs={name: (1e-10, 1e10)}))
+    assert kept.mask.flatten().tolist() == [0, 1, 1, 1, 0]
+    veto = correct(torch.tensor([[-31.0, -1.0]]), torch.full((1, 2), -1.0), torch.ones(1, 2),
+                   Config(rollout_rs={"seq_max_k1": (1e-10, None)}))
+    assert veto.mask.sum() == 0 and veto.metrics["rollout_corr/rollout_is_veto_fraction"] == 1
 
 
 def test_small_divergences_are_not_rejected_for_their_rounding():
@@ -552,17 +626,29 @@ def test_presets_by_todays_and_historical_names():
     ({"use_tis": True, "tis_imp_ratio_cap": 3.0}, Config("token", 3.0)),
     ({"use_tis": False, "tis_imp_ratio_cap": -1.0}, Config()),
     ({"rollout_is": True, "rollout_is_level": "sequence", "rollout_is_mode": "mask", "rollout_is_threshold": 2.0},
-     Config("sequence", (0.5, 2.0))),
+     Config("sequence", 2.0, rollout_rs={"seq_sum_k1": (0.5, 2.0)} | VETO)),         # PR 3984's guide, example 2
+    ({"algorithm": {"rollout_is": True, "rollout_is_threshold": 2.0, "rollout_is_level": "token", "rollout_is_mode": "truncate"},
+      "actor_rollout_ref": {"rollout": {"calculate_log_probs": True}}}, Config("token", 2.0, rollout_rs=VETO)),  # quick start
+    ({"rollout_is": True, "rollout_is_threshold": 5.0, "rollout_is_threshold_lower": 0.8, "rollout_is_level": "token",
+      "rollout_is_mode": "clip"}, Config("token", 5.0, rollout_rs={"token_k1": (0.8, 5.0)} | VETO)),             # example 5
+    ({"rollout_is": True, "rollout_is_threshold": 2.0, "rollout_is_veto_threshold": None}, Config("token", 2.0)),
+    ({"rollout_is": True, "rollout_is_threshold": 2.0, "rollout_is_veto_threshold": 1e-6},
+     Config("token", 2.0, rollout_rs={"seq_max_k1": (1e-6, None)})),
     ({"rollout_is": False, "rollout_is_level": "token", "rollout_is_threshold": 2.0}, Config()),
     ({"rollout_is_level": "token", "rollout_is_threshold": None, "rollout_is_veto_threshold": 1e-4}, Config()),
     ({"rollout_is_level": "token", "rollout_is_mode": "clip", "rollout_is_threshold": 2.0, "rollout_is_veto_threshold": "1e-4"},
-     Config("token", (0.5, 2.0), rollout_rs={"seq_max_k1": (1e-4, None)})),      # its document: zero outside both
-    ({"rollout_is_mode": "clip", "rollout_is_threshold": 2.0, "rollout_is_threshold_lower": 0.8}, Config("token", (0.8, 2.0))),
+     Config("token", 2.0, rollout_rs={"token_k1": (0.5, 2.0)} | VETO)),               # its document: zero outside both
+    ({"rollout_is_mode": "mask", "rollout_is_level": "geometric", "rollout_is_threshold": 1.25},
+     Config("geometric", 1.25, rollout_rs={"seq_mean_k1": (0.8, 1.25)} | VETO)),
     ({"algorithm": {"rollout_is_level": "token", "rollout_is_threshold": 2.0}}, Config()),     # rollout_is: false by default
-    ({"algorithm": {"rollout_is_level": "token", "rollout_is_threshold": 2.0, "rollout_is": True}}, Config("token", 2.0)),
+    ({"algorithm": {"rollout_is_level": "token", "rollout_is_threshold": 2.0, "rollout_is": True}},
+     Config("token", 2.0, rollout_rs=VETO)),
     ({"rollout_rs": "token"}, Config(rollout_rs={"token_k1": (0.5, 2.0)})),                    # PR 3984
     ({"rollout_is": "token", "rollout_is_threshold": 4.0, "rollout_rs": "sequence"},
-     Config("token", 4.0, rollout_rs={"seq_sum_k1": (0.25, 4.0)})),
+     Config("token", 4.0, rollout_rs={"seq_sum_k1": (0.5, 2.0)})),                   # 2.0, whatever the weights' is
+    ({"rollout_is": "token", "rollout_is_threshold": 5.0, "rollout_rs": "geometric", "rollout_rs_threshold_lower": 0.9},
+     Config("token", 5.0, rollout_rs={"seq_mean_k1": (0.9, 2.0)})),
+    ({"rollout_is": "token", "rollout_rs": None, "rollout_rs_threshold": None}, Config("token", 2.0)),
     ({"behav_imp_weight_cap": 2.0}, Config("token", 2.0)), ({"imp_ratio_cap": 3}, Config("token", 3.0)),
     ({"imp_ratio_cap": -1}, Config()),
     ({"algorithm": {"rollout_correction": {"rollout_is": None, "rollout_rs": "geometric", "rollout_rs_threshold": 1.25,
@@ -599,6 +685,12 @@ def test_verls_bounds_on_one_over_rho_are_inverted_and_it_is_said():
     ({"presets": "seq_is"}, "presets"), ({"preset": "seq_iss"}, "preset.*did you mean 'seq_is"),
     ({"rollout_is_threshhold": 2.0}, "rollout_is_threshhold.*did you mean 'rollout_is_threshold'"),
     ({"rollout_rs": "token_k1"}, "rollout_rs_threshold is missing"),
+    ({"rollout_rs": "token", "rollout_rs_threshold": None}, "rollout_rs is 'token', but rollout_rs_threshold is null"),
+    ({"rollout_is": "token", "rollout_is_threshold": 5.0, "rollout_rs": "sequence", "rollout_rs_threshold": None},
+     "rollout_rs_threshold is null: it must be a bound, such as 2.0"),
+    ({"rollout_rs": "token_k1", "rollout_rs_threshold": None}, "rollout_rs_threshold is null"),
+    ({"rollout_is_threshold": 2.0, "rollout_is_veto_threshold": 0}, "rollout_is_veto_threshold must be a positive number"),
+    ({"rollout_is_mode": "mask", "rollout_is_threshold": 0.5, "rollout_is_threshold_lower": 0.8}, "rollout_is_threshold_lower must have lo ≤ hi"),
     ({"rollout_rs": "token_k9", "rollout_rs_threshold": 1}, "rollout_rs.*token_k9"),
     ({"rollout_rs": "token_k2,token_k3,seq_sum_k2", "rollout_rs_threshold": "1,2"}, "rollout_rs_threshold needs one bound or 3"),
     ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"}, "rollout_rs_threshold"),

@@ -96,7 +96,7 @@ def public_with_equation():
 RUNS = [
     ["correction.preset=decoupled_token_is", "loss.kl_coef=0.1", "advantage.kind=grpo"],
     ["correction.preset=decoupled_seq_is_rs", "correction.rollout_is_batch_normalize=true", "advantage.kind=rloo"],
-    ["correction.preset=bypass_pg_geo_rs", "advantage.kind=reinforce"],
+    ["correction.preset=bypass_pg_geo_rs", "advantage.kind=reinforce", "loss.kl_coef=0.1", "loss.kl_in=reward"],
     ["correction={rollout_is: prefix, rollout_rs: {second_moment: 0.04, token_tv: 0.3}}"],
     ["correction={score_centering: true, bypass_mode: true, loss_type: reinforce}"],
     *([f"correction.loss_type={kind}"] for kind in ("gspo", "cispo", "sapo"))]

@@ -14,9 +14,10 @@ from oracle import J, Policy, close, estimator_moments, exact_gradient, expectat
 
 from adapters.dialects import from_dialect
 from correction import RolloutCorrectionConfig as Config
-from correction import correct, importance_weights, judge, rejection_mask, second_moment_limit
+from correction import Correction, correct, importance_weights, judge, rejection_mask, second_moment_limit
 from estimators import aggregate_log_ratio
-from losses import policy_loss
+from losses import Counts, policy_loss
+from metrics import merge
 
 PI = Policy(3, 3, seed=0)
 MU = PI.perturbed(1, 0.8)
@@ -131,6 +132,63 @@ def test_what_no_candidate_stands_for_is_taken_in_proportion(level):
     assert biases[0] < 1e-12 < 1e-3 < biases[1]
 
 
+@pytest.mark.parametrize("name", ["token_tv", "token_tv_outward"])
+def test_a_tail_of_many_tokens_is_not_judged_as_one(name):
+    """eq:total-variation of the lump is |Σπ − Σμ| = 0.2, of each of its ten tokens 0.02: they stay, and so does the lump."""
+    logits = f64([[0.7] + [0.03] * 10]).log(), f64([[0.5] + [0.05] * 10]).log()
+    pi, mu = Policy(11, 1), Policy(11, 1)
+    pi.logits, mu.logits = (x.clone().requires_grad_() for x in logits)
+    lp, mu_lp = pi.log_probs(), mu.log_probs().detach()
+    one = tuple(x[:, :1].expand(len(lp), 1, 1) for x in (pi.step_log_probs(), mu.step_log_probs().detach()))
+    for level in (None, "token"):
+        config, ones = reinforce(level, math.inf, rollout_rs={name: 0.1}), torch.ones(len(lp), 1).double()
+        plain, centered = (mean_gradient(replace(config, score_centering=on), ones, one, pi, mu, lp, mu_lp).norm()
+                           for on in (False, True))
+        assert plain > 0.05 and centered < 1e-12
+
+
+@pytest.mark.parametrize("rest", [0.3, 0.01, 1e-5])
+def test_a_small_tail_is_a_tail_all_the_same(rest):
+    """Its probability is not limited until it is below 1e-6: log π of the lump is what it is, and so is its gradient."""
+    share = f64([[0.6, 0.4 - rest, rest]])
+    pi, mu = Policy(3, 1), Policy(3, 1)
+    pi.logits, mu.logits = share.log().requires_grad_(), f64([[0.5, 0.5 - 2 * rest / 3, 2 * rest / 3]]).log().requires_grad_()
+    few = tuple(x[:, :2].expand(3, 1, 2) for x in (pi.step_log_probs(), mu.step_log_probs().detach()))
+    whole = tuple(x.expand(3, 1, 3) for x in (pi.step_log_probs(), mu.step_log_probs().detach()))
+    config, ones = reinforce(score_centering=True), torch.ones(3, 1, dtype=torch.float64)
+    found, expected = (mean_gradient(config, ones, given, pi, mu, pi.log_probs(), mu.log_probs().detach())
+                       for given in (few, whole))
+    assert found.abs().max() < 1e-12 and expected.abs().max() < 1e-12
+
+
+def test_candidates_in_half_precision_are_promoted_before_they_are_subtracted():
+    """1 − Σπ of bfloat16 log-probs is formed in float32: what remains is their own rounding, once."""
+    config, ones = reinforce("token", 0.9, score_centering=True), torch.ones_like(R).expand(-1, 3)
+    halves = tuple(x[..., :2].detach().bfloat16() for x in CANDIDATES)
+    gradients = []
+    for given in (halves, tuple(x.double() for x in halves)):
+        log_pi = given[0].clone().requires_grad_()
+        loss, _ = policy_loss(LP.detach(), MU_LP, MU_LP, ones, MASK, config, mode=SUM, candidates=(log_pi, given[1]))
+        gradients.append(torch.autograd.grad(loss, log_pi)[0].double())
+    # float32 sums of three terms, then the gradient's own rounding to bfloat16 (8 bits)
+    assert (gradients[0] - gradients[1]).abs().max() <= 2 ** -8 * gradients[1].abs().max()
+    assert torch.equal(gradients[0], gradients[1].bfloat16().double()) or (
+        gradients[0] - gradients[1].bfloat16().double()).abs().max() <= 2 ** -8 * gradients[1].abs().max()
+
+
+def test_with_kept_counts_a_rejected_row_is_divided_by_its_own_length():
+    """eq:aggregation: the centering of a response of which nothing is kept is a mean over its tokens, like any other."""
+    rows, config = MASK.sum(-1) == 3, reinforce(score_centering=True)
+    nothing = Correction(None, torch.zeros_like(MASK[rows]))
+
+    def loss(mode):
+        return policy_loss(LP[rows], MU_LP[rows], MU_LP[rows], R[rows].expand(-1, 3), MASK[rows], config, mode=mode,
+                           candidates=tuple(x[rows] for x in CANDIDATES), correction=nothing, denominator="kept",
+                           counts=Counts(torch.tensor(1.0), torch.tensor(1.0)))[0]
+    total = loss("seq-mean-token-sum")
+    assert abs(total) > 1e-3 and close(loss("seq-mean-token-mean"), total / 3)
+
+
 def test_missing_candidates_are_no_tokens():
     """−∞ in log μ fills a row that has fewer candidates: with two of three, or these and two fillers, the same."""
     config, filled = reinforce("token", 0.9, score_centering=True), []
@@ -184,6 +242,22 @@ def test_total_variation_of_the_sampled_token():
     assert not rejection_mask(log_rho, mask, {"token_k1": (0.5, 2.0)})[0, 0]
     verdict = judge(log_rho, mask, "token_tv", 0.3, rollout_log_prob=mu.log())
     assert close(verdict.statistic, (pi - mu).abs())
+
+
+def test_a_bound_met_exactly_keeps():
+    """≤, for |π − μ|, for its outward half, for opsm's mean and for the second moment: all exact in binary."""
+    mu, pi = f64([[0.25, 0.5]]), f64([[0.5, 0.25]])
+    given, ones = ((pi / mu).log(), torch.ones(1, 2)), torch.ones(1, 2)
+    for name, advantages in (("token_tv", ones), ("token_tv_outward", f64([[1.0, -1.0]]))):
+        exact = judge(*given, name, 1.0, advantages, mu.log()).statistic
+        for bound, kept in ((exact.max().item(), True), (math.nextafter(exact.min().item(), 0), False)):
+            assert rejection_mask(*given, {name: bound}, advantages, mu.log()).any() == kept
+            assert rejection_mask(*given, {name: bound}, advantages, mu.log()).all() == kept
+    drifted = torch.full((1, 2), -0.5, dtype=torch.float64)
+    for bound, kept in ((0.5, True), (math.nextafter(0.5, 0), False)):
+        assert rejection_mask(drifted, ones, {"opsm": bound}, -ones).all() == kept
+    for bound, kept in ((0.25, True), (math.nextafter(0.25, 0), False)):
+        assert rejection_mask(drifted, ones, {"second_moment": bound}).all() == kept
 
 
 @pytest.mark.parametrize("sign, kept", [(1, [False, True, True]), (-1, [True, False, True]), (0, [True, True, True])])
@@ -317,9 +391,12 @@ def test_the_second_moment_of_all_ranks(monkeypatch):
     limits = second_moment_limit(both.square(), torch.ones_like(both), 0.3)
     other = there[0].square()
 
-    def all_reduce(sums, group=None):                  # of the rank that holds `there`, at the same halving
+    def all_reduce(sums, op=None, group=None):         # of the rank that holds `there`, at the same halving
         assert group == "ranks"
         bits = state["low"], state["high"]
+        if op == torch.distributed.ReduceOp.MAX:       # in the end, the largest that any of them keeps
+            x = torch.tensor(bits[0], dtype=torch.int32).view(torch.float32)
+            return sums.copy_(torch.maximum(sums, other[other <= x].max()))
         x = torch.tensor((sum(bits) + 1) // 2, dtype=torch.int32).view(torch.float32)
         sums += torch.tensor([other[other <= x].sum(dtype=torch.float64), (other <= x).sum()])
         fits = sums[0] <= 0.3 * sums[1]
@@ -330,8 +407,34 @@ def test_the_second_moment_of_all_ranks(monkeypatch):
     alone = rejection_mask(*here, {"second_moment": 0.3})
     state = {"low": 0, "high": 0x7F800000}
     kept = rejection_mask(*here, {"second_moment": 0.3}, group="ranks")
+    state = {"low": 0, "high": 0x7F800000}
+    assert second_moment_limit(here[0].square(), here[1], 0.3, "ranks") == limits
     assert torch.equal(kept, here[0].square() <= limits) and torch.equal(kept.flatten(), whole[0, :15])
     assert not torch.equal(kept, alone)
+
+
+def test_what_is_logged_of_the_second_moment_is_the_largest_term_that_stays():
+    """eq:second-moment: the interval ends at a term of the batch, on every rank the same; the metrics merge as others do."""
+    log_rho = f64([[0.1, -0.2, 0.15, 2.0, -0.1], [0.3, 0.0, 0.0, -3.0, 0.2]])
+    mask, config = torch.ones(2, 5), Config(rollout_rs={"second_moment": 0.04})
+    *_, interval, below, above = judge(log_rho, mask, "second_moment", 0.04)
+    assert interval[1] == torch.tensor(0.3).double().square().float() and not below.any() and above.sum() == 2
+    whole = correct(log_rho, torch.zeros_like(log_rho), mask, config).metrics
+    limit = interval[1].item()
+    limited = log_rho.square().float().clamp(max=limit).double()
+    assert close(whole["rollout_corr/rollout_rs_second_moment_std"], limited.std(correction=0), 1e-7)       # of float32 terms
+    assert whole["rollout_corr/rollout_rs_second_moment_seq_fraction_high"] == 1                # both rows' means are above
+    assert close(whole["rollout_corr/rollout_rs_second_moment_masked_fraction"], 0.2)
+    parts = [correct(log_rho[i:i + 1], torch.zeros(1, 5).double(), mask[:1], config) for i in (0, 1)]
+    alone = merge(parts)                                   # each by its own limit: without a group they cannot agree
+    assert close(alone["rollout_corr/rollout_rs_second_moment_masked_fraction"], 0.2)
+    assert alone["rollout_corr/rollout_rs_second_moment_max"] == whole["rollout_corr/rollout_rs_second_moment_max"] == 9.0
+
+
+def test_nothing_is_kept_where_the_smallest_term_is_above_the_bound():
+    apart = torch.tensor([[1.0, -2.0]])
+    assert second_moment_limit(apart.square(), torch.ones(1, 2), 0.5) == 0
+    assert not rejection_mask(apart, torch.ones(1, 2), {"second_moment": 0.5}).any()
 
 
 # --------------------------------------------------------------------------------- prime-rl's own words
@@ -340,12 +443,14 @@ IPO = dict(bypass_mode=True, loss_type="reinforce")
 
 
 @pytest.mark.parametrize("block, expected", [
-    ({"type": "ipo"}, Config("token", math.inf, rollout_rs={"token_tv": 0.3}, **IPO)),
+    ({"type": "ipo"}, Config("token", 1e4, rollout_rs={"token_tv": 0.3}, **IPO)),
     ({"trainer": {"loss": {"type": "ipo", "eps": 0.1, "adv_tau": 1.0, "kl_tau": 0.0}}},
+     Config("token", 1e4, rollout_rs={"token_tv": 0.1}, **IPO)),
+    ({"loss": {"eps": 0.2, "max_importance_ratio": 100, "score_centering": True}},
+     Config("token", 100.0, rollout_rs={"token_tv": 0.2}, **IPO, score_centering=True)),
+    ({"loss": {"max_importance_ratio": 1}}, Config("token", 1.0, rollout_rs={"token_tv": 0.3}, **IPO)),
+    ({"loss": {"type": "ipo", "ipo_threshold": 0.1}},                                  # a release without a cap
      Config("token", math.inf, rollout_rs={"token_tv": 0.1}, **IPO)),
-    ({"loss": {"eps": 0.2, "max_importance_ratio": 1e4, "score_centering": True}},
-     Config("token", 1e4, rollout_rs={"token_tv": 0.2}, **IPO, score_centering=True)),
-    ({"loss": {"type": "ipo", "ipo_threshold": 0.1}}, Config("token", math.inf, rollout_rs={"token_tv": 0.1}, **IPO)),
     ({"loss": {"type": "icepop"}}, Config("token", (0.2, 5.0), **IPO)),
     ({"loss": {"type": "icepop", "ratio_low": 0.5, "ratio_high": 2.0}}, Config("token", (0.5, 2.0), **IPO)),
     ({"loss": {"type": "default", "dppo_mask_low": 0.1, "dppo_mask_high": 0.1}},
@@ -362,6 +467,11 @@ def test_prime_rls_block_is_read(block, expected):
     ({"type": "icepop", "eps": 0.5}, "eps is no setting of prime-rl's loss type icepop"),
     ({"type": "default", "dppo_mask_low": 0.1}, "dppo_mask_low and dppo_mask_high must be equal"),
     ({"eps": 0.0}, "eps must be a positive number"),
+    ({"eps": 0.1, "ipo_threshold": 0.1}, "eps and ipo_threshold are one setting: give one of them"),
+    ({"max_importance_ratio": math.inf}, "max_importance_ratio must be a finite number of at least 1, not inf"),
+    ({"max_importance_ratio": 0.5}, "max_importance_ratio must be a finite number of at least 1, not 0.5"),
+    ({"max_importance_ratio": None}, "max_importance_ratio must be a positive number, not None"),
+    ({"type": "default", "max_importance_ratio": 2.0}, "max_importance_ratio is no setting of prime-rl's loss type default"),
     ({"type": "ipo", "rollout_is": "token"}, "another dialect")])
 def test_what_prime_rl_means_otherwise_is_one_sentence(block, words):
     with pytest.raises(ValueError) as error:

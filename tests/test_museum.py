@@ -97,6 +97,24 @@ def sequence_ratio_as_a_sum_of_exps():
     return expectation(MU, (LIVE * MASK).sum(-1)), expectation(MU, right), 1.0
 
 
+@exhibit("verl 0.9.1: PPOTrainer._compute_old_log_prob, verl/trainer/ppo/v1/trainer_base.py",
+         "eq:off-policy")
+def reinforce_in_name_alone():
+    """bypass_mode=True loss_type=reinforce without a loss_mode: verl sets old_log_prob to
+    rollout_log_prob, and its default loss_mode is PPO's clip around π_rollout, without a weight.
+    The expected loss is 0.951 instead of −0.349; the gradient misses ∇J by 95 % of its length."""
+    clip = ppo_clip_loss(LP, MU_LP, A, 0.2, 0.2, dual_clip=3.0)     # verl's clip_ratio, clip_ratio_c
+    wrong = expectation(MU, (clip * MASK).sum(-1))
+    right = expectation(MU, torch.stack([policy_loss(
+        LP[[i]], None, MU_LP[[i]], A[[i]], MASK[[i]], SEQUENCE_IS, mode=SUM)[0]
+        for i in range(len(A))]))
+    exact = -expectation(PI, (A * LP * MASK).sum(-1))               # the weights take E_μ to E_π
+    miss = (mean(clip) - UP).norm() / UP.norm()
+    assert [round(x.item(), 3) for x in (wrong, right, miss)] == [0.951, -0.349, 0.955]
+    return [torch.cat([value[None], gradient]) for value, gradient in (
+        (wrong, mean(clip)), (right, ours(SEQUENCE_IS)), (exact, UP))]
+
+
 @exhibit("verl's document calls truncated Seq-TIS unbiased: docs/algo/rollout_corr_math.md",
          "eq:tis")
 def truncated_called_unbiased():
@@ -335,6 +353,7 @@ def test_exhibit(name):
     wrong, right, exact = (torch.as_tensor(x, dtype=torch.float64).detach() for x in function())
     error = (wrong - exact).abs().max().item()
     print(f"\n{name.replace('_', ' ')} ({equation}; {where})\n"
+          f"    {function.__doc__}\n"
           f"    off by {error:.3g} where the largest number is {exact.abs().max():.3g}")
     assert close(right, exact)
     assert not error <= 0.01 * max(exact.abs().max().item(), 0.1)

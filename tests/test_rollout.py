@@ -25,8 +25,8 @@ PROMPTS = [[3 + (7 * i + t) % 23 for t in range(n)] for i, n in enumerate([1, 3,
 HOSTILE = dict(do_sample=True, top_p=0.1, top_k=2, temperature=5.0, repetition_penalty=3.0,
                max_new_tokens=2, eos_token_id=[9, 10], bad_words_ids=[[11]])  # fmt: skip
 every_engine = pytest.mark.parametrize("started", [(k, "float32") for k in KINDS], indirect=True)
-TOP_P, BOTH = dict(top_p=0.9), dict(top_p=0.9, top_k=3)
-CUT = [(kind, "float32", cut) for kind in KINDS for cut in (TOP_P, BOTH)]
+TOP_P, BOTH, MIN_P = dict(top_p=0.9), dict(top_p=0.9, top_k=3), dict(min_p=0.03, top_p=0.95)
+CUT = [(kind, "float32", cut) for kind in KINDS for cut in (TOP_P, BOTH, MIN_P)]
 every_cut_engine = pytest.mark.parametrize("started", CUT, indirect=True)
 
 
@@ -106,7 +106,8 @@ def test_recorded_log_probs_are_the_trainers_before_and_after_weight_updates(eng
         assert mismatch(engine, model) < 1e-4
 
 
-@pytest.mark.parametrize("started", [*((k, "float32") for k in KINDS), *CUT[::2]], indirect=True)
+@pytest.mark.parametrize("started", [*((k, "float32") for k in KINDS), *CUT[::3], *CUT[2::3]],
+                         indirect=True)
 def test_a_sample_depends_on_its_seed_and_not_on_its_batch(engine):
     prompts, seeds = PROMPTS * 40, list(range(200))  # more than the batch_size of 150
     samples = sample(engine, prompts, seeds=seeds)
@@ -169,7 +170,12 @@ def test_the_first_token_is_drawn_from_softmax_of_logits_over_temperature(engine
     assert p_value(tokens, logits.softmax(-1)) < 1e-9
 
 
-# ---- top-p and top-k -----------------------------------------------------------------------------
+# ---- top-p, top-k and min-p ----------------------------------------------------------------------
+
+
+def cut_by_the_book(engine, logits):
+    """log μ and the mass that survived, of the trainer's logits and the engine's settings."""
+    return sampling_log_probs(logits, 0.7, engine.cut.top_k, engine.cut.top_p, engine.cut.min_p)
 
 
 @every_cut_engine
@@ -179,7 +185,7 @@ def test_a_cut_sample_has_the_set_and_the_log_probs_of_the_trainers_cut(engine, 
     for _ in range(2):
         for prompt, s in zip(PROMPTS * 8, sample(engine, PROMPTS * 8)):
             logits = trainer_log_probs(model, prompt, s.tokens, 1.0)  # the same up to a constant
-            log_mu, mass = sampling_log_probs(logits, 0.7, engine.cut.top_k, engine.cut.top_p)
+            log_mu, mass = cut_by_the_book(engine, logits)
             assert [sorted(ids) for ids in s.kept] == [
                 row.nonzero().flatten().tolist() for row in log_mu > -torch.inf]
             chosen = log_mu[range(len(s.tokens)), s.tokens]
@@ -194,12 +200,12 @@ def test_the_first_token_is_drawn_from_what_the_cut_left(engine, model):
     prompt = PROMPTS[1]
     tokens = [s.tokens[0] for s in sample(engine, [prompt] * 4000, max_tokens=1)]
     logits = trainer_log_probs(model, prompt, [0], 1.0)[0]
-    log_mu, mass = sampling_log_probs(logits, 0.7, engine.cut.top_k, engine.cut.top_p)
+    log_mu, mass = cut_by_the_book(engine, logits)
     assert p_value(tokens, log_mu.exp()) > 1e-3
     assert p_value(tokens, (logits / 0.7).softmax(-1)) < 1e-9 and mass < 0.98
 
 
-@pytest.mark.parametrize("started", CUT[1::2], indirect=True)
+@pytest.mark.parametrize("started", CUT[1::3], indirect=True)
 def test_ties_with_the_last_token_are_kept_and_too_many_are_a_sentence(engine, model):
     """Three are asked for of 26 equal logits, of which 0.9 is 24; then of 21, of which it is 19."""
     engine.update_weights((name, torch.zeros_like(x)) for name, x in model.state_dict().items())
@@ -219,12 +225,15 @@ def test_sets_without_a_bound_are_refused_before_a_weight_is_read(kind, tmp_path
     """The directory has a configuration, and no weights that could be loaded."""
     Qwen2Config(vocab_size=5000).save_pretrained(tmp_path)
     settings = dict(dtype="float32", max_model_len=64)
-    for cut in (dict(top_p=0.9), dict(top_k=KEPT + 1), dict(top_p=0.9, top_k=-1)):
-        sentence = f"rollout.top_p=.*rollout.top_k=.*set rollout.top_k to 1 … {KEPT}, or "
+    for cut in (dict(top_p=0.9), dict(top_k=KEPT + 1), dict(top_p=0.9, top_k=-1), dict(min_p=0.5)):
+        sentence = (f"rollout.top_p={cut.get('top_p', 1.0)}, rollout.top_k={cut.get('top_k')} and rollout.min_p="
+                    f"{cut.get('min_p', 0.0)} may keep .* set rollout.top_k to 1 … {KEPT}, or rollout.top_p=1 and "
+                    "rollout.min_p=0 without it")
         with pytest.raises(ValueError, match=sentence):
             make_engine(kind, tmp_path, **settings, **cut)
-    with pytest.raises(OSError):  # allowed, and then there is nothing to load
-        make_engine("transformers", tmp_path, **settings, top_p=0.9, top_k=KEPT)
+    for cut in (dict(top_p=0.9, top_k=KEPT), dict(min_p=0.5, top_k=KEPT)):
+        with pytest.raises(OSError):  # allowed, and then there is nothing to load
+            make_engine("transformers", tmp_path, **settings, **cut)
 
 
 def test_of_tokens_that_tie_at_top_p_the_first_are_kept():
@@ -234,13 +243,34 @@ def test_of_tokens_that_tie_at_top_p_the_first_are_kept():
 
 def test_what_cuts_nothing_is_no_cut():
     for top_k in (None, 0, -1, 26, 99):
-        assert Cut.of(1, top_k, 26) == Cut(1.0, 0, 0)
-    assert Cut.of(0.9, None, KEPT).top_k == KEPT and Cut.of(1.0, 5, 10**6).most == 26
+        assert Cut.of(1, top_k, 0, 26) == Cut(1.0, 0, 0.0, 0)
+    assert Cut.of(0.9, None, 0.0, KEPT).top_k == KEPT and Cut.of(1.0, 5, 0.0, 10**6).most == 26
+    assert Cut.of(1.0, None, 0.1, 26) == Cut(1.0, 26, 0.1, 68)
+
+
+def test_hugging_faces_own_sampling_cuts_by_min_p_last(model):
+    """What the docstring of sampling_log_probs says of it: then top-p keeps these tokens, or more."""
+    more = 0
+    for prompt in PROMPTS * 2:
+        for settings in (MIN_P, dict(MIN_P, top_k=5), dict(min_p=0.3, top_k=0, top_p=0.6)):
+            settings = dict(dict(top_k=0), **settings)
+            output = model.generate(torch.tensor([prompt]), do_sample=True, temperature=0.7, max_new_tokens=6,
+                                    eos_token_id=[], pad_token_id=0, output_scores=True, output_logits=True,
+                                    return_dict_in_generate=True, **settings)
+            for scores, logits in zip(output.scores, output.logits):
+                theirs = scores[0] > -math.inf
+                others = dict(settings, min_p=0.0)
+                log_mu, log_q = (sampling_log_probs(logits[0], 0.7, **x)[0] for x in (others, dict(min_p=settings["min_p"])))
+                ours = sampling_log_probs(logits[0], 0.7, **settings)[0] > -math.inf
+                assert torch.equal(theirs, (log_mu > -math.inf) & (log_q > -math.inf))
+                assert not (ours & ~theirs).any()
+                more += int((theirs & ~ours).any())
+    assert more > 20
 
 
 @every_cut_engine
 def test_a_cut_engine_takes_no_greedy_requests(engine):
-    with pytest.raises(ValueError, match="temperature=0 .greedy. is for engines without top_p"):
+    with pytest.raises(ValueError, match="temperature=0 .greedy. is for engines without top_p, top_k and min_p"):
         sample(engine, PROMPTS, temperature=0)
 
 

@@ -147,6 +147,22 @@ def test_sampling_cut_by_top_p_and_top_k_trains(engine, settings, run, request, 
     assert len(sets) == 10 and {x.shape[:2] == (16, 5) and 1 < x.shape[2] <= 8 for x in sets} == {True}
 
 
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_sampling_cut_by_min_p_trains(engine, run, request, monkeypatch):
+    """On time k3 is that of two float32 computations, so the trainer's sets are the engine's; they do cut."""
+    if engine == "vllm":
+        request.getfixturevalue("vllm_required")
+    sets, kept_ids = [], trainer.kept_ids
+    monkeypatch.setattr(trainer, "kept_ids", lambda *args: sets.append(kept_ids(*args)) or sets[-1])
+    code, lines = run("rollout.quantize_bits=null", "rollout.min_p=0.2", "rollout.temperature=0.7", "loss.kl_coef=0.1",
+                      engine=engine)
+    assert code == 0 and len(lines) == 2
+    for line in lines:
+        assert all(math.isfinite(value) for value in line.values())
+        assert line["rollout_corr/k3_kl"] < 1e-8 and line["grad_norm"] > 0
+    assert len(sets) == 2 and {x.shape[:2] == (16, 5) and 1 < x.shape[2] < 20 for x in sets} == {True}
+
+
 def test_a_metric_that_leaves_its_range_is_spoken_of_when_it_first_does_and_at_the_end(run, capfd):
     run("correction.preset=decoupled_geo_rs")          # 0.1 % is too narrow for four-bit weights
     said = capfd.readouterr().err
@@ -348,13 +364,13 @@ def replayed(policy, kept):
     return torch.where(policy.mask, log_probs.view(policy.tokens.shape), 0.0)
 
 
-@pytest.mark.parametrize("top_p, top_k", [(0.8, 0), (1.0, 2), (0.9, 3)])
+@pytest.mark.parametrize("top_p, top_k, min_p", [(0.8, 0, 0.0), (1.0, 2, 0.0), (0.9, 3, 0.0), (1.0, 0, 0.5)])
 @pytest.mark.parametrize("size", [0.0, 0.5])       # μ is π_old but for the cut, or far from it
-def test_over_the_set_that_mu_kept_the_mean_ratio_is_one(size, top_p, top_k):
+def test_over_the_set_that_mu_kept_the_mean_ratio_is_one(size, top_p, top_k, min_p):
     """eq:sampling, by enumeration: E_μ[Πρ] = 1 and E_μ[Πρ Σg] = 0; without the sets both are off."""
     old = oracle.Policy(V=4, T=3)
     mu = old.perturbed(size=size)
-    log_mu, mass = sampling_log_probs(mu.logits.detach(), top_k=top_k, top_p=top_p)
+    log_mu, mass = sampling_log_probs(mu.logits.detach(), top_k=top_k, top_p=top_p, min_p=min_p)
     kept = log_mu > -math.inf
     prob = torch.where(mu.mask, log_mu[mu.states, mu.tokens], 0.0).sum(-1).exp()                  # [N]
     drawn = prob > 0
@@ -512,6 +528,8 @@ def test_control_c(tiny_model, tmp_path):
     (["rollout.top_p=0"], ["rollout.top_p", "0.01 to 1", "not 0"]),
     (["rollout.top_p=1.5"], ["rollout.top_p", "0.01 to 1", "1.5"]),
     (["rollout.top_k=-2"], ["rollout.top_k", "at least -1", "-2"]),
+    (["rollout.min_p=-0.1"], ["rollout.min_p", "0 to 1", "not -0.1"]),
+    (["rollout.min_p=1.5"], ["rollout.min_p", "0 to 1", "1.5"]),
     (["rollout.quantize_bits=1"], ["rollout.quantize_bits", "2 to 16"]),
     (["rollout.staleness=-1"], ["rollout.staleness", "at least 0"]),
     (["rollout.prompts=7"], ["rollout.prompts=7", "multiple", "train.mini_batches"]),
@@ -536,7 +554,7 @@ def test_mistakes_are_one_sentence(arguments, said, tmp_path, monkeypatch, capsy
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("cut", [["rollout.top_p=0.9"], [f"rollout.top_k={KEPT + 1}"],
+@pytest.mark.parametrize("cut", [["rollout.top_p=0.9"], [f"rollout.top_k={KEPT + 1}"], ["rollout.min_p=0.1"],
                                  ["rollout.top_p=0.9", "rollout.top_k=0"]])
 def test_sets_without_a_bound_are_one_sentence_before_anything_is_loaded(cut, run, tmp_path, capsys):
     """The policy is a configuration: without a tokenizer, which is the next thing missed, and without weights."""
@@ -544,7 +562,7 @@ def test_sets_without_a_bound_are_one_sentence_before_anything_is_loaded(cut, ru
     code, lines = run(f"policy.path={tmp_path / 'large'}", *cut, engine="auto")
     said = capsys.readouterr().err
     assert code == 2 and lines == [] and said.count("\n") == 1, said
-    assert re.match(r"trainer.py: rollout.top_p=.* and rollout.top_k=.* may keep \d+ of 5000 tokens", said)
+    assert re.match(r"trainer.py: rollout.top_p=.*, rollout.top_k=.* and rollout.min_p=.* may keep \d+ of 5000 tokens", said)
     assert f"set rollout.top_k to 1 … {KEPT}" in said
     run(f"policy.path={tmp_path / 'large'}", "rollout.top_p=0.9", f"rollout.top_k={KEPT}")
     assert "a prompt of 0 tokens" in capsys.readouterr().err

@@ -57,11 +57,11 @@ def trainer(tiny_model, tmp_path, monkeypatch):
         defaults = {"use_vllm": True, "gradient_accumulation_steps": 2, "num_generations": 2,
                     "per_device_train_batch_size": 4, "max_completion_length": 10, "beta": 0.0,
                     "learning_rate": 1e-2, "max_steps": 4, "lr_scheduler_type": "constant",
-                    "mask_truncated_completions": True}
+                    "mask_truncated_completions": True, "logging_steps": 1}
         args = trl.GRPOConfig(
             output_dir=str(tmp_path), report_to="none", save_strategy="no", use_cpu=True, bf16=False,
             disable_tqdm=True, seed=1, vllm_importance_sampling_mode=mode,
-            vllm_importance_sampling_clip_max=2.0, logging_steps=1,
+            vllm_importance_sampling_clip_max=2.0,
             vllm_importance_sampling_clip_min=0.5 if mode.endswith("mask") else None,
             **defaults | settings)
         rows = datasets.Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)])
@@ -218,6 +218,79 @@ def test_bypass_and_reinforce(trainer):
         ours.correction = PRESETS[preset]()
         expected = ((values * mask).sum(1) / mask.sum(1).clamp(min=1)).mean() / 2
         assert torch.allclose(ours._compute_loss(ours.model, inputs), expected, atol=1e-6) and expected != 0
+
+
+# --------------------------------------------------------------------------------- what TRL logs
+
+TOKEN_MEANS = "loss/ratio", "loss/approx_kl", "loss/clip_fraction"
+
+
+@pytest.mark.parametrize("loss, schedule", [("grpo", (2, 2, 1)), ("dapo", (4, 2, 1)), ("dapo", (2, 4, 1))], ids=str)
+def test_a_ratio_of_one_is_logged_as_one(trainer, loss, schedule):
+    """eq:aggregation: with a learning rate of 0 every r is 1, and loss/policy is the loss that TRL logs."""
+    from adapters.trl import PolicyLossGRPOTrainer
+    accumulated, steps, _ = schedule
+    ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), loss_type=loss, learning_rate=0.0,
+                   gradient_accumulation_steps=accumulated, steps_per_generation=steps)
+    ours.train()
+    rows = [row for row in ours.state.log_history if "loss" in row]
+    assert len(rows) == 4
+    for row in rows:
+        assert [row[name] for name in TOKEN_MEANS] == pytest.approx([1.0, 0.0, 0.0], abs=1e-5)
+        assert row["loss/policy"] == pytest.approx(row["loss"], rel=1e-5, abs=1e-6) and row["loss"] != 0
+        assert "loss/kept_tokens" not in row
+
+
+def test_logged_means_are_over_all_kept_tokens(trainer, monkeypatch):
+    """eq:aggregation, eq:merge: of everything since the last log, not a mean of the micro-batches' means."""
+    import adapters.trl
+    from correction import correct
+    from losses import policy_loss
+    from metrics import merge, to_host
+    seen, corrections = [], []
+
+    def remember(*args, **options):
+        loss, sums = policy_loss(*args, **options)
+        seen.append({name: x.item() for name, x in sums.items()})
+        return loss, sums
+
+    monkeypatch.setattr(adapters.trl, "policy_loss", remember)
+    monkeypatch.setattr(adapters.trl, "correct", lambda *args: corrections.append(correct(*args)) or corrections[-1])
+    correction = config("token_truncate", rollout_rs={"token_k1": (0.7, 1.4)}, bypass_mode=True)
+    ours = trainer(adapters.trl.PolicyLossGRPOTrainer, correction=correction, logging_steps=2)
+    ours.train()
+    rows = [row for row in ours.state.log_history if "loss" in row]
+    assert len(seen) == 8 and len(rows) == 2
+    for row, calls, parts in zip(rows, (seen[:4], seen[4:]), (corrections[:4], corrections[4:])):
+        kept = [x["loss/kept_tokens"] for x in calls]
+        assert len(set(kept)) > 1
+        for name in (*TOKEN_MEANS, "loss/bypass_clip_fraction"):
+            assert row[name] == pytest.approx(sum(x[name] for x in calls) / sum(kept), rel=1e-5, abs=1e-6)
+        unweighted = sum(x["loss/ratio"] / max(x["loss/kept_tokens"], 1) for x in calls) / 4
+        assert abs(row["loss/ratio"] - unweighted) > 1e-4
+        for name, expected in to_host(merge(parts)).items():
+            assert row[name] == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_logged_means_over_two_ranks(trainer, monkeypatch):
+    """eq:aggregation: two micro-batches on two ranks are logged as one after the other on one rank."""
+    from adapters.trl import PolicyLossGRPOTrainer
+    ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), loss_type="grpo")
+    batches, sent = list(first_batches(ours, 2)), []
+
+    def logged(batches, elsewhere=0.0):
+        monkeypatch.setattr(ours.accelerator, "reduce", lambda x, _: sent.append(x) or x + elsewhere)
+        for inputs in batches:
+            ours._compute_loss(ours.model, inputs)
+        ours.log(row := {})
+        return row
+
+    one_rank = logged(batches)
+    logged(batches[:1])
+    two_ranks = logged(batches[1:], sent[-1])
+    for name in (*TOKEN_MEANS, "loss/policy"):
+        assert two_ranks[name] == pytest.approx(one_rank[name], rel=1e-5, abs=1e-6)
+    assert abs(one_rank["loss/ratio"] - 1) > 1e-3
 
 
 # ------------------------------------------------------------------------- TRL's loss, our weights

@@ -32,9 +32,8 @@ CASES = {                                           # verl's loss, the block of 
 
 
 def actor_config(loss_mode, block, whole, **options):
-    from verl.trainer.config.algorithm import RolloutCorrectionConfig
     from verl.workers.config import ActorConfig, PolicyLossConfig
-    loss = PolicyLossConfig(loss_mode=loss_mode, rollout_correction=RolloutCorrectionConfig(**block))
+    loss = PolicyLossConfig(loss_mode=loss_mode, rollout_correction=dict(block))       # Hydra's is a dict
     return ActorConfig(strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, policy_loss=loss,
                        global_batch_info=whole, clip_ratio_low=0.1, clip_ratio_high=0.15, **options)
 
@@ -158,11 +157,90 @@ def test_verls_dataclass_is_a_dialect():
     assert from_dialect(Theirs.bypass_pg_is()) == PRESETS["bypass_pg_is"]()
 
 
-# ------------------------------------------------------------------------------- in verl's own worker
+# ------------------------------------------------------------------------------ what is not carried
 
 BLOCK, LOSS = "algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss"
 SETTINGS = ("actor_rollout_ref.model.external_lib=adapters.verl", f"{LOSS}.loss_mode=three_policies",
             f"+{LOSS}.rollout_correction=${{{BLOCK}}}")                  # as adapters/verl.py has them
+OWN = {name: {"rollout_is": None, **REINFORCE, "rollout_rs": {name: (0.5, 2.0) if name.endswith("k1") else 0.3}}
+       for name in ("token_k1", "seq_max_k1", "seq_mean_k3", "opsm", "token_tv", "token_tv_outward", "second_moment")}
+OWN |= {"batch_normalize": REINFORCE | TOKEN | {"rollout_is_batch_normalize": True},
+        "score_centering": REINFORCE | {"preset": "bypass_pg_is", "rollout_is": "token", "score_centering": True}}
+REFUSED = {"second_moment": "rollout_rs second_moment: .* use criteria of tokens or sequences",
+           "batch_normalize": "rollout_is_batch_normalize in bypass mode: .* or use bypass_mode=false",
+           "score_centering": "score_centering: .* set it to false"}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_micro_batch_is_corrected_alone_or_refused(name):
+    """eq:correction: two halves of a mini-batch have the gradient of the whole, or a sentence says why not."""
+    import adapters.verl
+    from adapters.dialects import from_dialect
+    log_prob, _, rollout, advantages, mask = batch(0)
+    whole = {"batch_num_tokens": int(mask.sum()), "global_batch_size": 8}
+    config = actor_config("three_policies", OWN[name], whole)
+
+    def gradient(*parts):
+        loss = sum(adapters.verl.three_policies(rollout[i], log_prob[i], advantages[i], mask[i], "token-sum",
+                                                config=config)[0] for i in parts)
+        return torch.autograd.grad(loss, log_prob)[0]
+
+    ours = from_dialect(OWN[name])
+    assert (name in REFUSED) == (ours.of_whole_batches or ours.score_centering)
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=f"adapters.verl does not carry {REFUSED[name]}"):
+            gradient(slice(8))
+    else:
+        together, apart = gradient(slice(8)), gradient(slice(3), slice(3, 8))
+        assert torch.allclose(together, apart, rtol=1e-5, atol=1e-5) and together.norm() > 0
+
+
+def as_the_worker_has_it(*settings):
+    """verl's ActorConfig for these overrides, made as verl's ActorRolloutRefWorker.init_model makes it."""
+    from omegaconf import OmegaConf
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl_worker import configuration
+    config = configuration("nowhere", settings)
+    OmegaConf.resolve(config)
+    return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+
+
+@pytest.mark.parametrize("block", [(), ("rollout_is=token",), ("rollout_is=sequence",), ("bypass_mode=true",),
+                                   ("bypass_mode=true", "loss_type=reinforce"), ("loss_type=gspo",)])
+def test_the_third_override_must_be_there(block):
+    """eq:bypass: without it REINFORCE, or gspo, would be PPO's clip in silence; with it every block works."""
+    import adapters.verl
+    log_prob, old, _, advantages, mask = batch(0)
+    block = [f"{BLOCK}.{setting}" for setting in block]
+    loss, _ = adapters.verl.three_policies(old, log_prob, advantages, mask,
+                                           config=as_the_worker_has_it(*SETTINGS, *block))
+    assert loss != 0
+    with pytest.raises(ValueError, match=r"would train with PPO's clip .* add '\+actor_rollout_ref\.actor\."
+                                         r"policy_loss\.rollout_correction=\$\{algorithm\.rollout_correction\}'$"):
+        adapters.verl.three_policies(old, log_prob, advantages, mask,
+                                     config=as_the_worker_has_it(*SETTINGS[:2], *block))
+
+
+def test_verl_itself_leaves_the_loss_to_the_user():
+    """eq:off-policy: an exhibit of the museum, in verl's own code: REINFORCE in name, PPO's clip in fact."""
+    import verl
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    from losses import aggregate_loss, ppo_clip_loss
+    trainer = (Path(verl.__file__).parent / "trainer" / "ppo" / "v1" / "trainer_base.py").read_text()
+    assert "def _compute_old_log_prob" in trainer and "bypass_mode" in trainer
+    assert "apply_bypass_mode" not in trainer and "loss_mode" not in trainer
+    config = as_the_worker_has_it(f"{BLOCK}.bypass_mode=true", f"{BLOCK}.loss_type=reinforce", f"{BLOCK}.rollout_is=token")
+    assert config.policy_loss.loss_mode == "vanilla" and config.policy_loss.rollout_correction.loss_type == "ppo_clip"
+    log_prob, _, rollout, advantages, mask = batch(0)
+    loss, metrics = get_policy_loss_fn("vanilla")(rollout, log_prob, advantages, mask, config=config)
+    clip = ppo_clip_loss(log_prob, rollout, advantages, dual_clip=3.0)
+    assert torch.allclose(loss, aggregate_loss(clip, mask, "token-mean"), rtol=1e-5)
+    assert not any(name.startswith("rollout_corr/") for name in metrics)
+
+
+# ------------------------------------------------------------------------------- in verl's own worker
+
 RUNS = {"token": ("vanilla", ["rollout_is=token"]),
         "sequence, rejection": ("vanilla", ["rollout_is=sequence", "rollout_rs=seq_mean_k3",
                                             "rollout_rs_threshold=0.05"]),

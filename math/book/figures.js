@@ -76,11 +76,11 @@ const curves = {
     const broken = (values) => values.map((v, i) => [d.r[i], i && Math.abs(v - values[i - 1]) > 0.3 ? null : v]);
     const i = d.r.indexOf(s.r);
     const one = (l) => `<div>${plot({ title: l.name, x: [0, 4], y: [-4, 4], xTicks: [0, 1, 2, 3, 4], yTicks: [-4, -2, 0, 2, 4], xLabel: "r", at: s.r,
-      bands: [...zero(l.plus, 0, 4, "c0"), ...zero(l.minus, -4, 0, "c1")],
+      bands: [...zero(l.plus, -4, 0, "c0"), ...zero(l.minus, 0, 4, "c1")],
       lines: [{ kind: "c0", points: broken(l.plus) }, { kind: "c1", points: broken(l.minus) }] })}
       <p class="value"><a class="eq" href="${l.page}#${l.label}">(${l.label})</a> A = 1: <b>${show(l.plus[i])}</b> · A = −1: <b>${show(l.minus[i])}</b></p></div>`;
     return `<div class="plots three">${d.values.map(one).join("")}</div>`
-      + "<figcaption>The coefficient of ∇log π_θ in the step, blue for A = 1 and orange for A = −1, by autograd through losses.py; shaded where the gradient is zero. GSPO: one token of four has the ratio r, the other three have 1.</figcaption>";
+      + "<figcaption>The coefficient of ∇log π_θ in ∇L, as in the text, blue for A = 1 and orange for A = −1, by autograd through losses.py; shaded where the gradient is zero. A step of descent goes the other way: below 0 it makes the token likelier. GSPO: one token of four has the ratio r, the other three have 1, and the interval is the paper's, [1 − 3·10⁻⁴, 1 + 4·10⁻⁴]: seen from here it switches at r = 1.</figcaption>";
   },
 };
 
