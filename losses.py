@@ -39,7 +39,8 @@ def ppo_clip_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, cl
                   clip_high: float = 0.2, dual_clip: float | None = None) -> Tensor:
     """−min(rA, clip(r, 1−ε_low, 1+ε_high)A), r = π_θ/π_old.  (eq:ppo-clip)
 
-    The gradient vanishes where r has left the interval in the direction that A asks for.
+    The gradient vanishes where r has left the interval in the direction that A asks for. With
+    π_rollout for π_old, as in bypass mode, each end pulls π_θ towards π_rollout (eq:clip-pull).
     `dual_clip` c > 1 bounds the loss for A < 0 by −cA, where r alone would not (eq:dual-clip).
     Sources: Schulman et al. 1707.06347; Ye et al. 1912.09729 (dual clip, c = 3); DAPO 2503.14476
     (ε_high > ε_low).

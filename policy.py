@@ -1,8 +1,9 @@
 """π_old, π_θ and π_ref: a Hugging Face model that returns the log-probs of its responses.
 
 This file decides
-* All log-probs are at the sampling temperature, of what top-p and top-k kept, in float32; logits of
-  prompts are never computed, and those of responses for one slice of the vocabulary at a time.
+* All log-probs are at the sampling temperature, of what min-p, top-k and top-p kept, in float32;
+  logits of prompts are never computed, and those of responses for one slice of the vocabulary at a
+  time.
 * Prompts are padded on the left, responses on the right, so that every response begins in one
   column. A prompt that several rows share is run once.
 * Weights are float32 and sharded over the ranks by FSDP2; the computation is in the dtype asked.

@@ -76,7 +76,7 @@ def train(run: Run) -> None:
             if run.reference is not None:
                 batch = batch._replace(ref_log_prob=score(run.reference, batch, config))
             batch = without_nonfinite(run, batch)
-            batch = with_kl_in_reward(batch, config, options)
+            batch = with_kl_in_reward(batch, config)
         with run.timed("update"):
             correction = None      # bypass mode: ρ = π_θ/π_rollout changes with every update
             if not options.bypass_mode:
@@ -240,14 +240,14 @@ def without_nonfinite(run: Run, batch: Batch) -> Batch:
     return batch._replace(response_mask=batch.response_mask & ~fault.any(0).any(-1, keepdim=True))
 
 
-def with_kl_in_reward(batch: Batch, config: Config, options: RolloutCorrectionConfig) -> Batch:
+def with_kl_in_reward(batch: Batch, config: Config) -> Batch:
     """A_t −= kl_coef · the penalty of token t: `kl_penalty`, of π_old in both modes."""
     if not penalizes(config):
         return batch
     kind, level = kl_of(config.loss)
     penalty = kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.rollout_log_prob,
                          batch.response_mask, kind, level,
-                         None if level is None else loss_weights(batch, options))       # [B, T]
+                         None if level is None else loss_weights(batch, correction_of(config)))
     return batch._replace(advantages=batch.advantages - config.loss.kl_coef * penalty)
 
 

@@ -9,6 +9,7 @@ No number is typed: all come from the presets, from the public functions, and fr
 import copy
 import csv
 import itertools
+import json
 import re
 import statistics
 import sys
@@ -28,7 +29,7 @@ from contrasts import holm, mcnemar, sign_flip
 from correction import CRITERIA, HISTORICAL, PRESETS, RolloutCorrectionConfig, correct
 from estimators import kl_estimate
 from losses import kl_loss, policy_loss, reinforce_loss
-from metrics import HEALTHY, SEVERE
+from metrics import HEALTHY, SEVERE, UNCORRECTED, diagnose
 
 SUM = "seq-mean-token-sum"
 TODAY = [name for name in PRESETS if name not in HISTORICAL and name not in ("geo_rs", "pg_rs")]
@@ -318,10 +319,12 @@ def bias_variance():
 
 FORMULAS = {
     "kl": "mean −log ρ: KL(μ‖π) by k1",
+    "kl_z": "Σ(−log ρ)/√Σ(log ρ)²: how many standard errors `kl` is above 0",
     "k3_kl": "mean ρ − 1 − log ρ: KL(μ‖π) by k3",
     "chi2_token": "mean ρ_t² − 1",
     "chi2_seq": "mean (Πρ)² − 1",
     "is_ratio_mean": "mean ρ_t, 1 in expectation",
+    "is_ratio_z": "Σ(ρ_t − 1)/√Σ(ρ_t − 1)²: how many standard errors `is_ratio_mean` is from 1",
     "is_ratio_std": "standard deviation of ρ_t (N − 1)",
     "is_ratio_max": "largest ρ_t",
     "is_ratio_min": "smallest ρ_t",
@@ -410,6 +413,8 @@ def metrics():
     """What `diagnose` judges, then what a correction reports; a name without a formula is a KeyError."""
     judged = [[f"`{name}`", f"{low:g}" if low == high else f"{low:g} to {high:g}", meaning, remedy]
               for name, low, high, meaning, remedy in HEALTHY]
+    judged.insert(0, ["`k3_kl`, with nothing that corrects it", f"0 to {UNCORRECTED:g}",
+                      "the step is that of another objective", "take weights: correction.preset=decoupled_token_is"])
     judged += [[f"`{name}`", f"below {limit:g}", meaning, remedy] for name, (limit, meaning, remedy) in SEVERE.items()]
     names = every_metric()
     formulas = [[f"`{row}`", FORMULAS[row]] for row in dict.fromkeys(family(name) for name in names)]
@@ -787,6 +792,29 @@ def study_64_arms():
                      "k3", "kept", "clipped"], lines)
 
 
+def said(steps):
+    """The sentences of `diagnose` on a run's first steps, by the metric that they begin with."""
+    sentences = [sentence for step in steps for sentence in diagnose(step)]
+    return {sentence.split()[0] + (", uncorrected" if "nothing corrects it" in sentence else "") for sentence in sentences}
+
+
+def study_64_warned():
+    """Of how many runs each sentence was said by the tenth step, by how the run ended."""
+    below, above, between, names = [], [], [], ["is_ratio_mean", "kl", "k3_kl, uncorrected", *(row[0] for row in HEALTHY)]
+    with (ROOT / "math" / "study-64-warnings.csv").open() as file:
+        for row in csv.DictReader(file):
+            end = runs("study-64")[row["regime"]][row["method"]][int(row["seed"])]
+            gain = float(end["final_accuracy"]) - float(end["first_accuracy"])
+            (below if gain < 0 else above if gain >= 0.1 else between).append(said(json.loads(row["steps"])))
+    lines = []
+    for name in names:
+        lines.append([f"`{name}`" if "," not in name else "`k3_kl`, with nothing that corrects it",
+                      *(f"{sum(name in found for found in group)}" for group in (below, between, above))])
+    lines.append(["any sentence", *(f"{sum(map(bool, group))}" for group in (below, between, above))])
+    lines.append(["runs", *map(len, (below, between, above))])
+    return markdown(["sentence about", "ended below their start", "up to 0.1 above", "at least 0.1 above"], lines)
+
+
 def study_64_rounding():
     """The floor: how far another rounding moves the area."""
     lines = []
@@ -903,6 +931,7 @@ CORRECTIONS = ["decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip"]
 
 TABLES = {"study-64-summary": study_64_summary, "advice": advice, "study-64-contrasts": lambda: study_64_contrasts([declared()["judged"]]),
           "study-64-later": lambda: study_64_contrasts(declared()["judged_later"]), "study-64-arms": study_64_arms,
+          "study-64-warned": study_64_warned,
           "study-64-rounding": study_64_rounding, "study-64-score": study_64_score, "study-64-shares": study_64_shares,
           "study-64-ends": study_64_ends,
           "words-prediction": lambda: markdown(*words.prediction()), "words-place": lambda: markdown(*words.pushes()),

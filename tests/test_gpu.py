@@ -246,7 +246,7 @@ def test_on_a_gpu_vllm_is_asked_for_the_sets_and_for_one_log_prob(gpu_engine):
         [s] = engine.generate([[3]], [0], temperature=1.0, max_tokens=2, eos_ids=[])
         asked = engine.llm.params[0]
         assert engine.llm.settings["return_sampling_mask"] == bool(cut) and engine.llm.settings["max_logprobs"] == 0
-        assert (asked["logprobs"], asked["top_p"], asked["top_k"]) == (0, cut.get("top_p", 1), k)
+        assert (asked["logprobs"], asked["top_p"], asked["top_k"], asked["min_p"]) == (0, cut.get("top_p", 1), k, 0)
         assert s == rollout.Sample([5, 9], [-0.5, 0.0], True, [[7, 5], [9]] if cut else None)
 
 

@@ -14,6 +14,8 @@ from oracle import close, f64
 
 from correction import CRITERIA, correct
 from correction import RolloutCorrectionConfig as Config
+from estimators import sampling_log_probs
+from losses import policy_loss
 from metrics import HEALTHY, Statistics, Tokens, diagnose, merge, offpolicy_metrics, to_host
 
 GOOD = torch.tensor([[True, True, False], [True, False, False], [True, True, True], [False] * 3])
@@ -394,6 +396,61 @@ def test_diagnose_is_silent_when_nothing_is_wrong_and_names_metric_and_knob_othe
 ])
 def test_the_limits_of_health(name, well, ill):
     assert diagnose({name: well}) == [] and len(diagnose({name: ill})) == 1
+
+
+def sampled(seed, rows=64, length=50, noise=0.3, temperature=1.0, keep=None):
+    """log π and log μ of tokens that μ drew: μ is π with noise on its logits, sharpened, cut to its `keep` likeliest."""
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, length, 12, generator=g, dtype=torch.float64)
+    log_pi = logits.log_softmax(-1)
+    log_mu, _ = sampling_log_probs(logits + noise * torch.randn(logits.shape, generator=g, dtype=torch.float64),
+                                   temperature, top_k=keep or 0)
+    drawn = torch.multinomial(log_mu.exp().flatten(0, 1), 1, generator=g).view(rows, length, 1)
+    return [x.gather(-1, drawn)[..., 0] for x in (log_pi, log_mu)]
+
+
+def test_an_honest_record_is_standard_normal():
+    """eq:martingale: z over 200 batches of 3 200 tokens has mean 0 and variance 1, and no batch is named improper."""
+    found = [to_host(offpolicy_metrics(*sampled(seed), torch.ones(64, 50))) for seed in range(200)]
+    z = torch.tensor([x["rollout_corr/is_ratio_z"] for x in found], dtype=torch.float64)
+    print(f"mean {z.mean():.2f} ± {z.std() / 200 ** 0.5:.2f}, deviation {z.std():.2f}, largest {z.abs().max():.1f}")
+    assert abs(z.mean()) < 4 / 200 ** 0.5 and abs(z.std() - 1) < 4 / 400 ** 0.5 and z.abs().max() < 5
+    assert all(x["rollout_corr/kl_z"] > 5 for x in found)                          # KL(μ‖π) > 0, and it is seen
+    assert not any("is_ratio_mean" in s or s.startswith("kl ") for x in found for s in diagnose(x))
+
+
+@pytest.mark.parametrize("wrong, word", [
+    (lambda: sampled(0, noise=0, keep=6), "is_ratio_mean is 0.8"),                       # a cut that is not replayed
+    (lambda: (sampled(0, noise=0, temperature=0.7)[1], sampled(0, noise=0, temperature=0.7)[0]), "kl is -0.")])
+def test_an_improper_pair_is_named(wrong, word):
+    """eq:martingale: π uncut under a cut μ has E[ρ] below 1; a record at another temperature has E[log ρ] > 0."""
+    log_pi, log_mu = wrong()
+    sentences = diagnose(offpolicy_metrics(log_pi, log_mu, torch.ones(log_pi.shape)))
+    assert any(sentence.startswith(word) for sentence in sentences) and all(s.endswith(".") for s in sentences)
+
+
+def test_the_cap_and_the_tail_are_not_blamed_on_rho():
+    """Sequence weights over 2 000 tokens at a usual k3 of 2e-3: their mean is far below 1, and ρ is as it should be."""
+    g = torch.Generator().manual_seed(0)
+    log_rho = 0.063 * torch.randn(64, 2000, generator=g, dtype=torch.float64) - 0.063 ** 2 / 2          # E[ρ] = 1
+    metrics = correct(log_rho, torch.zeros_like(log_rho), torch.ones(64, 2000), Config("sequence")).metrics
+    found = to_host(metrics)
+    assert 1.5e-3 < found["rollout_corr/k3_kl"] < 2.5e-3 and found["rollout_corr/rollout_is_mean"] < 0.5
+    [sentence] = [s for s in diagnose(metrics) if s.startswith("rollout_is_mean")]
+    assert "a cap takes the rest" in sentence and "temperature" not in sentence
+    assert not any("is_ratio_mean" in s for s in diagnose(metrics))
+
+
+def test_a_mismatch_that_nothing_corrects_is_named():
+    x = torch.zeros(4, 50, dtype=torch.float64)
+    train = x + torch.where(torch.arange(50) % 2 == 0, 0.1, -0.1)                                      # k3 = 0.005
+    named = [
+        any("nothing corrects it" in s for s in diagnose(correct(train, x, torch.ones(4, 50), config).metrics))
+        for config in (Config.disabled(), Config.decoupled_token_is(), Config(rollout_rs={"token_k1": (0.95, 2.0)}))]
+    assert named == [True, False, False]
+    assert diagnose(offpolicy_metrics(train, x, torch.ones(4, 50))) == []                 # who knows what is done about it
+    _, metrics = policy_loss(train, None, x, torch.ones(4, 50), torch.ones(4, 50), Config.bypass_ppo_clip())
+    assert not any("nothing corrects it" in s for s in diagnose(metrics))
 
 
 @pytest.mark.parametrize("chi2, word", [(1.5, "a large shift"), (9.99, "a large shift"), (10.0, "a severe shift"), (99.0, "a severe shift")])

@@ -225,9 +225,10 @@ def test_sets_without_a_bound_are_refused_before_a_weight_is_read(kind, tmp_path
     """The directory has a configuration, and no weights that could be loaded."""
     Qwen2Config(vocab_size=5000).save_pretrained(tmp_path)
     settings = dict(dtype="float32", max_model_len=64)
-    for cut in (dict(top_p=0.9), dict(top_k=KEPT + 1), dict(top_p=0.9, top_k=-1), dict(min_p=0.5)):
-        sentence = (f"rollout.top_p={cut.get('top_p', 1.0)}, rollout.top_k={cut.get('top_k')} and rollout.min_p="
-                    f"{cut.get('min_p', 0.0)} may keep .* set rollout.top_k to 1 … {KEPT}, or rollout.top_p=1 and "
+    for top_p, top_k, min_p in ((0.9, None, 0), (1, KEPT + 1, 0), (0.9, -1, 0), (1, None, 0.5)):
+        cut = dict(top_p=top_p, top_k=top_k, min_p=min_p)
+        sentence = (f"rollout.top_p={top_p}, rollout.top_k={top_k} and rollout.min_p={min_p} may "
+                    f"keep .* set rollout.top_k to 1 … {KEPT}, or rollout.top_p=1 and "
                     "rollout.min_p=0 without it")
         with pytest.raises(ValueError, match=sentence):
             make_engine(kind, tmp_path, **settings, **cut)
@@ -249,28 +250,30 @@ def test_what_cuts_nothing_is_no_cut():
 
 
 def test_hugging_faces_own_sampling_cuts_by_min_p_last(model):
-    """What the docstring of sampling_log_probs says of it: then top-p keeps these tokens, or more."""
-    more = 0
-    for prompt in PROMPTS * 2:
-        for settings in (MIN_P, dict(MIN_P, top_k=5), dict(min_p=0.3, top_k=0, top_p=0.6)):
-            settings = dict(dict(top_k=0), **settings)
-            output = model.generate(torch.tensor([prompt]), do_sample=True, temperature=0.7, max_new_tokens=6,
-                                    eos_token_id=[], pad_token_id=0, output_scores=True, output_logits=True,
-                                    return_dict_in_generate=True, **settings)
+    """As the docstring of sampling_log_probs says: its top-p keeps the same tokens, or more."""
+
+    def kept(logits, **settings):
+        return sampling_log_probs(logits, 0.7, **settings)[0] > -math.inf
+
+    torch.manual_seed(0)
+    more, asked = 0, dict(do_sample=True, temperature=0.7, max_new_tokens=6, pad_token_id=0,
+                          output_scores=True, output_logits=True, return_dict_in_generate=True)
+    for top_k, top_p, min_p in ((0, 0.95, 0.03), (5, 0.9, 0.1), (0, 0.6, 0.3)):
+        for prompt in PROMPTS:
+            cut = dict(top_k=top_k, top_p=top_p, min_p=min_p)
+            output = model.generate(torch.tensor([prompt]), eos_token_id=[], **cut, **asked)
             for scores, logits in zip(output.scores, output.logits):
-                theirs = scores[0] > -math.inf
-                others = dict(settings, min_p=0.0)
-                log_mu, log_q = (sampling_log_probs(logits[0], 0.7, **x)[0] for x in (others, dict(min_p=settings["min_p"])))
-                ours = sampling_log_probs(logits[0], 0.7, **settings)[0] > -math.inf
-                assert torch.equal(theirs, (log_mu > -math.inf) & (log_q > -math.inf))
+                ours, theirs = kept(logits, **cut), scores > -math.inf
                 assert not (ours & ~theirs).any()
-                more += int((theirs & ~ours).any())
-    assert more > 20
+                others = kept(logits, top_k=top_k, top_p=top_p)
+                assert torch.equal(theirs, others & kept(logits, min_p=min_p))
+                more += (ours != theirs).any().item()
+    assert more > 20  # of 90 positions
 
 
 @every_cut_engine
 def test_a_cut_engine_takes_no_greedy_requests(engine):
-    with pytest.raises(ValueError, match="temperature=0 .greedy. is for engines without top_p, top_k and min_p"):
+    with pytest.raises(ValueError, match="temperature=0 .greedy. .* without top_p, top_k and min_p"):
         sample(engine, PROMPTS, temperature=0)
 
 

@@ -309,7 +309,7 @@ def test_with_the_clip_open_bypass_is_exact_and_its_ends_are_where_they_are_said
 
 @pytest.mark.parametrize("end, sign", [("clip_low", -1.0), ("clip_high", 1.0)])
 def test_each_end_of_a_clip_around_the_sampler_pulls_towards_it(end, sign):
-    """At every state: what the end changes in the gradient has a positive product with log μ − log π."""
+    """eq:clip-pull, at every state: what the end changes in the gradient has a positive product with log μ − log π."""
     config = RolloutCorrectionConfig.bypass_ppo_clip()
     for seed in range(20):
         pi = Policy(4, 3, seed)

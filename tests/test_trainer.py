@@ -177,6 +177,23 @@ def test_kl_term_and_reference_policy(where, run):
     assert code == 0 and abs(lines[0]["loss/kl"]) < 1e-5 < lines[1]["loss/kl"]   # it starts at the reference
 
 
+def test_learning_is_no_mismatch(run):
+    """With μ = π_old the first mini-batch clips nothing; what the later ones clip is this step's own learning."""
+    code, lines = run("correction.preset=bypass_ppo_clip", "rollout.quantize_bits=null", "train.lr=0.05",
+                      "train.mini_batches=4", "train.epochs=2", "loss.clip_low=0.01", "loss.clip_high=0.01")
+    assert code == 0 and all(line["loss/bypass_clip_fraction"] == 0 < line["loss/clip_fraction"] for line in lines)
+
+
+@pytest.mark.parametrize("given, empty", [
+    (["correction={rollout_rs: {seq_max_k1: [1e9, null]}}"], 2), (["correction.preset=decoupled_token_is"], 0),
+    (["correction={rollout_rs: {seq_max_k1: [1e9, null]}}", "loss.kl_coef=0.1"], 0)])
+def test_mini_batches_without_a_survivor_are_counted_and_named(given, empty, run, capsys):
+    code, lines = run(*given, "train.weight_decay=1")
+    assert code == 0 and [line["train/empty_updates"] for line in lines] == [empty] * 2
+    assert (lines[1]["eval/accuracy"] == lines[0]["eval/accuracy"]) or not empty           # not even by weight decay
+    assert ("of some mini-batches nothing was kept; they took no step" in capsys.readouterr().err) == (empty > 0)
+
+
 def test_kl_in_the_reward_is_a_return_to_go():
     old, ref = torch.tensor([[-1.0, -2.0, -3.0, 9.0]]), torch.tensor([[-1.5, -2.0, -4.0, -9.0]])
     mask, config = torch.tensor([[True, True, True, False]]), trainer.Config()
@@ -427,7 +444,7 @@ def test_help_lists_every_setting_with_its_default_and_meaning(capsys):
         if not is_dataclass(kind):
             assert re.search(rf"^  {re.escape(key)}=.*\n      {re.escape(of.metadata['meaning'])} \(", said, re.M), key
     for line in ("  train.steps=150\n      of sampling and updating (a whole number, at least 1)",
-                 "  policy.path=null\n", "  loss.kl_kind=k3+\n      its estimator; + takes k2's gradient; the last six are verl's names"):
+                 "  policy.path=null\n", "  loss.kl_kind=null\n      its estimator; null: k3+ in the loss, k1 in the reward; + takes k2's gradient"):
         assert line in said
 
 

@@ -81,7 +81,7 @@ def mean_gradient(run, advantages):
         batch = of_response([i], advantages, REF if config.loss.kl_coef else None)
         if not options.bypass_mode or trainer.penalizes(config):
             batch = batch._replace(old_log_prob=trainer.score(run.policy, batch, config))
-        batch = trainer.with_kl_in_reward(batch, config, options)
+        batch = trainer.with_kl_in_reward(batch, config)
         correction = None if options.bypass_mode else trainer.correct(
             batch.old_log_prob, batch.rollout_log_prob, batch.response_mask, options, batch.advantages)
         trainer.update(run, batch, options, correction)
