@@ -792,6 +792,28 @@ def study_64_arms():
                      "k3", "kept", "clipped"], lines)
 
 
+def study_64_empty():
+    """The control of mini-batches of which nothing is kept: its three arms, then its two contrasts."""
+    arms, lines = runs("study-64-empty")["int4_fast"], []
+    declaration = yaml.safe_load((ROOT / "math" / "study-64-empty.yaml").read_text())["judged"]
+    for arm in dict.fromkeys(arm for pair in declaration["contrasts"] for arm in reversed(pair)):
+        rows = arms[arm]
+        areas = [float(row["area"]) for row in rows.values()]
+        empty = [int(row["empty_updates"]) for row in rows.values()]
+        lines.append([f"`{arm}`", len(rows), f"{statistics.mean(areas):.3f} ± {statistics.stdev(areas):.3f}",
+                      sum(map(below_start, rows.values())), sum(map(ended_at_0, rows.values())),
+                      f"{100 * mean_of(rows, 'kept'):.0f} %", sum(map(bool, empty)), sum(empty)])
+    p = {(one, other): sign_flip([float(arms[one][s]["area"]) - float(arms[other][s]["area"]) for s in arms[one]])
+         for one, other in declaration["contrasts"]}
+    adjusted = holm(p)
+    judged = [[f"`{one}` − `{other}`", "{:+.3f} ± {:.3f}".format(*paired(arms[one], arms[other], "area")), f"{p[one, other]:.4f}",
+               f"{adjusted[one, other]:.3f}", "separable" if adjusted[one, other] <= 0.05 else "not separable"]
+              for one, other in p]
+    return (markdown(["arm", "seeds", "area", "below start", "ended at 0", "kept", "runs with an empty mini-batch", "such mini-batches"],
+                     lines)
+            + "\n\n" + markdown(["contrast", "area, difference, 95 %", "p, signs", "Holm", "verdict"], judged))
+
+
 def said(steps):
     """The sentences of `diagnose` on a run's first steps, by the metric that they begin with."""
     sentences = [sentence for step in steps for sentence in diagnose(step)]
@@ -931,7 +953,7 @@ CORRECTIONS = ["decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip"]
 
 TABLES = {"study-64-summary": study_64_summary, "advice": advice, "study-64-contrasts": lambda: study_64_contrasts([declared()["judged"]]),
           "study-64-later": lambda: study_64_contrasts(declared()["judged_later"]), "study-64-arms": study_64_arms,
-          "study-64-warned": study_64_warned,
+          "study-64-warned": study_64_warned, "study-64-empty": study_64_empty,
           "study-64-rounding": study_64_rounding, "study-64-score": study_64_score, "study-64-shares": study_64_shares,
           "study-64-ends": study_64_ends,
           "words-prediction": lambda: markdown(*words.prediction()), "words-place": lambda: markdown(*words.pushes()),

@@ -13,8 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
+import losses
 from adapters.dialects import from_dialect
 from plumbing.settings import Config, leaves, load_config
 
@@ -39,6 +41,22 @@ def test_every_command_of_the_readme_is_a_valid_configuration(command, monkeypat
 
 def test_commands_were_found():
     assert len(COMMANDS) >= 6
+
+
+def test_the_sample_of_the_readme_corrects_once_and_is_right(monkeypatch):
+    """eq:decoupled-ppo: what it computes is `policy_loss` on its own, without a second `correct`."""
+    (sample,) = re.findall("```python\n(from correction.*?)```", README, re.S)
+    old, mu = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)).double()
+    given = dict(log_prob=old.clone().requires_grad_(), old_log_prob=old, rollout_log_prob=mu,
+                 advantages=torch.ones(4, 5).double(), response_mask=torch.ones(4, 5))
+    namespace = dict(given)
+    calls = []
+    monkeypatch.setattr(losses, "correct", lambda *args: calls.append(args))
+    exec(sample, namespace)
+    monkeypatch.undo()
+    expected, _ = losses.policy_loss(*given.values(), namespace["config"])
+    assert not calls and torch.equal(namespace["loss"], expected)
+    assert {"rollout_corr/kl", "rollout_corr/rollout_is_mean"} <= set(namespace["metrics"])
 
 
 def test_the_written_out_correction_is_valid():
