@@ -91,6 +91,7 @@ def train(run: Run) -> None:
                     part = correction and correction.rows(rows)
                     updates.append(update(run, batch.rows(rows, rows), options, part))
             metrics |= average([u.metrics for u in updates if u.metrics])
+            metrics["train/empty_updates"] = float(sum(u.empty for u in updates))
             if "loss/bypass_clip_fraction" in updates[0].metrics:      # before θ has moved
                 metrics |= {"loss/bypass_clip_fraction":
                             updates[0].metrics["loss/bypass_clip_fraction"]}
@@ -267,6 +268,7 @@ def loss_weights(batch: Batch, options: RolloutCorrectionConfig) -> Tensor | Non
 class Update(NamedTuple):
     metrics: dict[str, Tensor]
     corrections: list
+    empty: bool = False                # nothing was kept, and no step taken
 
 
 def update(run: Run, batch: Batch, options: RolloutCorrectionConfig, correction=None) -> Update:
@@ -323,9 +325,8 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig, correction=
     if not finite:
         run.nonfinite("updates", run.nonfinite_rows(batch, {"π_θ": score(policy, batch, config)}))
         return Update({}, [])
-    run.skipped["train/empty_updates"] += not learns
     return Update({**loss_means(totals), "grad_norm": norm},
-                  [correction] if correction else corrections)
+                  [correction] if correction else corrections, empty=not learns)
 
 
 def tokens_to_learn_from(correction: Correction, options: RolloutCorrectionConfig) -> Tensor:

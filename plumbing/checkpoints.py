@@ -58,7 +58,8 @@ class Checkpoints:
             dcp.save(self.state(run, run.sync.state_dict()["waiting"]),
                      storage_writer=TensorByTensor(str(path), save_distributed=True))
             if run.main:
-                write(path / "state.json", [{"step": step, "before": run.before,
+                moved = any(run.optimizer.state.values())         # or every update was empty so far
+                write(path / "state.json", [{"step": step, "before": run.before, "moments": moved,
                                              "engine": run.engine.name, "settings": self.settings}])
         self.prune(run)
 
@@ -72,10 +73,11 @@ class Checkpoints:
         if (engine := self.saved.get("engine")) != run.engine.name:
             raise UserError(f"this run was sampled by rollout.engine={engine}, and auto is now "
                             f"{run.engine.name}: name the engine")
-        for parameter in run.policy.parameters():          # an update by nothing makes the moments
-            parameter.grad = torch.zeros_like(parameter)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        if self.saved.get("moments", True):                # an update by nothing makes the moments
+            for parameter in run.policy.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
         late = range(min(self.step, run.config.rollout.staleness))
         waiting = [dict(map(run.sync.kept, full_weights(run.policy))) for _ in late]
         path = str(self.directory / f"step-{self.step:06d}")

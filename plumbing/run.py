@@ -31,9 +31,6 @@ from plumbing.tasks import Problem, make_demo_model, make_task, seed_of
 from policy import full_weights, load_policy
 from rollout import Cut, Sample, WeightSync, make_engine
 
-SKIPPED = ("train/skipped_samples", "train/skipped_updates", "train/empty_updates")
-
-
 @contextlib.contextmanager
 def opened(config: Config):
     """The run of a configuration, in its process group; None if it is finished already."""
@@ -181,7 +178,7 @@ class Run:
             for step in range(self.done + 1, config.train.steps + 1):
                 torch.manual_seed(seed_of(config.seed, "dropout", step, dist.get_rank()))
                 self.times, self.began, self.step = {}, time.perf_counter(), step
-                self.skipped = dict.fromkeys(SKIPPED, 0)
+                self.skipped = {"train/skipped_samples": 0, "train/skipped_updates": 0}
                 yield step
 
     def tensorboard(self):

@@ -61,7 +61,7 @@ def run():
                 found.append(policy.logits.grad.full_tensor().flatten().clone())
 
             return SimpleNamespace(
-                config=config, policy=policy, found=found, skipped=dict.fromkeys(("train/empty_updates",), 0),
+                config=config, policy=policy, found=found,
                 optimizer=SimpleNamespace(step=step, zero_grad=policy.zero_grad))
         yield opened
 
@@ -176,7 +176,7 @@ def updated(opened, advantages, rows=None):
                                  batch.advantages)
     found = trainer.update(opened, batch, options, None if options.bypass_mode else correction)
     assert all(math.isfinite(value) for value in found.metrics.values())
-    return len(opened.found), opened.skipped["train/empty_updates"]
+    return len(opened.found), found.empty
 
 
 ONES = torch.ones(len(PI.tokens), 3, dtype=torch.float64)
