@@ -168,8 +168,8 @@ def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float, gro
 
     (eq:second-moment)
 
-    `square`, `response_mask`: [B, T]. Equal values stay or go together; 0 where even the smallest is
-    above the bound. The mean of those ≤ x never falls as x rises, so 31 halvings find where it
+    `square`, `response_mask`: [B, T]. Equal values stay or go together; 0 where even the smallest
+    is above the bound. The mean of those ≤ x never falls as x rises, so 31 halvings find where it
     crosses the bound among the float32 numbers from 0 to ∞, which are ordered as their bits are. Of
     other ranks they take a sum and a count, whatever the shapes there. AReaL's M2PO differs in
     three ways: its bound is strict, it splits ties, and it keeps the smallest when none fits.

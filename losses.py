@@ -100,9 +100,9 @@ def centering_loss(log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tenso
     Then w ∇log π_θ(y) is less its own mean under μ, and in a sum over tokens a constant A moves
     nothing: where ρ is truncated or left out no baseline does that. w(v) is what `config` gives a
     token: weight and criteria. `log_prob`, `rollout_log_prob`: [B, T, K], of K candidates v of each
-    token, −∞ under μ where there are fewer. Exact where these hold all of μ; what they leave of μ is taken to be in
-    proportion to what they leave of π_θ: one more candidate. token_tv* keeps it, which is exact
-    while it has at most δ under both. Source: 2609.20807.
+    token, −∞ under μ where there are fewer. Exact where these hold all of μ; what they leave of μ
+    is taken to be in proportion to what they leave of π_θ: one more candidate. token_tv* keeps it,
+    which is exact while it has at most δ under both. Source: 2609.20807.
     """
     log_prob, rollout_log_prob = (x.to(torch.promote_types(x.dtype, torch.float32))
                                   for x in (log_prob, rollout_log_prob))
@@ -171,7 +171,7 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
         return row.sum() / torch.as_tensor(tokens).clamp(min=1)
     if mode == "seq-mean-token-mean":
         length = counted.sum(-1)
-        length = torch.where(length > 0, length, mask.sum(-1))      # rejected, and summed all the same
+        length = torch.where(length > 0, length, mask.sum(-1))     # rejected, and yet summed
         row = row / length.clamp(min=1)
     if mode == "seq-mean-token-sum-norm":
         row = row / (mask.shape[-1] if horizon is None else horizon)
@@ -195,7 +195,7 @@ def _checked(log_prob, old_log_prob, rollout_log_prob, advantages, response_mask
             raise ValueError(f"{name} {tuple(x.shape)} and response_mask "
                              f"{tuple(response_mask.shape)} must have one shape [B, T]")
     return [None if x is None else torch.where(response_mask.bool(), x, 0.0).to(
-        torch.promote_types(x.dtype, torch.float32)) for x in tensors.values()]     # before r is formed
+        torch.promote_types(x.dtype, torch.float32)) for x in tensors.values()]  # before r is formed
 
 
 def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob: Tensor | None,
@@ -218,8 +218,9 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     All tensors [B, T]; advantages may be [B] or [B, 1]. `old_log_prob`: None is this log_prob,
     detached, as in a first update; bypass mode has no π_old and does not look at it. In decoupled
     mode the ratio r is taken from π_old, and π_old is what is compared with π_rollout. In bypass
-    mode r is taken from π_rollout, and this π_θ is compared with it. `rollout_log_prob`: None where nothing is corrected, or `correction` is given, in decoupled mode; with
-    `nan_is_missing` a NaN in it is a token that the sampler gave no log-prob: ρ = 1 there.
+    mode r is taken from π_rollout, and this π_θ is compared with it. `rollout_log_prob`: None where
+    nothing is corrected, or `correction` is given, in decoupled mode; with `nan_is_missing` a NaN
+    in it is a token that the sampler gave no log-prob: ρ = 1 there.
     `correction`: as `correct` gave it for these rows; when None it is computed here, from
     old_log_prob (decoupled) or from this log_prob (bypass), and its metrics (rollout_corr/*) are
     among those returned. `clip_low`, `clip_high`: None is the loss's own. `denominator`: "fixed"
@@ -257,7 +258,8 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     elif config.loss_type == "ppo_clip":
         loss = ppo_clip_loss(log_prob, anchor_log_prob, advantages, clip_low, clip_high, dual_clip)
     elif config.loss_type == "gspo":
-        loss = gspo_loss(log_prob, anchor_log_prob, advantages, valid, clip_low, clip_high, dual_clip)
+        loss = gspo_loss(log_prob, anchor_log_prob, advantages, valid, clip_low, clip_high,
+                         dual_clip)
     elif config.loss_type == "cispo":
         loss = cispo_loss(log_prob, anchor_log_prob, advantages, clip_low, clip_high)
     else:

@@ -420,7 +420,7 @@ def _improper(values: Mapping[str, float]) -> list[str]:
             f"is_ratio_mean is {mean:.4g}, {abs(z):.1f} standard errors from 1: π_train is not a "
             "distribution over what π_rollout sampled, and no weight repairs that; "
             + ("replay what top-p, top-k or min-p kept, or leave them out." if mean < 1 else
-               "look for a wrong record of π_rollout's log-probs: raw, shifted, of another prompt."))
+               "look for a wrong record of log μ: raw, shifted, of another prompt."))
     kl, z = (values.get(x, 0.0) for x in ("kl", "kl_z"))
     if z < -5 and kl < -1e-4:
         found.append(f"kl is {kl:.2g}, {-z:.1f} standard errors below 0: on average, samples of "
@@ -435,8 +435,8 @@ def _uncorrected(values: Mapping[str, float]) -> list[str]:
     k3 = values.get("k3_kl", 0.0)
     if acts or values.get("rollout_rs_masked_fraction", 1.0) > 0 or not k3 > UNCORRECTED:
         return []
-    return [f"k3_kl is {k3:.2g} and nothing corrects it (healthy: 0 to {UNCORRECTED:g}): the step is "
-            "that of another objective; take weights (correction.preset=decoupled_token_is)."]
+    return [f"k3_kl is {k3:.2g} and nothing corrects it (healthy: 0 to {UNCORRECTED:g}): the step "
+            "is that of another objective; take weights (correction.preset=decoupled_token_is)."]
 
 
 def diagnose(metrics: Mapping[str, Any]) -> list[str]:

@@ -71,7 +71,7 @@ def train(run: Run) -> None:
         with run.timed("rollout"):
             batch, metrics = sample(run, step)
         with run.timed("log_probs"):
-            if not options.bypass_mode or penalizes(config):       # bypass mode has no other use for it
+            if not options.bypass_mode or penalizes(config):    # bypass has no other use for it
                 batch = batch._replace(old_log_prob=score(policy, batch, config))
             if run.reference is not None:
                 batch = batch._replace(ref_log_prob=score(run.reference, batch, config))
@@ -90,11 +90,7 @@ def train(run: Run) -> None:
                 for rows in (slice(i, i + size) for i in range(0, len(batch.tokens), size)):
                     part = correction and correction.rows(rows)
                     updates.append(update(run, batch.rows(rows, rows), options, part))
-            metrics |= average([u.metrics for u in updates if u.metrics])
-            metrics["train/empty_updates"] = float(sum(u.empty for u in updates))
-            if "loss/bypass_clip_fraction" in updates[0].metrics:      # before θ has moved
-                metrics |= {"loss/bypass_clip_fraction":
-                            updates[0].metrics["loss/bypass_clip_fraction"]}
+            metrics |= average(updates)
             first_epoch = [c for u in updates[:config.train.mini_batches] for c in u.corrections]
             if correction or first_epoch:          # or every update was skipped
                 metrics |= merge([correction] if correction else first_epoch, dist.group.WORLD)
@@ -341,9 +337,14 @@ def global_counts(mask: Tensor) -> Counts:
     return Counts(*counts)
 
 
-def average(metrics: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    names = metrics[0] if metrics else ()
-    return {name: torch.stack([m[name] for m in metrics]).mean() for name in names}
+def average(updates: list[Update]) -> dict[str, Tensor | float]:
+    """Means over a step's updates; of what bypass mode's clip holds the first, before θ moved."""
+    metrics = [u.metrics for u in updates if u.metrics]
+    means = {name: torch.stack([m[name] for m in metrics]).mean()
+             for m in metrics[:1] for name in m}
+    first = {name: x for name, x in updates[0].metrics.items()
+             if name == "loss/bypass_clip_fraction"}
+    return {**means, **first, "train/empty_updates": float(sum(u.empty for u in updates))}
 
 
 def set_learning_rate(run: Run, step: int) -> None:
