@@ -373,10 +373,10 @@ HEALTHY = (
      "widen rollout_rs, take a larger batch or new rollouts; or a bug makes the policies differ"),
     ("train/empty_updates", 0, 0, "of some mini-batches nothing was kept; they took no step",
      "widen rollout_rs, or take fewer and larger mini-batches"),
-    ("rollout_is_mean", 0.5, 2, "the weights are far from their mean of 1: a cap takes the rest of "
+    ("rollout_is_mean", 0.1, 2, "the weights are far from their mean of 1: a cap takes the rest of "
      "it, or a heavy tail that this batch has not met",
      "take token instead of sequence weights, or lower rollout.staleness"),
-    ("rollout_is_raw_eff_sample_size", 0.3, 1, "few samples carry all the weight",
+    ("rollout_is_raw_eff_sample_size", 0.005, 1, "one sample or two carry all the weight",
      "take token instead of sequence weights, reject with seq_mean_k1, or lower rollout.staleness"),
     ("rollout_is_std", 0, 1, "the weights scatter widely, so the gradient is noisy",
      "lower rollout_is_threshold (token 1.5–5, sequence 2–10, geometric 1.0002–1.001)"),
@@ -394,9 +394,9 @@ HEALTHY = (
      "π_θ towards π_rollout: a brake if that is an old policy, ruin if it is a rounded one",
      "recompute π_old (bypass_mode false), take a loss without a clip (preset bypass_pg_is), or "
      "open it: loss.clip_low=1, loss.clip_high=1e9"),
-    ("k3_kl", 0, 0.1, "π_rollout and π_old are far apart",
+    ("k3_kl", 0, 0.15, "π_rollout and π_old are far apart",
      "lower rollout.staleness, raise rollout.dtype or rollout.quantize_bits"),
-    ("chi2_token", -1, 1, "a large shift: at χ² = 1 half of the samples are lost",
+    ("chi2_token", -1, 5, "a large shift: at χ² = 5 five samples of six are lost",
      "lower rollout.staleness, or truncate with rollout_is_threshold"),
     ("ppl_ratio", 0.8, 1.25, "one policy finds the samples far likelier than the other",
      "check temperature, top-p and top-k on both sides"),

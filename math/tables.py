@@ -829,9 +829,12 @@ def study_64_warned():
             gain = float(end["final_accuracy"]) - float(end["first_accuracy"])
             (below if gain < 0 else above if gain >= 0.1 else between).append(said(json.loads(row["steps"])))
     lines = []
-    for name in names:
-        lines.append([f"`{name}`" if "," not in name else "`k3_kl`, with nothing that corrects it",
-                      *(f"{sum(name in found for found in group)}" for group in (below, between, above))])
+    counted = {name: [sum(name in found for found in group) for group in (below, between, above)] for name in names}
+    for name, counts in counted.items():
+        if any(counts):
+            lines.append([f"`{name}`" if "," not in name else "`k3_kl`, with nothing that corrects it", *counts])
+    silent = ", ".join(f"`{name}`" for name, counts in counted.items() if not any(counts))
+    lines.append([f"{silent}", 0, 0, 0])
     lines.append(["any sentence", *(f"{sum(map(bool, group))}" for group in (below, between, above))])
     lines.append(["runs", *map(len, (below, between, above))])
     return markdown(["sentence about", "ended below their start", "up to 0.1 above", "at least 0.1 above"], lines)
