@@ -253,7 +253,7 @@ def penalizes(config: Config) -> bool:
 
 
 def loss_weights(batch: Batch, options: RolloutCorrectionConfig) -> Tensor | None:
-    """By what the loss multiplies the score of each token while π_θ = π_old, its clip aside."""
+    """The factor of each token's score in the loss while π_θ = π_old, its clip aside: [B, T]."""
     given = batch.old_log_prob, batch.rollout_log_prob, batch.response_mask
     if options.ratio_is_the_weight:
         level = "geometric" if options.loss_type == "gspo" else "token"

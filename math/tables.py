@@ -814,6 +814,20 @@ def study_64_empty():
             + "\n\n" + markdown(["contrast", "area, difference, 95 %", "p, signs", "Holm", "verdict"], judged))
 
 
+def study_empty():
+    """The first study's runs that kept least: final accuracy on record, then of the rerun, whose empty mini-batches take
+    no step, and how many it had."""
+    again, before = runs("study-empty"), runs()
+    methods = dict.fromkeys(method for arms in again.values() for method in arms)
+    lines = []
+    for method in methods:
+        cells = {regime: (before[regime][method][1], arms[method][1]) for regime, arms in again.items()
+                 if 1 in arms.get(method, ())}
+        lines.append([f"`{method}`", *("{:.2f} → {:.2f}, {}".format(float(cells[r][0]["final_accuracy"]),
+                      float(cells[r][1]["final_accuracy"]), cells[r][1]["empty_updates"]) if r in cells else "" for r in again)])
+    return markdown(["preset", *(f"`{regime}`" for regime in again)], lines)
+
+
 def said(steps):
     """The sentences of `diagnose` on a run's first steps, by the metric that they begin with."""
     sentences = [sentence for step in steps for sentence in diagnose(step)]
@@ -821,7 +835,7 @@ def said(steps):
 
 
 def study_64_warned():
-    """Of how many runs each sentence was said by the tenth step, by how the run ended."""
+    """Counts the runs of which each sentence was said by the tenth step, by how the run ended."""
     below, above, between, names = [], [], [], ["is_ratio_mean", "kl", "k3_kl, uncorrected", *(row[0] for row in HEALTHY)]
     with (ROOT / "math" / "study-64-warnings.csv").open() as file:
         for row in csv.DictReader(file):
@@ -956,7 +970,7 @@ CORRECTIONS = ["decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip"]
 
 TABLES = {"study-64-summary": study_64_summary, "advice": advice, "study-64-contrasts": lambda: study_64_contrasts([declared()["judged"]]),
           "study-64-later": lambda: study_64_contrasts(declared()["judged_later"]), "study-64-arms": study_64_arms,
-          "study-64-warned": study_64_warned, "study-64-empty": study_64_empty,
+          "study-64-warned": study_64_warned, "study-64-empty": study_64_empty, "study-empty": study_empty,
           "study-64-rounding": study_64_rounding, "study-64-score": study_64_score, "study-64-shares": study_64_shares,
           "study-64-ends": study_64_ends,
           "words-prediction": lambda: markdown(*words.prediction()), "words-place": lambda: markdown(*words.pushes()),

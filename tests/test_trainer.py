@@ -178,7 +178,7 @@ def test_kl_term_and_reference_policy(where, run):
 
 
 def test_learning_is_no_mismatch(run):
-    """With μ = π_old the first mini-batch clips nothing; what the later ones clip is this step's own learning."""
+    """The first mini-batch clips nothing where μ = π_old; what later ones clip is this step's own learning."""
     code, lines = run("correction.preset=bypass_ppo_clip", "rollout.quantize_bits=null", "train.lr=0.05",
                       "train.mini_batches=4", "train.epochs=2", "loss.clip_low=0.01", "loss.clip_high=0.01")
     assert code == 0 and all(line["loss/bypass_clip_fraction"] == 0 < line["loss/clip_fraction"] for line in lines)
