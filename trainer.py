@@ -327,8 +327,9 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig, correction=
 
 def tokens_to_learn_from(correction: Correction, options: RolloutCorrectionConfig) -> Tensor:
     """The number of tokens that are kept and have a weight above 0."""
-    kept = correction.mask.bool()
-    return (kept & (correction.weights > 0) if options.applies_weights else kept).sum().float()
+    kept, weights = correction.mask.bool(), correction.weights
+    weighted = weights is not None and not options.ratio_is_the_weight
+    return (kept & (weights > 0) if weighted else kept).sum().float()
 
 
 def global_counts(mask: Tensor) -> Counts:
