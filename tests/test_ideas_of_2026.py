@@ -170,10 +170,9 @@ def test_candidates_in_half_precision_are_promoted_before_they_are_subtracted():
         log_pi = given[0].clone().requires_grad_()
         loss, _ = policy_loss(LP.detach(), MU_LP, MU_LP, ones, MASK, config, mode=SUM, candidates=(log_pi, given[1]))
         gradients.append(torch.autograd.grad(loss, log_pi)[0].double())
-    # float32 sums of three terms, then the gradient's own rounding to bfloat16 (8 bits)
-    assert (gradients[0] - gradients[1]).abs().max() <= 2 ** -8 * gradients[1].abs().max()
-    assert torch.equal(gradients[0], gradients[1].bfloat16().double()) or (
-        gradients[0] - gradients[1].bfloat16().double()).abs().max() <= 2 ** -8 * gradients[1].abs().max()
+    # only the gradient itself is rounded to bfloat16, entry by entry; before that, a few roundings of float32
+    off, size = (gradients[0] - gradients[1]).abs(), gradients[1].abs()
+    assert (off <= 2 ** -8 * size + 2 ** -18 * size.max()).all()
 
 
 def test_with_kept_counts_a_rejected_row_is_divided_by_its_own_length():
