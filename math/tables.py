@@ -815,9 +815,9 @@ def study_64_empty():
 
 
 def study_empty():
-    """The first study's runs that kept least: final accuracy on record, then of the rerun, whose empty mini-batches take
-    no step, and how many it had."""
-    again, before = runs("study-empty"), runs()
+    """The first study's runs that kept least: final accuracy when an empty mini-batch still took its step, then of the
+    rerun, in which it takes none, and how many it had."""
+    again, before = runs("study-empty"), runs("study-stepped")
     methods = dict.fromkeys(method for arms in again.values() for method in arms)
     lines = []
     for method in methods:
