@@ -389,7 +389,7 @@ HEALTHY = (
     ("rollout_rs_seq_masked_fraction", 0, 0.5, "over half of the sequences lose tokens",
      "widen rollout_rs: 0.1 % (0.999–1.001) suits long responses and small mismatch only"),
     ("rollout_rs_masked_fraction", 0, 0.9, "fewer than one token in ten is left to learn from",
-     "widen rollout_rs: of chapter 10's nine-token runs with so few none ended above its start"),
+     "widen rollout_rs: of chapter 10's 47 nine-token runs with so few one ended above its start"),
     ("loss/bypass_clip_fraction", 0, 0.005, "bypass mode's clip acts on the mismatch, and pulls "
      "π_θ towards π_rollout: a brake if that is an old policy, ruin if it is a rounded one",
      "recompute π_old (bypass_mode false), take a loss without a clip (preset bypass_pg_is), or "
@@ -429,6 +429,47 @@ def _improper(values: Mapping[str, float]) -> list[str]:
     return found
 
 
+# Why a step can teach nothing, whatever the policies: the first line that holds is said. Each
+# metric with the value that it then has, what that means, and what to turn.
+NO_LESSON = (
+    ({"response/learned_fraction": 0, "response/truncated_fraction": 1}, "every response was cut, "
+     "and rollout.mask_truncated leaves out those", "raise rollout.max_tokens"),
+    ({"response/learned_fraction": 0}, "no response has a token to learn from",
+     "look at the engine's output: are the responses empty?"),
+    ({"response/truncated_fraction": 1}, "every response was cut at rollout.max_tokens, before it "
+     "came to its end", "raise rollout.max_tokens, or ask for less by task.instruction"),
+    ({"reward/advantage_max": 0, "reward/mean": 0}, "no response was right, so none is better than "
+     "another", "ask easier questions, raise rollout.samples or rollout.max_tokens, and compare "
+     "responses with answers in eval.jsonl: is it the form that is wrong?"),
+    ({"reward/advantage_max": 0, "reward/mean": 1}, "every response was right, so none is better "
+     "than another", "ask harder questions"),
+    ({"reward/advantage_max": 0}, "in each group all rewards are equal, so none is better than "
+     "another", "raise rollout.samples or rollout.temperature, or take advantage.kind=reinforce"),
+    ({"grad_norm": 0, "all_rejected": 0, "train/empty_updates": 0}, "rewards differ and tokens "
+     "were kept, and yet nothing moves", "look at the weights (rollout_is_max) and at the clip"),
+)
+
+
+def _no_lesson(values: Mapping[str, float]) -> list[str]:
+    for metrics, meaning, remedy in NO_LESSON:
+        if all(values.get(name) == value for name, value in metrics.items()):
+            name, value = next(iter(metrics.items()))
+            return [f"{name} is {value}: {meaning}; {remedy}."]
+    return []
+
+
+def _collapsed(values: Mapping[str, float]) -> list[str]:
+    """A mean reward below a tenth of the best so far, where 25 right responses were to be expected.
+
+    By chance that happens less than once in 10⁸ steps: P(Poisson(25) ≤ 2).
+    """
+    mean, best, n = (values.get(x, 0.0) for x in ("reward/mean", "reward/best", "response/count"))
+    if not (10 * mean < best and n * best >= 25):
+        return []
+    return [f"reward/mean is {mean:.3g}, and was {best:.3g}: the policy has collapsed; go back to "
+            "a checkpoint, with a smaller train.lr, fewer train.epochs or another correction."]
+
+
 def _uncorrected(values: Mapping[str, float]) -> list[str]:
     """A mismatch that neither weights nor rejection nor a ratio to π_rollout acts on."""
     acts = {"rollout_is_mean", "loss/bypass_clip_fraction"} & set(values)
@@ -449,7 +490,9 @@ def diagnose(metrics: Mapping[str, Any]) -> list[str]:
     Of loss/bypass_clip_fraction give the first mini-batch's: later ones move by learning as well.
     """
     values = {name.removeprefix("rollout_corr/"): value for name, value in to_host(metrics).items()}
-    found = [*_improper(values), *_uncorrected(values)]
+    if values.get("response/learned_fraction") == 0:         # all else would be judged of nothing
+        return _no_lesson(values)
+    found = [*_no_lesson(values), *_collapsed(values), *_improper(values), *_uncorrected(values)]
     for name, low, high, meaning, remedy in HEALTHY:
         value, (limit, *words) = values.get(name), SEVERE.get(name, (math.inf, meaning, remedy))
         if value is not None and value >= limit:

@@ -8,6 +8,7 @@ This file decides
   column. A prompt that several rows share is run once.
 * Weights are float32 and sharded over the ranks by FSDP2; the computation is in the dtype asked.
 * Nobody waits for the device: what decides a shape is found on the host.
+* Nothing is drawn at random: dropout is 0 in training too.
 Left out: tensor and pipeline parallelism, LoRA, image inputs.
 
     policy = load_policy("path/to/model", 1.0, "bfloat16", torch.device("cuda"))
@@ -15,7 +16,6 @@ Left out: tensor and pipeline parallelism, LoRA, image inputs.
 """
 
 import math
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from plumbing.models import empty_model, read_model
 
 CHUNK = 2 ** 24                    # logits at a time, in float32: 64 MB
 
@@ -257,29 +259,20 @@ def load_policy(path: str, temperature: float, dtype: str, device: torch.device,
     return policy
 
 
-def read_model(path: str):
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, use_safetensors=True, trust_remote_code=False)   # no pickles
-
-
-def empty_model(path: str):
-    """As `read_model`, without weights and their memory."""
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with suppress(OSError):                # not every model has one
-        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
-    return model
-
-
 @torch.no_grad()
 def check(policy: Policy) -> None:
-    """That the log-probs are those of the model's own logits: some models do more to them."""
+    """That the log-probs are those of the model's own logits, in training as well."""
     model = policy.model
     tokens = torch.arange(4).expand(2, -1) % model.config.get_text_config().vocab_size
     whole = (model(input_ids=tokens).logits.float() / policy.temperature).log_softmax(-1)
     whole = whole[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
-    if not torch.allclose(policy(tokens, torch.ones_like(tokens), 3), whole, atol=1e-3):
+    ours, training = policy(tokens, torch.ones_like(tokens), 3), policy.training
+    otherwise = policy.train(not training)(tokens, torch.ones_like(tokens), 3)
+    policy.train(training)
+    if not torch.allclose(ours, otherwise, atol=1e-4):
+        raise ValueError(f"{type(model).__name__} draws at random in training, so π_old and π_θ "
+                         "would differ at equal weights: set its dropout to 0 in config.json")
+    if not torch.allclose(ours, whole, atol=1e-3):
         raise ValueError(f"{type(model).__name__} does more to its logits than policy.py knows of, "
                          "so its log-probs would be wrong")
 

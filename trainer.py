@@ -12,12 +12,16 @@ What this file decides
 What it leaves out: tensor parallelism, value functions, rewards other than right or wrong, and
 rollouts of several turns.
 
-    python trainer.py [FILE.yaml] [section.key=value …]          # default: configs/demo.yaml
+    python trainer.py [FILE.yaml] [section.key=value …]    # default: configs/demo.yaml; and for
+                                                           # questions of a file configs/gsm8k.yaml
     torchrun --nproc-per-node 2 trainer.py correction.preset=bypass_pg_is rollout.engine=vllm
 """
 
+if __name__ == "__main__":
+    from plumbing import signals
+    signals.catch()                # before the others are imported: that takes seconds
+
 import math
-import signal
 import sys
 from collections import defaultdict
 from typing import NamedTuple
@@ -31,6 +35,7 @@ from estimators import (grpo_advantages, masked_log_ratio, reinforce_advantages,
                         rloo_advantages)
 from losses import Counts, count, kl_loss, kl_penalty, kl_ratio, loss_means, policy_loss
 from metrics import merge
+from plumbing import signals
 from plumbing.faults import reported
 from plumbing.run import Run, opened
 from plumbing.settings import Config, correction_of, help_text, kl_of, load_config
@@ -103,7 +108,7 @@ def train(run: Run) -> None:
         run.log(step, metrics)
         run.save_if_due(step)
     if run.answers is None:        # killed after the last step, before the model was written
-        evaluate(run)
+        run.accuracy = evaluate(run)
     run.finish()
 
 
@@ -134,20 +139,24 @@ def sample(run: Run, step: int) -> tuple[Batch, dict]:
         rewards = torch.where(known, rewards, 0.0)
     if config.rollout.mask_truncated:
         kept &= own[:, 2].bool()
+    learned = known & (lengths > 0) & (finished.bool() | (not config.rollout.mask_truncated))
     groups = torch.arange(size).repeat_interleave(n)
     advantages = {
         "grpo": lambda: grpo_advantages(rewards, groups, config.advantage.normalize_std, known),
         "rloo": lambda: rloo_advantages(rewards, groups, known),
         "reinforce": lambda: reinforce_advantages(rewards, known),
-    }[config.advantage.kind]().view(-1, n)[rank::world].flatten()                       # [B]
+    }[config.advantage.kind]()                                                          # [N]
     best = torch.where(known, rewards, -math.inf).view(-1, n).amax(1)                   # [prompts]
     worst = torch.where(known, rewards, math.inf).view(-1, n).amin(1)
-    batch = pad(prompts, samples, advantages, run.device)
+    mine = advantages.view(-1, n)[rank::world].flatten()                                # [B]
+    batch = pad(prompts, samples, mine, run.device)
     mask = batch.response_mask & sent(run.device, kept)[0][:, None]                     # [B, T]
     return batch._replace(response_mask=mask), {
         "reward/mean": rewards.sum() / known.sum().clamp(min=1),
         "reward/std": rewards[known].std(correction=0) if known.any() else torch.tensor(0.0),
         "reward/groups_without_signal": (best <= worst).float().mean(),
+        "reward/advantage_max": advantages.abs().max(), "response/count": len(lengths),
+        "response/learned_fraction": learned.float().mean(),
         "response/tokens": lengths.sum(), "response/length_mean": lengths.mean(),
         "response/length_max": lengths.max(), "response/truncated_fraction": 1 - finished.mean(),
         "response/empty_fraction": empty.mean()}
@@ -388,10 +397,11 @@ def main(argv: list[str]) -> int:
         print(f"{__doc__}\n{help_text()}")
         return 0
     with reported() as outcome:
+        signals.listen()
         start(load_config(argv))
+    signals.done()
     return outcome.code
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)     # a background job ignores it
     sys.exit(main(sys.argv[1:]))

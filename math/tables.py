@@ -29,7 +29,7 @@ from contrasts import holm, mcnemar, sign_flip
 from correction import CRITERIA, HISTORICAL, PRESETS, RolloutCorrectionConfig, correct
 from estimators import kl_estimate
 from losses import kl_loss, policy_loss, reinforce_loss
-from metrics import HEALTHY, SEVERE, UNCORRECTED, diagnose
+from metrics import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED, diagnose
 
 SUM = "seq-mean-token-sum"
 TODAY = [name for name in PRESETS if name not in HISTORICAL and name not in ("geo_rs", "pg_rs")]
@@ -416,9 +416,13 @@ def metrics():
     judged.insert(0, ["`k3_kl`, with nothing that corrects it", f"0 to {UNCORRECTED:g}",
                       "the step is that of another objective", "take weights: correction.preset=decoupled_token_is"])
     judged += [[f"`{name}`", f"below {limit:g}", meaning, remedy] for name, (limit, meaning, remedy) in SEVERE.items()]
+    lessons = [[", ".join(f"`{name}` = {value}" for name, value in values.items()), meaning, remedy]
+               for values, meaning, remedy in NO_LESSON]
     names = every_metric()
     formulas = [[f"`{row}`", FORMULAS[row]] for row in dict.fromkeys(family(name) for name in names)]
     return (markdown(["metric", "healthy", "outside it", "what to turn"], judged)
+            + "\n\nA step that teaches nothing has its reason named, the first that holds:\n\n"
+            + markdown(["where", "why", "what to turn"], lessons)
             + f"\n\nThese are all {len(names)} metrics, `rollout_corr/` left out. PREFIX is `rollout_is` (w: the weights as applied), "
             "`rollout_is_raw` (w: ρ at their level)\nor `rollout_rs` (w: ρ at the level of the first k1 criterion); CRITERION "
             "is `rollout_rs_` and the criterion's name; SKYRL is\n`outlier_seq`, `product_sequence_mask` or "
@@ -435,7 +439,8 @@ def ascend(config, start, noise, reward, lagging, beta=0.3, steps=400, rate=0.1,
     start, noise: lists of policies and of what is added to the sampler's logits; reward [policies, N, 1];
     lagging [policies]: whether μ follows `lag` steps behind, or stays at the start. Every step sets π_old := π_θ
     and is a step of Adam, whose rate falls linearly to 0; Adam works on each logit alone, so the studies
-    do not touch one another.
+    do not touch one another. After it the logits are rounded to multiples of 2⁻²². Where a bound rejects, the ascent is
+    chaotic: the last bit of a sum, which depends on the processor, would decide what is rejected 400 steps later.
     """
     origin, theta, old, mu = (side_by_side(start) for _ in range(4))
     noise, shape = torch.cat(noise), reward.shape
@@ -452,6 +457,7 @@ def ascend(config, start, noise, reward, lagging, beta=0.3, steps=400, rate=0.1,
         gradient = gradient - beta * exact_gradient(theta, kl(theta, origin))
         theta.logits.grad = -gradient.reshape(theta.logits.shape)
         optimizer.step()
+        theta.logits.data.mul_(2 ** 22).round_().div_(2 ** 22)
     return [*path, theta.logits.detach()]
 
 

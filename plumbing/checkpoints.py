@@ -8,6 +8,7 @@ remains, whenever the run is killed. A run continues with the settings it began 
 import contextlib
 import json
 import os
+import re
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -26,23 +27,45 @@ class Checkpoints:
     """checkpoints/step-000050/: the ranks' safetensors (no pickles), and state.json.
 
     A checkpoint is written beside its place and renamed when whole: the last good one remains.
+    Other names in there are not the run's, and left alone.
     """
 
     def __init__(self, directory: Path, config: Config):
         self.directory, self.keep, self.step, self.saved = directory, config.train.keep, 0, {}
         self.settings = json.loads(json.dumps(flat(asdict(config))))
-        if found := sorted(directory.glob("step-*")):
+        if found := self.whole():
             try:
                 self.step = int(found[-1].name.removeprefix("step-"))
                 self.saved = json.loads((found[-1] / "state.json").read_text())
-                then, now = {**self.saved["settings"]}, self.settings
-            except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                self.require_same(self.saved["settings"])
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise unreadable(found[-1]) from None
-            differing = [f"{key}={then.get(key)} (now {now.get(key)})" for key in {**then, **now}
-                         if key not in CHANGEABLE and then.get(key) != now.get(key)]
-            if differing:
-                raise UserError(f"{directory.parent} is a run with {', '.join(differing)}: choose "
-                                "another run=NAME, or delete that directory")
+
+    def whole(self) -> list[Path]:
+        """The checkpoints that are there, oldest first."""
+        names = (path for path in self.directory.glob("step-*") if path.is_dir())
+        return sorted(path for path in names if re.fullmatch(r"step-\d{6,}", path.name, re.ASCII))
+
+    def resumption(self) -> str:
+        """Where the same command would go on, by what is there now."""
+        if not (found := self.whole()):
+            return "there is no checkpoint yet, so the same command begins anew"
+        step = int(found[-1].name.removeprefix("step-"))
+        return f"the same command goes on after step {step}, from {found[-1]}"
+
+    def require_same(self, then: dict) -> None:
+        """That a run with the settings `then` is continued with its own, but for CHANGEABLE.
+
+        A setting that there was not yet had what is now its default.
+        """
+        defaults = flat(asdict(Config()))
+        then = {key: defaults.get(key) for key in self.settings if key in defaults} | then
+        differing = [f"{key}={then.get(key)} (now {self.settings.get(key)})"
+                     for key in {**then, **self.settings} if key not in CHANGEABLE
+                     and then.get(key) != self.settings.get(key)]
+        if differing:
+            raise UserError(f"{self.directory.parent} is a run with {', '.join(differing)}: choose "
+                            "another run=NAME, or delete that directory")
 
     def state(self, run, waiting: list[dict]) -> dict[str, Tensor]:
         """All that a later step reads, by name: this rank's part of it."""
@@ -59,20 +82,24 @@ class Checkpoints:
                      storage_writer=TensorByTensor(str(path), save_distributed=True))
             if run.main:
                 moved = any(run.optimizer.state.values())         # or every update was empty so far
-                write(path / "state.json", [{"step": step, "before": run.before, "moments": moved,
-                                             "engine": run.engine.name, "settings": self.settings}])
+                write(path / "state.json", [{
+                    "step": step, "before": run.before, "moments": moved, "engine": run.engine.name,
+                    "data": run.task.digest, "settings": self.settings}])
         self.prune(run)
 
     def prune(self, run) -> None:
         """Down to train.keep, and nothing half written: a run may have been killed meanwhile."""
-        whole, parts = sorted(self.directory.glob("step-*")), self.directory.glob(".*")
-        for path in [*whole[:-self.keep], *parts] if run.main else ():
-            shutil.rmtree(path)
+        whole = [path for path in self.whole() if not path.is_symlink()]
+        for path in [*whole[:-self.keep], *self.directory.glob(".step-*.part")] * run.main:
+            shutil.rmtree(path, ignore_errors=True)         # NFS keeps what is open somewhere
 
     def load(self, run) -> None:
         if (engine := self.saved.get("engine")) != run.engine.name:
             raise UserError(f"this run was sampled by rollout.engine={engine}, and auto is now "
                             f"{run.engine.name}: name the engine")
+        if self.saved.get("data", run.task.digest) != run.task.digest:
+            raise UserError(f"{self.directory.parent} was trained on other questions or answers "
+                            "than task.path has now: bring them back, or choose another run=NAME")
         if self.saved.get("moments", True):                # an update by nothing makes the moments
             for parameter in run.policy.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -96,7 +123,11 @@ def unreadable(path) -> UserError:
 
 @contextlib.contextmanager
 def aside(place: Path):
-    """A directory for all ranks to write into, renamed into its place when they are through."""
+    """A directory for all ranks to write into, renamed into its place when they are through.
+
+    Where a link stands at that place, the files go one by one to what it points to: it stays.
+    """
+    linked, place = place.is_symlink(), place.resolve()
     part, main = place.with_name(f".{place.name}.part"), dist.get_rank() == 0
     try:
         if main:
@@ -105,7 +136,11 @@ def aside(place: Path):
         dist.barrier()
         yield part
         dist.barrier()
-        if main:
+        if main and linked:
+            place.mkdir(exist_ok=True)
+            for path in part.iterdir():
+                os.replace(path, place / path.name)
+        elif main:
             shutil.rmtree(place, ignore_errors=True)
             os.replace(part, place)
         dist.barrier()

@@ -1,8 +1,8 @@
 """What a machine does to a run: ranks, calls that hang, failures; each is one sentence at the most.
 
 This file decides: the first rank that fails speaks, and the others end without a word; whatever is
-no bug of this program is one sentence and an exit code (2: the user can mend it, 130: interrupted,
-1: the machine), and a bug is a traceback.
+no bug of this program is one sentence and an exit code (2: the user can mend it, 130, 143, 129: a
+signal, 1: the machine), and a bug is a traceback.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
 from plumbing.settings import UserError
+from plumbing.signals import Ended, Received
 
 # How torch, vLLM and gloo say it.
 OUT_OF_MEMORY = ("MemoryError|out of memory|can't allocate memory|memory for the cache|"
@@ -120,8 +121,10 @@ def reported():
     outcome = SimpleNamespace(code=0)
     try:
         yield outcome
-    except (Exception, KeyboardInterrupt, dcp.CheckpointException) as error:
-        outcome.code = {KeyboardInterrupt: 130, UserError: 2}.get(type(error), 1)
+    except (Exception, KeyboardInterrupt, Ended, dcp.CheckpointException) as error:
+        error = Received.ended or error            # which another error may have come of
+        codes = {KeyboardInterrupt: 130, UserError: 2}
+        outcome.code = getattr(error, "code", codes.get(type(error), 1))
         # Before the ranks have met they all find the same: the first one says it.
         if getattr(error, "silent", int(os.environ.get("RANK", 0)) > 0):
             return
@@ -133,7 +136,7 @@ def reported():
 def explain(error: BaseException) -> str:
     """A sentence for what a machine does to a run; nothing for what must be a bug."""
     words, full = str(error), getattr(error, "errno", None) == errno.ENOSPC
-    if isinstance(error, UserError):
+    if isinstance(error, (UserError, Ended)):
         return words
     if isinstance(error, KeyboardInterrupt):
         return "interrupted: the same command continues from the last checkpoint"

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,10 +25,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from metrics import diagnose, to_host
+from plumbing import signals
 from plumbing.checkpoints import Checkpoints, aside, read_metrics, write
+from plumbing.directory import held
 from plumbing.faults import explain, process_group, require_one_directory, watched
+from plumbing.models import configuration, read_tokenizer, require_place, require_vocabulary
+from plumbing.report import closing, ess, in_short, plot
 from plumbing.settings import Config, UserError, correction_of, remarks
-from plumbing.tasks import Problem, make_demo_model, make_task, seed_of
+from plumbing.tasks import left_out, make_demo_model, make_task, seed_of
 from policy import full_weights, load_policy
 from rollout import Cut, Sample, WeightSync, make_engine
 
@@ -43,20 +48,21 @@ def opened(config: Config):
             keep_memory()
         if dist.get_world_size() > 1:
             require_one_directory(Path("runs"))
-        run = Run(config, device)
-        if run.finished:
-            run.say(f"{run.directory} is finished after {run.done} steps; a larger train.steps "
-                    "continues it")
-            yield None
-            return
-        try:
-            run.open()
-            run.restore()
-            gc.freeze()            # else a collection walks through all loaded libraries: 0.2 s
-            yield run
-        finally:
-            gc.unfreeze()
-            run.close()            # before the process group: vLLM needs it to shut down
+        with held(Path("runs") / config.run):
+            run = Run(config, device)
+            if run.finished:
+                run.say(f"{run.directory} is finished after {run.done} steps; a larger train.steps "
+                        "continues it")
+                yield None
+                return
+            try:
+                run.open()
+                run.restore()
+                gc.freeze()        # else a collection walks through all loaded libraries: 0.2 s
+                yield run
+            finally:
+                gc.unfreeze()
+                run.close()        # before the process group: vLLM needs it to shut down
 
 
 def keep_memory() -> None:
@@ -78,11 +84,29 @@ class Run:
         self.checkpoints = Checkpoints(self.directory / "checkpoints", config)
         self.done, self.before = self.checkpoints.step, self.checkpoints.saved.get("before")
         self.engine = self.reference = self.answers = None
+        self.remarks = remarks(config)             # what is accepted and may not be meant
         self.warned = set()                        # metrics that `diagnose` has already spoken of
+        self.best = 0.0                            # mean reward of a step so far
 
     @property
     def finished(self) -> bool:
-        return self.done >= self.config.train.steps and (self.directory / "model").is_dir()
+        """Whether all is done. What is done and cannot go on is a UserError: it is not replaced."""
+        record, steps = self.directory / "finished.json", self.config.train.steps
+        model = (self.directory / "model" / "config.json").exists()
+        if record.exists():
+            try:
+                last = json.loads(record.read_text())
+                self.checkpoints.require_same(last["settings"])
+                if model and last["step"] >= steps:
+                    self.done = last["step"]
+                    return True
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                raise UserError(f"{record} is damaged: delete it, and the same command goes on "
+                                "from the last checkpoint") from None
+        if not self.done and (model or record.exists()):
+            raise UserError(f"{self.directory} has a finished run or a model, and no checkpoint to "
+                            "go on from: choose another run=NAME, or delete that directory")
+        return self.done >= steps and model
 
     def open(self) -> None:
         config = self.config
@@ -91,17 +115,23 @@ class Run:
             raise UserError("policy.path must name a model for task.kind=jsonl or parquet: the "
                             "demo model knows digits and brackets only")
         path = config.policy.path or make_demo_model(config, self.task)
+        require_place(path)
         try:
-            model = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+            model, dropout = configuration(path)
+            self.remarks += [f"policy.path: {key}={rate:g} of config.json is 0 here, since with it "
+                             "π_old and π_θ would differ at equal weights"
+                             for key, rate in dropout.items()]
             try:
                 Cut.of(config.rollout.top_p, config.rollout.top_k, config.rollout.min_p,
                        model.get_text_config().vocab_size)
             except ValueError as error:
                 raise UserError(str(error)) from None
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path,
-                                                                        trust_remote_code=False)
-            self.prompts = self.encode(self.task.train, model)
-            self.held_out_prompts = self.encode(self.task.held_out, model)
+            self.tokenizer = read_tokenizer(path)
+            self.prompts, self.held_out_prompts = self.encode(model)
+            self.eos_ids = ends_of(path, model, self.tokenizer)
+            self.remarks += require_vocabulary(
+                self.tokenizer, model.get_text_config().vocab_size,
+                set(self.eos_ids).union(*self.prompts, *self.held_out_prompts))
             load = functools.partial(load_policy, path, config.rollout.temperature,
                                      config.policy.dtype, self.device)
             self.policy = load(gradient_checkpointing=config.policy.gradient_checkpointing)
@@ -110,9 +140,6 @@ class Run:
         except Exception as error:         # of as many types as there are kinds of damage
             reason = explain(error) or str(error).strip().split("\n")[0]
             raise UserError(f"policy.path={path} cannot be loaded: {reason}") from None
-        ends = self.policy.model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        self.eos_ids = sorted({*ends, self.tokenizer.eos_token_id} - {None})
         if config.loss.kl_coef != 0:
             self.reference = load(frozen=True)
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=config.train.lr, fused=True,
@@ -132,24 +159,42 @@ class Run:
         self.sync = WeightSync(self.engine, config.rollout.staleness, config.rollout.quantize_bits,
                                config.rollout.dtype)
 
-    def encode(self, problems: list[Problem], model) -> list[list[int]]:
-        """Token ids of every prompt, through the chat template of a model that has one."""
+    def encode(self, model) -> tuple[list[list[int]], list[list[int]]]:
+        """Token ids of every prompt, of train and held out; what is no prompt leaves the task."""
+        task, config = self.task, self.config
         context = getattr(model.get_text_config(), "max_position_embeddings", None) or math.inf
-        encoded, room = [], context - self.config.rollout.max_tokens
-        for problem in problems:
-            text = f"{problem.question} {self.config.task.instruction}".rstrip()
+        room, problems = context - config.rollout.max_tokens, [*task.train, *task.held_out]
+        if room < 1:
+            raise UserError(f"rollout.max_tokens={config.rollout.max_tokens} leaves no room for a "
+                            f"prompt: the model's context is of {context} tokens")
+        encoded = self.token_ids([f"{p.question} {config.task.instruction}".rstrip()
+                                  for p in problems])
+        fits = [0 < len(ids) <= room for ids in encoded]
+        bad = [f"{p.where} is a prompt of {len(ids)} tokens"
+               for p, ids, ok in zip(problems, encoded, fits) if not ok]
+        remarks = left_out(bad, sum(fits), config.task.on_bad_row, why=f"between 1 and {room} are "
+                           f"left of the model's context of {context} by rollout.max_tokens="
+                           f"{config.rollout.max_tokens}")
+        problems, encoded = ([x for x, ok in zip(of, fits) if ok] for of in (problems, encoded))
+        n = sum(fits[:len(task.train)])                    # so many of them are train's
+        if not 0 < n < len(problems):
+            raise UserError(f"nothing is left to {'hold out' if n else 'train on'}: {remarks[0]}")
+        self.task = replace(task, train=problems[:n], held_out=problems[n:],
+                            remarks=task.remarks + remarks)
+        return encoded[:n], encoded[n:]
+
+    def token_ids(self, texts: list[str]) -> list[list[int]]:
+        """Through the chat template of a model that has one; a thousand at a time, under a bar."""
+        found, quiet = [], not self.main or len(texts) <= 10_000
+        for i in tqdm(range(0, len(texts), 1000), desc="tokens", mininterval=1, disable=quiet):
+            part = texts[i:i + 1000]
             if self.tokenizer.chat_template:
-                ids = self.tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], add_generation_prompt=True,
-                    return_dict=False)
+                found += self.tokenizer.apply_chat_template(
+                    [[{"role": "user", "content": text}] for text in part],
+                    add_generation_prompt=True, return_dict=False)
             else:
-                ids = self.tokenizer(text).input_ids
-            if not 0 < len(ids) <= room:
-                raise UserError(f"{problem.where} is a prompt of {len(ids)} tokens: between 1 and "
-                                f"{room} are left of the model's context of {context} by "
-                                f"rollout.max_tokens={self.config.rollout.max_tokens}")
-            encoded.append(ids)
-        return encoded
+                found += self.tokenizer(part).input_ids
+        return found
 
     def restore(self) -> None:
         """To the last checkpoint, if there is one."""
@@ -159,11 +204,15 @@ class Run:
         self.say(f"{self.directory}: {count / 1e6:.1f}M parameters on {dist.get_world_size()} × "
                  f"{self.device.type}, engine {self.engine.name} ({config.rollout.dtype}), "
                  f"correction {config.correction.get('preset', 'as configured')}")
-        for sentence in remarks(config):
+        self.say("  " + in_short(config))
+        for sentence in [*self.remarks, *self.task.remarks]:
             self.say(f"* {sentence}")
         if self.done:
             self.checkpoints.load(self)
-            self.say(f"continuing after step {self.done}")
+            self.say(f"continuing after step {self.done}" + (
+                f", beyond train.steps={config.train.steps}" if self.done > config.train.steps
+                else ""))
+        signals.Received.where = self.checkpoints.resumption
 
     def steps(self):
         """The numbers of the steps still to do, under a progress bar."""
@@ -172,14 +221,20 @@ class Run:
             self.directory.mkdir(parents=True, exist_ok=True)
             OmegaConf.save(OmegaConf.structured(config), self.directory / "config.yaml")
             lines = read_metrics(self.metrics) if self.metrics.exists() else []
-            write(self.metrics, [line for line in lines if line["step"] <= self.done])
+            kept = [line for line in lines if line["step"] <= self.done]
+            write(self.metrics, kept)
+            self.best = max((line["reward/mean"] for line in kept), default=0.0)
+            if len(lines) > len(kept):
+                self.say(f"* done anew, since the last checkpoint is older: "
+                         f"{len(lines) - len(kept)} steps")
         with tqdm(total=config.train.steps, initial=self.done, disable=not self.main,
                   desc=config.run, mininterval=1) as self.bar, self.tensorboard() as self.scalars:
             for step in range(self.done + 1, config.train.steps + 1):
                 torch.manual_seed(seed_of(config.seed, "dropout", step, dist.get_rank()))
                 self.times, self.began, self.step = {}, time.perf_counter(), step
                 self.skipped = {"train/skipped_samples": 0, "train/skipped_updates": 0}
-                yield step
+                with signals.saved_first(config.train.grace):
+                    yield step
 
     def tensorboard(self):
         """A writer of the same metrics for TensorBoard, where that is installed; else None."""
@@ -239,7 +294,8 @@ class Run:
         with contextlib.suppress(OSError):         # where the system tells what is in memory
             pages = Path("/proc/self/statm").read_text().split()[1]
             metrics["memory/rss_mb"] = int(pages) * os.sysconf("SC_PAGE_SIZE") / 2 ** 20
-        metrics = {"step": step, **metrics, **self.skipped, **self.times,
+        self.best = max(self.best, metrics["reward/mean"])
+        metrics = {"step": step, **metrics, "reward/best": self.best, **self.skipped, **self.times,
                    "learning_rate": self.optimizer.param_groups[0]["lr"], "time/step": seconds,
                    "tokens_per_second": metrics["response/tokens"] / seconds}
         self.accuracy = metrics.get("eval/accuracy", self.accuracy)
@@ -259,8 +315,13 @@ class Run:
                 self.say(f"* step {step}: {sentence}")
 
     def save_if_due(self, step: int) -> None:
-        if step == self.config.train.steps or step % self.config.train.save_every == 0:
+        """Every train.save_every steps, at the end, and when SIGTERM has come to any rank."""
+        told = torch.tensor(float(signals.Received.told_to_end))
+        dist.all_reduce(told)
+        if told or step == self.config.train.steps or step % self.config.train.save_every == 0:
             self.checkpoints.save(self, step)
+        if told:
+            signals.end(signals.SIGTERM)
 
     def finish(self) -> None:
         """The model as a Hugging Face directory, held-out answers, curves and a closing table."""
@@ -270,23 +331,15 @@ class Run:
         if self.main:
             write(self.directory / "eval.jsonl", sum(everyone, []))
             plot(lines := read_metrics(self.metrics), self.directory / "curves.png")
-        with aside(self.directory / "model") as path:      # the last: a run with it is finished
+        with aside(self.directory / "model") as path:
             if self.main:
                 self.policy.model.save_pretrained(path, state_dict=weights)
                 self.tokenizer.save_pretrained(path)
         if not self.main:
             return
-        first, last = lines[0], lines[-1]
-        table = [(f"accuracy, {len(self.task.held_out)} held-out problems, sampled", self.before,
-                  last["eval/accuracy"])]
-        for name in ("reward/mean", "response/length_mean", "rollout_corr/k3_kl"):
-            table.append((name, first.get(name, math.nan), last.get(name, math.nan)))
-        table.append(("effective sample size / N", ess(first), ess(last)))
-        self.say(f"\n{'':48}{'before':>10}{'after':>10}")
-        for name, before, after in table:
-            self.say(f"{name:48}{before:10.4g}{after:10.4g}")
-        for sentence in diagnose(last):
-            self.say(f"* {sentence}")
+        write(self.directory / "finished.json",
+              [{"step": lines[-1]["step"], "settings": self.checkpoints.settings}])
+        self.say("\n".join(closing(lines, self.before, self.accuracy, len(self.task.held_out))))
         self.say(f"model, metrics and curves: {self.directory}")
 
     def say(self, text: str) -> None:
@@ -298,23 +351,10 @@ class Run:
             self.engine.close()
 
 
-def ess(metrics: dict) -> float:
-    """ESS/N of the raw weights where there are any, else the tokens' 1/(1 + χ²)."""
-    raw = metrics.get("rollout_corr/rollout_is_raw_eff_sample_size")
-    chi2 = max(metrics.get("rollout_corr/chi2_token", math.nan), 0.0)       # nan: nothing was left
-    return 1 / (1 + chi2) if raw is None else raw
-
-
-def plot(lines: list[dict], path: Path) -> None:
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    names = ["reward/mean", "eval/accuracy", "response/length_mean", "rollout_corr/k3_kl",
-             "loss/clip_fraction", "grad_norm"]
-    figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
-    for name, axis in zip(names, axes.flat):
-        points = [(line["step"], line[name]) for line in lines if name in line]
-        axis.plot(*zip(*points), marker="o" if len(points) < 20 else None)
-        axis.set(title=name, xlabel="step")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+def ends_of(path: str, model, tokenizer) -> list[int]:
+    """The ids that end a response: the model's in generation_config.json, and the tokenizer's."""
+    try:
+        ends = transformers.GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:                # not every model has one
+        ends = getattr(model.get_text_config(), "eos_token_id", None)
+    return sorted({*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None})

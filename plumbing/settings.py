@@ -1,12 +1,14 @@
 """The settings: what there is, what each means and may be, and one sentence for what is wrong.
 
 This file decides: a setting is a field of a dataclass, with its meaning and its limits beside it;
-FILE.yaml and dotted overrides fill them; the help is made of them. YAML is read by its safe loader,
+FILE.yaml and dotted overrides fill them; the help is made of them. Without a FILE.yaml the demo's
+settings are the base, or GSM8K's where questions come from a file. YAML is read by its safe loader,
 and neither aliases nor ${…} are replaced.
 """
 
 import difflib
 import hashlib
+import math
 import os
 import re
 import typing
@@ -23,6 +25,7 @@ from packaging.version import Version
 from adapters.dialects import WRAPPERS, from_dialect
 
 ROOT = Path(__file__).resolve().parent.parent
+FILE_KINDS = ("jsonl", "parquet")          # of task.kind: the questions come from a file
 
 
 class UserError(Exception):
@@ -42,13 +45,18 @@ def setting(default, meaning: str, low=None, high=2 ** 31):
 @dataclass
 class TaskConfig:
     kind: Literal["arithmetic", "sort", "dyck", "jsonl", "parquet"] = setting(
-        "arithmetic", "what is learned")
+        "arithmetic", "what is learned; jsonl, parquet: the questions of a file, with the settings "
+        "of configs/gsm8k.yaml where no FILE.yaml is given")
     size: int = setting(2, "digits per number, or digits to sort", 1, 9)
     length: int = setting(64, "dyck: brackets in an answer", 2, 512)
     depth: int = setting(3, "dyck: most brackets open at once", 2, 9)
     path: Optional[str] = setting(None, "file whose rows have `question` and `answer`")
     eval_path: Optional[str] = setting(None, "the held-out ones; null: eval_size rows of `path`")
-    eval_size: int = setting(1024, "held-out problems, one sample each", 1)
+    eval_size: Optional[int] = setting(
+        None, "held-out problems, one sample each; null: 1024, but of a file without eval_path at "
+        "most a tenth of its rows", 1)
+    on_bad_row: Literal["raise", "skip"] = setting(
+        "raise", "on rows that cannot be used and prompts that are too long: end, or go on without")
     instruction: str = setting("", "appended to every question of a file")
 
 
@@ -126,11 +134,13 @@ class TrainConfig:
     lr: float = setting(2e-4, "learning rate of AdamW", 0, 10)
     warmup_steps: int = setting(10, "steps of rising rate", 0)
     schedule: Literal["constant", "cosine"] = setting("constant", "of the rate after that")
-    max_grad_norm: float = setting(1.0, "longer gradients are shortened to it", 1e-6)
+    max_grad_norm: float = setting(
+        1.0, "longer gradients are shortened to it; .inf: none are", 1e-6, math.inf)
     weight_decay: float = setting(0.0, "of AdamW", 0, 10)
     save_every: int = setting(50, "steps between checkpoints", 1)
     keep: int = setting(3, "checkpoints that stay", 1)
     eval_every: int = setting(50, "steps between evaluations", 1)
+    grace: float = setting(25.0, "seconds that SIGTERM leaves: to end a step and save it", 0)
     on_nonfinite: Literal["raise", "skip"] = setting(
         "raise", "on a number that is not finite: end, or leave it out")
 
@@ -150,7 +160,7 @@ class Config:
 
 
 # What may differ when a run is continued.
-CHANGEABLE = {"train.steps", "train.save_every", "train.keep", "train.eval_every",
+CHANGEABLE = {"train.steps", "train.save_every", "train.keep", "train.eval_every", "train.grace",
               "train.on_nonfinite", "rollout.gpu_memory_utilization", "rollout.timeout"}
 
 
@@ -180,8 +190,7 @@ def load_config(argv: list[str]) -> Config:
     overrides = [a for a in argv if a not in paths]
     if len(paths) > 1:
         raise UserError(f"expected at most one FILE.yaml, and key=value, not {paths}")
-    path = Path(paths[0]) if paths else ROOT / "configs" / "demo.yaml"
-    user, given = read_yaml(path, overrides)
+    user, given = read_yaml(Path(paths[0]) if paths else None, overrides)
     settings = flat(OmegaConf.to_container(user))
     known = {key: kind for key, kind, _ in leaves(Config)}
     check_keys(settings, known)
@@ -194,7 +203,9 @@ def load_config(argv: list[str]) -> Config:
     if "correction" not in user:
         config.correction = {"preset": "decoupled_token_is"}
     if "run" not in given:
-        name = ",".join([config.run or path.stem, *sorted(
+        if config.run:
+            check_run(config.run)          # as it was given, before anything is added to it
+        name = ",".join([config.run or (Path(paths[0]).stem if paths else "demo"), *sorted(
             o for o in overrides if o.split("=")[0] not in CHANGEABLE)])
         digest = hashlib.sha256(repr(name).encode()).hexdigest()
         name = re.sub(r"[^\w.,=+-]+", "_", name, flags=re.ASCII)
@@ -203,20 +214,22 @@ def load_config(argv: list[str]) -> Config:
     return config
 
 
-def read_yaml(path: Path, overrides: list[str]) -> tuple[DictConfig, DictConfig]:
-    """What the user says in all, and what of it in overrides."""
+def read_yaml(path: Path | None, overrides: list[str]) -> tuple[DictConfig, DictConfig]:
+    """What the user says in all, and what of it in overrides. Without a path there is a default."""
+    source = f"{path} and the overrides" if path else "the overrides"
     try:
-        texts = [read_text(path), *(o.partition("=")[2] for o in overrides)]
+        texts = [*([read_text(path)] if path else []), *(o.partition("=")[2] for o in overrides)]
         if len("".join(texts)) > 2 ** 14:
-            raise UserError(f"{path} and the overrides have more than {2 ** 14} characters")
+            raise UserError(f"{source} have more than {2 ** 14} characters")
         if "${" in "".join(texts):
-            raise UserError(f"{path}: '${{…}}' is not replaced here; write the value itself")
+            raise UserError(f"{source}: '${{…}}' is not replaced here; write the value itself")
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         if any(isinstance(event, yaml.AliasEvent) or len(getattr(event, "value", "") or "") > 3000
                for text in texts for event in yaml.parse(text, loader)):
-            raise UserError(f"{path}: '*name' is not replaced here, and a value has at most 3000 "
+            raise UserError(f"{source}: '*name' is not replaced here, and a value has at most 3000 "
                             "characters; write the value itself")
-        user = OmegaConf.merge(OmegaConf.load(path), given := OmegaConf.from_dotlist(overrides))
+        given = OmegaConf.from_dotlist(overrides)
+        user = OmegaConf.merge(OmegaConf.load(path) if path else default_settings(given), given)
         last = given if "correction" in given else user
         if "correction" in user and last.correction in (None, {}):
             user.correction = {}                   # off, and no default in its place
@@ -227,8 +240,20 @@ def read_yaml(path: Path, overrides: list[str]) -> tuple[DictConfig, DictConfig]
     except UserError:
         raise
     except Exception as error:     # YAML's and OmegaConf's own have many types and several lines
-        raise UserError(f"{path} and the overrides must be a mapping of settings in YAML, such as "
+        raise UserError(f"{source} must be a mapping of settings in YAML, such as "
                         f"train: {{steps: 10}} ({str(error)[:300]})") from None
+
+
+def default_settings(given: DictConfig) -> DictConfig:
+    """The demo's; for the questions of a file GSM8K's, without its files, their size, its model."""
+    task = given.get("task")
+    kind = task.get("kind") if isinstance(task, DictConfig) else None
+    if kind not in FILE_KINDS:
+        return OmegaConf.load(ROOT / "configs" / "demo.yaml")
+    base = OmegaConf.load(ROOT / "configs" / "gsm8k.yaml")
+    del base.task.path, base.task.eval_path, base.task.eval_size, base.policy.path
+    base.run = kind                        # what the run is named after, as a file is
+    return base
 
 
 def check_keys(settings: dict[str, Any], known: dict[str, Any]) -> None:
@@ -290,13 +315,15 @@ def validate(config: Config) -> None:
         for f in fields(part) if is_dataclass(part) else ():
             low, high, value = (*map(f.metadata.get, ("low", "high")), getattr(part, f.name))
             if low is not None and value is not None and not low <= value <= high:
-                raise UserError(f"{section}{f.name} must be {allowed(low, high)}, not {value!r}")
-    if not re.fullmatch(r"\w[\w.,=+-]{0,99}", config.run or "", re.ASCII):
-        raise UserError(f"run must be a plain name of letters, digits and .,=+-_ since it is a "
-                        f"directory inside runs/, not {config.run!r}")
-    if (config.task.path is None) == (config.task.kind in ("jsonl", "parquet")):
+                may_be = f"at most {high}" if value > high >= 2 ** 31 else allowed(low, high)
+                raise UserError(f"{section}{f.name} must be {may_be}, not {value!r}")
+    check_run(config.run or "")
+    if (config.task.path is None) == (config.task.kind in FILE_KINDS):
         raise UserError(f"task.path must be a file for task.kind=jsonl or parquet, and null for "
                         f"the others, not {config.task.path!r} with task.kind={config.task.kind}")
+    if config.task.eval_path is not None and config.task.kind not in FILE_KINDS:
+        raise UserError(f"task.eval_path must be null for task.kind={config.task.kind}, whose held-"
+                        f"out problems are made as the others are, not {config.task.eval_path!r}")
     if config.task.kind == "dyck":
         if config.task.length % 2:
             raise UserError("task.length must be even, as brackets come in pairs, not "
@@ -310,6 +337,12 @@ def validate(config: Config) -> None:
         raise UserError(f"rollout.prompts={config.rollout.prompts} must be a multiple of {share}, "
                         "train.mini_batches × ranks, so that all ranks have the same share")
     correction_of(config)
+
+
+def check_run(name: str) -> None:
+    if not re.fullmatch(r"\w[\w.,=+-]{0,99}", name, re.ASCII):
+        raise UserError("run must be a plain name of at most 100 letters, digits and .,=+-_ since "
+                        f"it is a directory inside runs/, not {name!r}")
 
 
 def correction_of(config: Config):
@@ -329,6 +362,17 @@ def kl_of(how: LossConfig) -> tuple[str, Optional[str]]:
 
 def remarks(config: Config) -> list[str]:
     """What is accepted, and does something else than its name says."""
+    found, kind = kl_remarks(config), config.advantage.kind
+    if config.train.lr == 0:
+        found.append("train.lr=0 moves nothing")
+    if config.rollout.samples == 1 and kind != "reinforce":
+        found.append(f"rollout.samples=1 leaves advantage.kind={kind} no baseline, which is made "
+                     "of a group's other samples: every advantage is the reward itself; take "
+                     "advantage.kind=reinforce, whose baseline is the batch's mean")
+    return found
+
+
+def kl_remarks(config: Config) -> list[str]:
     how, (kind, level) = config.loss, kl_of(config.loss)
     found, k1 = [], kind in ("k1", "kl")
     if how.kl_coef == 0:

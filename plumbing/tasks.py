@@ -1,16 +1,19 @@
 """The tasks: questions, answers and rewards; and a tiny model that has half learned one.
 
-This file decides: a reward is right or wrong; held-out problems are no training problems; every
-problem is dealt once in a pass, in an order drawn from the seed. The demo model is taught here.
+This file decides: a reward is right or wrong; held-out problems are no training problems, and no
+question is in a file twice; a row that cannot be used is named; every problem is dealt once in a
+pass, in an order drawn from the seed. The demo model is taught here.
 """
 
 import functools
 import hashlib
 import itertools
 import json
+import math
 import random
 import re
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
@@ -23,12 +26,15 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from tqdm import tqdm
 
+from plumbing.answers import final_answer, is_right
 from plumbing.checkpoints import aside
-from plumbing.settings import Config, TaskConfig, UserError, read_text
+from plumbing.directory import in_turn
+from plumbing.settings import FILE_KINDS, Config, TaskConfig, UserError, read_text
 from policy import padded
 
 
-DEMO_KINDS = ("arithmetic", "sort", "dyck")     # made here, and taught to the demo model
+EVAL_SIZE = 1024           # held-out problems where task.eval_size is null
+NAMED = 10                 # bad rows that a sentence names
 
 
 def seed_of(*what) -> int:
@@ -46,8 +52,17 @@ class Problem(NamedTuple):
 class Task:
     train: list[Problem]
     held_out: list[Problem]        # disjoint from train
-    exact: bool                    # the response must be the answer; else it ends with it
+    exact: bool                    # the response must be the answer; else it states it (answers.py)
     depth: int | None = None       # brackets: any word that balances within it, as long, is right
+    remarks: list[str] = field(default_factory=list, repr=False)       # what was left out, and why
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of all questions and answers in their order: whether two runs have the same."""
+        content = hashlib.sha256(f"{len(self.train)} {len(self.held_out)}".encode())
+        for question, answer, _ in itertools.chain(self.train, self.held_out):
+            content.update(f" {len(question)} {len(answer)} {question}{answer}".encode())
+        return content.hexdigest()
 
     def reward(self, problem: Problem, response: str) -> float:
         if self.depth is not None:
@@ -55,7 +70,7 @@ class Task:
             return float(len(response) == len(problem.answer) and balanced(whole, self.depth))
         if self.exact:
             return float(response == problem.answer)
-        return float(final_answer(response) == final_answer(problem.answer))
+        return float(is_right(response, problem.answer))
 
     def order(self, seed: int, first: int, n: int) -> list[int]:
         """Indices first … first + n of an endless sequence of shuffled passes over `train`."""
@@ -72,22 +87,90 @@ def shuffled(size: int, seed: int, epoch: int) -> list[int]:
 
 
 def make_task(config: TaskConfig, seed: int) -> Task:
-    rng, exact = random.Random(seed_of(seed, "task")), config.kind in DEMO_KINDS
-    problems = (make_problems if exact else read_problems)(config, rng, config.path)
-    if config.eval_path is not None:
-        held_out = read_problems(config, rng, config.eval_path)
-        return Task(problems, held_out[:config.eval_size], exact)
-    held_out = min(config.eval_size, len(problems) // 2) if exact else config.eval_size
-    if len(problems) <= held_out:
-        raise UserError(f"{config.path} has {len(problems)} rows, too few to hold out "
-                        f"task.eval_size={held_out} of them: set task.eval_path or a smaller "
-                        "task.eval_size")
+    if config.kind in FILE_KINDS:
+        return task_of_files(config, seed)
+    rng = random.Random(seed_of(seed, "task"))
+    problems = make_problems(config, rng)
+    held_out = min(config.eval_size or EVAL_SIZE, len(problems) // 2)
     rng.shuffle(problems)
     depth = config.depth if config.kind == "dyck" else None
-    return Task(problems[held_out:], problems[:held_out], exact, depth)
+    return Task(problems[held_out:], problems[:held_out], True, depth)
 
 
-def make_problems(config: TaskConfig, rng: random.Random, _) -> list[Problem]:
+def task_of_files(config: TaskConfig, seed: int) -> Task:
+    """The questions of task.path and task.eval_path, each once, and none of them in both parts."""
+    paths = [path for path in (config.path, config.eval_path) if path is not None]
+    files, bad = zip(*(read_problems(config.kind, path) for path in paths))
+    remarks = left_out(sum(bad, []), sum(map(len, files)), config.on_bad_row)
+    for path, problems, faults in zip(paths, files, bad):
+        if not problems:
+            raise UserError(f"no row of {path} can be used, the first: {faults[0]}" if faults else
+                            f"{path} has no rows")
+    files = [distinct(problems, path, remarks) for path, problems in zip(paths, files)]
+    if config.eval_path is None:
+        train, held_out = divided(*files, config, seed)
+    else:
+        train, held_out = apart(*files, config, remarks)
+    return Task(train, held_out, exact=False, remarks=remarks)
+
+
+def divided(problems: list[Problem], config: TaskConfig,
+            seed: int) -> tuple[list[Problem], list[Problem]]:
+    """Train and held-out problems of one file."""
+    size = config.eval_size or max(1, min(EVAL_SIZE, len(problems) // 10))
+    if len(problems) <= size:
+        raise UserError(f"to hold out {size} of the {len(problems)} different questions of "
+                        f"{config.path} leaves none to train on: set task.eval_path, or a smaller "
+                        "task.eval_size")
+    random.Random(seed_of(seed, "task")).shuffle(problems)
+    return problems[size:], problems[:size]
+
+
+def apart(problems: list[Problem], held_out: list[Problem], config: TaskConfig,
+          remarks: list[str]) -> tuple[list[Problem], list[Problem]]:
+    """Train and held-out problems of two files: what the second one asks is not trained on."""
+    asked = {plain(p.question) for p in held_out}
+    train = [p for p in problems if plain(p.question) not in asked]
+    if not train:
+        raise UserError(f"every question of task.path={config.path} is in task.eval_path="
+                        f"{config.eval_path} too, and held out: nothing is left to train on")
+    if common := len(problems) - len(train):
+        remarks.append(f"{common} of {len(problems)} questions of {config.path} are in "
+                       f"{config.eval_path} too and are not trained on")
+    return train, held_out[:config.eval_size or EVAL_SIZE]
+
+
+def distinct(problems: list[Problem], path: str, remarks: list[str]) -> list[Problem]:
+    """The first row of each question; how many others there were becomes a remark."""
+    first = {}
+    for problem in problems:
+        first.setdefault(plain(problem.question), problem)
+    if repeated := len(problems) - len(first):
+        other = sum(final_answer(p.answer) != final_answer(first[plain(p.question)].answer)
+                    for p in problems if p is not first[plain(p.question)])
+        remarks.append(f"{repeated} of {len(problems)} rows of {path} repeat the question of an "
+                       f"earlier row and are left out ({other} with another answer than that row)")
+    return list(first.values())
+
+
+def plain(question: str) -> str:
+    """Return a question as it is compared: other white space makes no other question."""
+    return " ".join(question.split())
+
+
+def left_out(bad: list[str], good: int, rule: str, why: str = "") -> list[str]:
+    """Do with bad rows what task.on_bad_row says: end with the first ten, or return a remark."""
+    if not bad:
+        return []
+    of, why = f"{len(bad)} of {len(bad) + good} rows", f": {why}" if why else ""
+    if rule == "raise":
+        more = [f"and {len(bad) - NAMED} more"] * (len(bad) > NAMED)
+        raise UserError(f"{of} cannot be used: {'; '.join([*bad[:NAMED], *more])}{why} "
+                        "(task.on_bad_row=skip leaves them out)")
+    return [f"{of} cannot be used and are left out, the first: {bad[0]}{why}"]
+
+
+def make_problems(config: TaskConfig, rng: random.Random) -> list[Problem]:
     """Up to 10 000 different questions: 17+25=, 3102> for digits to be sorted, or brackets."""
     if config.kind == "dyck":
         return dyck_problems(config.length, config.depth, rng)
@@ -132,10 +215,10 @@ def balanced(word: str, depth: int) -> bool:
     return set(word) <= set("()") and min(heights) == heights[-1] == 0 and max(heights) <= depth
 
 
-def read_problems(config: TaskConfig, _, path: str) -> list[Problem]:
-    """Rows with `question` and `answer` in GSM8K's shape: the last line may be '#### 42'."""
+def read_problems(kind: str, path: str) -> tuple[list[Problem], list[str]]:
+    """The problems of a file, and a sentence for each of its rows that cannot be used."""
     try:
-        if config.kind == "parquet":
+        if kind == "parquet":
             from pyarrow import parquet
             with open(path, "rb") as file:         # a name could be an address or a directory
                 rows = enumerate(parquet.read_table(file).to_pylist(), 1)
@@ -148,44 +231,36 @@ def read_problems(config: TaskConfig, _, path: str) -> list[Problem]:
         raise
     except Exception as error:     # pyarrow's are of many types
         reason = getattr(error, "strerror", None) or str(error)[:300]
-        raise UserError(f"{path} cannot be read as {config.kind}: {reason}") from None
-    problems, unit = [], "row" if config.kind == "parquet" else "line"
+        raise UserError(f"{path} cannot be read as {kind}: {reason}") from None
+    problems, bad, unit = [], [], "row" if kind == "parquet" else "line"
     for i, row in rows:
-        where = f"{path}, {unit} {i}"
         try:
-            row = json.loads(row) if isinstance(row, str) else row
-        except (ValueError, RecursionError):
-            raise UserError(f"{where} is not JSON: {row[:60]!r}") from None
-        values = [row.get(k) if isinstance(row, dict) else None for k in ("question", "answer")]
-        for key, value in zip(("question", "answer"), values):
-            if type(value) not in (str, int, float) or not str(value).strip():
-                raise UserError(f"{where} has no `{key}`")
-            if re.search("[\ud800-\udfff]", str(value)):       # no tokenizer takes it
-                raise UserError(f"{where} has half a character in its `{key}`: {value[:60]!r}")
-        if not final_answer(str(values[1])):
-            raise UserError(f"{where} has an `answer` that ends in nothing: {values[1][-60:]!r}")
-        problems.append(Problem(str(values[0]), str(values[1]), where))
-    if not problems:
-        raise UserError(f"{path} has no rows")
-    return problems
+            problems.append(problem_of(row, f"{path}, {unit} {i}"))
+        except UserError as error:
+            bad.append(str(error))
+    return problems, bad
 
 
-def final_answer(text: str) -> str:
-    r"""What follows the last ####, else the last \boxed{…}, else the whole; 1234 for $1,234.0."""
-    if "####" in text:
-        text = text.rsplit("####", 1)[1].strip().split("\n")[0]
-    elif "\\boxed{" in text:
-        text, depth = text.rsplit("\\boxed{", 1)[1], 1
-        for end, character in enumerate(text):
-            depth += (character == "{") - (character == "}")
-            if depth == 0:
-                text = text[:end]
-                break
-    text = text.strip().removesuffix(".").replace("\\$", "").replace("$", "").strip()
-    number = re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", text)
-    if re.fullmatch(r"[-+]?(\d{1,300}(\.\d{0,300})?|\.\d{1,300})", number, re.ASCII):
-        return f"{Decimal(number).normalize() + 0:f}"     # + 0: −0 is 0
-    return text
+def problem_of(row, where: str) -> Problem:
+    """Read a row in GSM8K's shape: the last line of its `answer` may be '#### 42'."""
+    try:
+        row = json.loads(row) if isinstance(row, str) else row
+    except (ValueError, RecursionError):
+        raise UserError(f"{where} is not JSON: {row[:60]!r}") from None
+    for key in ("question", "answer"):
+        value = row.get(key) if isinstance(row, dict) else None
+        if type(value) not in (str, int, float) or not str(value).strip():
+            raise UserError(f"{where} has no `{key}`")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{where} has {value} for its `{key}`, which is no number")
+        if re.search("[\ud800-\udfff]", str(value)):           # no tokenizer takes it
+            raise UserError(f"{where} has half a character in its `{key}`: {value[:60]!r}")
+    answer = row["answer"]
+    if isinstance(answer, float):
+        answer = f"{Decimal(repr(answer)):f}"              # 0.00001, which repr writes as 1e-05
+    if not final_answer(str(answer)):
+        raise UserError(f"{where} has an `answer` that ends in nothing: {answer[-60:]!r}")
+    return Problem(str(row["question"]), str(answer), where)
 
 
 # ----------------------------------------------------------------------------------- demo model
@@ -204,10 +279,20 @@ def make_demo_model(config: Config, task: Task) -> str:
     key = repr((seed, task, characters, wrong, steps, size, rate, "llama 64×3"))
     name = hashlib.sha256(key.encode()).hexdigest()[:12]
     path = Path("runs/.demo") / f"{config.task.kind}-{name}"
-    exists = path.exists()
-    dist.barrier()                 # all ranks have looked before one of them makes it
-    if exists:
-        return str(path)
+    with in_turn(path.with_name(f".{path.name}.lock")):
+        exists = path.exists()
+        dist.barrier()             # all ranks have looked before one of them makes it
+        if not exists:
+            if dist.get_rank() == 0:
+                tqdm.write(f"a demo model for {sizes(config)} is taught first, which happens once "
+                           "and takes about a minute", file=sys.stderr)
+            teach(path, task, seed, characters, wrong, steps, size, rate)
+    return str(path)
+
+
+def teach(path: Path, task: Task, seed: int, characters: str, wrong: float, steps: int, size: int,
+          rate: float) -> None:
+    """So many steps of `size` lessons, a share of them `wrong`; the model is left in `path`."""
     tokenizer, rng = character_tokenizer(characters), random.Random(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(1)
@@ -238,7 +323,16 @@ def make_demo_model(config: Config, task: Task) -> str:
         if dist.get_rank() == 0:
             model.save_pretrained(part)
             tokenizer.save_pretrained(part)
-    return str(path)
+
+
+def sizes(config: Config) -> str:
+    """The settings that a demo model is made for: another value of one is another model."""
+    task = config.task
+    size = f"size={task.size}"
+    if task.kind == "dyck":
+        size = f"length={task.length}, task.depth={task.depth}"
+    return (f"task.kind={task.kind}, task.{size}, task.eval_size={task.eval_size or EVAL_SIZE} and "
+            f"seed={config.seed}")
 
 
 def character_tokenizer(characters: str):

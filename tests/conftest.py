@@ -5,6 +5,7 @@
 
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ import torch
 CHARACTERS = "0123456789+-*/=?() abcd"
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
+def make_tiny_model(directory):
     """A directory as `save_pretrained` writes it: Qwen2, 2 layers, 26 tokens, float32, from a seed.
 
     The embeddings are tied, as in most small models, and the weights are ten times the usual size,
@@ -23,7 +23,6 @@ def tiny_model(tmp_path_factory):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from plumbing.tasks import character_tokenizer
-    directory = tmp_path_factory.mktemp("tiny_model")
     tokenizer = character_tokenizer(CHARACTERS)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -37,6 +36,34 @@ def tiny_model(tmp_path_factory):
         Qwen2ForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("tiny_model"))
+
+
+SMALL = ["task.size=1", "task.eval_size=8", "rollout.prompts=4", "rollout.samples=4", "rollout.max_tokens=5",
+         "rollout.quantize_bits=4", "train.mini_batches=2", "train.micro_batch_size=4", "train.steps=2"]
+
+
+@pytest.fixture
+def run(tiny_model, tmp_path, monkeypatch):
+    """run("key=value" …) trains the tiny model in an empty directory: (exit code, metrics lines).
+
+    The reward is one that an untaught model earns half of the time: a response of odd length.
+    """
+    import trainer
+    from plumbing import checkpoints, tasks
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tasks.Task, "reward", lambda self, problem, response: float(len(response) % 2))
+
+    def call(*overrides, engine="transformers", name="x"):
+        code = trainer.main([*SMALL, f"policy.path={tiny_model}", f"rollout.engine={engine}", f"run={name}",
+                             *overrides])
+        path = Path("runs") / name / "metrics.jsonl"
+        return code, checkpoints.read_metrics(path) if path.exists() else []
+    return call
 
 
 def required(package, what, switch):

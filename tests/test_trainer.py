@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -21,8 +20,11 @@ import oracle
 import pytest
 import torch
 import transformers
+from conftest import SMALL
 from packaging.requirements import Requirement
 from safetensors.torch import load_file
+from tolerances import gamma, norm
+from waiting import HANG, until
 
 import trainer
 from correction import PRESETS, RolloutCorrectionConfig
@@ -34,30 +36,9 @@ from policy import Policy, TokenLogProbs, full_weights, load_policy
 from rollout import KEPT, Sample, TransformersEngine, WeightSync, make_engine
 
 HERE = Path(__file__).resolve().parent.parent
-SMALL = ["task.size=1", "task.eval_size=8", "rollout.prompts=4", "rollout.samples=4", "rollout.max_tokens=5",
-         "rollout.quantize_bits=4", "train.mini_batches=2", "train.micro_batch_size=4", "train.steps=2"]
-
-
-@pytest.fixture
-def run(tiny_model, tmp_path, monkeypatch):
-    """run("key=value" …) trains the tiny model in an empty directory: (exit code, metrics lines).
-
-    The reward is one that an untaught model earns half of the time: a response of odd length.
-    """
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tasks.Task, "reward", lambda self, problem, response: float(len(response) % 2))
-
-    def call(*overrides, engine="transformers", name="x"):
-        code = trainer.main([*SMALL, f"policy.path={tiny_model}", f"rollout.engine={engine}", f"run={name}",
-                             *overrides])
-        path = Path("runs") / name / "metrics.jsonl"
-        return code, checkpoints.read_metrics(path) if path.exists() else []
-    return call
-
-
 def shell(command, cwd, **options):
-    environment = {**os.environ, "PYTHONPATH": str(HERE)}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280, **options)
+    environment = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'tests'}"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=HANG, **options)
 
 
 # --------------------------------------------------------------------------------------- it trains
@@ -251,6 +232,8 @@ from correction import PRESETS, RolloutCorrectionConfig, correct
 from metrics import merge
 from plumbing.faults import process_group
 from policy import load_policy
+from tolerances import in_float64
+in_float64()
 path, out, results = sys.argv[1], sys.argv[2], {}
 with process_group() as device:
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -269,7 +252,7 @@ with process_group() as device:
             ("decoupled_seq_is_rs", "token-mean", "fixed", False), ("decoupled_seq_is_rs", "seq-mean-token-mean", "kept", True),
             ("bypass_pg_rs", "token-mean", "kept", True), ("bypass_pg_is", "seq-mean-token-sum-norm", "fixed", False)]):
         config.train.micro_batch_size = 8 // world // parts
-        policy = load_policy(path, 1.0, "float64", device)      # float32 would depend on the processor and its threads
+        policy = load_policy(path, 1.0, "float32", device)
         options = (RolloutCorrectionConfig("token", 2.0, normalize, {"seq_sum_k1": [0.01, 1.0]}, True, "reinforce")
                    if preset == "bypass_pg_rs" else PRESETS[preset]())
         options = replace(options, rollout_is_batch_normalize=normalize)
@@ -277,7 +260,6 @@ with process_group() as device:
         batch = trainer.pad(prompts[mine], samples[mine], advantages[mine], device)
         if preset != "bypass_pg_is":                   # in which μ was cut
             batch = batch._replace(kept=None)
-        batch = batch._replace(rollout_log_prob=batch.rollout_log_prob.double())
         # every rank pads to its own longest response
         current = trainer.score(policy, batch, config)
         near = torch.nn.functional.pad(noise[mine], (0, 0))[:, :current.shape[1]]
@@ -316,14 +298,9 @@ def test_ranks_and_micro_batches_change_nothing(gradients, split):
         scale = max(g.abs().max() for g in expected.values())
         assert scale > 1e-4
         for name, g in expected.items():
-            assert (gradient[name] - g).abs().max() <= 1e-5 * scale, (case, name)
-        # All is float64 but the gradients that FSDP adds up, over ranks and micro-batches, and the norm of these: a
-        # sum of n squares in float32, added pairwise, is off by (log2 n + 1) roundings at most.
-        n = sum(g.numel() for g in expected.values())
-        norm = (math.prod(split) + math.log2(n) + 1) * 2 ** -24
+            assert g.dtype == torch.float64 and (gradient[name] - g).abs().max() <= 1e-12 * scale, (case, name)
         for name, value in metrics.items():
-            tolerance = norm if name == "grad_norm" else 1e-12
-            assert torch.isclose(other[name].double(), value.double(), rtol=tolerance, atol=tolerance), (case, name)
+            assert torch.isclose(other[name].double(), value.double(), rtol=1e-12, atol=1e-12), (case, name)
     rejected = gradients[1, 1]["decoupled_seq_is_rs", "fixed"][1]["rollout_corr/rollout_rs_seq_masked_fraction"]
     assert 0 < rejected < 1
 
@@ -333,6 +310,7 @@ def test_shared_prompts_and_slices_give_the_log_probs_of_the_whole_logits(checkp
     """Rows 0 and 2 share a prompt; the last has the same numbers, but its first is a token and no padding."""
     tokens = torch.tensor([[0, 5, 6, 7, 8, 9], [3, 4, 5, 6, 7, 0], [0, 5, 6, 9, 0, 0], [5, 5, 6, 9, 3, 1], [0, 5, 6, 7, 8, 0]])
     attention = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+    monkeypatch.setattr("transformers.models.qwen2.modeling_qwen2.Qwen2RMSNorm.forward", norm)
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model).double().train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -347,8 +325,8 @@ def test_shared_prompts_and_slices_give_the_log_probs_of_the_whole_logits(checkp
     monkeypatch.setattr("policy.CHUNK", 15 * 10)      # of 5 × 3 tokens' 26 logits: 10, 10 and 6
     sliced = policy(tokens, attention, 3)
     sliced[:4][mask[:4]].square().sum().backward()
-    assert torch.allclose(sliced[mask], whole[mask], atol=1e-5)
-    assert all(torch.allclose(p.grad, g, atol=1e-4) for p, g in zip(model.parameters(), expected))
+    assert torch.allclose(sliced[mask], whole[mask], rtol=1e-12, atol=1e-12)
+    assert all(torch.allclose(p.grad, g, rtol=1e-10, atol=1e-10) for p, g in zip(model.parameters(), expected))
 
 
 @pytest.mark.parametrize("chunk", [1, 7 * 4, 7 * 11, 2 ** 20])                # slices of 1, 4, 11 and all
@@ -475,7 +453,7 @@ def test_metrics_are_tensorboard_scalars_where_that_is_installed(run):
     for name in ("reward/mean", "loss/policy", "rollout_corr/k3_kl"):
         scalars = events.Scalars(name)
         assert [event.step for event in scalars] == [1, 2, 3]
-        assert [event.value for event in scalars] == pytest.approx([line[name] for line in lines], rel=1e-6)
+        assert [event.value for event in scalars] == pytest.approx([line[name] for line in lines], rel=gamma(1))     # float32
 
 
 # -------------------------------------------------------------------------------- it can be stopped
@@ -533,11 +511,9 @@ def test_control_c(tiny_model, tmp_path):
     command = [sys.executable, str(HERE / "trainer.py"), *SMALL, f"policy.path={tiny_model}", "run=x",
                "rollout.engine=transformers", "train.steps=100000", "train.save_every=2"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    until = time.time() + 120
-    while not (tmp_path / "runs/x/checkpoints/step-000002").exists() and time.time() < until:
-        time.sleep(0.1)
+    until((tmp_path / "runs/x/checkpoints/step-000002").exists, process)
     process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=HANG)[1]
     assert process.returncode == 130 and "Traceback" not in said
     assert said.strip().splitlines()[-1].startswith("trainer.py: interrupted")
     assert list((tmp_path / "runs/x/checkpoints").glob("step-*/state.json"))
@@ -607,47 +583,6 @@ def test_no_correction_is_an_empty_one_and_no_word_is_the_default(text, override
     (tmp_path / "x.yaml").write_text(text)
     config = correction_of(load_config([str(tmp_path / "x.yaml"), *overrides]))
     assert config == (RolloutCorrectionConfig() if off else PRESETS["seq_is" if overrides else "token_is"]())
-
-
-ROWS = [{"question": f"{a}+{b}=", "answer": f"{a} and {b} are {a + b}.\n#### {a + b}"} for a in range(4) for b in range(6)]
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_question_files(kind, run, tmp_path):
-    if kind == "jsonl":
-        (tmp_path / "rows").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    else:
-        pyarrow = pytest.importorskip("pyarrow")
-        pyarrow.parquet = pytest.importorskip("pyarrow.parquet")
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows")
-    code, lines = run(f"task.kind={kind}", "task.path=rows")
-    assert code == 0 and len(lines) == 2
-
-
-@pytest.mark.parametrize("line, said", [
-    ('{"question": "1+1="}', "line 3 has no `answer`"),
-    ('{"question": "1+1=", "answer": "so\\n#### "}', "line 3 has an `answer` that ends in nothing"),
-    ('{"question": ["1+1="], "answer": "2"}', "line 3 has no `question`"),
-    ('["1+1=", "2"]', "line 3 has no `question`"),
-    ('{"question": "1+1=", ', "line 3 is not JSON"),
-    (json.dumps({"question": "1+" * 300, "answer": "300"}), "line 3 is a prompt of 600 tokens"),
-])
-def test_broken_rows_are_named(line, said, run, tmp_path, capsys):
-    rows = [json.dumps(row) for row in ROWS]
-    (tmp_path / "rows.jsonl").write_text("\n".join([*rows[:2], line, *rows[2:]]))
-    code, lines = run("task.kind=jsonl", "task.path=rows.jsonl", "task.eval_size=2")
-    assert code == 2 and lines == []
-    assert f"rows.jsonl, {said}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text, answer", [
-    ("40 + 2 = 42.\n#### 42", "42"), ("#### 1,234,567", "1234567"), ("#### $1,234.50", "1234.5"), ("#### 42.", "42"),
-    (r"so \boxed{42}", "42"), (r"\boxed{1} and then \boxed{\frac{1}{2}}", r"\frac{1}{2}"), ("42.00", "42"),
-    ("#### 1\n#### 2", "2"), ("-0", "0"), ("#### 007", "7"), (r"\boxed{\$5}", "5"), ("1,2", "1,2"), ("", ""), ("####", ""),
-    (r"\boxed{never closed", "never closed"), ("the answer is 42", "the answer is 42"), ("1e3", "1e3"),
-])
-def test_final_answers(text, answer):
-    assert tasks.final_answer(text) == answer
 
 
 @pytest.mark.parametrize("kind", ["arithmetic", "sort"])

@@ -1,0 +1,109 @@
+"""A run's directory belongs to one run, and to one process at a time.
+
+This file decides: who trains in runs/<run>/ holds a lock of the system's on .lock there, which goes
+with its process, however that ends; who comes second is told by whom it is held. What is finished
+stays as it is. What is not the run's own in there is neither read nor touched.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+from plumbing.settings import UserError
+
+
+@contextlib.contextmanager
+def held(place: Path):
+    """The directory, made if need be, for this process alone; without a trace if nothing is left.
+
+    Of several ranks the first one holds it. Raises UserError where another process does, or where
+    nothing can be written.
+    """
+    words, file = [""], None
+    made = [path for path in (place, place.parent) if not path.exists()]
+    if dist.get_rank() == 0:
+        try:
+            file = locked(place / ".lock")
+        except BlockingIOError as error:
+            words = [f"{place} is in use by {error}: wait for its end, or choose another run=NAME"]
+        except UserError as error:
+            words = [str(error)]
+    dist.broadcast_object_list(words)
+    if words[0]:
+        raise UserError(words[0])
+    try:
+        yield
+    finally:
+        if file is not None:
+            if [path.name for path in place.iterdir()] == [".lock"]:
+                (place / ".lock").unlink()
+                with contextlib.suppress(OSError):             # something else is in runs/
+                    for path in made:
+                        path.rmdir()
+            file.close()
+
+
+@contextlib.contextmanager
+def in_turn(path: Path):
+    """One process after the other, for what several runs may want to make at the same time."""
+    file = None
+    if dist.get_rank() == 0:
+        try:
+            file = locked(path)
+        except BlockingIOError as error:
+            tqdm.write(f"waiting for {error}, which makes {path.name[1:]}", file=sys.stderr)
+            file = locked(path, wait=True)
+    dist.barrier()
+    try:
+        yield
+    finally:
+        if file is not None:
+            file.close()
+
+
+def locked(path: Path, wait: bool = False):
+    """The open file `path`, locked, and in it who holds it; closing it or dying gives it back.
+
+    POSIX's locks: NFS has them too, and no child of this process inherits them. Without `wait` a
+    lock that another process holds is a BlockingIOError that says which one.
+    """
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("a+")
+            require_writable(path.parent)
+        except OSError as error:
+            raise UserError(f"{path.parent} cannot be written: {error.strerror}; start where it "
+                            "can, since a run keeps its checkpoints there") from None
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                file.seek(0)
+                raise BlockingIOError(file.read() or "another process") from None
+            raise UserError(f"{path.parent} is on a file system without locks ({error.strerror}), "
+                            "so two runs could write to it at once: start elsewhere") from None
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                break
+        file.close()                               # whoever held it has removed it meanwhile
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}, since "
+               f"{time.strftime('%Y-%m-%d %H:%M:%S')}")
+    file.flush()
+    return file
+
+
+def require_writable(directory: Path) -> None:
+    """That the parts of a run's directory that are there already can be written."""
+    for place in (directory, directory / "checkpoints", directory / "model"):
+        if place.exists() and not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, f"{os.strerror(errno.EACCES)} in {place.name}")

@@ -1,0 +1,114 @@
+"""A model is whole, or refused by name: its place, its weights, its tokenizer.
+
+This file decides: what would be filled in at random, or fail in the middle of a run, is one
+sentence before anything is trained; and nothing is drawn at random while a policy is scored.
+"""
+
+import re
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+from plumbing.settings import UserError
+
+
+def require_place(path: str) -> None:
+    """That `policy.path` is a directory with a model, or a model that the hub has, asked once."""
+    place = Path(path)
+    if place.is_dir():
+        if not (place / "config.json").is_file():
+            raise UserError(f"policy.path={path} is no model: it has no config.json")
+    elif not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path, re.ASCII):
+        raise UserError(f"policy.path={path} is no directory, and no name on the hub, such as "
+                        "Qwen/Qwen2.5-0.5B-Instruct")
+    elif not isinstance(try_to_load_from_cache(path, "config.json"), str):
+        try:
+            get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=10)
+        except Exception as error:         # the hub's own, and those of the library below it
+            reason = str(error).strip().split("\n")[0]
+            raise UserError(f"policy.path={path} is no directory here, and the hub was asked for "
+                            f"it in vain: {type(error).__name__}, {reason}") from None
+
+
+def configuration(path: str):
+    """The model's config.json without dropout, and what was turned off, by name.
+
+    With dropout, or a router's jitter, π_old and π_θ would differ at equal weights.
+    """
+    load = partial(transformers.AutoConfig.from_pretrained, path, trust_remote_code=False)
+    drawn = {key: x for key, x in load().to_dict().items()
+             if re.search("drop|jitter", key) and type(x) in (int, float) and x > 0}
+    return load(**dict.fromkeys(drawn, 0.0)), drawn
+
+
+def read_model(path: str):
+    """The model in float32; raises ValueError with the names of the weights that are not right."""
+    config, _ = configuration(path)
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
+        output_loading_info=True, ignore_mismatched_sizes=True)             # they are refused below
+    shapes = {name: f"{name} {list(given)} instead of {list(right)}"
+              for name, given, right in found["mismatched_keys"]}
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    untied = config.get_text_config().tie_word_embeddings and head.weight is not table.weight
+    filled = shapes.keys() | found["missing_keys"]                          # at random
+    faults = {"are missing": found["missing_keys"], "have another shape": shapes.values(),
+              "are unknown to this architecture": found["unexpected_keys"],
+              "are not finite": [name for name, x in model.state_dict().items()
+                                 if name not in filled and not x.isfinite().all()],
+              "differ from the embeddings that config.json ties them to": ["lm_head"] * untied}
+    if any(faults.values()):
+        raise ValueError("; ".join(f"weights {fault}: {some(sorted(names))}"
+                                   for fault, names in faults.items() if names))
+    return model
+
+
+def some(names: list[str]) -> str:
+    """The first five, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def empty_model(path: str):
+    """As `read_model`, without weights and their memory."""
+    config, _ = configuration(path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    try:
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    except OSError:
+        pass                               # not every model has one
+    return model
+
+
+def read_tokenizer(path: str):
+    """The model's tokenizer. Without its files some classes make an empty one: that is refused."""
+    missing = ValueError("it has no tokenizer: tokenizer.json, which save_pretrained of its "
+                         "tokenizer writes, is not there")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:             # of as many types as there are tokenizers
+        if Path(path).is_dir() and not [*Path(path).glob("*token*"), *Path(path).glob("vocab*")]:
+            raise missing from None
+        raise error
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise missing
+    return tokenizer
+
+
+def require_vocabulary(tokenizer, vocabulary: int, ids: set[int]) -> list[str]:
+    """That the model has a row for each of the `ids` that a run will give it.
+
+    A tokenizer with more tokens than that, which the run does not meet, is a sentence.
+    """
+    if unknown := sorted(i for i in ids if i >= vocabulary):
+        raise ValueError(f"its vocabulary has {vocabulary} tokens, and its tokenizer makes number "
+                         f"{unknown[0]} of {tokenizer.convert_ids_to_tokens(unknown[0])!r}: the "
+                         "tokenizer is another model's")
+    largest = max(tokenizer.get_vocab().values())
+    if largest < vocabulary:
+        return []
+    return [f"policy.path: the tokenizer's last token is number {largest}, the model has rows for "
+            f"{vocabulary} tokens; no question has one of those beyond"]

@@ -1,0 +1,68 @@
+"""What a run says of itself: its settings in short, its closing table, its curves.
+
+This file decides nothing: it reads the metrics that are there.
+"""
+
+import math
+from pathlib import Path
+
+from metrics import diagnose
+from plumbing.settings import Config
+
+
+def in_short(config: Config) -> str:
+    """The settings that decide most, for the run's first lines."""
+    rollout, train = config.rollout, config.train
+    weights = f"{rollout.quantize_bits}-bit" if rollout.quantize_bits else rollout.dtype
+    return (f"{rollout.prompts} prompts × {rollout.samples} responses of at most "
+            f"{rollout.max_tokens} tokens a step at temperature {rollout.temperature:g}, from "
+            f"{weights} weights{f', {rollout.staleness} updates late' * (rollout.staleness > 0)}; "
+            f"{train.steps} steps of {train.epochs * train.mini_batches} updates at learning rate "
+            f"{train.lr:g}, {train.micro_batch_size} rows at a time")
+
+
+def verdict(before: float, after: float, n: int) -> str:
+    """Whether the accuracy on n problems rose or fell beyond two standard errors of a difference.
+
+    √(p(1 − p)/n + q(1 − q)/n), with (right + 1)/(n + 2) for p and q, so that 0 and 1 have one too.
+    """
+    shares = [(accuracy * n + 1) / (n + 2) for accuracy in (before, after)]
+    error = math.sqrt(sum(p * (1 - p) / n for p in shares))
+    change = f"by {abs(after - before):.3f}, and two standard errors are {2 * error:.3f}"
+    if abs(after - before) <= 2 * error:
+        return f"held-out accuracy changed {change}: this run shows neither a rise nor a fall"
+    return f"held-out accuracy {'rose' if after > before else 'FELL'} {change}"
+
+
+def closing(lines: list[dict], before: float, after: float, n: int) -> list[str]:
+    """The first step beside the last, what the accuracy on n problems did, and what looks wrong."""
+    first, last = lines[0], lines[-1]
+    table = [(f"accuracy, {n} held-out problems, sampled", before, after)]
+    for name in ("reward/mean", "response/length_mean", "rollout_corr/k3_kl"):
+        table.append((name, first.get(name, math.nan), last.get(name, math.nan)))
+    table.append(("effective sample size / N", ess(first), ess(last)))
+    rows = [f"{name:48}{x:12.4g}{y:12.4g}" for name, x, y in table]
+    return [f"\n{'':48}{'before':>12}{'after':>12}", *rows, verdict(before, after, n),
+            *(f"* {sentence}" for sentence in diagnose(last))]
+
+
+def ess(metrics: dict) -> float:
+    """ESS/N of the raw weights where there are any, else the tokens' 1/(1 + χ²)."""
+    raw = metrics.get("rollout_corr/rollout_is_raw_eff_sample_size")
+    chi2 = max(metrics.get("rollout_corr/chi2_token", math.nan), 0.0)       # nan: nothing was left
+    return 1 / (1 + chi2) if raw is None else raw
+
+
+def plot(lines: list[dict], path: Path) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    names = ["reward/mean", "eval/accuracy", "response/length_mean", "rollout_corr/k3_kl",
+             "loss/clip_fraction", "grad_norm"]
+    figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
+    for name, axis in zip(names, axes.flat):
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        axis.plot(*zip(*points), marker="o" if len(points) < 20 else None)
+        axis.set(title=name, xlabel="step")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,93 @@
+"""Ctrl-C, SIGTERM and SIGHUP: at any moment one sentence with the last checkpoint, and a code.
+
+This file decides: while Python still imports, the process ends on the spot; from `listen` on a
+signal is raised as `Ended`, so that the engine is closed. SIGTERM first lets a step end and be
+saved, within the seconds of train.grace. A second signal waits for nothing.
+
+It imports nothing of the others, since trainer.py imports it before all else.
+"""
+
+import contextlib
+import os
+import signal
+from signal import SIGALRM, SIGHUP, SIGINT, SIGTERM
+
+CODES = {SIGINT: 130, SIGTERM: 143, SIGHUP: 129}
+WORDS = {SIGINT: "interrupted", SIGTERM: "ended by SIGTERM",
+         SIGHUP: "ended by SIGHUP, as its terminal is gone"}
+
+
+def nothing_yet() -> str:
+    return "nothing had begun"
+
+
+class Ended(BaseException):
+    """A signal came; `code` is the exit code. The sentence is that of the moment of asking."""
+
+    def __init__(self, number: int):
+        self.number, self.code = number, CODES[number]
+
+    def __str__(self) -> str:
+        return f"{WORDS[self.number]}: {Received.where()}"
+
+
+class Received:
+    """What has come to this process, and what is to be done about it."""
+
+    where = nothing_yet            # () says what is left of the run
+    listening = False              # the imports are through
+    ended = None                   # the Ended that was raised; a library may have caught it
+    told_to_end = False            # SIGTERM came: the step in progress is the last
+    grace = 0.0                    # seconds that it has; 0: no step is in progress
+
+
+def catch() -> None:
+    """From now on the three signals are answered here; SIGHUP not where nohup ignores it."""
+    for number in CODES:           # Ctrl-C in a background job too, which has it ignored
+        if number != SIGHUP or signal.getsignal(SIGHUP) != signal.SIG_IGN:
+            signal.signal(number, answer)
+
+
+def listen() -> None:
+    """From now on a signal is raised; before, and after `done`, it ends the process on the spot."""
+    Received.where, Received.ended, Received.told_to_end = nothing_yet, None, False
+    Received.listening = True
+
+
+def done() -> None:
+    """All is said and left behind: a signal ends what is left of the process."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    Received.where, Received.listening = lambda: "the run had ended", False
+
+
+def answer(number: int, _) -> None:
+    if not Received.listening or Received.ended:
+        if int(os.environ.get("RANK", 0)) == 0:
+            with contextlib.suppress(OSError):                 # the terminal may be gone
+                bar = "\n" * Received.listening                # a progress bar may not have ended
+                os.write(2, f"{bar}trainer.py: {Received.ended or Ended(number)}\n".encode())
+        os._exit(CODES[number])
+    if number != SIGTERM or not Received.grace:
+        end(number)
+    if not Received.told_to_end:
+        Received.told_to_end = True
+        signal.signal(SIGALRM, lambda *_: end(number))
+        signal.setitimer(signal.ITIMER_REAL, Received.grace)
+
+
+def end(number: int) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    Received.ended = Ended(number)
+    raise Received.ended
+
+
+@contextlib.contextmanager
+def saved_first(grace: float):
+    """A step: on SIGTERM it has so many seconds to end and to be saved."""
+    if Received.ended:             # and somebody has caught it
+        raise Received.ended
+    Received.grace = grace
+    try:
+        yield
+    finally:
+        Received.grace = 0.0
