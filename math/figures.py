@@ -1,27 +1,42 @@
 """Draws the figures into math/figures/. The chapters' are without sampling noise: enumeration and
 formulas only. The README's is of a real run, runs/demo, and is drawn when asked for by name.
+`runs` compares runs of your own: their training curves side by side, and a table.
 
     python math/figures.py                  # the chapters', about 15 s; names draw some of them
     python trainer.py && python math/figures.py demo
+    python math/figures.py runs RUN RUN … [--out FILE.png] [--metrics NAME,NAME]
 """
 
+import argparse
+import dataclasses
+import difflib
 import io
 import json
+import math
 import statistics
 import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import torch
+from omegaconf import OmegaConf
 from PIL import Image
 from tables import AGES, OBJECTIVES, PARTS, POLICIES, ROOT, ascend, bias_and_std, gain_reached, gains_by_batch_size, runs
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.lines import Line2D  # noqa: E402
+from matplotlib.patches import Patch  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 from oracle import Policy  # noqa: E402
 
 from correction import PRESETS  # noqa: E402
 from correction import RolloutCorrectionConfig as Config  # noqa: E402
 from estimators import aggregate_log_ratio, kl_estimate  # noqa: E402
+from plumbing.settings import CHANGEABLE, UserError, flat, leaves, read_yaml  # noqa: E402
+from plumbing.settings import Config as Settings  # noqa: E402
 
 # Okabe and Ito's palette, and a line style beside every colour: readable without colours, too.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
@@ -325,12 +340,248 @@ def demo():
     return figure
 
 
+# ------------------------------------------------------------------------------- runs side by side
+
+PANELS = ["reward/mean", "eval/accuracy", "response/length_mean", "rollout_corr/k3_kl", "ESS/N_token", "grad_norm"]
+LOG = {"rollout_corr/k3_kl"}                       # drawn on a log axis where all values are positive
+COLORS = [BLUE, RED, BLACK, ORANGE, GREEN, PINK, SKY, "#999999"]
+STYLES = ["-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (1, 1))]
+MARKERS = "osD^vXP<>"                              # 8, 7 and 9 of them: no two groups have the same three
+
+
+def read_run(given):
+    """Return what is compared of a run: its name, seed, other settings, and {step: {metric: number}}."""
+    from plumbing.checkpoints import read_metrics                   # it loads transformers: 3 s
+    places, files = [Path(given), Path("runs") / given], ("config.yaml", "metrics.jsonl")
+    found = [place for place in places if any((place / file).exists() for file in files)]
+    if not found:
+        known = [path.parent.name for path in Path("runs").glob("*/config.yaml")]
+        near = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(given, known, n=1))
+        raise UserError(f"{given} is not a run: neither {places[0]} nor {places[1]} has a config.yaml{near}")
+    config, metrics = (found[0] / file for file in files)
+    seed, settings = read_settings(config)
+    try:
+        lines = read_metrics(metrics) if metrics.exists() else []
+        steps = {int(line["step"]): with_ess({name: float(x) for name, x in line.items()}) for line in lines}
+    except OSError as error:
+        raise UserError(f"{metrics} cannot be read: {error.strerror}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(f"{metrics} has a line with something else than numbers") from None
+    if not steps:
+        raise UserError(f"{found[0]} has no metrics yet: its first step has not ended")
+    return SimpleNamespace(name=str(found[0]), seed=seed, settings=settings, steps=dict(sorted(steps.items())))
+
+
+def read_settings(path):
+    """Return a run's seed, and the settings that stay when it is continued. One that is left out has its default."""
+    defaults = {key: of.default for key, _, of in leaves(Settings) if of.default is not dataclasses.MISSING}
+    given = flat(OmegaConf.to_container(read_yaml(path, [])[0]))
+    if "seed" not in given:
+        raise UserError(f"{path} is not the settings of a run: it has no seed")
+    own = defaults | given
+    return own["seed"], {key: own[key] for key in sorted(own.keys() - CHANGEABLE - {"run", "seed"})}
+
+
+def with_ess(line):
+    """Add ESS/N of the tokens, 1/(1 + χ²). Each run's own effective sample size is that of its weights,
+    of tokens in one and of sequences in another: these cannot be compared."""
+    chi2 = line.get("rollout_corr/chi2_token", math.nan)               # nan: nothing was left
+    return {**line, "ESS/N_token": 1 / (1 + max(chi2, 0.0))}
+
+
+def groups_of(found):
+    """Return {name: runs}: runs that differ in nothing but their seed are a group, named by what sets it apart."""
+    groups = []
+    for run in found:
+        group = next((group for group in groups if group[0].settings == run.settings), [])
+        for twin in group:
+            if twin.seed == run.seed:
+                raise UserError(f"{twin.name} and {run.name} have the same settings and the same seed, {run.seed}: "
+                                "leave one out")
+        if not group:
+            groups.append(group)
+        group.append(run)
+    if len(groups) == 1:
+        return {Path(found[0].name).resolve().name if len(found) == 1 else "same settings": found}
+    of_groups, missing = [group[0].settings for group in groups], object()
+    differing = [key for key in sorted(set().union(*of_groups))
+                 if any(own.get(key, missing) != of_groups[0].get(key, missing) for own in of_groups)]
+    return {in_words(own, differing): group for own, group in zip(of_groups, groups, strict=True)}
+
+
+def in_words(settings, keys):
+    """Return key=value for those of the keys that the settings have; where they have none, say so."""
+    values = {key: settings[key] for key in keys if key in settings}
+    words = [f"{key}={x if isinstance(x, str) else json.dumps(x)}" for key, x in values.items()]
+    return ", ".join(words or [f"no {key}" for key in keys])
+
+
+def values_of(runs, metric):
+    """Return {step: a finite value per run}, for the steps at which every run of a group has one."""
+    found = {step: [run.steps.get(step, {}).get(metric, math.nan) for run in runs] for step in runs[0].steps}
+    return {step: values for step, values in found.items() if all(map(math.isfinite, values))}
+
+
+def band(values):
+    """Return mean, low and high: mean ± standard deviation (n − 1), but of two seeds the lower and the higher."""
+    mean = statistics.mean(values)
+    if len(values) < 3:
+        return mean, min(values), max(values)
+    return mean, mean - statistics.stdev(values), mean + statistics.stdev(values)
+
+
+def draw_runs(groups, metrics):
+    """Draw a panel per metric below the groups' names. The view is what the seeds reach; a band may go beyond it."""
+    columns = min(3, len(metrics))
+    rows = math.ceil(len(metrics) / columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(max(6, 3.4 * columns), 2.4 * rows), squeeze=False)
+    for metric, axis in zip(metrics, axes.flat, strict=False):
+        found = [values_of(runs, metric) for runs in groups.values()]
+        for i, values in enumerate(found):
+            draw_group(axis, i, values)
+        reached = sorted(x for values in found for of_step in values.values() for x in of_step)
+        if metric in LOG and reached[0] > 0:
+            axis.set(yscale="log", ylim=(reached[0] / 1.3, reached[-1] * 1.3))
+        else:
+            margin = 0.05 * (reached[-1] - reached[0]) or 0.05
+            axis.set_ylim(reached[0] - margin, reached[-1] + margin)
+        axis.set(title=metric, xlabel="step")
+        axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    for axis in axes.flat[len(metrics):]:
+        axis.remove()
+    legend_above(figure, groups)
+    return figure
+
+
+def draw_group(axis, i, values):
+    """Draw the mean of a group's seeds and its band; with a marker at every point where these are few."""
+    if not values:
+        return
+    steps, (mean, low, high) = list(values), zip(*map(band, values.values()), strict=True)
+    few = len(steps) <= 25 or len(steps) < 0.75 * max(steps)
+    every = 1 if few else math.ceil(len(steps) / 10)
+    axis.plot(steps, mean, markevery=(3 * i % every, every), **look_of(i))
+    if len(values[steps[0]]) > 1:
+        axis.fill_between(steps, low, high, color=look_of(i)["color"], alpha=0.15, linewidth=0)
+
+
+def look_of(i):
+    return {"color": COLORS[i % len(COLORS)], "linestyle": STYLES[i % len(STYLES)],
+            "marker": MARKERS[i % len(MARKERS)], "markersize": 4, "linewidth": 1.5}
+
+
+def legend_above(figure, groups):
+    """Put the groups' names above the panels, in as many columns as fit, and make the figure higher by as much."""
+    kinds, names, handles = {1: "1 seed", 2: "mean and range of 2 seeds"}, [], []
+    for i, (name, runs) in enumerate(groups.items()):
+        name = f"{name}: {kinds.get(len(runs), f'mean ± std of {len(runs)} seeds')}".replace("$", r"\$")
+        names.append(textwrap.fill(name, int(11 * figure.get_figwidth()), break_on_hyphens=False))
+        shade = Patch(color=look_of(i)["color"], alpha=0.15 if len(runs) > 1 else 0, linewidth=0)
+        handles.append((shade, Line2D([], [], **look_of(i))))
+    for columns in range(min(3, len(names)), 0, -1):
+        legend = figure.legend(handles, names, loc="outside upper center", ncols=columns, fontsize=8, handlelength=4)
+        if columns == 1 or legend.get_window_extent().width < figure.bbox.width:
+            break
+        legend.remove()
+    figure.set_figheight(figure.get_figheight() + legend.get_window_extent().height / figure.dpi)
+
+
+def table_of(groups):
+    """Return an aligned table, a line per group. "Last" is the last step at which all of its runs have a value."""
+    lines = [("", "seeds", "steps", "accuracy, first → last", "last reward", "last k3")]
+    for name, runs in groups.items():
+        accuracy, reward, k3 = (list(values_of(runs, metric).values()) or [None]
+                                for metric in ("eval/accuracy", "reward/mean", "rollout_corr/k3_kl"))
+        ends = sorted({max(run.steps) for run in runs})
+        last = accuracy[-1] if accuracy[1:] else None
+        lines.append((name, str(len(runs)), " to ".join(map(str, dict.fromkeys((ends[0], ends[-1])))),
+                      f"{spread(accuracy[0])} → {spread(last)}", spread(reward[-1]), spread(k3[-1], ".1e")))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def spread(values, form=".3f"):
+    """Return mean ± standard deviation; of two seeds the mean and both; a dash for nothing."""
+    if values is None:
+        return "–"
+    mean, low, high = (format(x, form) for x in band(values))
+    return {1: mean, 2: f"{mean} [{low}, {high}]"}.get(len(values)) or f"{mean} ± {statistics.stdev(values):{form}}"
+
+
+def left_out(groups, metrics):
+    """Yield a sentence for whatever of the groups is not in the figure."""
+    for name, runs in groups.items():
+        ends = [max(run.steps) for run in runs]
+        if min(ends) < max(ends):
+            yield f"{name}: drawn up to step {min(ends)}, where its shortest run ends; its longest has {max(ends)}"
+        for metric in metrics:
+            shown = values_of(runs, metric)
+            steps = {step for run in runs for step, line in run.steps.items() if metric in line and step <= min(ends)}
+            if not shown:
+                yield f"{name}: no {metric}, as at no step do all of its runs have a number"
+            elif lost := len(steps - shown.keys()):
+                steps = f"{lost} step{'s'[:lost - 1]}"
+                yield f"{name}: {metric} is left out at {steps}, where not all of its runs have a number"
+
+
+def panels_of(given, found):
+    """Return the metrics to draw: those that were named, each of which must be there, or those of PANELS that are."""
+    known = {name for run in found for line in run.steps.values() for name, x in line.items() if math.isfinite(x)}
+    for name in given or ():
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0)[0]
+            raise UserError(f"--metrics: no run has a number named {name!r}; did you mean {near}?")
+    return list(dict.fromkeys(given or [name for name in PANELS if name in known]))
+
+
+def compare(runs, metrics, out):
+    """Draw runs side by side into a file, and print their table and what is not drawn."""
+    if out.suffix not in (".png", ".pdf", ".svg"):
+        raise UserError(f"--out={out} must end in .png, .pdf or .svg")
+    found = [read_run(given) for given in runs]
+    groups, metrics = groups_of(found), panels_of(metrics, found)
+    for name, runs in groups.items():
+        if not any(values_of(runs, metric) for metric in metrics):
+            raise UserError(f"{name}: nothing can be compared, as there is no step at which all of "
+                            f"{', '.join(run.name for run in runs)} have one of {', '.join(metrics or PANELS)}")
+    figure = draw_runs(groups, metrics)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=110)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}") from None
+    finally:
+        plt.close(figure)
+    print(table_of(groups), *(f"* {sentence}" for sentence in left_out(groups, metrics)), out, sep="\n")
+
+
+def compare_runs(argv):
+    """The command line of `runs`. Return the exit code: 2 after the sentence that says what is wrong."""
+    parser = argparse.ArgumentParser(prog="figures.py runs", description="Draw training curves of runs side by side.")
+    parser.add_argument("runs", nargs="+", metavar="RUN",
+                        help="a directory with metrics.jsonl and config.yaml, or its name in runs/")
+    parser.add_argument("--out", type=Path, default=Path("runs/compared.png"), metavar="FILE.png",
+                        help="default: %(default)s")
+    parser.add_argument("--metrics", type=lambda names: names.split(","), metavar="NAME,NAME",
+                        help=f"names of metrics.jsonl, or ESS/N_token; default: {','.join(PANELS)}")
+    try:
+        compare(**vars(parser.parse_args(argv)))
+    except UserError as error:
+        print(f"figures.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+# ----------------------------------------------------------------------------- the command line
+
 FIGURES = {"length-trap": length_trap, "bias-variance": bias_variance, "kl-estimators": kl_estimators,
            "gradient-field": gradient_field, "batch-size": batch_size, "study": study,
            "study-64": study_64, "study-64-areas": study_64_areas, "study-64-others": study_64_others,
            "study-64-tried": study_64_tried, "study-64-lengths": study_64_lengths}
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["runs"]:
+        sys.exit(compare_runs(sys.argv[2:]))
     for name in sys.argv[1:] or FIGURES:
         image, path = io.BytesIO(), ROOT / "math" / "figures" / f"{name}.png"
         (FIGURES | {"demo": demo})[name]().savefig(image, dpi=110)
