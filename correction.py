@@ -33,6 +33,7 @@ KL_CRITERIA = tuple(f"{level}_k{k}" for level in ("token", "seq_sum", "seq_mean"
                     for k in (1, 2, 3))
 OF_PROBABILITIES = ("token_tv", "token_tv_outward")     # of π − μ, not of ρ
 CRITERIA = (*KL_CRITERIA, "opsm", *OF_PROBABILITIES, "second_moment")
+NEAR_ONE = (0.999, 1.001)          # of a geometric mean of ρ
 
 
 # ----------------------------------------------------------------------------------- the equations
@@ -393,90 +394,153 @@ class RolloutCorrectionConfig:
     def applies_weights(self) -> bool:
         return self.rollout_is is not None and not self.ratio_is_the_weight
 
+    # Presets, with the arguments of verl's documents: `threshold` or `is_threshold` is C of the
+    # weights; `rs_threshold` the criterion's bound, of ρ a pair or its upper end u, which means
+    # [1/u, u] where no `rs_threshold_lower` is given; `veto_threshold` the lower bound of every ρ.
 
-# ----------------------------------------------------------------------------------------- presets
+    # Three policies, ρ = π_old/π_rollout.
 
-TOKEN, SEQUENCE = {"rollout_is": "token"}, {"rollout_is": "sequence"}
-ICEPOP = {"rollout_is": "token", "rollout_is_threshold": (0.5, 5.0)}
-SEQ, K3 = {"rollout_rs": {"seq_sum_k1": (0.5, 2.0)}}, {"rollout_rs": {"seq_mean_k3": 0.01}}
-GEO = {"rollout_rs": {"seq_mean_k1": (0.999, 1.001)}}
-GEO_VETO = {"rollout_rs": {"seq_mean_k1": (0.999, 1.001), "seq_max_k1": (1e-4, None)}}
-BYPASS, REINFORCE = {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}
+    @classmethod
+    def decoupled_token_is(cls, threshold=2.0):
+        """Truncate each token's ρ."""
+        return cls("token", threshold)
 
-FIELDS = {
-    # three policies, ρ = π_old/π_rollout
-    "decoupled_token_is": TOKEN,
-    "decoupled_seq_is": SEQUENCE,
-    "decoupled_seq_is_rs": SEQUENCE | SEQ,
-    "decoupled_token_icepop": ICEPOP,
-    "decoupled_geo_rs": GEO,
-    "decoupled_geo_rs_seq_tis": SEQUENCE | GEO,
-    "decoupled_geo_rs_token_tis": TOKEN | GEO,
-    "decoupled_k3_rs": K3,
-    "decoupled_k3_rs_seq_tis": SEQUENCE | K3,
-    "decoupled_k3_rs_token_tis": TOKEN | K3,
-    # two policies, PPO clips π_θ/π_rollout
-    "bypass_ppo_clip": BYPASS,
-    "bypass_ppo_clip_geo_rs": BYPASS | GEO,
-    "bypass_ppo_clip_k3_rs": BYPASS | K3,
-    # two policies, nothing is clipped, ρ = π_θ/π_rollout is an explicit weight
-    "bypass_pg_is": REINFORCE | SEQUENCE,
-    "bypass_pg_token_icepop": REINFORCE | ICEPOP,
-    "bypass_pg_geo_rs": REINFORCE | GEO,
-    "bypass_pg_geo_rs_seq_tis": REINFORCE | SEQUENCE | GEO,
-    "bypass_pg_geo_rs_token_tis": REINFORCE | TOKEN | GEO,
-    # metrics only
-    "disabled": {},
-    # verl 0.6: one token below 1e-4 vetoes its sequence
-    "geo_rs": GEO_VETO,
-    "pg_rs": REINFORCE | GEO_VETO,
-}
-HISTORICAL = {"token_is": "decoupled_token_is", "token_tis": "decoupled_token_is",
-              "seq_is": "decoupled_seq_is", "seq_is_rs": "decoupled_seq_is_rs",
-              "seq_mis": "decoupled_seq_is_rs", "geo_mis": "geo_rs",
-              "ppo_is_bypass": "bypass_ppo_clip", "pure_is": "bypass_pg_is",
-              "pg_is": "bypass_pg_is", "pure_rs": "pg_rs"}
+    @classmethod
+    def decoupled_seq_is(cls, threshold=2.0):
+        """Truncate each sequence's product of ρ."""
+        return cls("sequence", threshold)
+
+    @classmethod
+    def decoupled_seq_is_rs(cls, is_threshold=2.0, rs_threshold=(0.5, 2.0)):
+        """Truncate the product of ρ, and reject sequences outside an interval of it."""
+        return cls("sequence", is_threshold, rollout_rs={"seq_sum_k1": _bounds(rs_threshold)})
+
+    @classmethod
+    def decoupled_token_icepop(cls, threshold=5.0, threshold_lower=0.5):
+        """Set the weight of tokens outside an interval of ρ to 0."""
+        return cls("token", _bounds(threshold, threshold_lower))
+
+    @classmethod
+    def decoupled_geo_rs(cls, rs_threshold=NEAR_ONE, rs_threshold_lower=None, veto_threshold=None):
+        """Reject sequences by the geometric mean of ρ."""
+        return cls(rollout_rs=_geometric(rs_threshold, rs_threshold_lower, veto_threshold))
+
+    @classmethod
+    def decoupled_geo_rs_seq_tis(cls, is_threshold=2.0, rs_threshold=NEAR_ONE):
+        """Reject by the geometric mean of ρ, and truncate its product."""
+        return cls("sequence", is_threshold, rollout_rs=_geometric(rs_threshold))
+
+    @classmethod
+    def decoupled_geo_rs_token_tis(cls, is_threshold=2.0, rs_threshold=NEAR_ONE):
+        """Reject by the geometric mean of ρ, and truncate each token's."""
+        return cls("token", is_threshold, rollout_rs=_geometric(rs_threshold))
+
+    @classmethod
+    def decoupled_k3_rs(cls, rs_threshold=0.01):
+        """Reject sequences by their mean k3."""
+        return cls(rollout_rs={"seq_mean_k3": rs_threshold})
+
+    @classmethod
+    def decoupled_k3_rs_seq_tis(cls, is_threshold=2.0, rs_threshold=0.01):
+        """Reject by the mean k3, and truncate the product of ρ."""
+        return cls("sequence", is_threshold, rollout_rs={"seq_mean_k3": rs_threshold})
+
+    @classmethod
+    def decoupled_k3_rs_token_tis(cls, is_threshold=2.0, rs_threshold=0.01):
+        """Reject by the mean k3, and truncate each token's ρ."""
+        return cls("token", is_threshold, rollout_rs={"seq_mean_k3": rs_threshold})
+
+    # Two policies, PPO's clip around π_rollout.
+
+    @classmethod
+    def bypass_ppo_clip(cls, threshold=2.0):
+        """Take π_rollout for π_old. The clip's ratio is the weight already: threshold acts on none."""
+        return cls(None, threshold, bypass_mode=True)
+
+    @classmethod
+    def bypass_ppo_clip_geo_rs(cls, rs_threshold=NEAR_ONE, rs_threshold_lower=None,
+                               veto_threshold=None):
+        """The same, less sequences rejected by the geometric mean of ρ."""
+        return cls(rollout_rs=_geometric(rs_threshold, rs_threshold_lower, veto_threshold),
+                   bypass_mode=True)
+
+    @classmethod
+    def bypass_ppo_clip_k3_rs(cls, rs_threshold=0.01):
+        """The same, less sequences rejected by their mean k3."""
+        return cls(rollout_rs={"seq_mean_k3": rs_threshold}, bypass_mode=True)
+
+    # Two policies, nothing is clipped: ρ = π_θ/π_rollout is an explicit weight.
+
+    @classmethod
+    def bypass_pg_is(cls, threshold=2.0):
+        """REINFORCE with the truncated product of ρ."""
+        return cls("sequence", threshold, bypass_mode=True, loss_type="reinforce")
+
+    @classmethod
+    def bypass_pg_token_icepop(cls, threshold=5.0, threshold_lower=0.5):
+        """REINFORCE with each token's ρ, 0 outside an interval."""
+        return cls("token", _bounds(threshold, threshold_lower), bypass_mode=True,
+                   loss_type="reinforce")
+
+    @classmethod
+    def bypass_pg_geo_rs(cls, rs_threshold=NEAR_ONE, rs_threshold_lower=None, veto_threshold=None):
+        """REINFORCE without weights, less sequences rejected by the geometric mean of ρ."""
+        return cls(rollout_rs=_geometric(rs_threshold, rs_threshold_lower, veto_threshold),
+                   bypass_mode=True, loss_type="reinforce")
+
+    @classmethod
+    def bypass_pg_geo_rs_seq_tis(cls, is_threshold=2.0, rs_threshold=NEAR_ONE):
+        """The same with the truncated product of ρ as the weight."""
+        return cls("sequence", is_threshold, rollout_rs=_geometric(rs_threshold),
+                   bypass_mode=True, loss_type="reinforce")
+
+    @classmethod
+    def bypass_pg_geo_rs_token_tis(cls, is_threshold=2.0, rs_threshold=NEAR_ONE):
+        """The same with each token's truncated ρ as the weight."""
+        return cls("token", is_threshold, rollout_rs=_geometric(rs_threshold), bypass_mode=True,
+                   loss_type="reinforce")
+
+    @classmethod
+    def disabled(cls):
+        """Correct nothing, and measure all the same."""
+        return cls()
+
+    # verl 0.6: one token below 1e-4 vetoes its sequence; and its older names.
+
+    @classmethod
+    def geo_rs(cls, rs_threshold=NEAR_ONE, rs_threshold_lower=None, veto_threshold=1e-4):
+        """`decoupled_geo_rs` with the veto."""
+        return cls.decoupled_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
+
+    @classmethod
+    def pg_rs(cls, rs_threshold=NEAR_ONE, rs_threshold_lower=None, veto_threshold=1e-4):
+        """`bypass_pg_geo_rs` with the veto."""
+        return cls.bypass_pg_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
+
+    @classmethod
+    def seq_mis(cls, threshold=2.0):
+        """`decoupled_seq_is_rs` with its first argument under another name."""
+        return cls.decoupled_seq_is_rs(threshold)
+
+    token_is = token_tis = decoupled_token_is
+    seq_is, seq_is_rs, geo_mis = decoupled_seq_is, decoupled_seq_is_rs, geo_rs
+    ppo_is_bypass, pure_is, pg_is, pure_rs = bypass_ppo_clip, bypass_pg_is, bypass_pg_is, pg_rs
 
 
-def _preset(name: str, fields: Mapping[str, Any]) -> classmethod:
-    """RolloutCorrectionConfig.NAME(…), with the arguments that verl's documents give it:
-
-        threshold, is_threshold     C of the weights; of IcePop the upper end
-        threshold_lower             its lower end
-        rs_threshold                bound of the criterion; of ρ: a pair, "lo_hi", or the upper end
-        rs_threshold_lower          its lower end, else 1/upper
-        veto_threshold              lower bound of seq_max_k1; None: no veto
-    """
-    order = ["threshold"] * ("rollout_is" in fields) + (
-        ["rs_threshold", "rs_threshold_lower", "veto_threshold"] if "rollout_rs" in fields
-        else ["threshold_lower"])
-
-    def preset(cls, *bounds, **named):
-        given = dict(zip(order, bounds)) | named
-        for key in given:
-            choice(f"the argument of {name}", key, (*order, "threshold", "is_threshold"))
-        values, criteria = dict(fields), dict(fields.get("rollout_rs", {}))
-        upper = given.get("threshold", given.get("is_threshold"))
-        if "rollout_is_threshold" in fields and not isinstance(upper, (tuple, list)):
-            low, high = fields["rollout_is_threshold"]
-            upper = given.get("threshold_lower", low), high if upper is None else upper
-        if upper is not None:
-            values["rollout_is_threshold"] = upper
-        if "rs_threshold" in given:
-            criterion, bound = next(iter(criteria)), given["rs_threshold"]
-            if criterion.endswith("k1") and not isinstance(bound, (tuple, list)):
-                low, _, high = str(bound).rpartition("_")
-                low = low or given.get("rs_threshold_lower") or 1 / number("rs_threshold", high)
-                bound = low, high
-            criteria[criterion] = bound
-        if "veto_threshold" in given:
-            criteria["seq_max_k1"] = (given["veto_threshold"], None)
-        values["rollout_rs"] = {key: x for key, x in criteria.items() if x != (None, None)}
-        return cls(**values)
-
-    return classmethod(preset)
+def _bounds(upper, lower=None) -> tuple:
+    """A pair as it is, or [lower, upper], or [1/upper, upper]."""
+    if isinstance(upper, (tuple, list)):
+        return tuple(upper)
+    return (1 / number("rs_threshold", upper) if lower is None else lower), upper
 
 
-for _name in (*FIELDS, *HISTORICAL):
-    setattr(RolloutCorrectionConfig, _name, _preset(_name, FIELDS[HISTORICAL.get(_name, _name)]))
-PRESETS = {name: getattr(RolloutCorrectionConfig, name) for name in (*FIELDS, *HISTORICAL)}
+def _geometric(upper, lower=None, veto=None) -> dict[str, tuple]:
+    return {"seq_mean_k1": _bounds(upper, lower)} | (
+        {} if veto is None else {"seq_max_k1": (veto, None)})
+
+
+# Every preset by name, as `def`s have them and in their order; and what an older name stands for.
+PRESETS = {name: getattr(RolloutCorrectionConfig, name)
+           for name, made in vars(RolloutCorrectionConfig).items() if isinstance(made, classmethod)}
+HISTORICAL = {"seq_mis": "decoupled_seq_is_rs"} | {
+    name: preset.__name__ for name, preset in PRESETS.items() if name != preset.__name__}

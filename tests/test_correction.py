@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tolerances import gamma
 
 from adapters.dialects import from_dialect
 from correction import (CRITERIA, HISTORICAL, PRESETS, RolloutCorrectionConfig, correct, importance_weights)
@@ -457,8 +458,8 @@ def test_half_and_single_precision_stay_finite(dtype, size):
                                  Config(level, threshold, normalize, criteria), torch.ones(2, 3))
                 assert result.weights.dtype == torch.float32 and result.weights.isfinite().all()
                 assert all(math.isfinite(v) for v in to_host(result.metrics).values())
-    limited = perplexity(train.float(), mask).mean().item()                     # at most e^80 each
-    assert to_host(result.metrics)["rollout_corr/training_ppl"] == pytest.approx(limited, rel=1e-4)
+    limited = perplexity(train.float(), mask).mean().item()                     # at most e^80 each: four roundings of 80
+    assert to_host(result.metrics)["rollout_corr/training_ppl"] == pytest.approx(limited, rel=2 * gamma(80 * 4 + 4))
 
 
 # -------------------------------------------------------------------- single facts, by hand
@@ -756,7 +757,7 @@ def test_a_correction_cannot_be_changed_by_whom_it_is_given_to():
 def test_one_constant_limits_every_ratio():
     far = torch.tensor([[1000.0, -1000.0]])
     weights = correct(far, torch.zeros(1, 2), torch.ones(1, 2), Config("token", math.inf)).weights
-    torch.testing.assert_close(weights, torch.tensor([[SAFETY_BOUND, -SAFETY_BOUND]]).exp())
+    torch.testing.assert_close(weights, torch.tensor([[SAFETY_BOUND, -SAFETY_BOUND]]).exp(), rtol=2 * gamma(2), atol=0)
 
 
 def test_presets_have_the_documents_bounds():
@@ -805,7 +806,7 @@ def test_bounds_belong_to_the_interval():
      Config(rollout_rs={"seq_mean_k1": (0.999, 1.001), "seq_max_k1": (1e-5, None)})),
     (Config.geo_rs(veto_threshold=None), Config(rollout_rs={"seq_mean_k1": (0.999, 1.001)})),
     (Config.decoupled_geo_rs(1.25), Config(rollout_rs={"seq_mean_k1": (0.8, 1.25)})),
-    (Config.decoupled_geo_rs(rs_threshold="0.999_1.002"), Config(rollout_rs={"seq_mean_k1": (0.999, 1.002)})),
+    (Config.decoupled_geo_rs(rs_threshold=(0.999, 1.002)), Config(rollout_rs={"seq_mean_k1": (0.999, 1.002)})),
     (Config.decoupled_geo_rs(1.25, veto_threshold=1e-4),
      Config(rollout_rs={"seq_mean_k1": (0.8, 1.25), "seq_max_k1": (1e-4, None)})),
     (Config.decoupled_k3_rs_seq_tis(3.0, 0.1), Config("sequence", 3.0, rollout_rs={"seq_mean_k3": 0.1})),
@@ -824,13 +825,25 @@ def test_presets_take_the_arguments_of_verls_documents(made, expected):
 
 
 @pytest.mark.parametrize("call, words", [
-    (lambda: Config.decoupled_token_is(rs_threshold=2.0), "argument of decoupled_token_is.*rs_threshold"),
-    (lambda: Config.geo_rs(rs_treshold=2.0), "argument of geo_rs.*did you mean 'rs_threshold'"),
+    (lambda: Config.decoupled_token_is(rs_threshold=2.0), "decoupled_token_is.*'rs_threshold'"),
+    (lambda: Config.geo_rs(rs_treshold=2.0), "geo_rs.*'rs_treshold'"),
     (lambda: Config.decoupled_geo_rs(-1), "rs_threshold.*positive"),
+    (lambda: Config.decoupled_geo_rs("0.999_1.002"), "rs_threshold.*positive number, not '0.999_1.002'"),
 ])
 def test_a_presets_wrong_argument_is_one_sentence(call, words):
-    with pytest.raises(ValueError, match=words):
+    """An unknown one is Python's own TypeError; "lo_hi" is verl's form, which adapters/dialects.py reads."""
+    with pytest.raises((TypeError, ValueError), match=words):
         call()
+
+
+def test_a_preset_is_a_def_and_an_older_name_the_same_method():
+    """What `grep` finds and a type checker knows; the order is that of the tables."""
+    for name, preset in PRESETS.items():
+        assert preset.__doc__ and preset.__func__ is getattr(Config, HISTORICAL.get(name, name)).__func__ or name == "seq_mis"
+        assert PRESETS[name]() == PRESETS[HISTORICAL.get(name, name)]()
+    assert [name for name in PRESETS if name not in HISTORICAL][:3] == ["decoupled_token_is", "decoupled_seq_is", "decoupled_seq_is_rs"]
+    assert set(HISTORICAL) == {"token_is", "token_tis", "seq_is", "seq_is_rs", "seq_mis", "geo_mis", "ppo_is_bypass", "pure_is",
+                               "pg_is", "pure_rs"}
 
 
 @pytest.mark.parametrize("loss_type", ["ppo_clip", "gspo", "cispo", "sapo"])
