@@ -21,6 +21,7 @@ HERE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))                      # for the long form
 
 from conftest import SMALL, make_tiny_model  # noqa: E402
+from waiting import HANG, until  # noqa: E402
 
 from plumbing import signals  # noqa: E402
 from plumbing.checkpoints import read_metrics  # noqa: E402
@@ -56,13 +57,13 @@ def test_a_second_start_is_told_who_trains(tiny_model, tmp_path):
     first = start(arguments, tmp_path)
     assert "runs/x" in said_until(first, "5 tokens a step")
     second = start(arguments, tmp_path)
-    _, said = second.communicate()
+    _, said = second.communicate(timeout=HANG)
     first.kill()                                   # its lock dies with it
     first.communicate()
     assert second.returncode == 2 and said.count("\n") == 1, said
     assert f"runs/x is in use by process {first.pid} on " in said and "choose another run=NAME" in said
     third = start([*arguments[:-1], f"policy.path={tiny_model}", "train.steps=2"], tmp_path)
-    assert third.wait() == 0 and [line["step"] for line in read_metrics(tmp_path / "runs/x/metrics.jsonl")][-1] >= 2
+    assert third.wait(HANG) == 0 and [line["step"] for line in read_metrics(tmp_path / "runs/x/metrics.jsonl")][-1] >= 2
 
 
 # Imports once, and forks two starts of the same command for each delay; says of each pair how both ended.
@@ -88,8 +89,9 @@ for i, delay in enumerate(delays):
 def started_twice(delays, tiny_model, cwd):
     """What was wrong, a sentence for each pair of starts that did not end as it should."""
     arguments = [*SMALL, "rollout.engine=transformers", f"policy.path={tiny_model}", "train.save_every=1"]
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     result = subprocess.run([sys.executable, "-c", TWICE, json.dumps([0.0, *delays]), *arguments], cwd=cwd, text=True,
-                            capture_output=True, env={**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"})
+                            capture_output=True, timeout=HANG, env=environment)
     assert result.returncode == 0, result.stderr
     wrong, endings = [], {"in use": 0, "is finished": 0}
     whole = (cwd / "runs/x0/model/model.safetensors").read_bytes()
@@ -185,7 +187,8 @@ def test_a_finished_run_that_lost_its_last_checkpoint_is_not_trained_again(run, 
 def test_a_model_that_the_run_has_not_written_is_not_replaced(run, tiny_model, capsys):
     shutil.copytree(tiny_model, "runs/x/model")
     before = files("runs/x/model")
-    assert run()[0] == 2 and "has a finished run or a model, and no checkpoint" in capsys.readouterr().err and files("runs/x/model") == before
+    assert run()[0] == 2 and "has a finished run or a model, and no checkpoint" in capsys.readouterr().err
+    assert files("runs/x/model") == before
 
 
 def test_foreign_files_and_links_are_left_alone_and_stop_nothing(run, tmp_path):
@@ -213,7 +216,8 @@ def test_a_link_to_a_checkpoint_is_continued_and_stays(run, tmp_path):
     Path("runs/x/checkpoints/step-000002").symlink_to(tmp_path / "moved")
     code, lines = run("train.save_every=1", "train.keep=1", "train.steps=4")
     assert code == 0 and [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert sorted(os.listdir("runs/x/checkpoints")) == ["step-000002", "step-000004"] and (tmp_path / "moved/state.json").exists()
+    assert sorted(os.listdir("runs/x/checkpoints")) == ["step-000002", "step-000004"]
+    assert (tmp_path / "moved/state.json").exists()
 
 
 def test_other_questions_are_no_continuation(run, tmp_path, capsys):
@@ -236,8 +240,10 @@ def test_a_signal_while_python_imports_is_one_sentence(name, tmp_path):
     """Sent by the first import after the handlers are there: torch stands for all that takes long."""
     (tmp_path / "torch.py").write_text(f"import os, signal, time\nos.kill(os.getpid(), signal.{name})\ntime.sleep(60)")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{HERE}"}
-    driver = f"import sys, runpy; sys.path[:0] = [{str(tmp_path)!r}]; runpy.run_path({str(HERE / 'trainer.py')!r}, run_name='__main__')"
-    result = subprocess.run([sys.executable, "-c", driver], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    driver = (f"import sys, runpy; sys.path[:0] = [{str(tmp_path)!r}]; "
+              f"runpy.run_path({str(HERE / 'trainer.py')!r}, run_name='__main__')")
+    result = subprocess.run([sys.executable, "-c", driver], cwd=tmp_path, env=environment, capture_output=True, text=True,
+                            timeout=HANG)
     assert result.returncode == CODES[name] and result.stderr == f"trainer.py: {result.stderr[12:]}"
     assert result.stderr.count("\n") == 1 and result.stderr.startswith(f"trainer.py: {WORDS[name]}")
 
@@ -248,10 +254,9 @@ def test_a_signal_is_one_sentence_that_names_the_last_checkpoint(name, moment, t
     late = moment == "after a checkpoint"
     process = start([*LONG, "train.save_every=4" if late else "train.save_every=100000", f"policy.path={tiny_model}"], tmp_path)
     said_until(process, "5 tokens a step")
-    while late and not (tmp_path / "runs/x/checkpoints/step-000004").exists() and process.poll() is None:
-        pass
+    until(lambda: not late or (tmp_path / "runs/x/checkpoints/step-000004").exists(), process)
     process.send_signal(getattr(signal, name))
-    last = process.communicate()[1].strip().splitlines()[-1]
+    last = process.communicate(timeout=HANG)[1].strip().splitlines()[-1]
     assert process.returncode == CODES[name] and last.startswith(f"trainer.py: {WORDS[name]}"), last
     saved = sorted(path.name for path in (tmp_path / "runs/x/checkpoints").glob("step-*"))
     if saved:
@@ -292,7 +297,7 @@ def test_sigterm_saves_the_step_in_progress_within_its_grace(place, name, grace,
     arguments = [*SMALL, "rollout.engine=transformers", f"policy.path={tiny_model}", "run=x", f"train.grace={grace}",
                  "train.keep=1", f"train.save_every={1 if place == 'save' else 2}"]
     result = subprocess.run([sys.executable, "-c", DRIVER, place, name, *arguments], cwd=tmp_path, capture_output=True,
-                            text=True, env={**os.environ, "PYTHONPATH": str(HERE)})
+                            text=True, timeout=HANG, env={**os.environ, "PYTHONPATH": str(HERE)})
     last = result.stderr.strip().splitlines()[-1]
     assert result.returncode == CODES[name] and last.startswith(f"trainer.py: {WORDS[name]}"), result.stderr
     assert "Traceback" not in result.stderr
@@ -300,7 +305,7 @@ def test_sigterm_saves_the_step_in_progress_within_its_grace(place, name, grace,
     assert found == ([f"step-{saved:06d}"] if saved else []) and (f"after step {saved}" in last) == (saved > 0)
     if place == "update" and saved:                # and the run that goes on ends
         again = subprocess.run([sys.executable, str(HERE / "trainer.py"), *arguments], cwd=tmp_path, capture_output=True,
-                               text=True, env={**os.environ, "PYTHONPATH": str(HERE)})
+                               text=True, timeout=HANG, env={**os.environ, "PYTHONPATH": str(HERE)})
         assert again.returncode == 0 and "continuing after step 1" in again.stderr
 
 
