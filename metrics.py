@@ -439,8 +439,8 @@ NO_LESSON = (
     ({"response/truncated_fraction": 1}, "every response was cut at rollout.max_tokens, before it "
      "came to its end", "raise rollout.max_tokens, or ask for less by task.instruction"),
     ({"reward/advantage_max": 0, "reward/mean": 0}, "no response was right, so none is better than "
-     "another", "ask easier questions, raise rollout.samples or rollout.max_tokens, and compare "
-     "responses with answers in eval.jsonl: is it the form that is wrong?"),
+     "another", "ask easier questions, raise rollout.samples or rollout.max_tokens, and look in "
+     "eval.jsonl whether only the form of the responses is wrong"),
     ({"reward/advantage_max": 0, "reward/mean": 1}, "every response was right, so none is better "
      "than another", "ask harder questions"),
     ({"reward/advantage_max": 0}, "in each group all rewards are equal, so none is better than "

@@ -31,6 +31,7 @@ def held(place: Path):
     made = [path for path in (place, place.parent) if not path.exists()]
     if dist.get_rank() == 0:
         try:
+            require_writable(place)
             file = locked(place / ".lock")
         except BlockingIOError as error:
             words = [f"{place} is in use by {error}: wait for its end, or choose another run=NAME"]
@@ -79,10 +80,8 @@ def locked(path: Path, wait: bool = False):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("a+")
-            require_writable(path.parent)
         except OSError as error:
-            raise UserError(f"{path.parent} cannot be written: {error.strerror}; start where it "
-                            "can, since a run keeps its checkpoints there") from None
+            raise not_writable(path.parent, error.strerror) from None
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
@@ -102,8 +101,13 @@ def locked(path: Path, wait: bool = False):
     return file
 
 
-def require_writable(directory: Path) -> None:
+def require_writable(place: Path) -> None:
     """That the parts of a run's directory that are there already can be written."""
-    for place in (directory, directory / "checkpoints", directory / "model"):
-        if place.exists() and not os.access(place, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, f"{os.strerror(errno.EACCES)} in {place.name}")
+    for path in (place, place / "checkpoints", place / "model"):
+        if path.exists() and not os.access(path, os.W_OK | os.X_OK):
+            raise not_writable(path, os.strerror(errno.EACCES))
+
+
+def not_writable(path: Path, reason: str | None) -> UserError:
+    return UserError(f"{path} cannot be written: {reason}; start where it can, since a run keeps "
+                     "its checkpoints there")

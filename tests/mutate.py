@@ -136,7 +136,7 @@ def main(n: int, seed: int) -> None:
         (copy / "tests").mkdir()
         (copy / "adapters").mkdir()
         for name in [*OWN_TESTS, *(f"tests/{name}" for name in TESTS), "tests/oracle.py",
-                     "tests/conftest.py", "tests/peers.json.gz", "adapters/dialects.py"]:
+                     "tests/conftest.py", "tests/tolerances.py", "tests/peers.json.gz", "adapters/dialects.py"]:
             shutil.copy(ROOT / name, copy / name)
         (copy / "pytest.ini").write_text((ROOT / ".pytest.ini").read_text())
         if caught(copy, [f"tests/{name}" for name in TESTS], 600):

@@ -1,7 +1,8 @@
 """A run that is killed at any moment, and started again, ends as if nothing had happened.
 
-pytest kills one small run at every place where it could hurt and at three random moments. The long
-form kills the demo's command once per run, at random moments between its first step and its end:
+pytest kills one small run at every place where it could hurt and at three random moments. A moment is a number of
+calls and returns of functions, not of seconds: a slow machine is killed at the same places as a fast one. The long form
+kills the demo's command once per run, by the clock, at random moments between its first step and its end:
 
     python tests/test_faults.py 20 [SEED] [overrides]       # exit code 1 if one run ends differently
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from waiting import HANG
 
 HERE = Path(__file__).resolve().parent.parent
 DEMO = ["rollout.engine=transformers", "train.steps=12", "train.save_every=2"]
@@ -25,16 +27,14 @@ SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "roll
          "rollout.max_tokens=5", "train.mini_batches=2", "train.lr=0.01", "train.steps=8", "train.save_every=2",
          "train.keep=2", "train.eval_every=3"]
 
-# Imports once and forks for every attempt: argv[1] is a list of [place, call that is the last] or
-# ["moment", seconds after the first step began], the rest is the trainer's. Each attempt must be killed.
+# Imports once and forks for every attempt: argv[1] is a list of [place, call that is the last] or ["moment", calls and
+# returns after the attempt's first step was logged], the rest is the trainer's. Each attempt must be killed.
 DRIVER = """
-import json, os, signal, sys, time
-from pathlib import Path
+import json, os, signal, sys
 import shutil, trainer, rollout
 from plumbing import checkpoints, run
 from plumbing.tasks import Task
 faults, argv = json.loads(sys.argv[1]), sys.argv[2:]
-metrics = Path("runs") / argv[-1].removeprefix("run=") / "metrics.jsonl"
 Task.reward = lambda self, problem, response: float(len(response) % 2)     # untaught models earn it
 def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
 def half(self, named_tensors):
@@ -58,6 +58,12 @@ PLACES = {                         # owner, function, what happens at the fatal 
     "after rename": (os, "replace", None, renamed), "removal of the oldest": (shutil, "rmtree", one_file, None),
     "curves": (run, "plot", die, None),
 }
+def moment(left):
+    def call(*_):
+        nonlocal left
+        left -= 1
+        if left <= 0: die()
+    return run.Run, "log", None, lambda *_, **__: sys.setprofile(call)
 def arm(owner, name, before, after, left):
     real = getattr(owner, name)
     def counted(*args, **kwargs):
@@ -69,15 +75,10 @@ def arm(owner, name, before, after, left):
         return result
     setattr(owner, name, counted)
 for place, count in [*faults, (None, None)]:
-    stamp = metrics.stat().st_mtime_ns if metrics.exists() else 0
     child = os.fork()
     if child == 0:
-        if place in PLACES: arm(*PLACES[place], count)
+        if place: arm(*(moment(count) if place == "moment" else PLACES[place]), 1 if place == "moment" else count)
         os._exit(trainer.main(argv))
-    if place == "moment":
-        while not metrics.exists() or metrics.stat().st_mtime_ns == stamp: time.sleep(0.01)
-        time.sleep(count)
-        os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
     assert status == (0 if place is None else signal.SIGKILL), (place, count, status)
 """
@@ -103,7 +104,7 @@ def differences(directory: Path, whole: Path) -> list[str]:
 
 
 def drive(faults, arguments, cwd):
-    result = subprocess.run([sys.executable, "-c", DRIVER, json.dumps(faults), *arguments], cwd=cwd, timeout=100,
+    result = subprocess.run([sys.executable, "-c", DRIVER, json.dumps(faults), *arguments], cwd=cwd, timeout=HANG,
                             env={"PYTHONPATH": str(HERE), "PATH": ""}, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
@@ -113,8 +114,8 @@ def drive(faults, arguments, cwd):
 def test_a_killed_run_ends_as_an_uninterrupted_one(case, settings, tiny_model, tmp_path):
     arguments = [*SMALL, *settings, *(["train.steps=24"] if case == "moments" else []), f"policy.path={tiny_model}"]
     drive([], [*arguments, "run=whole"], tmp_path)
-    rng = random.Random(0)
-    faults = FAULTS if case == "places" else [("moment", rng.uniform(0, 0.6)) for _ in range(3)]
+    rng = random.Random(0)                                    # a step is some 200 000 calls and returns
+    faults = FAULTS if case == "places" else [("moment", rng.randrange(700_000)) for _ in range(3)]
     drive(faults, [*arguments, "run=parts"], tmp_path)
     assert differences(tmp_path / "runs/parts", tmp_path / "runs/whole") == []
     assert len(list((tmp_path / "runs/parts/checkpoints").iterdir())) == 2          # train.keep, and no leftovers

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from waiting import HANG
 
 import rollout
 import trainer
@@ -110,7 +111,7 @@ for case, overrides in CASES.items():
 
 def drive(directory: Path, model: Path, cases: dict) -> dict:
     settings = json.dumps([*SMALL, f"policy.path={model}"])
-    result = subprocess.run([sys.executable, "-c", DRIVER, settings, json.dumps(cases)], cwd=directory, timeout=280,
+    result = subprocess.run([sys.executable, "-c", DRIVER, settings, json.dumps(cases)], cwd=directory, timeout=HANG,
                             capture_output=True, text=True,
                             env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'tests'}"})
     found = {}
@@ -165,7 +166,7 @@ assert pretend_gpu.WAITS.total() == len(waiting)
 
 
 def test_the_pretended_device_refuses_what_is_mixed_and_counts_what_waits():
-    result = subprocess.run([sys.executable, "-c", DEVICE], capture_output=True, text=True, timeout=60,
+    result = subprocess.run([sys.executable, "-c", DEVICE], capture_output=True, text=True, timeout=HANG,
                             env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'tests'}"})
     assert result.returncode == 0, result.stderr
 
@@ -303,7 +304,7 @@ def test_a_prompts_samples_stay_in_one_micro_batch_where_it_holds_whole_groups()
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes up to half an hour on a GPU: run it by hand")
 def test_the_report_runs_tiny_without_a_gpu_and_says_so(tmp_path):
-    result = subprocess.run([sys.executable, str(HERE / "tests/gpu_report.py")], cwd=tmp_path, timeout=280,
+    result = subprocess.run([sys.executable, str(HERE / "tests/gpu_report.py")], cwd=tmp_path, timeout=HANG,
                             capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "NO GPU: tiny shapes" in result.stdout and "one that did not | the same bits |" in result.stdout

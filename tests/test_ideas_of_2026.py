@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from oracle import J, Policy, close, estimator_moments, exact_gradient, expectation, f64, grad_J, rewards, scores
+from tolerances import gamma
 
 from adapters.dialects import from_dialect
 from correction import RolloutCorrectionConfig as Config
@@ -421,7 +422,7 @@ def test_what_is_logged_of_the_second_moment_is_the_largest_term_that_stays():
     whole = correct(log_rho, torch.zeros_like(log_rho), mask, config).metrics
     limit = interval[1].item()
     limited = log_rho.square().float().clamp(max=limit).double()
-    assert close(whole["rollout_corr/rollout_rs_second_moment_std"], limited.std(correction=0), 1e-7)       # of float32 terms
+    assert close(whole["rollout_corr/rollout_rs_second_moment_std"], limited.std(correction=0), gamma(8))   # of float32 terms
     assert whole["rollout_corr/rollout_rs_second_moment_seq_fraction_high"] == 1                # both rows' means are above
     assert close(whole["rollout_corr/rollout_rs_second_moment_masked_fraction"], 0.2)
     parts = [correct(log_rho[i:i + 1], torch.zeros(1, 5).double(), mask[:1], config) for i in (0, 1)]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracle import J, Policy, estimator_moments, rewards
+from waiting import HANG
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = sorted((ROOT / "math").glob("*.md"), key=lambda path: int(path.name.split("-")[0]))
@@ -122,7 +123,7 @@ def test_generated_tables_are_up_to_date():
         [sys.executable, str(ROOT / "math" / "tables.py"), "--check"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert found.returncode == 0, f"run `python math/tables.py`\n{found.stdout}{found.stderr}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-
+from waiting import HANG
 
 HERE = Path(__file__).resolve().parent.parent
 SAVE = """
@@ -27,7 +27,7 @@ with process_group() as device:
     for parameter in policy.parameters(): parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     run = SimpleNamespace(policy=policy, optimizer=optimizer, sync=WeightSync(None), main=True, before=0.0,
-                          engine=SimpleNamespace(name="transformers"))
+                          engine=SimpleNamespace(name="transformers"), task=SimpleNamespace(digest=""))
     checkpoints = Checkpoints(Path("checkpoints"), load_config(["run=x"]))
     print("before", sum(p.numel() for p in policy.parameters()), flush=True)
     sys.stdin.readline()
@@ -67,7 +67,7 @@ def test_saving_takes_a_tenth_of_the_memory_at_most(model, tmp_path):
         peak = max(peak, resident(process.pid))
         time.sleep(0.005)
     seconds = time.perf_counter() - began
-    process.communicate("\n", timeout=60)
+    process.communicate("\n", timeout=HANG)
     assert process.returncode == 0
     print(f"{int(parameters) / 1e6:.0f}M parameters: {before / 2 ** 20:.0f} MB before a save, at most "
           f"{peak / 2 ** 20:.0f} MB while it is written, {peak / before:.3f} times; {seconds:.1f} s")

@@ -11,6 +11,7 @@ import random
 import pytest
 import torch
 from oracle import close, f64
+from tolerances import gamma
 
 from correction import CRITERIA, correct
 from correction import RolloutCorrectionConfig as Config
@@ -49,7 +50,7 @@ def test_statistics_merge_exactly(dtype, pieces):
     """eq:merge: any split gives what torch gives on the whole; also with a part that is empty."""
     generator = torch.Generator().manual_seed(pieces)
     values = torch.randn(40, 3, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-12
+    tolerance = gamma(16) if dtype == torch.float32 else 1e-12      # float32 within a row of three, as in an ESS
     mask = torch.rand(40, 3, generator=generator) < 0.6
     cuts = sorted(torch.randint(0, 40, (pieces - 1,), generator=generator).tolist())
     parts = []
@@ -85,10 +86,10 @@ def test_statistics_of_no_tokens_at_all(shape):
 
 
 def test_statistics_widen_half_precision():
-    """eq:merge: bfloat16 values are summed as what they are."""
+    """eq:merge: bfloat16 values are summed as what they are. Their 8 bits and the 10 of 1 000 are exact in float32."""
     x = torch.full((3, 1000), 0.1, dtype=torch.bfloat16)
     found = read(collected(x, torch.ones(3, 1000)))
-    assert found["mean"].item() == pytest.approx(x[0, 0].item(), rel=1e-7) and found["std"] < 1e-8
+    assert found["mean"] == x[0, 0].item() and found["std"] == 0
 
 
 @pytest.mark.parametrize("center", [1.0, math.e])
@@ -338,7 +339,11 @@ def test_every_metric_is_what_it_is_by_hand(seed):
 @pytest.mark.parametrize("scale", [1e-2, 1e-3])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_single_precision_is_as_good_as_double(scale, level):
-    """Sums over 2 000 tokens in float32 lose nothing that the log-probs themselves still have."""
+    """Sums over 2 000 tokens in float32 lose nothing that the log-probs themselves still have.
+
+    That is more than rounding promises: in the worst case a sum of n loses n roundings of 6e-8, in an order whose
+    roundings are independent √n of them (Higham and Mary 2019), 3e-6 here. 2e-4 is allowed.
+    """
     g = torch.Generator().manual_seed(0)
     rollout = -3 * torch.rand(40, 2000, generator=g)
     train = rollout + scale * torch.randn(40, 2000, generator=g)

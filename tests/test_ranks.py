@@ -5,20 +5,22 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from waiting import HANG
 
 HERE = Path(__file__).resolve().parent.parent
 SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "rollout.prompts=8", "rollout.samples=4",
          "rollout.max_tokens=5", "rollout.staleness=1", "train.mini_batches=2", "train.micro_batch_size=4",
          "train.lr=0.01", "train.eval_every=2"]
 DRIVER = """
-import os, sys, time, torch, rollout, trainer
+import os, signal, sys, torch, rollout, trainer
+from plumbing import run
 from plumbing.tasks import Task
+from tolerances import in_float64
 Task.reward = lambda self, problem, response: float(len(response) % 2)     # untaught models earn it
 fault, rank, calls = sys.argv[1], int(os.environ.get("RANK", 0)), []
 def broken(owner, name):
@@ -28,9 +30,12 @@ def broken(owner, name):
         if rank == 1 and len(calls) == 5:          # not before the first checkpoint
             if fault == "bug": raise ValueError("a bug of rank 1")
             if fault == "memory": raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            if fault == "hang": time.sleep(60)
+            if fault == "hang": signal.pause()
         return real(*args, **kwargs)
     setattr(owner, name, call)
+watched = run.watched                              # two seconds for the call that hangs, and for no other, which may be slow
+run.watched = lambda engine, seconds: watched(engine, 2 if rank == 1 and len(calls) == 4 else seconds)
+if not fault: in_float64()
 if fault: broken(*(rollout.TransformersEngine, "generate") if fault == "hang" else (trainer, "score"))
 sys.exit(trainer.main(sys.argv[2:]))
 """
@@ -53,11 +58,11 @@ def train(tiny_model, tmp_path_factory):
         for place in places:
             place.mkdir(exist_ok=True)
         given = [directory / "driver.py", fault, *SMALL, f"policy.path={tiny_model}", *overrides]
-        environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'tests'}", "OMP_NUM_THREADS": "1"}
         started = [subprocess.Popen([*command, *given], cwd=place, env=environment, text=True, stdout=subprocess.PIPE,
                                     stderr=subprocess.STDOUT)
                    for command, place in zip(commands, places)]
-        said = "".join(process.communicate(timeout=120)[0] for process in started)
+        said = "".join(process.communicate(timeout=HANG)[0] for process in started)
         assert fault or not any(process.returncode for process in started), said
         return said
     call.runs = directory / "runs"
@@ -69,7 +74,8 @@ def curve(directory):
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "tokens_per", "memory/"))} for line in lines]
 
 
-def assert_same(directory, other, tolerance):
+def assert_same(directory, other, tolerance=1e-9):
+    """All is float64: what is left is its rounding, multiplied by AdamW where a gradient is nearly 0."""
     lines, expected = curve(directory), curve(other)
     assert [line["step"] for line in lines] == [line["step"] for line in expected]
     for line, right in zip(lines, expected):
@@ -83,13 +89,13 @@ def test_a_run_goes_on_with_fewer_ranks_and_with_more(train):
     for ranks, steps in [(2, 2), (1, 4), (2, 6)]:
         said = train(ranks, "run=parts", f"train.steps={steps}")
         assert steps == 2 or f"continuing after step {steps - 2}" in said
-    assert_same(train.runs / "parts", train.runs / "whole", 1e-4)
+    assert_same(train.runs / "parts", train.runs / "whole")
 
 
 def test_two_agents_on_one_machine_train_as_one_node_with_four_ranks(train):
     train(4, "run=node", "train.steps=2")
     train(4, "run=agents", "train.steps=2", agents=2)
-    assert_same(train.runs / "agents", train.runs / "node", 1e-6)
+    assert_same(train.runs / "agents", train.runs / "node")
 
 
 def test_two_agents_without_a_shared_directory_are_told_before_anything_is_trained(train):
@@ -103,12 +109,14 @@ LOAD = """
 import os, sys, torch, torch.distributed as dist, transformers
 from plumbing.faults import process_group
 from policy import full_weights, load_policy
+from tolerances import in_float64
+in_float64()                                                                # whatever the threads
 with process_group() as device:
     if dist.get_rank() > 0:
         def forbidden(*_, **__): raise AssertionError("a rank that is not the first reads the model")
         transformers.AutoModelForCausalLM.from_pretrained = forbidden
     for frozen in True, False:
-        policy = load_policy(sys.argv[1], 0.7, "float64", device, frozen=frozen)      # whatever the threads
+        policy = load_policy(sys.argv[1], 0.7, "float32", device, frozen=frozen)
         weights = {name: x.clone() for name, x in full_weights(policy)}
         tokens = torch.arange(12).view(2, 6) + 3
         log_prob = policy(tokens, torch.ones_like(tokens), 3)
@@ -126,25 +134,22 @@ def test_one_rank_reads_the_model_and_all_have_it(tiny_model, tmp_path):
     for ranks in 1, 3:
         (tmp_path / "load.py").write_text(LOAD)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        subprocess.run([*torchrun, "load.py", str(tiny_model)], cwd=tmp_path, check=True, timeout=120,
-                       env={**os.environ, "PYTHONPATH": str(HERE)})
+        subprocess.run([*torchrun, "load.py", str(tiny_model)], cwd=tmp_path, check=True, timeout=HANG,
+                       env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'tests'}"})
         found.append(torch.load(tmp_path / "loaded.pt", weights_only=True))
     alone, together = found
     first = load_file(tiny_model / "model.safetensors")
     assert set(first) == set(together["weights"]) == set(alone["weights"])
-    assert all(torch.equal(x, first[name]) for name, x in together["weights"].items())
+    assert all(torch.equal(x, first[name].double()) for name, x in together["weights"].items())
     assert torch.allclose(alone["log_prob"], together["log_prob"], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("fault, said, settings", [
-    ("bug", "ValueError: a bug of rank 1", []),
-    ("memory", "trainer.py: out of memory: lower train.micro_batch_size, rollout.batch_size", []),
-    ("hang", "trainer.py: rollout.engine=transformers has not answered for rollout.timeout=2 seconds, in call ",
-     ["rollout.timeout=2"]),
+@pytest.mark.parametrize("fault, said", [
+    ("bug", "ValueError: a bug of rank 1"),
+    ("memory", "trainer.py: out of memory: lower train.micro_batch_size, rollout.batch_size"),
+    ("hang", "trainer.py: rollout.engine=transformers has not answered for rollout.timeout=2 seconds, in call "),
 ])
-def test_one_rank_that_fails_ends_all_of_them_with_one_message(fault, said, settings, train):
-    began = time.monotonic()
-    output = train(2, f"run={fault}", "train.steps=40", "train.save_every=1", *settings, fault=fault)
-    assert time.monotonic() - began < 60
+def test_one_rank_that_fails_ends_all_of_them_with_one_message(fault, said, train):
+    output = train(2, f"run={fault}", "train.steps=40", "train.save_every=1", fault=fault)
     assert output.count(said) == 1 and output.count("trainer.py: ") == (fault != "bug"), output
     assert (train.runs / fault / "checkpoints/step-000002/state.json").exists()

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, strategies
+from tolerances import gamma
 from transformers import AutoModelForCausalLM, Qwen2Config
+from waiting import HANG
 
 from estimators import sampling_log_probs
 from rollout import KEPT, Cut, Sample, WeightSync, make_engine, quantize_weights
@@ -84,7 +86,11 @@ def trainer_log_probs(model, prompt, tokens, temperature):
 
 
 def mismatch(engine, model, temperature=0.7):
-    """max |log μ - log π_old| over every token of 40 responses."""
+    """max |log μ - log π_old| over every token of 40 responses.
+
+    The two compute in float32 and in other orders: some 1e-6 on the processors that were tried, and 1e-4 is allowed. What
+    the tests are to see, other weights, another temperature, another distribution, is 0.05 and more.
+    """
     worst = 0.0
     for prompt, s in zip(PROMPTS * 8, sample(engine, PROMPTS * 8, temperature=temperature)):
         assert len(s.log_probs) == len(s.tokens) >= 1
@@ -372,7 +378,7 @@ def test_vllm_beside_fsdp2_on_two_ranks_leaves_no_trace(vllm_required, tiny_mode
     script.write_text(BESIDE_FSDP)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
-    result = subprocess.run([*torchrun, script, tiny_model], env=environment, timeout=300,
+    result = subprocess.run([*torchrun, script, tiny_model], env=environment, timeout=HANG,
                             capture_output=True, text=True)  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "done 0" in result.stdout and "done 1" in result.stdout
@@ -395,7 +401,7 @@ def test_rounding_keeps_its_promises(bits, seed):
     assert ((q - w).abs() <= step / 2 * (1 + 1e-4) + 1e-12).all()
     assert all(len(row.unique()) <= 2**bits - 1 for row in q)
     assert torch.equal(dict(quantize_weights([("w", -w)], bits))["w"], -q)
-    assert torch.allclose(dict(quantize_weights([("w", q)], bits))["w"], q, rtol=1e-5, atol=0)
+    assert torch.allclose(dict(quantize_weights([("w", q)], bits))["w"], q, rtol=gamma(6), atol=0)
     assert dict(quantize_weights([("w", w.bfloat16())], bits))["w"].dtype == torch.bfloat16
 
 

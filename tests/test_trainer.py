@@ -107,6 +107,7 @@ def test_presets_with_vllm_under_torchrun(preset, tiny_model, tmp_path, vllm_req
 
 
 CUT = ["rollout.top_p=0.9", "rollout.top_k=8", "train.steps=10", "train.lr=0.01", "loss.kl_coef=0.1"]
+NO_KL = gamma(16)       # k3 is E[ρ] − 1 − E[log ρ] in float32, of ρ near 1: e^x, five terms in a row, and what joins them
 
 
 @pytest.mark.parametrize("engine, settings", [
@@ -123,7 +124,7 @@ def test_sampling_cut_by_top_p_and_top_k_trains(engine, settings, run, request, 
     assert code == 0 and len(lines) == 10
     assert all(math.isfinite(value) for line in lines for value in line.values())
     late = "rollout.staleness=2" in settings
-    assert all((line["rollout_corr/k3_kl"] < 1e-8) != late for line in lines)
+    assert all((line["rollout_corr/k3_kl"] < NO_KL) != late for line in lines)
     assert lines[-1]["loss/kl"] > 1e-5 and lines[-1]["grad_norm"] > 0
     assert len(sets) == 10 and {x.shape[:2] == (16, 5) and 1 < x.shape[2] <= 8 for x in sets} == {True}
 
@@ -140,7 +141,7 @@ def test_sampling_cut_by_min_p_trains(engine, run, request, monkeypatch):
     assert code == 0 and len(lines) == 2
     for line in lines:
         assert all(math.isfinite(value) for value in line.values())
-        assert line["rollout_corr/k3_kl"] < 1e-8 and line["grad_norm"] > 0
+        assert line["rollout_corr/k3_kl"] < NO_KL and line["grad_norm"] > 0
     assert len(sets) == 2 and {x.shape[:2] == (16, 5) and 1 < x.shape[2] < 20 for x in sets} == {True}
 
 
@@ -203,6 +204,7 @@ def test_the_default_command_learns_from_a_demo_model(tmp_path):
     assert result.returncode == 0, result.stderr
     directory = tmp_path / "runs/demo,rollout.engine=transformers"
     lines = checkpoints.read_metrics(directory / "metrics.jsonl")
+    # The number depends on the processor's instructions, its threads and torch; the README's seeds have 0.56 to 0.65.
     assert 0.5 < lines[0]["eval/accuracy"] < 0.75
     assert {"config.yaml", "curves.png", "eval.jsonl", "checkpoints", "model"} <= {p.name for p in directory.iterdir()}
 
@@ -572,7 +574,7 @@ def test_sets_without_a_bound_are_one_sentence_before_anything_is_loaded(cut, ru
     assert re.match(r"trainer.py: rollout.top_p=.*, rollout.top_k=.* and rollout.min_p=.* may keep \d+ of 5000 tokens", said)
     assert f"set rollout.top_k to 1 … {KEPT}" in said
     run(f"policy.path={tmp_path / 'large'}", "rollout.top_p=0.9", f"rollout.top_k={KEPT}")
-    assert "a prompt of 0 tokens" in capsys.readouterr().err
+    assert "it has no tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text, overrides, off", [
