@@ -15,9 +15,9 @@ import math
 import torch
 from torch import Tensor
 
-# The only clamp in this project, in nats: a log-ratio is limited to ±20 before it is
-# exponentiated. e^20 ≈ 4.9e8 is no ratio to compute with, but a token or sequence to reject;
-# its square, which χ² and ESS need, still fits a float32.
+# In nats: a log-ratio is limited to ±20 before it is exponentiated. e^20 ≈ 4.9e8 is no ratio to
+# compute with, but a token or sequence to reject; its square, which χ² and ESS need, still fits a
+# float32.
 SAFETY_BOUND = 20.0
 
 LEVELS = ("token", "prefix", "sequence", "geometric")
