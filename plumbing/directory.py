@@ -44,9 +44,9 @@ def held(place: Path):
         yield
     finally:
         if file is not None:
-            if [path.name for path in place.iterdir()] == [".lock"]:
-                (place / ".lock").unlink()
-                with contextlib.suppress(OSError):             # something else is in runs/
+            with contextlib.suppress(OSError):                 # it is gone, or runs/ has others
+                if [path.name for path in place.iterdir()] == [".lock"]:
+                    (place / ".lock").unlink()
                     for path in made:
                         path.rmdir()
             file.close()

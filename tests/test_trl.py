@@ -204,7 +204,8 @@ def test_a_rollout_func_without_vllm(trainer):
         ours.use_vllm = True                                        # so that TRL's loss takes it
         (theirs, expected), (mine, found), apart = both_losses(ours, inputs)
         ours.use_vllm = False
-        assert abs(theirs - mine) <= apart and torch.allclose(expected, found, rtol=1e-12, atol=1e-12)
+        assert abs(theirs - mine) <= apart and torch.allclose(
+            expected, found, rtol=0, atol=2 * gamma(24) * expected.abs().max().item())
         assert expected.norm() > 0
     assert missing > 0
 
@@ -226,7 +227,9 @@ def test_bypass_and_reinforce(trainer):
     for preset, values in terms.items():
         ours.correction = PRESETS[preset]()
         expected = ((values * mask).sum(1) / mask.sum(1).clamp(min=1)).mean() / 2
-        assert torch.allclose(ours._compute_loss(ours.model, inputs), expected, rtol=0, atol=1e-12) and expected != 0
+        size = ((values.abs() * mask).sum(1) / mask.sum(1).clamp(min=1)).mean().item() / 2
+        apart = 2 * of_sum(size, mask.numel(), before=24)                   # as in both_losses
+        assert torch.allclose(ours._compute_loss(ours.model, inputs), expected, rtol=0, atol=apart) and expected != 0
 
 
 # --------------------------------------------------------------------------------- what TRL logs
@@ -323,7 +326,7 @@ def test_weights_alone(trainer, monkeypatch, mode):
     ours.model.train()
     batch = ours._generate_and_score_completions([{"prompt": f"{i}="} for i in range(8) for _ in range(2)])
     ratio = seen[0]["importance_sampling_ratio"] * batch["completion_mask"]
-    assert torch.allclose(batch["importance_sampling_ratio"], ratio, rtol=1e-12, atol=0)
+    assert torch.allclose(batch["importance_sampling_ratio"], ratio, rtol=2 * gamma(24), atol=0)
     assert batch["importance_sampling_ratio"].unique().numel() > 3
     assert ours._metrics["train"]["rollout_corr/rollout_is_mean"][0] > 0
 
