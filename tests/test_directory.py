@@ -30,10 +30,15 @@ from plumbing.directory import locked  # noqa: E402
 LONG = [*SMALL, "rollout.engine=transformers", "train.steps=100000", "train.save_every=2", "run=x"]
 
 
-def start(arguments, cwd, **options):
+def as_from_a_terminal():
+    """Under nohup, which these tests may run under themselves, SIGHUP is ignored and that is inherited."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def start(arguments, cwd):
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, str(HERE / "trainer.py"), *arguments], cwd=cwd, env=environment,
-                            stderr=subprocess.PIPE, text=True, **options)
+                            stderr=subprocess.PIPE, text=True, preexec_fn=as_from_a_terminal)
 
 
 def said_until(process, words):
@@ -243,7 +248,7 @@ def test_a_signal_while_python_imports_is_one_sentence(name, tmp_path):
     driver = (f"import sys, runpy; sys.path[:0] = [{str(tmp_path)!r}]; "
               f"runpy.run_path({str(HERE / 'trainer.py')!r}, run_name='__main__')")
     result = subprocess.run([sys.executable, "-c", driver], cwd=tmp_path, env=environment, capture_output=True, text=True,
-                            timeout=HANG)
+                            timeout=HANG, preexec_fn=as_from_a_terminal)
     assert result.returncode == CODES[name] and result.stderr == f"trainer.py: {result.stderr[12:]}"
     assert result.stderr.count("\n") == 1 and result.stderr.startswith(f"trainer.py: {WORDS[name]}")
 
