@@ -261,7 +261,7 @@ def load_policy(path: str, temperature: float, dtype: str, device: torch.device,
 
 @torch.no_grad()
 def check(policy: Policy) -> None:
-    """That the log-probs are those of the model's own logits, in training as well."""
+    """Refuse a model whose own logits give other log-probs, or that draws in training."""
     model = policy.model
     tokens = torch.arange(4).expand(2, -1) % model.config.get_text_config().vocab_size
     whole = (model(input_ids=tokens).logits.float() / policy.temperature).log_softmax(-1)

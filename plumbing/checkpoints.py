@@ -54,7 +54,7 @@ class Checkpoints:
         return f"the same command goes on after step {step}, from {found[-1]}"
 
     def require_same(self, then: dict) -> None:
-        """That a run with the settings `then` is continued with its own, but for CHANGEABLE.
+        """Refuse to continue a run of the settings `then` with others, but for CHANGEABLE.
 
         A setting that there was not yet had what is now its default.
         """

@@ -102,7 +102,7 @@ def locked(path: Path, wait: bool = False):
 
 
 def require_writable(place: Path) -> None:
-    """That the parts of a run's directory that are there already can be written."""
+    """Refuse a directory of which a part that is there already cannot be written."""
     for path in (place, place / "checkpoints", place / "model"):
         if path.exists() and not os.access(path, os.W_OK | os.X_OK):
             raise not_writable(path, os.strerror(errno.EACCES))

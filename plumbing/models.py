@@ -16,7 +16,7 @@ from plumbing.settings import UserError
 
 
 def require_place(path: str) -> None:
-    """That `policy.path` is a directory with a model, or a model that the hub has, asked once."""
+    """Refuse a `policy.path` that is neither a directory with a model nor one that the hub has."""
     place = Path(path)
     if place.is_dir():
         if not (place / "config.json").is_file():
@@ -72,7 +72,7 @@ def some(names: list[str]) -> str:
 
 
 def empty_model(path: str):
-    """As `read_model`, without weights and their memory."""
+    """The model that `read_model` returns, without weights and their memory."""
     config, _ = configuration(path)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -99,9 +99,9 @@ def read_tokenizer(path: str):
 
 
 def require_vocabulary(tokenizer, vocabulary: int, ids: set[int]) -> list[str]:
-    """That the model has a row for each of the `ids` that a run will give it.
+    """Refuse a model without a row for each of the `ids` that a run will give it.
 
-    A tokenizer with more tokens than that, which the run does not meet, is a sentence.
+    Returns a sentence where the tokenizer has further tokens, which the run does not meet.
     """
     if unknown := sorted(i for i in ids if i >= vocabulary):
         raise ValueError(f"its vocabulary has {vocabulary} tokens, and its tokenizer makes number "

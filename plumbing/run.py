@@ -184,7 +184,7 @@ class Run:
         return encoded[:n], encoded[n:]
 
     def token_ids(self, texts: list[str]) -> list[list[int]]:
-        """Through the chat template of a model that has one; a thousand at a time, under a bar."""
+        """Encode texts, by the chat template of a model that has one; long work has a bar."""
         found, quiet = [], not self.main or len(texts) <= 10_000
         for i in tqdm(range(0, len(texts), 1000), desc="tokens", mininterval=1, disable=quiet):
             part = texts[i:i + 1000]

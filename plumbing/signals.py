@@ -42,14 +42,14 @@ class Received:
 
 
 def catch() -> None:
-    """From now on the three signals are answered here; SIGHUP not where nohup ignores it."""
+    """Answer the three signals here from now on; SIGHUP not where nohup ignores it."""
     for number in CODES:           # Ctrl-C in a background job too, which has it ignored
         if number != SIGHUP or signal.getsignal(SIGHUP) != signal.SIG_IGN:
             signal.signal(number, answer)
 
 
 def listen() -> None:
-    """From now on a signal is raised; before, and after `done`, it ends the process on the spot."""
+    """Raise a signal from now on; before, and after `done`, it ends the process on the spot."""
     Received.where, Received.ended, Received.told_to_end = nothing_yet, None, False
     Received.listening = True
 

@@ -31,7 +31,7 @@ LONG = [*SMALL, "rollout.engine=transformers", "train.steps=100000", "train.save
 
 
 def as_from_a_terminal():
-    """Under nohup, which these tests may run under themselves, SIGHUP is ignored and that is inherited."""
+    """Give SIGHUP its default: nohup, which these tests may run under themselves, has it ignored."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 

@@ -101,7 +101,7 @@ def test_the_last_line_says_whether_more_than_chance_changed(before, after, n, s
 
 
 def test_a_verdict_of_a_rise_is_rarely_wrong():
-    """Of two independent samples of n answers with one accuracy, by enumeration: at most one verdict in 17 is false."""
+    """Enumerate two independent samples of n answers with one accuracy: at most one verdict in 17 is false."""
     n = 30
     for accuracy in (0.02, 0.1, 0.5, 0.9):
         chance = [math.comb(n, k) * accuracy ** k * (1 - accuracy) ** (n - k) for k in range(n + 1)]

@@ -8,6 +8,7 @@ import torch
 import transformers
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from tolerances import gamma
 
 from plumbing import models
 from plumbing.settings import UserError
@@ -73,12 +74,12 @@ def test_nothing_is_drawn_at_random_in_training(name, tmp_path):
 
 
 def test_a_run_with_dropout_says_so_and_its_policies_agree(tiny_model, tmp_path, run, capsys):
-    """Without mismatch k3 is rounding alone, 4e-10 here; with dropout it was 5e-5."""
+    """k3 is the rounding of float32 where nothing else differs, as in test_trainer.py; dropout gave 4.6e-5."""
     place = shutil.copytree(tiny_model, tmp_path / "dropout")
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
     code, lines = run(f"policy.path={place}", "rollout.quantize_bits=null", "train.steps=1")
-    assert code == 0 and abs(lines[0]["rollout_corr/k3_kl"]) < 1e-8 and lines[0]["grad_norm"] > 0
+    assert code == 0 and abs(lines[0]["rollout_corr/k3_kl"]) < gamma(16) and lines[0]["grad_norm"] > 0
     assert "policy.path: attention_dropout=0.1 of config.json is 0 here" in capsys.readouterr().err
 
 
@@ -111,7 +112,7 @@ def test_no_tokenizer_is_a_sentence(tiny_model, tmp_path, run, capsys):
 
 @pytest.mark.parametrize("vocabulary, code", [(9, 2), (25, 0)])
 def test_a_token_beyond_the_vocabulary_is_named(vocabulary, code, tiny_model, tmp_path, run, capsys):
-    """Of 26 tokens the questions have digits and "+" (3 to 13) and "=", number 17."""
+    """The questions have digits and "+" (3 to 13) and "=", number 17, of 26 tokens."""
     place = smaller(tiny_model, tmp_path / "small", vocabulary)
     assert run(f"policy.path={place}")[0] == code
     error = capsys.readouterr().err
