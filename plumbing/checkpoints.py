@@ -89,9 +89,9 @@ class Checkpoints:
 
     def prune(self, run) -> None:
         """Down to train.keep, and nothing half written: a run may have been killed meanwhile."""
-        whole = [path for path in self.whole() if not path.is_symlink()]
-        for path in [*whole[:-self.keep], *self.directory.glob(".step-*.part")] * run.main:
-            shutil.rmtree(path, ignore_errors=True)         # NFS keeps what is open somewhere
+        old = self.whole()[:-self.keep]
+        for path in [*old, *self.directory.glob(".step-*.part")] * run.main:
+            shutil.rmtree(path, ignore_errors=True)         # no link; NFS keeps what is open
 
     def load(self, run) -> None:
         if (engine := self.saved.get("engine")) != run.engine.name:

@@ -5,6 +5,7 @@ pytest starts one command twice at three random delays. The long form does it as
     python tests/test_directory.py 50 [SEED]        # exit code 1 if two trained, or neither, or files are of both
 """
 
+import fcntl
 import json
 import os
 import random
@@ -120,21 +121,21 @@ def test_of_two_starts_one_trains_and_the_other_says_who_does(tiny_model, tmp_pa
 
 
 def test_a_lock_that_was_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):
-    """Whoever waited for a file that its owner unlinked takes the new one, and no second process has that too."""
-    path = tmp_path / "x" / ".lock"
-    first = locked(path)
-    waiting = subprocess.Popen([sys.executable, "-c", "import sys; from pathlib import Path; from plumbing.directory "
-                                "import locked; print('asks', flush=True); file = locked(Path(sys.argv[1]), wait=True); "
-                                "print('has it', flush=True); sys.stdin.read()", str(path)],
-                               cwd=HERE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert waiting.stdout.readline() == "asks\n"
-    path.unlink()
-    first.close()
-    assert waiting.stdout.readline() == "has it\n"
-    with pytest.raises(BlockingIOError, match=f"^process {waiting.pid} on "):
-        locked(path)
-    waiting.communicate("")
-    locked(path).close()
+    """Its owner unlinks the file between our opening and our locking it: then the new file is the one to hold."""
+    path, real, calls = tmp_path / "x" / ".lock", fcntl.lockf, []
+
+    def lockf(*given):
+        calls.append(given)
+        if len(calls) == 1:
+            path.unlink()
+        return real(*given)
+    monkeypatch.setattr("fcntl.lockf", lockf)
+    file = locked(path)
+    assert len(calls) == 2 and path.stat().st_ino == os.fstat(file.fileno()).st_ino
+    asking = subprocess.run([sys.executable, "-c", "import sys; from pathlib import Path; from plumbing.directory import "
+                             "locked; locked(Path(sys.argv[1]))", str(path)], cwd=HERE, capture_output=True, text=True)
+    assert f"BlockingIOError: process {os.getpid()} on " in asking.stderr
+    file.close()
 
 
 def test_a_mistake_leaves_no_directory(run):
