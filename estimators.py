@@ -23,7 +23,6 @@ SAFETY_BOUND = 20.0
 LEVELS = ("token", "prefix", "sequence", "geometric")
 OF_TOKENS = ("token", "prefix")         # levels at which the tokens of a sequence differ
 KL_KINDS = ("k1", "k2", "k3", "abs")
-VERLS_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
 # ------------------------------------------------------------------------------- log-ratios
@@ -111,12 +110,11 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     gradient: how a token changes the KL of later states is missing (eq:kl-gradient).
 
     `log_prob`, `ref_log_prob`: [B, T] → [B, T], in float32 at least. Only e^{−ℓ} is limited (at
-    ±SAFETY_BOUND), so that no value is cut. verl's names kl, mse and low_var_kl are k1, k2 and k3.
-    Raises ValueError on another kind; `full` would need both policies' whole vocabulary.
+    ±SAFETY_BOUND), so that no value is cut. Raises ValueError on another kind; `full` would need
+    both policies' whole vocabulary.
     Source: Schulman, "Approximating KL divergence" (values); Tang & Munos 2506.09477 (gradients).
     """
     base = kind.removesuffix("+")
-    base = VERLS_KL.get(base, base)
     wide = torch.promote_types(log_prob.dtype, ref_log_prob.dtype)
     wide = torch.promote_types(wide, torch.float32)
     ell = log_prob.to(wide) - ref_log_prob.to(wide)
@@ -130,8 +128,8 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
         value = ell.abs()
     else:
         why = ": that takes the whole vocabulary of both policies" if base == "full" else ""
-        raise ValueError(f"kind must be one of {', '.join((*KL_KINDS, *VERLS_KL))}, each with an "
-                         f"optional '+', not {kind!r}{why}")
+        raise ValueError(f"kind must be one of {', '.join(KL_KINDS)}, each with an optional '+', "
+                         f"not {kind!r}{why}")
     if not kind.endswith("+"):
         return value
     k2 = ell.square() / 2

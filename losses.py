@@ -1,129 +1,67 @@
-"""From REINFORCE to decoupled PPO: each loss differs from the one above by what its equation adds.
+"""The loss of a batch: what multiplies the terms of surrogates.py, leaves some out, and divides.
 
-This file decides: a loss is a [B, T] tensor of per-token terms, to be minimised; weights multiply
-the terms, the rejection mask leaves terms out, and the denominator is chosen separately.
-`policy_loss` puts them together for every mode:
+This file decides: weights multiply the terms, the rejection mask leaves terms out, and the
+denominator is chosen separately. `policy_loss` puts them together for every mode:
     decoupled   w(π_old/π_rollout) · PPO(π_θ/π_old)      three policies
     bypass      PPO(π_θ/π_rollout), no weight            two policies
     reinforce   w(π_θ/π_rollout) · REINFORCE             two policies, no clip
-Left out: value losses, entropy bonuses. Derivation: math/.
+Beside it stands the KL term, as a loss and as a penalty. Derivation: math/.
+
+    loss, metrics = policy_loss(log_prob, old_log_prob, rollout_log_prob, advantages, mask, config)
 """
 
-import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from correction import (OF_PROBABILITIES, Correction, RolloutCorrectionConfig, correct,
-                        importance_weights, rejection_mask)
-from estimators import VERLS_KL, aggregate_log_ratio, exp_ratio, kl_estimate, masked_log_ratio
+from centering import centering_loss
+from correction import Correction, RolloutCorrectionConfig, correct
+from estimators import aggregate_log_ratio, exp_ratio, kl_estimate, masked_log_ratio
+from rejection import choice
+from surrogates import Loss
+from surrogates import (cispo_loss as cispo_loss,     # part of what this file offers
+                        gspo_loss as gspo_loss,
+                        ppo_clip_loss as ppo_clip_loss,
+                        reinforce_loss as reinforce_loss,
+                        sapo_loss as sapo_loss)
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
                 "seq-mean-token-sum-norm")
-CLIP = {"gspo": (3e-4, 4e-4)}           # ε_low, ε_high where they are not (0.2, 0.2)
+DENOMINATORS = ("fixed", "kept")
 
 
-# ------------------------------------------------- per token: [B, T] → [B, T], to be minimised
+@dataclass(frozen=True)
+class LossConfig:
+    """How terms become a loss: the surrogate's own numbers, and the aggregation. Validated.
 
-def reinforce_loss(log_prob: Tensor, advantages: Tensor) -> Tensor:
-    """−A log π_θ: its gradient is −A ∇log π_θ.  (eq:reinforce)
-
-    In expectation that is −∇J (eq:policy-gradient). Off-policy, `policy_loss` multiplies it by a
-    detached ρ. Source: Williams 1992.
+    clip_low, clip_high    ε of the clip; None here and below is the loss's own, by LOSSES
+    dual_clip              c > 1 bounds the loss of A < 0 by −cA
+    tau_positive, …        SAPO's τ for A > 0, and tau_negative for the others
+    aggregation            from tokens to a scalar, see `aggregate_loss`
+    denominator            "fixed" counts the response mask, "kept" what rejection left
+    horizon                H of seq-mean-token-sum-norm; None: T of the batch
     """
-    return -advantages * log_prob
 
+    clip_low: float | None = None
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    tau_positive: float | None = None
+    tau_negative: float | None = None
+    aggregation: str = "token-mean"
+    denominator: str = "fixed"
+    horizon: int | None = None
 
-def ppo_clip_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_low: float = 0.2,
-                  clip_high: float = 0.2, dual_clip: float | None = None) -> Tensor:
-    """−min(rA, clip(r, 1−ε_low, 1+ε_high)A), r = π_θ/π_old.  (eq:ppo-clip)
+    def __post_init__(self) -> None:
+        choice("aggregation", self.aggregation, AGGREGATIONS)
+        choice("denominator", self.denominator, DENOMINATORS)
 
-    The gradient vanishes where r has left the interval in the direction that A asks for. With
-    π_rollout for π_old, as in bypass mode, each end pulls π_θ towards π_rollout (eq:clip-pull).
-    `dual_clip` c > 1 bounds the loss for A < 0 by −cA, where r alone would not (eq:dual-clip).
-    Sources: Schulman et al. 1707.06347; Ye et al. 1912.09729 (dual clip, c = 3); DAPO 2503.14476
-    (ε_high > ε_low).
-    """
-    ratio = exp_ratio(log_prob - old_log_prob)
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(-advantages * ratio, -advantages * clipped)
-    if dual_clip is None:
-        return loss
-    return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
-
-
-def gspo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
-              clip_low: float = 3e-4, clip_high: float = 4e-4,
-              dual_clip: float | None = None) -> Tensor:
-    """PPO's clip on the sequence's r̄ = (Π_t r_t)^{1/|y|} instead of the token's r.  (eq:gspo)
-
-    In the form GSPO-token, sg(r̄)·π_θ/sg(π_θ): a token has the value of its sequence and the
-    gradient of its own log-prob, so that a weight, a mask or an advantage of one token is no other
-    token's. Where these are constant over a sequence its gradient is that of r̄ itself. To be
-    aggregated by seq-mean-token-mean. At |y| = 1 it is PPO. Source: Zheng et al. 2507.18071, whose
-    clip range is that narrow because r̄ is a geometric mean.
-    """
-    log_s = aggregate_log_ratio(log_prob - old_log_prob, response_mask, "geometric").detach()
-    log_s = log_s + (log_prob - log_prob.detach())
-    return ppo_clip_loss(log_s, torch.zeros_like(log_s), advantages, clip_low, clip_high, dual_clip)
-
-
-def cispo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_low: float = 0.2,
-               clip_high: float = 0.2) -> Tensor:
-    """−sg(clip(r, 1−ε_low, 1+ε_high)) A log π_θ: the clip bounds the weight.  (eq:cispo)
-
-    No token's gradient vanishes. At r = 1 it is REINFORCE. Source: MiniMax-M1 2506.13585, which
-    sets no lower bound: that one is verl's.
-    """
-    weight = exp_ratio(log_prob - old_log_prob).clamp(1 - clip_low, 1 + clip_high)
-    return -weight.detach() * advantages * log_prob
-
-
-def sapo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, tau_positive: float = 1.0,
-              tau_negative: float = 1.05) -> Tensor:
-    """−A·(4/τ_A)·σ(τ_A(r − 1)): a smooth gate, not a clip; τ_A is by the sign of A.  (eq:sapo)
-
-    The gate's slope at r = 1 is 1, so the first step is PPO's. Source: 2511.20347.
-    """
-    ratio = exp_ratio(log_prob - old_log_prob)
-    tau = torch.where(advantages > 0, ratio.new_full((), tau_positive),
-                      ratio.new_full((), tau_negative))
-    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
-    return -gate * advantages
-
-
-def centering_loss(log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tensor,
-                   response_mask: Tensor, config: RolloutCorrectionConfig) -> Tensor:
-    """A Σ_v sg(μ(v) w(v)) log π_θ(v), to be added to −w A log π_θ(y).  (eq:score-centering)
-
-    Then w ∇log π_θ(y) is less its own mean under μ, and in a sum over tokens a constant A moves
-    nothing: where ρ is truncated or left out no baseline does that. w(v) is what `config` gives a
-    token: weight and criteria. `log_prob`, `rollout_log_prob`: [B, T, K], of K candidates v of each
-    token, −∞ under μ where there are fewer. Exact where these hold all of μ; what they leave of μ
-    is taken to be in proportion to what they leave of π_θ: one more candidate. token_tv* keeps it,
-    which is exact while it has at most δ under both. Source: 2609.20807.
-    """
-    log_prob, rollout_log_prob = (x.to(torch.promote_types(x.dtype, torch.float32))
-                                  for x in (log_prob, rollout_log_prob))
-    known = (rollout_log_prob > -math.inf) & response_mask.bool()[..., None]           # [B, T, K]
-    p, mu = (torch.where(known, x, -math.inf).exp() for x in (log_prob, rollout_log_prob))
-    rest, mu_rest = (1 - x.sum(-1, keepdim=True) for x in (p, mu))
-    log_p = torch.cat([torch.where(known, log_prob, 0.0), rest.clamp(min=1e-6).log()], -1)
-    mu = torch.cat([mu, mu_rest.clamp(min=0)], -1)
-    asked = mu.flatten(1) > 0                                             # as if [B, T·(K + 1)]
-    log_mu = torch.where(asked, mu.flatten(1), 1.0).log()
-    log_rho = torch.where(asked, log_p.detach().flatten(1) - log_mu, 0.0)
-    advantages = advantages[..., None].expand_as(mu)
-    weights = rejection_mask(log_rho, asked, config.rollout_rs, advantages.flatten(1), log_mu)
-    # The rest is many tokens: Σπ − Σμ of it is not the π − μ of any, and must not reject them.
-    others = {k: bound for k, bound in config.rollout_rs.items() if k not in OF_PROBABILITIES}
-    rest = rejection_mask(log_rho, asked, others).view_as(mu)[..., -1:]
-    weights = torch.cat([weights.view_as(mu)[..., :-1], rest], -1)
-    if config.rollout_is is not None:
-        weights = weights * importance_weights(log_rho, asked, "token",
-                                               config.rollout_is_threshold).view_as(mu)
-    return (advantages * mu * weights * log_p).sum(-1)
+    def numbers(self, loss: Loss) -> dict[str, float | None]:
+        """The numbers that a loss takes: these, and its own where these are None."""
+        return {name: own if getattr(self, name) is None else getattr(self, name)
+                for name, own in loss.own.items()}
 
 
 # ---------------------------------------------------------------------------------- aggregation
@@ -178,34 +116,12 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
     return row.sum() / torch.as_tensor(sequences).clamp(min=1)
 
 
-# ------------------------------------------------------------------------------------- the losses
-
-def _checked(log_prob, old_log_prob, rollout_log_prob, advantages, response_mask,
-             needed) -> list[Tensor | None]:
-    """The four tensors of `policy_loss`, [B, T] each and 0 on padding, or a sentence."""
-    if advantages is not None and advantages.shape in ((len(response_mask),),
-                                                       (len(response_mask), 1)):
-        advantages = advantages.reshape(-1, 1).expand_as(response_mask)
-    tensors = {"log_prob": log_prob, "old_log_prob": old_log_prob,
-               "rollout_log_prob": rollout_log_prob, "advantages": advantages}
-    for name, x in tensors.items():
-        if x is None and name in needed:
-            raise ValueError(f"{name} is missing")
-        if x is not None and x.shape != response_mask.shape:
-            raise ValueError(f"{name} {tuple(x.shape)} and response_mask "
-                             f"{tuple(response_mask.shape)} must have one shape [B, T]")
-    return [None if x is None else torch.where(response_mask.bool(), x, 0.0).to(
-        torch.promote_types(x.dtype, torch.float32)) for x in tensors.values()]  # before r is formed
-
+# ------------------------------------------------------------------------------------- the loss
 
 def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob: Tensor | None,
-                advantages: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig, *,
-                correction: Correction | None = None, clip_low: float | None = None,
-                clip_high: float | None = None, dual_clip: float | None = None,
-                tau_positive: float = 1.0, tau_negative: float = 1.05, mode: str = "token-mean",
-                denominator: str = "fixed", counts: Counts | None = None,
-                horizon: int | None = None, nan_is_missing: bool = False,
-                candidates: tuple[Tensor, Tensor] | None = None,
+                advantages: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig,
+                how: LossConfig = LossConfig(), *, correction: Correction | None = None,
+                counts: Counts | None = None, candidates: tuple[Tensor, Tensor] | None = None,
                 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of one batch in any mode, and its metrics.
 
@@ -219,93 +135,93 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     detached, as in a first update; bypass mode has no π_old and does not look at it. In decoupled
     mode the ratio r is taken from π_old, and π_old is what is compared with π_rollout. In bypass
     mode r is taken from π_rollout, and this π_θ is compared with it. `rollout_log_prob`: None where
-    nothing is corrected, or `correction` is given, in decoupled mode; with `nan_is_missing` a NaN
-    in it is a token that the sampler gave no log-prob: ρ = 1 there.
+    nothing is corrected, or `correction` is given, in decoupled mode.
     `correction`: as `correct` gave it for these rows; when None it is computed here, from
     old_log_prob (decoupled) or from this log_prob (bypass), and its metrics (rollout_corr/*) are
-    among those returned. `clip_low`, `clip_high`: None is the loss's own. `denominator`: "fixed"
-    counts the response mask, "kept" what rejection left; `counts` likewise, for the whole
-    mini-batch. loss/ratio, loss/approx_kl and loss/clip_fraction (in bypass mode once more as
-    loss/bypass_clip_fraction, which `diagnose` judges) are means over the kept tokens of these
-    rows; with `counts` the metrics are summands, of which `loss_means` makes means.
-    `candidates`: what score_centering asks for, log π_θ and log μ of `centering_loss`.
+    among those returned. `how`: see LossConfig. `counts`: tokens and sequences of the whole
+    mini-batch, of what `how.denominator` says. loss/ratio, loss/approx_kl and loss/clip_fraction
+    (in bypass mode once more as loss/bypass_clip_fraction, which `diagnose` judges) are means over
+    the kept tokens of these rows; with `counts` the metrics are summands, of which `loss_means`
+    makes means. `candidates`: what score_centering asks for, log π_θ and log μ of `centering_loss`.
     Everything rejected: a zero loss whose graph is attached.
-    Raises ValueError: unknown mode or denominator, a tensor missing, shapes that differ.
+    Raises ValueError: a tensor missing, shapes that differ.
     """
-    if denominator not in ("fixed", "kept"):
-        raise ValueError(f"denominator must be fixed or kept, not {denominator!r}")
-    corrects = config.bypass_mode or (correction is None and
-                                      (config.rollout_is is not None or config.rollout_rs))
-    needed = ["log_prob", "advantages", *(["rollout_log_prob"] if corrects else [])]
-    log_prob, old_log_prob, rollout_log_prob, advantages = _checked(
-        log_prob, None if config.bypass_mode else old_log_prob, rollout_log_prob, advantages,
-        response_mask, needed)
-    # Two roles: what is compared with π_rollout, and what π_θ is compared with in the ratio r.
-    train_log_prob = (log_prob if old_log_prob is None else old_log_prob).detach()
-    if rollout_log_prob is not None and nan_is_missing:
-        rollout_log_prob = torch.where(rollout_log_prob.isnan(), train_log_prob, rollout_log_prob)
-    anchor_log_prob = rollout_log_prob.detach() if config.bypass_mode else train_log_prob
+    log_prob, train_log_prob, anchor_log_prob, rollout_log_prob, advantages = _roles(
+        log_prob, old_log_prob, rollout_log_prob, advantages, response_mask, config, correction)
     valid, corrected_here = response_mask.bool(), {}
     if correction is None and rollout_log_prob is None:
         correction = Correction(None, response_mask)
     elif correction is None:
         correction = correct(train_log_prob, rollout_log_prob, response_mask, config, advantages)
         corrected_here = correction.metrics
-    clip_low, clip_high = (own if given is None else given for given, own in zip(
-        (clip_low, clip_high), CLIP.get(config.loss_type, (0.2, 0.2))))
-    if config.loss_type == "reinforce":
-        loss = reinforce_loss(log_prob, advantages)
-    elif config.loss_type == "ppo_clip":
-        loss = ppo_clip_loss(log_prob, anchor_log_prob, advantages, clip_low, clip_high, dual_clip)
-    elif config.loss_type == "gspo":
-        loss = gspo_loss(log_prob, anchor_log_prob, advantages, valid, clip_low, clip_high,
-                         dual_clip)
-    elif config.loss_type == "cispo":
-        loss = cispo_loss(log_prob, anchor_log_prob, advantages, clip_low, clip_high)
-    else:
-        loss = sapo_loss(log_prob, anchor_log_prob, advantages, tau_positive, tau_negative)
+    given = {"old_log_prob": anchor_log_prob, "advantages": advantages, "response_mask": valid}
+    numbers = how.numbers(config.loss)
+    terms = config.loss.function(log_prob, *(given[name] for name in config.loss.takes), **numbers)
     if correction.weights is not None and not config.ratio_is_the_weight:   # or eq:double-count
-        loss = loss * correction.weights
-    counted = valid if denominator == "fixed" else correction.mask
-    summed = correction.mask.bool()
+        terms = terms * correction.weights
+    kept = summed = correction.mask.bool()
     if config.score_centering:          # the mean is subtracted from rejected tokens, too
         if candidates is None or any(x.shape[:2] != valid.shape for x in candidates):
             raise ValueError("score_centering needs candidates, two tensors [B, T, K]")
-        loss = torch.where(summed, loss, 0.0) + centering_loss(*candidates, advantages, valid,
-                                                               config)
-        summed = valid
-
-    total = aggregate_loss(loss, summed, mode, denominator_mask=counted, counts=counts,
-                           horizon=horizon)
-    with torch.no_grad():
-        log_r, kept = log_prob - anchor_log_prob, correction.mask.bool()
-        stops = stopped(config.loss_type, log_r, valid, advantages, clip_low, clip_high, dual_clip)
-        of_tokens = {"loss/ratio": exp_ratio(log_r), "loss/approx_kl": -log_r,
-                     "loss/clip_fraction": stops.to(log_r.dtype)}
-        if config.ratio_is_the_weight:     # of the mismatch alone, until π_θ has moved
-            of_tokens["loss/bypass_clip_fraction"] = of_tokens["loss/clip_fraction"]
-        sums = {name: torch.where(kept, x, 0.0).sum() for name, x in of_tokens.items()}
-        metrics = {"loss/policy": total.detach(), **sums, "loss/kept_tokens": kept.sum().float()}
-    return total, {**(loss_means(metrics) if counts is None else metrics), **corrected_here}
+        centering = centering_loss(*candidates, advantages, valid, config)
+        terms, summed = torch.where(kept, terms, 0.0) + centering, valid
+    loss = aggregate_loss(terms, summed, how.aggregation, counts=counts, horizon=how.horizon,
+                          denominator_mask=valid if how.denominator == "fixed" else kept)
+    metrics = {"loss/policy": loss.detach(), **_sums_over_kept(
+        log_prob.detach() - anchor_log_prob, advantages, valid, kept, config, numbers)}
+    return loss, {**(loss_means(metrics) if counts is None else metrics), **corrected_here}
 
 
-def stopped(loss_type: str, log_ratio: Tensor, response_mask: Tensor, advantages: Tensor,
-            clip_low: float, clip_high: float, dual_clip: float | None) -> Tensor:
-    """Tokens whose gradient, or whose weight (CISPO), the clip of this loss holds: [B, T], bool.
+def _roles(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob: Tensor | None,
+           advantages: Tensor | None, response_mask: Tensor, config: RolloutCorrectionConfig,
+           correction: Correction | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """π_θ, what is compared with π_rollout, what π_θ is compared with in r, π_rollout, and A.
 
-    (eq:ppo-clip, eq:dual-clip, eq:gspo, eq:cispo)
+    [B, T] each, 0 on padding, in float32 at least: before r is formed.
     """
-    if loss_type in ("reinforce", "sapo"):
-        return torch.zeros_like(response_mask)
-    if loss_type == "gspo":
-        log_ratio = aggregate_log_ratio(log_ratio, response_mask, "geometric")
-    ratio = exp_ratio(log_ratio)
-    above, below = ratio > 1 + clip_high, ratio < 1 - clip_low
-    if loss_type == "cispo":
-        return above | below
-    if dual_clip is not None:
-        below = below | (ratio > dual_clip)
-    return (above & (advantages > 0)) | (below & (advantages < 0))
+    corrects = correction is None and (config.rollout_is is not None or bool(config.rollout_rs))
+    if rollout_log_prob is None and (config.bypass_mode or corrects):
+        raise ValueError("rollout_log_prob is missing")
+    rows = len(response_mask)
+    if advantages is not None and advantages.shape in ((rows,), (rows, 1)):
+        advantages = advantages.reshape(-1, 1).expand_as(response_mask)
+
+    def on_responses(name: str, x: Tensor | None) -> Tensor:
+        if x is None:
+            raise ValueError(f"{name} is missing")
+        if x.shape != response_mask.shape:
+            raise ValueError(f"{name} {tuple(x.shape)} and response_mask "
+                             f"{tuple(response_mask.shape)} must have one shape [B, T]")
+        x = torch.where(response_mask.bool(), x, 0.0)
+        return x.to(torch.promote_types(x.dtype, torch.float32))
+
+    log_prob = on_responses("log_prob", log_prob)
+    advantages = on_responses("advantages", advantages)
+    if rollout_log_prob is not None:
+        rollout_log_prob = on_responses("rollout_log_prob", rollout_log_prob).detach()
+    train = log_prob.detach()
+    if old_log_prob is not None and not config.bypass_mode:
+        train = on_responses("old_log_prob", old_log_prob).detach()
+    if config.bypass_mode and rollout_log_prob is not None:
+        return log_prob, train, rollout_log_prob, rollout_log_prob, advantages
+    return log_prob, train, train, rollout_log_prob, advantages
+
+
+@torch.no_grad()
+def _sums_over_kept(log_ratio: Tensor, advantages: Tensor, valid: Tensor, kept: Tensor,
+                    config: RolloutCorrectionConfig,
+                    numbers: Mapping[str, float | None]) -> dict[str, Tensor]:
+    """Σ r, Σ −log r and how many tokens the clip holds, over kept tokens, and their number."""
+    row, held = config.loss, torch.zeros_like(valid)
+    if row.holds is not None and row.level is not None:
+        at_level = aggregate_log_ratio(log_ratio, valid, row.level)
+        held = row.holds(exp_ratio(at_level), advantages, **numbers)
+    of_tokens = {"loss/ratio": exp_ratio(log_ratio), "loss/approx_kl": -log_ratio,
+                 "loss/clip_fraction": held.to(log_ratio.dtype)}
+    if config.ratio_is_the_weight:         # of the mismatch alone, until π_θ has moved
+        of_tokens["loss/bypass_clip_fraction"] = of_tokens["loss/clip_fraction"]
+    sums = {name: torch.where(kept, x, 0.0).sum() for name, x in of_tokens.items()}
+    return {**sums, "loss/kept_tokens": kept.sum().float()}
 
 
 def loss_means(totals: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -348,7 +264,7 @@ def kl_ratio(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, 
     """
     log_rho = masked_log_ratio(log_prob, rollout_log_prob, response_mask)
     rho = exp_ratio(aggregate_log_ratio(log_rho, response_mask, level))
-    return rho if VERLS_KL.get(kind, kind) in ("k1", "k3") else rho.detach()
+    return rho if kind in ("k1", "k3") else rho.detach()
 
 
 def kl_penalty(old_log_prob: Tensor, ref_log_prob: Tensor, rollout_log_prob: Tensor,

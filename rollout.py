@@ -1,4 +1,4 @@
-"""π_rollout = μ: the engines that sample, and the weights that they sample with.
+"""An engine samples from π_rollout = μ: what a sample is, and with which weights it is drawn.
 
 What this file decides
 * A sample carries log μ of the distribution its tokens were DRAWN from: temperature applied,
@@ -11,8 +11,8 @@ What this file decides
 * Weights enter the running engine in place, by Hugging Face name, and every one has to arrive.
 * μ differs from π_old for three reasons, each a setting: the engine's arithmetic (`dtype`),
   rounded weights (`quantize_bits`) and late weights (`staleness`).
-* On a GPU with Triton vLLM takes its second model runner, whose sampler is other code than the CPU
-  tests run; the contract (seeds, processed log-probs in float32) is the same, and was not tried.
+The engine here is Hugging Face's; vLLM's is in adapters/vllm.py, and `make_engine` of
+plumbing/engines.py chooses between them.
 What it leaves out: tensor parallelism (every rank holds a whole engine), LoRA, image inputs, and
 models whose modules and checkpoints name or shape their weights differently (fused experts).
 
@@ -21,31 +21,28 @@ models whose modules and checkpoints name or shape their weights differently (fu
     engine.close()
 """
 
-import difflib
 import math
-import warnings
 from collections import deque
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import NamedTuple
-from unittest import mock
+from os import PathLike
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LogitsProcessor
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
-from adapters.vllm import as_guest, import_vllm, repack_head
 from estimators import sampling_log_probs
-from policy import Shape, padded, run_prompts, sent
+from kernels.shapes import Shape, pad_rows, run_prompts, to_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KEPT = 1024  # ids that a cut may leave: 4 KB a token in training, and a vocabulary of bytes fits
+NamedTensor = tuple[str, Tensor]  # a weight, by its Hugging Face name
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sampled response y of |y| tokens."""
+    """A sample is one response y of |y| tokens, with what the engine recorded of each token."""
 
     tokens: list[int]  # |y| ids; when the end token was sampled, it is the last of them
     log_probs: list[float]  # |y| values of log μ(y_t | x, y_<t), in nats
@@ -56,7 +53,7 @@ class Sample:
 
 
 class Cut(NamedTuple):
-    """Min-p, top-k, then top-p: what μ is cut to, and with it π_old, π_θ, π_ref.  (eq:sampling)"""
+    """Min-p, top-k, then top-p cut μ, and with it π_old, π_θ and π_ref.  (eq:sampling)"""
 
     top_p: float
     top_k: int  # 0: nothing is cut
@@ -64,13 +61,13 @@ class Cut(NamedTuple):
     most: int  # ids in a set: what ties with the k-th is kept too, and bfloat16 has many ties
 
     @staticmethod
-    def of(top_p, top_k, min_p, vocabulary):
+    def of(top_p: float, top_k: int | None, min_p: float, vocabulary: int) -> "Cut":
         """Return the cut that these settings make; a top_k of None, 0 or -1 keeps every token.
 
         Raises ValueError where a set may have more than KEPT ids. Top-k alone bounds a set: of
         equally likely tokens min-p keeps all, and top-p the share p.
         """
-        k = top_k if 0 < (top_k or 0) < vocabulary else vocabulary
+        k = top_k if top_k and 0 < top_k < vocabulary else vocabulary
         if top_p == 1 and min_p == 0 and k == vocabulary:
             return Cut(1.0, 0, 0.0, 0)
         if k > KEPT:
@@ -80,69 +77,62 @@ class Cut(NamedTuple):
                              "and rollout.min_p=0 without it.")
         return Cut(top_p, k, min_p, 2 * k + 16)
 
-    def checked(self, kept):
-        """The sets of one response; raises ValueError where one has more than `most` ids."""
+    def check(self, kept: list[list[int]]) -> list[list[int]]:
+        """Return the sets of one response; raise ValueError where one has more than `most` ids."""
         if max(map(len, kept)) > self.most:
             raise ValueError(f"rollout.top_k={self.top_k} keeps more than {self.most} tokens, for "
                              "as many tie with the last; rollout.dtype=float32 ties fewer.")
         return kept
 
 
-def make_engine(
-    kind, path, *, dtype, max_model_len, gpu_memory_utilization=0.4, device="cpu", batch_size=512,
-    enforce_eager=None, top_p=1.0, top_k=None, min_p=0.0, candidates=0
-):
-    """The engine named `kind`: "vllm", "transformers", or "auto", which is vLLM where it imports.
+class Engine(Protocol):
+    """An engine holds weights of its own, and samples with them."""
 
-    path: directory or hub id of the first weights. dtype: a key of DTYPES. max_model_len: longest
-    prompt plus response. gpu_memory_utilization: vLLM's share of the GPU while awake. batch_size:
-    most samples at a time. enforce_eager: vLLM without CUDA graphs and compilation, far slower on a
-    GPU; None: on a CPU only. top_p, top_k, min_p: see `Cut.of`. candidates: with each token come
-    those of μ's likeliest, or with a cut all that are left. Under torchrun, call
-    `init_process_group` before and `close` the engine before `destroy_process_group`.
-    """
-    kinds = ["auto", "vllm", "transformers"]
-    for name, value, known in [("engine", kind, kinds), ("dtype", dtype, list(DTYPES))]:
-        if value not in known:
-            nearest = difflib.get_close_matches(str(value), known, n=1, cutoff=0)[0]
-            raise ValueError(f"rollout.{name}={value!r} is unknown; did you mean {nearest!r}?")
-    vocabulary = AutoConfig.from_pretrained(path).get_text_config().vocab_size
-    settings = dict(dtype=dtype, max_model_len=max_model_len, device=device, batch_size=batch_size,
-                    cut=Cut.of(top_p, top_k, min_p, vocabulary),
-                    candidates=min(candidates, vocabulary))
-    if kind != "transformers":
-        try:
-            import_vllm()
-        except ImportError as error:
-            if kind == "vllm":
-                raise RuntimeError(f"rollout.engine=vllm: {error}") from None
-            if find_spec("vllm"):  # installed and broken is worth a word, absent is not
-                warnings.warn(f"rollout.engine=auto takes transformers: {error}", stacklevel=2)
-        else:
-            return VllmEngine(path, gpu_memory_utilization=gpu_memory_utilization,
-                              enforce_eager=enforce_eager, **settings)
-    return TransformersEngine(path, **settings)
+    name: str
+    cut: Cut
+    max_model_len: int  # longest prompt plus response
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *,
+                 temperature: float, max_tokens: int, eos_ids: Collection[int],
+                 progress: Callable[[int], object] | None = None) -> list[Sample]:
+        """Return one Sample per prompt; temperature 0 is greedy, with log-probs of temperature 1.
+
+        Seeds must differ in their low 32 bits. `progress(n)` is told of every n finished samples.
+        """
+        ...
+
+    def update_weights(self, named_tensors: Iterable[NamedTensor]) -> None:
+        """Load full tensors, all of them, into the running engine."""
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back for the update."""
+
+    def wake(self) -> None:
+        """Take the memory again; `generate` and `update_weights` do so by themselves."""
+
+    def close(self) -> None:
+        """Shut the engine down; a second call does nothing."""
 
 
 class TransformersEngine:
-    """Hugging Face `generate` over a model of its own; needs no further installation."""
+    """Sample by Hugging Face's `generate` over a model of its own; no further installation."""
 
     name = "transformers"
 
-    def __init__(self, path, *, dtype, max_model_len, device, batch_size, cut, candidates):
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype]).to(device)
-        self.model.eval()
+    def __init__(self, path: str | PathLike[str], *, dtype: str, max_model_len: int,
+                 device: torch.device | str, batch_size: int, cut: Cut, candidates: int) -> None:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
+        self.model = model.to(device).eval()
         # `generate` fills what its own config leaves open from this one, so this one is emptied.
         self.model.generation_config = GenerationConfig()
         self.max_model_len, self.batch_size = max_model_len, batch_size
         self.cut, self.candidates = cut, candidates
 
-    def generate(self, prompts, seeds, *, temperature, max_tokens, eos_ids, progress=None):
-        """One Sample per prompt; temperature 0 is greedy, with the log-probs of temperature 1.
-
-        Seeds must differ in their low 32 bits. `progress(n)` is told of every n finished samples.
-        """
-        _check_request(self, prompts, seeds, temperature, max_tokens)
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *,
+                 temperature: float, max_tokens: int, eos_ids: Collection[int],
+                 progress: Callable[[int], object] | None = None) -> list[Sample]:
+        """Return one Sample per prompt, as `Engine.generate` says; `batch_size` at a time."""
+        check_request(self, prompts, seeds, temperature, max_tokens)
         samples = []
         for start in range(0, len(prompts), self.batch_size):
             batch = slice(start, start + self.batch_size)
@@ -152,14 +142,15 @@ class TransformersEngine:
         return samples
 
     @torch.inference_mode()
-    def _batch(self, prompts, seeds, temperature, max_tokens, eos_ids):
+    def _batch(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float,
+               max_tokens: int, eos_ids: Collection[int]) -> list[Sample]:
         width, device = max(map(len, prompts)), self.model.device
-        ids, mask = padded(prompts, "left")  # [B, P]
+        ids, mask = pad_rows(prompts, "left")  # [B, P]
         config = GenerationConfig(do_sample=False, max_new_tokens=max_tokens, pad_token_id=0,
                                   eos_token_id=list(eos_ids) or None)
         sampler = GumbelMax(seeds, temperature, self.cut, self.candidates, device)
         shape = Shape.of(ids[:, :-1], mask[:, :-1], 0, device) if width > 1 else None
-        (ids, mask), prefilled = sent(device, ids, mask), {}
+        (ids, mask), prefilled = to_device(device, ids, mask), {}
         if shape:  # all but the last token, which `generate` runs itself
             before = run_prompts(self.model.get_decoder(), ids[:, :-1], mask[:, :-1], shape)
             prefilled["past_key_values"] = before.past_key_values
@@ -167,45 +158,48 @@ class TransformersEngine:
                                      logits_processor=[sampler], **prefilled)
         tokens, log_probs = output[:, width:], torch.stack(sampler.log_probs, dim=1)  # [B, T]
         samples, none = [], [None] * len(tokens)
-        kept, tables = ([*zip(*x)] or none for x in (sampler.kept, sampler.tables))
+        kept: list[Any] = [*zip(*sampler.kept)] or none
+        tables: list[Any] = [*zip(*sampler.tables)] or none
         for row, values, sets, table in zip(tokens.tolist(), log_probs.tolist(), kept, tables,
                                             strict=True):
             ends = [t for t, token in enumerate(row) if token in eos_ids]
             length = ends[0] + 1 if ends else len(row)  # what follows the end token is padding
             samples.append(Sample(row[:length], values[:length], finished=bool(ends),
-                                  kept=sets and self.cut.checked(list(sets[:length])),
+                                  kept=sets and self.cut.check(list(sets[:length])),
                                   candidates=table and list(table[:length])))
         return samples
 
     @torch.no_grad()
-    def update_weights(self, named_tensors):
+    def update_weights(self, named_tensors: Iterable[NamedTensor]) -> None:
         """Copy full tensors into the running model, cast to its dtype."""
         weights = self.model.state_dict()
-        for name, tensor in _every_weight_once(named_tensors, self.model):
+        for name, tensor in every_weight_once(named_tensors, self.model):
             weights[name].copy_(tensor)
 
-    def sleep(self):
-        """Nothing to give back: the cache lives only while `generate` runs."""
+    def sleep(self) -> None:
+        """Do nothing: the cache lives only while `generate` runs."""
 
     wake = close = sleep
 
 
 class GumbelMax(LogitsProcessor):
-    """Sampling as an argmax, so that `generate` stays greedy and adds nothing of its own.
+    """Sample by an argmax, so that `generate` stays greedy and adds nothing of its own.
 
     argmax_v (log μ(v) + G_v) ~ μ, with independent G_v = -log E_v and E_v ~ Exp(1). Each sample
     takes its noise from a generator of its own, so its neighbours in the batch do not matter; and
     only the drawn token's log-prob is kept, [B] a position instead of [B, V].
     """
 
-    def __init__(self, seeds, temperature, cut, candidates, device):
+    def __init__(self, seeds: Sequence[int], temperature: float, cut: Cut, candidates: int,
+                 device: torch.device) -> None:
         self.temperature, self.cut, self.candidates = temperature, cut, candidates
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-        self.log_probs = []  # one [B] per position
-        self.kept = []  # B sets of ids per position, where something is cut
-        self.tables = []  # B tables {id: log μ} per position, where candidates are asked for
+        self.log_probs: list[Tensor] = []  # one [B] per position
+        self.kept: list[list[list[int]]] = []  # B sets of ids per position, where something is cut
+        self.tables: list[list[dict[int, float]]] = []  # B tables {id: log μ} per position, where
+        # candidates are asked for
 
-    def __call__(self, input_ids, logits):
+    def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
         log_mu, _ = sampling_log_probs(  # [B, V]
             logits.float(), self.temperature or 1.0, self.cut.top_k, self.cut.top_p,
             self.cut.min_p)
@@ -228,165 +222,55 @@ class GumbelMax(LogitsProcessor):
         return scores
 
 
-class VllmEngine:
-    """vLLM inside the trainer's process, a whole engine on every rank."""
-
-    name = "vllm"
-
-    def __init__(self, path, *, dtype, max_model_len, gpu_memory_utilization, enforce_eager, device,
-                 batch_size, cut, candidates):
-        LLM, self.SamplingParams = import_vllm()
-        self.llm, self.max_model_len, self.asleep = None, max_model_len, set()
-        self.on_gpu = torch.device(device).type == "cuda"
-        self.eager = not self.on_gpu if enforce_eager is None else enforce_eager
-        self.cut, self.candidates, self.group_is_ours = cut, candidates, not dist.is_initialized()
-        # Under torchrun: the GPU of this rank rather than the first one, and ranks that agree.
-        alone = self.group_is_ours or dist.get_world_size() == 1
-        with torch.device("meta"):  # names and shapes of the weights, without the weights
-            self.layout = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-        # On a GPU vLLM returns what was kept (by its source: the authors have not tried it). On a
-        # CPU it does not, but log-probs are -inf where cut: one more is asked for than may be kept.
-        vocabulary = self.layout.config.get_text_config().vocab_size
-        of_cut = cut.most + 1 if cut.most and (candidates or not self.on_gpu) else candidates
-        self.asked = min(of_cut, vocabulary)
-        with as_guest():
-            self.llm = LLM(
-                str(path), dtype=dtype, max_model_len=max_model_len,
-                max_num_seqs=min(batch_size, 1024),
-                logprobs_mode="processed_logprobs",  # after temperature and cut, not before them
-                max_logprobs=self.asked, return_sampling_mask=self.on_gpu and cut.most > 0,
-                generation_config="vllm",  # the model's own cuts and penalties stay out
-                enable_prefix_caching=False,  # a cached prefix would outlive its weights
-                enable_chunked_prefill=self.on_gpu,  # on a CPU it fails where requests have seeds
-                enforce_eager=self.eager,
-                enable_sleep_mode=self.on_gpu, gpu_memory_utilization=gpu_memory_utilization,
-                distributed_executor_backend=None if alone else "external_launcher",
-                tensor_parallel_size=1, skip_tokenizer_init=True, disable_log_stats=True)
-
-    def generate(self, prompts, seeds, *, temperature, max_tokens, eos_ids, progress=None):
-        """As TransformersEngine.generate; vLLM batches by itself, so progress comes at the end."""
-        _check_request(self, prompts, seeds, temperature, max_tokens)
-        self.wake()
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        params = [
-            self.SamplingParams(
-                seed=seed, temperature=temperature,
-                top_p=self.cut.top_p, top_k=self.cut.top_k, min_p=self.cut.min_p,
-                max_tokens=max_tokens, logprobs=self.asked,  # beside that of the drawn token
-                stop_token_ids=list(eos_ids), ignore_eos=True,  # ours, not the model's idea of them
-                detokenize=False)
-            for seed in seeds
-        ]
-        # Eager vLLM still compiles one small function: that takes 3 s and a C++ compiler.
-        with torch.compiler.set_stance("force_eager") if self.eager else nullcontext():
-            outputs = self.llm.generate(requests, params, use_tqdm=False)
-        if progress is not None:
-            progress(len(outputs))
-        return [
-            Sample(list(o.token_ids),
-                   [step[t].logprob for t, step in zip(o.token_ids, o.logprobs, strict=True)],
-                   finished=o.finish_reason == "stop", kept=self._kept(o),
-                   candidates=self._tables(o) if self.candidates else None)
-            for o in (request.outputs[0] for request in outputs)
-        ]
-
-    def _kept(self, output):
-        if not self.cut.most:
-            return None
-        return self.cut.checked(output.sampling_mask.token_ids if self.on_gpu else [
-            [v for v, x in step.items() if x.logprob > -math.inf] for step in output.logprobs])
-
-    def _tables(self, output):
-        """Without the drawn token where it is beyond them: candidates do not depend on the draw."""
-        last = self.cut.most + 1 if self.cut.most else self.candidates
-        return [{v: x.logprob for v, x in step.items() if x.logprob > -math.inf and x.rank <= last}
-                for step in output.logprobs]
-
-    def update_weights(self, named_tensors):
-        """Load full tensors through vLLM's own loader, which fuses, repacks and casts them.
-
-        They may come from a generator, one at a time; if it fails halfway, so has the engine.
-        """
-        self.wake("weights")  # the cache can wait until there is something to generate
-        weights = _every_weight_once(named_tensors, self.layout)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        if self.layout.config.tie_word_embeddings and not self.on_gpu:
-            self.llm.apply_model(repack_head)
-
-    def sleep(self):
-        """Give the GPU's memory back for the update (not tried on a GPU by the authors).
-
-        Level 1 moves the weights to the host and drops the cache. Level 2 would drop the weights
-        too, sparing one copy, but then waking without a full update would sample from garbage.
-        """
-        if self.on_gpu and not self.asleep:
-            self.llm.sleep(level=1)
-            self.asleep = {"weights", "kv_cache"}
-
-    def wake(self, *parts):
-        """What is asleep of these parts, "weights" and "kv_cache"; none named: of both."""
-        if parts := [part for part in parts or ("weights", "kv_cache") if part in self.asleep]:
-            self.llm.wake_up(tags=parts)
-            self.asleep -= set(parts)
-
-    def close(self):
-        """Shut vLLM down and keep the trainer's process group; a second call does nothing."""
-        if self.llm is None:
-            return
-        with suppress(Exception):  # memory of a sleeping engine would be unmapped a second time
-            self.wake()
-        core, self.llm = self.llm.llm_engine.engine_core, None
-        destroy = dist.destroy_process_group
-
-        def destroy_ours(group=None):  # vLLM would destroy the default group as its own
-            if (group is not None or self.group_is_ours) and dist.is_initialized():
-                destroy(group)
-
-        with mock.patch.object(dist, "destroy_process_group", destroy_ours):
-            core.shutdown()
-
-
 class WeightSync:
-    """What the engine sees of the policy: weights `staleness` pushes late, rounded to few bits.
+    """The engine gets the policy's weights `staleness` pushes late and rounded to few bits.
 
     After push number n (n = 0 before the first update) the engine holds the weights of push
-    max(0, n - staleness): an asynchronous trainer on one machine. The snapshots wait in host
-    memory as the engine will get them: rounded already, and matrices in its dtype.
+    max(0, n - staleness). So one machine reproduces an asynchronous trainer. The snapshots wait in
+    host memory as the engine will get them: rounded already, and matrices in its dtype.
     """
 
-    def __init__(self, engine, staleness=0, quantize_bits=None, dtype="float32"):
+    def __init__(self, engine: Engine, staleness: int = 0, quantize_bits: int | None = None,
+                 dtype: str = "float32") -> None:
         if staleness < 0:
             raise ValueError(f"rollout.staleness={staleness} must be 0 or more updates.")
         quantize_weights([], quantize_bits)  # raises now rather than at the first push
         self.engine, self.staleness, self.bits = engine, staleness, quantize_bits
         self.dtype = DTYPES[dtype]
-        self.waiting = deque(maxlen=staleness + 1)  # the latest pushes, oldest first
+        # The latest pushes, oldest first.
+        self.waiting: deque[dict[str, Tensor]] = deque(maxlen=staleness + 1)
 
-    def push(self, named_tensors):
-        """To be called with the policy's full weights at the start, also of a resumed run, and
-        after every update."""
+    def push(self, named_tensors: Iterable[NamedTensor]) -> None:
+        """Take the policy's full weights, and give the engine those that are due.
+
+        It is called at the start, also of a resumed run, and after every update.
+        """
         named_tensors = quantize_weights(named_tensors, self.bits)
         if self.staleness > 0:
-            self.waiting.append(dict(map(self.kept, named_tensors)))
+            self.waiting.append(dict(map(self.copy_to_host, named_tensors)))
             named_tensors = self.waiting[0].items()
         self.engine.update_weights(named_tensors)
 
-    def kept(self, named_tensor):
-        """A weight as it waits. Engines keep some vectors in float32, so these stay as they are."""
+    def copy_to_host(self, named_tensor: NamedTensor) -> NamedTensor:
+        """Copy a weight, a matrix in the engine's dtype.
+
+        Engines keep some vectors in float32, so vectors stay as they are.
+        """
         name, tensor = named_tensor
         dtype = self.dtype if tensor.dim() > 1 else tensor.dtype
         return name, tensor.detach().to("cpu", dtype, copy=True)
 
-    def state_dict(self):
-        """The older snapshots; the newest is the policy itself, which a resumed run pushes."""
+    def state_dict(self) -> dict[str, list[dict[str, Tensor]]]:
+        """Return the older snapshots; the newest is the policy, which a resumed run pushes."""
         return {"waiting": list(self.waiting)[:-1]}
 
-    def load_state_dict(self, state):
-        """Follow it with a `push` of the restored policy: then the engine is as it was."""
+    def load_state_dict(self, state: dict[str, list[dict[str, Tensor]]]) -> None:
+        """Restore the older snapshots; a `push` of the restored policy then restores the engine."""
         self.waiting = deque(state["waiting"], maxlen=self.staleness + 1)
 
 
-def quantize_weights(named_tensors, bits=None):
+def quantize_weights(named_tensors: Iterable[NamedTensor], bits: int | None = None
+                     ) -> Iterator[NamedTensor]:
     """Round matrices to `bits` bits and back: w → step·round(w/step).
 
     One step = max|w| / (2^(bits-1) - 1) per output channel (all indices but the last): symmetric,
@@ -397,10 +281,10 @@ def quantize_weights(named_tensors, bits=None):
         raise ValueError(f"rollout.quantize_bits={bits} must be null or a number from 2 to 16.")
     if bits is None:
         return iter(named_tensors)
-    return ((name, _rounded(t, bits) if t.dim() > 1 else t) for name, t in named_tensors)
+    return ((name, _round_to_bits(t, bits) if t.dim() > 1 else t) for name, t in named_tensors)
 
 
-def _rounded(weight, bits):
+def _round_to_bits(weight: Tensor, bits: int) -> Tensor:
     w = weight.detach().float()  # [..., out, in]
     step = w.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)  # [..., out, 1]
     step = torch.where(step > 0, step, 1.0)
@@ -410,7 +294,9 @@ def _rounded(weight, bits):
 # ---- plumbing: nothing below is about the method ------------------------------------------------
 
 
-def _check_request(engine, prompts, seeds, temperature, max_tokens):
+def check_request(engine: Engine, prompts: Sequence[Sequence[int]], seeds: Sequence[int],
+                  temperature: float, max_tokens: int) -> None:
+    """Raise ValueError with a sentence where the engine must not take this request."""
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts need as many seeds, not {len(seeds)}.")
     if temperature != 0 and temperature < 0.01:  # vLLM would raise it to 0.01 without a word
@@ -427,12 +313,14 @@ def _check_request(engine, prompts, seeds, temperature, max_tokens):
                              f"{max_tokens} within max_model_len={engine.max_model_len}.")
 
 
-def _every_weight_once(named_tensors, model):
+def every_weight_once(named_tensors: Iterable[NamedTensor], model: nn.Module
+                      ) -> Iterator[NamedTensor]:
     """Yield (name, tensor) for each parameter of `model`; raise if one is unknown or missing.
 
     Tied parameters (lm_head and embedding) are one parameter with two names: either will do.
     """
-    first_name, names = {}, {}
+    first_name: dict[int, str] = {}
+    names: dict[str, tuple[str, torch.Size]] = {}
     for name, parameter in model.state_dict(keep_vars=True).items():
         names[name] = first_name.setdefault(id(parameter), name), parameter.shape
     left = set(first_name.values())

@@ -24,23 +24,27 @@ if __name__ == "__main__":
 import math
 import sys
 from collections import defaultdict
+from dataclasses import fields
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from centering import candidate_tables
 from correction import Correction, RolloutCorrectionConfig, correct, importance_weights
 from estimators import (grpo_advantages, masked_log_ratio, reinforce_advantages,
                         rloo_advantages)
-from losses import Counts, count, kl_loss, kl_penalty, kl_ratio, loss_means, policy_loss
+from kernels.shapes import Shape, pad_rows, to_device
+from losses import (Counts, LossConfig, count, kl_loss, kl_penalty, kl_ratio, loss_means,
+                    policy_loss)
 from metrics import merge
 from plumbing import signals
 from plumbing.faults import reported
 from plumbing.run import Run, opened
 from plumbing.settings import Config, correction_of, help_text, kl_of, load_config
 from plumbing.tasks import seed_of
-from policy import Policy, Shape, padded, sent
+from policy import Policy
 from rollout import Sample
 
 
@@ -150,7 +154,7 @@ def sample(run: Run, step: int) -> tuple[Batch, dict]:
     worst = torch.where(known, rewards, math.inf).view(-1, n).amin(1)
     mine = advantages.view(-1, n)[rank::world].flatten()                                # [B]
     batch = pad(prompts, samples, mine, run.device)
-    mask = batch.response_mask & sent(run.device, kept)[0][:, None]                     # [B, T]
+    mask = batch.response_mask & to_device(run.device, kept)[0][:, None]                # [B, T]
     return batch._replace(response_mask=mask), {
         "reward/mean": rewards.sum() / known.sum().clamp(min=1),
         "reward/std": rewards[known].std(correction=0) if known.any() else torch.tensor(0.0),
@@ -164,38 +168,28 @@ def sample(run: Run, step: int) -> tuple[Batch, dict]:
 
 def pad(prompts: list[list[int]], samples: list[Sample], advantages: Tensor, device) -> Batch:
     (before, prompt_mask), (after, mask) = (
-        padded(prompts, "left"), padded([s.tokens for s in samples], "right", least=1))
-    rollout_log_prob, _ = padded([s.log_probs for s in samples], "right", least=1)
+        pad_rows(prompts, "left"), pad_rows([s.tokens for s in samples], "right", least=1))
+    rollout_log_prob, _ = pad_rows([s.log_probs for s in samples], "right", least=1)
     batch = Batch(torch.cat([before, after], 1), torch.cat([prompt_mask, mask], 1),
-                  *sent(device, mask.bool(), advantages[:, None].expand_as(mask),
-                        rollout_log_prob.float()))
+                  *to_device(device, mask.bool(), advantages[:, None].expand_as(mask),
+                             rollout_log_prob.float()))
     if samples[0].kept is not None:
-        [kept] = sent(device, kept_ids(samples, after))
+        [kept] = to_device(device, kept_ids(samples, after))
         batch = batch._replace(kept=kept)
     if samples[0].candidates is not None:
-        ids, log_mu = sent(device, *candidate_tables(samples, mask.bool()))
+        tables = [table for s in samples for table in s.candidates]
+        ids, log_mu = to_device(device, *candidate_tables(tables, mask.bool()))
         batch = batch._replace(candidates=ids, candidate_log_prob=log_mu)
     return batch
 
 
 def kept_ids(samples: list[Sample], tokens: Tensor) -> Tensor:
     """[B, T, K] of what μ kept: each set is filled up with its token of [B, T], which is in it."""
-    sizes, _ = padded([[len(ids) for ids in s.kept] for s in samples], "right", least=1)
+    sizes, _ = pad_rows([[len(ids) for ids in s.kept] for s in samples], "right", least=1)
     kept = tokens[:, :, None].repeat(1, 1, max(1, int(sizes.max()))).int()
     kept[torch.arange(kept.shape[-1]) < sizes[:, :, None]] = torch.tensor(
         [v for s in samples for ids in s.kept for v in ids], dtype=torch.int)
     return kept
-
-
-def candidate_tables(samples: list[Sample], mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and log μ of the candidates of each token, filled up with 0 and −∞: [B, T, K] twice."""
-    tables = [table for s in samples for table in s.candidates]
-    most = max(map(len, tables))
-    ids, log_mu = (torch.full((*mask.shape, most), fill) for fill in (0, -math.inf))
-    ids[mask] = torch.tensor([[*table, *[0] * (most - len(table))] for table in tables])
-    log_mu[mask] = torch.tensor([[*table.values(), *[-math.inf] * (most - len(table))]
-                                 for table in tables])
-    return ids, log_mu
 
 
 def micro_batches(batch: Batch, config: Config, together: bool = False) -> list[Tensor]:
@@ -219,7 +213,7 @@ def log_probs(policy: Policy, batch: Batch, candidates: Tensor | None = None
     And of candidates in the place of each token, where there are any: [B, T, K].
     """
     width, device = batch.response_mask.shape[1], batch.response_mask.device
-    given = (*sent(device, batch.tokens, batch.attention), width,
+    given = (*to_device(device, batch.tokens, batch.attention), width,
              Shape.of(batch.tokens, batch.attention, width, device), batch.kept)
     return (policy(*given), None) if candidates is None else policy(*given, candidates)
 
@@ -229,7 +223,7 @@ def score(policy: Policy, batch: Batch, config: Config) -> Tensor:
     """Log-probs of all rows under a policy, without a graph: [B, T]"""
     log_prob = torch.zeros_like(batch.rollout_log_prob)
     for rows in micro_batches(batch, config):
-        [there] = sent(log_prob.device, rows)
+        [there] = to_device(log_prob.device, rows)
         log_prob[there], _ = log_probs(policy, batch.rows(rows, there))
     return log_prob
 
@@ -265,9 +259,16 @@ def loss_weights(batch: Batch, options: RolloutCorrectionConfig) -> Tensor | Non
     """The factor of each token's score in the loss while π_θ = π_old, its clip aside: [B, T]."""
     given = batch.old_log_prob, batch.rollout_log_prob, batch.response_mask
     if options.ratio_is_the_weight:
-        level = "geometric" if options.loss_type == "gspo" else "token"
-        return importance_weights(masked_log_ratio(*given), batch.response_mask, level, math.inf)
+        return importance_weights(masked_log_ratio(*given), batch.response_mask,
+                                  options.loss.level, math.inf)
     return correct(*given, options, batch.advantages, dist.group.WORLD).weights
+
+
+def loss_of(config: Config) -> LossConfig:
+    """Return the section `loss` as `policy_loss` takes it; a horizon is the longest response."""
+    given = {of.name: getattr(config.loss, of.name) for of in fields(LossConfig)
+             if of.name != "horizon"}
+    return LossConfig(**given, horizon=config.rollout.max_tokens)
 
 
 class Update(NamedTuple):
@@ -293,18 +294,15 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig, correction=
     counts = whole if how.denominator == "fixed" else global_counts(correction.mask)
     sums, corrections = defaultdict(float), []
     for rows in micro_batches(batch, config, together=not config.policy.gradient_checkpointing):
-        [there] = sent(batch.response_mask.device, rows)
+        [there] = to_device(batch.response_mask.device, rows)
         part = batch.rows(rows, there)
         log_prob, candidates = log_probs(policy, part, part.candidates)         # [B, T], [B, T, K]
         corrections.append(correction.rows(there) if correction else correct(
             log_prob, part.rollout_log_prob, part.response_mask, options, part.advantages))
         loss, metrics = policy_loss(
             log_prob, part.old_log_prob, part.rollout_log_prob, part.advantages,
-            part.response_mask, options, correction=corrections[-1], clip_low=how.clip_low,
-            clip_high=how.clip_high, dual_clip=how.dual_clip, tau_positive=how.tau_positive,
-            tau_negative=how.tau_negative, mode=how.aggregation, denominator=how.denominator,
-            counts=counts, horizon=config.rollout.max_tokens,
-            candidates=(candidates, part.candidate_log_prob))
+            part.response_mask, options, loss_of(config), correction=corrections[-1],
+            counts=counts, candidates=(candidates, part.candidate_log_prob))
         metrics = {k: v for k, v in metrics.items() if k.startswith("loss/")}
         if part.ref_log_prob is not None:
             kind, level = kl_of(how)

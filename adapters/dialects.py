@@ -12,10 +12,10 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, cast
 
-from correction import (KL_CRITERIA, PRESETS, RolloutCorrectionConfig, choice, flag, interval,
-                        nearest, number)
+from correction import PRESETS, RolloutCorrectionConfig
+from rejection import CRITERIA, choice, flag, interval, nearest, number
 
 WRAPPERS = ("trainer", "loss", "algorithm", "actor_rollout_ref", "actor", "rollout",
             "rollout_correction", "off_policy_correction")
@@ -35,10 +35,11 @@ SKYRL = (
 PRIME = ("type", "eps", "ipo_threshold", "max_importance_ratio", "dppo_mask_low", "dppo_mask_high",
          "ratio_low", "ratio_high", "score_centering", "adv_tau", "kl_tau")
 OWN = ("preset", *(f.name for f in fields(RolloutCorrectionConfig)))
+KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}           # verl's names of the estimators
 
 
 def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
-    """A block of verl's, SkyRL's or prime-rl's configuration as ours.  (eq:correction)
+    """A block of verl's, SkyRL's or prime-rl's configuration as ours.
 
     Takes, flat or inside their sections (algorithm.rollout_correction, off_policy_correction, …):
         verl PR 2953   tis_imp_ratio_cap, at first imp_ratio_cap or behav_imp_weight_cap
@@ -82,6 +83,12 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         raise ValueError("calculate_log_probs is false, but a correction needs the rollout's "
                          "log-probs")
     return config
+
+
+def kl_kind(name: str) -> str:
+    """verl's name of a KL estimator, with or without its "+", as ours; ours stay."""
+    base = name.removesuffix("+")
+    return KL_NAMES.get(base, base) + name[len(base):]
 
 
 def _flatten(mapping: Any, into: dict) -> dict:
@@ -143,20 +150,23 @@ def _from_verl_060(block: Mapping) -> RolloutCorrectionConfig:
 
 def _from_verl(block: Mapping) -> RolloutCorrectionConfig:
     get = block.get
-    level, threshold = get("rollout_is"), get("rollout_is_threshold", 2.0)
+    level: Any = get("rollout_is")
+    threshold: Any = get("rollout_is_threshold", 2.0)
     if isinstance(threshold, str) and "_" in threshold:
         threshold = interval("rollout_is_threshold", threshold.split("_"))
     if threshold is None:
         level, threshold = None, 2.0                                # verl: no threshold, no weights
-    bypass = any([flag(key, get(key, False))
-                  for key in ("bypass_mode", "bypass_old_logprob_for_rollout")])
-    loss_type = "ppo_clip" if get("loss_type") is None else get("loss_type")
+    both = [flag(key, get(key, False))
+            for key in ("bypass_mode", "bypass_old_logprob_for_rollout")]      # each is looked at
+    bypass = any(both)
+    loss_type: Any = "ppo_clip" if get("loss_type") is None else get("loss_type")
     for key in ("use_policy_gradient", "use_pure_rollout_correction"):
         if flag(key, get(key, False)):
             if not bypass:
                 raise ValueError(f"{key} needs bypass_mode true")
             loss_type = "reinforce"
-    return RolloutCorrectionConfig(level, threshold, get("rollout_is_batch_normalize", False),
+    return RolloutCorrectionConfig(level, cast(Any, threshold),
+                                   get("rollout_is_batch_normalize", False),
                                    _verl_rejection(block), bypass, loss_type)
 
 
@@ -191,12 +201,13 @@ def _verl_rejection(block: Mapping) -> dict[str, Any]:
 
 
 K1_OF_LEVEL = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-VERL_CRITERIA = tuple(name for name in KL_CRITERIA if name != "seq_max_k1")
+VERL_CRITERIA = ("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+                 "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3")
 
 
-def _verl_criteria(names: str, bounds: str) -> dict[str, Any]:
+def _verl_criteria(given: str, bounds: str) -> dict[str, Any]:
     """"token_k1,seq_mean_k3" and "0.5_2.0,0.01", or one bound for all of them."""
-    names = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    names = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
     parts = [part.strip() for part in bounds.split(",") if part.strip()]
     if len(parts) == 1:
         parts = parts * len(names)
@@ -205,15 +216,15 @@ def _verl_criteria(names: str, bounds: str) -> dict[str, Any]:
                          f"rollout_rs, not {bounds!r}")
     for name in names:
         choice("rollout_rs", name, VERL_CRITERIA)
-    return {name: _on_rho(part) if name.endswith("k1") else number("rollout_rs_threshold", part)
-            for name, part in zip(names, parts)}
+    return {name: _on_rho(part) if CRITERIA[name].read is interval
+            else number("rollout_rs_threshold", part) for name, part in zip(names, parts)}
 
 
 def _on_rho(text: str) -> tuple[float, float]:
     """verl 0.9 bounds −log ρ by (log lo, log hi): on ρ that is [1/hi, 1/lo]."""
     key = "rollout_rs_threshold"
     lo, hi = text.split("_", 1) if "_" in text else (1 / number(key, text), text)
-    lo, hi = interval(key, (lo, hi))
+    lo, hi = cast(tuple[float, float], interval(key, (lo, hi)))        # neither end is open
     if not math.isclose(lo * hi, 1, rel_tol=1e-9):
         warnings.warn(f"{key} {text!r}: verl 0.9 bounds 1/ρ with it, which on ρ is [{1 / hi:.6g}, "
                       f"{1 / lo:.6g}]; write rollout_rs as a mapping to bound ρ itself",

@@ -17,8 +17,9 @@ import torch
 from trl import GRPOTrainer
 
 from correction import correct
-from losses import Counts, loss_means, policy_loss
+from losses import Counts, LossConfig, loss_means, policy_loss
 from metrics import merge, to_host
+from rejection import CRITERIA
 
 AGGREGATION = {"dapo": "token-sum", "cispo": "token-sum", "bnpo": "token-mean",
                "grpo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean",
@@ -40,7 +41,7 @@ def _group():
     return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
 
 
-class WeightedGRPOTrainer(GRPOTrainer):
+class WeightedGRPOTrainer(GRPOTrainer):         # pyright: ignore[reportGeneralTypeIssues]
     """TRL's loss × our weights, on what our mask keeps.  (eq:decoupled-ppo)"""
 
     def __init__(self, *args, correction, **kwargs):
@@ -65,7 +66,7 @@ class WeightedGRPOTrainer(GRPOTrainer):
         return batch
 
 
-class PolicyLossGRPOTrainer(GRPOTrainer):
+class PolicyLossGRPOTrainer(GRPOTrainer):       # pyright: ignore[reportGeneralTypeIssues]
     """TRL's generation and updates around `policy_loss`.  (eq:decoupled-ppo, eq:bypass)"""
 
     def __init__(self, *args, correction, **kwargs):
@@ -82,7 +83,8 @@ class PolicyLossGRPOTrainer(GRPOTrainer):
             "router_aux_loss_coef": self.aux_loss_enabled,
             "delta below 1 + epsilon_high": (self.args.delta or 9e9) < 1 + self.epsilon_high,
             "rollout_is_batch_normalize": correction.rollout_is_batch_normalize,
-            "rollout_rs second_moment": "second_moment" in correction.rollout_rs,
+            **{f"rollout_rs {name}": CRITERIA[name].of == "batch"
+               for name in correction.rollout_rs},
             "score_centering": correction.score_centering})
         self.correction = replace(correction, loss_type=own if named else asked)
         self._sums, self._statistics = {}, {}           # by phase, since its last log
@@ -100,13 +102,14 @@ class PolicyLossGRPOTrainer(GRPOTrainer):
             sampled = torch.where(sampled.isnan(), train, sampled)      # none from vLLM: ρ = 1
             correction = correct(train, sampled, mask, self.correction, advantages)
         high, cispo = self.epsilon_high, self.loss_type == "cispo"      # whose r is at most high
-        loss, sums = policy_loss(
-            log_prob, old, sampled, advantages, mask, self.correction, correction=correction,
-            mode=AGGREGATION[self.loss_type], counts=Counts(mask.sum(), len(mask)),
-            horizon=self.max_completion_length,
+        how = LossConfig(
             clip_low=1 if cispo else self.epsilon_low, clip_high=high - 1 if cispo else high,
             dual_clip=args.delta, tau_positive=args.sapo_temperature_pos,
-            tau_negative=args.sapo_temperature_neg)
+            tau_negative=args.sapo_temperature_neg, aggregation=AGGREGATION[self.loss_type],
+            horizon=self.max_completion_length)
+        loss, sums = policy_loss(
+            log_prob, old, sampled, advantages, mask, self.correction, how, correction=correction,
+            counts=Counts(mask.sum(), mask.new_tensor(len(mask))))
         accumulated = self.current_gradient_accumulation_steps if self.model.training else 1
         parts = accumulated
         if self.loss_type in ("dapo", "cispo"):         # the tokens of the whole generation batch
@@ -116,7 +119,7 @@ class PolicyLossGRPOTrainer(GRPOTrainer):
         return loss / parts
 
     def _add(self, sums, correction) -> None:
-        """Add a micro-batch's sums and statistics to those since the last log.  (eq:merge)"""
+        """Add a micro-batch's sums and statistics to those since the last log."""
         phase, sums = _phase(self), sums | {"calls": sums["loss/kept_tokens"].new_ones(())}
         before = self._sums.get(phase, {})
         self._sums[phase] = {name: x.detach() + before.get(name, 0) for name, x in sums.items()}
@@ -126,7 +129,7 @@ class PolicyLossGRPOTrainer(GRPOTrainer):
             self._statistics[phase] = found.merge([earlier]) if alike else found
 
     def log(self, logs, start_time=None):
-        """Log means over all kept tokens, not TRL's mean of calls.  (eq:aggregation, eq:merge)"""
+        """Log means over all kept tokens, not TRL's mean of calls."""
         phase, group = _phase(self), _group()
         sums, statistics = self._sums.pop(phase, {}), self._statistics.pop(phase, None)
         if sums:

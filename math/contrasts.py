@@ -27,14 +27,15 @@ def holm(p_values: dict, family: int | None = None) -> dict:
     false rejection or more stays below the level at which the adjusted p is compared (Holm 1979).
     """
     left, highest, adjusted = family or len(p_values), 0.0, {}
-    for name in sorted(p_values, key=p_values.get):
+    for name in sorted(p_values, key=p_values.__getitem__):
         highest = max(highest, min(1.0, left * p_values[name]))
         adjusted[name], left = highest, left - 1
     return adjusted
 
 
 def mcnemar(one: list[bool], other: list[bool]) -> float:
-    """Two-sided exact p that both are as often true: of the pairs that differ, a fair coin's tails."""
+    """Two-sided exact p that both are as often true: of the pairs that
+    differ, a fair coin's tails."""
     more = sum(a and not b for a, b in zip(one, other, strict=True))
     less = sum(b and not a for a, b in zip(one, other, strict=True))
     n = more + less

@@ -1,9 +1,10 @@
-"""Does training collapse without correction, and does correction rescue it? The runs, one line each.
+"""Does training collapse without correction, and does correction rescue
+it? The runs, one line each.
 
-    python math/study.py                         # what study.yaml asks for and study.csv has not got
-                                                 # yet; then the figures and, in chapter 10, the tables
-    python math/study.py math/study-64.yaml      # the same for the second study
-    python math/study.py --quick                 # three runs of it and runs/quick.png: collapse and rescue
+    python math/study.py                     # what study.yaml asks for and study.csv has not got
+                                             # yet; then the figures, and chapter 10's tables
+    python math/study.py math/study-64.yaml  # the same for the second study
+    python math/study.py --quick             # three runs of it and runs/quick.png: collapse, rescue
 
 A cell is (regime, method, seed). Each runs the trainer in a process of its own, `--workers` at a
 time, and adds one line to study.csv when it ends: stop this at any time, and start it again.
@@ -12,6 +13,7 @@ time, and adds one line to study.csv when it ends: stop this at any time, and st
 import argparse
 import csv
 import fcntl
+import itertools
 import json
 import os
 import statistics
@@ -22,8 +24,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, cast
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +39,7 @@ def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
     """Trains, and reads its line of the table out of the run's metrics."""
     import trainer
     from plumbing.checkpoints import read_metrics
+    from plumbing.run import directory_of
     config = config_of(study, regime, method, seed)
     log = Path("runs") / ".study" / f"{config.run}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -49,9 +53,10 @@ def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
     if study.get("evaluator") == "float32":
         trainer.evaluate = in_float32(trainer.evaluate)
     trainer.start(config)
-    lines = read_metrics(Path("runs") / config.run / "metrics.jsonl")
+    lines = read_metrics(directory_of(config) / "metrics.jsonl")
     recorded = {"steps": judged(lines[:study["record"]])} if "record" in study else {}
-    return {"regime": regime, "method": method, "seed": seed, **summary(lines), **shares, **counted, **recorded,
+    return {"regime": regime, "method": method, "seed": seed, **summary(lines), **shares, **counted,
+            **recorded,
             "seconds": round(time.perf_counter() - began, 1)}
 
 
@@ -74,9 +79,10 @@ def warm_start(config, lock: Path) -> None:
 
 
 def in_float32(evaluate):
-    """One evaluator for all arms: the transformers engine in float32, whatever samples the rollouts."""
+    """One evaluator for all arms: the transformers engine in float32,
+    whatever samples the rollouts."""
+    from plumbing.engines import make_engine
     from plumbing.tasks import make_demo_model
-    from rollout import make_engine
 
     def evaluated(run):
         sampler, path = run.engine, run.config.policy.path or make_demo_model(run.config, run.task)
@@ -91,7 +97,8 @@ def in_float32(evaluate):
 
 
 def watch(trainer) -> dict:
-    """Will hold the first update's shares of tokens whose π_θ/μ is beyond either end of the clip, by A's sign."""
+    """Will hold the first update's shares of tokens whose π_θ/μ is beyond either end
+    of the clip, by A's sign."""
     import torch
     loss, found = trainer.policy_loss, {}
 
@@ -171,8 +178,10 @@ def sgd_with_adams_first_step(run):
     def scale(optimizer, *_):
         gradients = [p.grad for p in run.policy.parameters()]
         if not factor:                          # AdamW's first step is lr · g/(|g| + ε)
-            of_adam = torch.cat([(g / (g.abs() + 1e-8)).full_tensor().flatten() for g in gradients]).norm()
-            factor.append(of_adam / torch.cat([g.full_tensor().flatten() for g in gradients]).norm())
+            of_adam = torch.cat([(g / (g.abs()
+                                       + 1e-8)).full_tensor().flatten() for g in gradients]).norm()
+            factor.append(of_adam
+                          / torch.cat([g.full_tensor().flatten() for g in gradients]).norm())
         for g in gradients:
             g.mul_(factor[0])
 
@@ -182,7 +191,7 @@ def sgd_with_adams_first_step(run):
 
 def summary(lines: list[dict]) -> dict:
     """One line of study.csv. Means over the steps; χ², whose tail is heavy, as the median."""
-    def each(name, default=None):
+    def each(name, default: Any = None) -> list[Any]:
         return [line.get(f"rollout_corr/{name}", default) for line in lines]
 
     accuracy = [(line["step"], line["eval/accuracy"]) for line in lines if "eval/accuracy" in line]
@@ -213,16 +222,19 @@ def summary(lines: list[dict]) -> dict:
 
 def judged(lines: list[dict]) -> str:
     """What `diagnose` looks at, step by step: JSON with four digits."""
-    from metrics import HEALTHY
+    from doctor import HEALTHY
     names = {row[0] for row in HEALTHY} | {"is_ratio_mean", "is_ratio_z", "kl", "kl_z"}
-    steps = [{name.removeprefix("rollout_corr/"): float(f"{value:.4g}") for name, value in line.items()
+    steps = [{name.removeprefix("rollout_corr/"): float(f"{value:.4g}")
+              for name, value in line.items()
               if name.removeprefix("rollout_corr/") in names} for line in lines]
     return json.dumps(steps, separators=(",", ":"))
 
 
 def area(values: list[float]) -> float:
-    """Under evenly spaced values by trapezoids, divided by its width: a mean whose ends count half."""
-    return statistics.mean((a + b) / 2 for a, b in zip(values, values[1:])) if values[1:] else values[0]
+    """Under evenly spaced values by trapezoids, divided by its width: a
+    mean whose ends count half."""
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(values)]
+    return statistics.mean(middles or values)
 
 
 def smooth(values: list[float], width: int = 5) -> list[float]:
@@ -237,14 +249,16 @@ def first(flags):
 # ------------------------------------------------------------------------------------- all of them
 
 def wanted(study: dict) -> list[tuple[str, str, int]]:
-    """The cells, each once, block by block and seed by seed; method `presets` stands for all of them."""
+    """The cells, each once, block by block and seed by seed; method
+    `presets` stands for all of them."""
     from correction import HISTORICAL, PRESETS
     presets = [name for name in PRESETS if name not in HISTORICAL and name != "disabled"]
     found = {}
     for block in study["cells"]:
         regimes = list(study["regimes"]) if block["regimes"] == "all" else block["regimes"]
         for regime in regimes:
-            methods = [m for method in block["methods"] for m in (presets if method == "presets" else [method])]
+            methods = [m for method in block["methods"]
+                       for m in (presets if method == "presets" else [method])]
             found |= {(regime, method, seed): None for seed in block["seeds"] for method in methods}
     return list(found)
 
@@ -264,6 +278,8 @@ def write(path: Path, rows: list[dict]) -> None:
 
 
 def run_all(study: dict, path: Path, workers: int) -> None:
+    if sys.version_info < (3, 11):
+        sys.exit("a study gives each of its runs a process of its own: that takes Python 3.11")
     rows = read(path)
     done = {(row["regime"], row["method"], int(row["seed"])) for row in rows}
     todo = [cell for cell in wanted(study) if cell not in done]
@@ -280,19 +296,23 @@ def run_all(study: dict, path: Path, workers: int) -> None:
 
 
 def declared(path: Path) -> dict:
-    """What a study declares; `like` names the study whose settings, regimes and methods it begins with."""
-    own = OmegaConf.load(path)
+    """What a study declares; `like` names the study whose settings, regimes
+    and methods it begins with."""
+    own = cast(DictConfig, OmegaConf.load(path))
     if "like" in own:
-        base = OmegaConf.load(path.with_name(own.like))
-        own = OmegaConf.merge({key: base[key] for key in ("settings", "evaluator", "regimes", "methods") if key in base}, own)
-    return {**OmegaConf.to_container(own), "name": path.stem}
+        base = cast(DictConfig, OmegaConf.load(path.with_name(own.like)))
+        kept = [key for key in ("settings", "evaluator", "regimes", "methods") if key in base]
+        own = OmegaConf.merge({key: base[key] for key in kept}, own)
+    return {**cast(dict, OmegaConf.to_container(own)), "name": path.stem}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("grid", nargs="?", type=Path, default=ROOT / "math" / "study.yaml")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time")
-    parser.add_argument("--quick", action="store_true", help="three runs of study-64.yaml and their picture")
+    parser.add_argument("--quick", action="store_true",
+                        help="three runs of study-64.yaml and their picture")
     options = parser.parse_args()
     if options.quick:
         return quick(options.workers)
@@ -308,7 +328,9 @@ def quick(workers: int) -> None:
     rows.parent.mkdir(parents=True, exist_ok=True)
     run_all(study | {"cells": [study["quick"]], "name": "quick"}, rows, workers)
     from figures import curves
-    curves(read(rows)).savefig(picture, dpi=110)
+    figure = curves(read(rows))
+    assert figure is not None              # it is made where no axis is given
+    figure.savefig(picture, dpi=110)
     print(picture)
 
 

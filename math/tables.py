@@ -1,9 +1,11 @@
 """Writes the generated tables between their markers, in README.md and in the chapters.
 
-Each table stands between <!-- begin: NAME --> and <!-- end: NAME -->; a file without a marker is left alone.
-No number is typed: all come from the presets, from the public functions, and from exact enumeration.
+Each table stands between <!-- begin: NAME --> and <!-- end: NAME -->; a file without a
+marker is left alone. No number is typed: all come from the presets, from the public
+functions, and from exact enumeration.
 
-    python math/tables.py    # write, about 15 s         python math/tables.py --check  # exit 1 when stale
+    python math/tables.py            # write, about 15 s
+    python math/tables.py --check    # exit 1 when stale
 """
 
 import copy
@@ -13,8 +15,10 @@ import json
 import re
 import statistics
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "math")]
@@ -26,10 +30,13 @@ from oracle import J, Policy, exact_gradient, expectation, kl, rewards, token_kl
 import words
 from adapters.dialects import from_dialect
 from contrasts import holm, mcnemar, sign_flip
-from correction import CRITERIA, HISTORICAL, PRESETS, RolloutCorrectionConfig, correct
-from estimators import kl_estimate
-from losses import kl_loss, policy_loss, reinforce_loss
-from metrics import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED, diagnose
+from correction import HISTORICAL, PRESETS, RolloutCorrectionConfig, correct
+from rejection import CRITERIA
+from rejection import interval as read_interval
+from surrogates import LOSSES
+from estimators import LEVELS, kl_estimate, masked_log_ratio
+from losses import LossConfig, kl_loss, policy_loss, reinforce_loss
+from doctor import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED, diagnose
 
 SUM = "seq-mean-token-sum"
 TODAY = [name for name in PRESETS if name not in HISTORICAL and name not in ("geo_rs", "pg_rs")]
@@ -37,8 +44,10 @@ TODAY = [name for name in PRESETS if name not in HISTORICAL and name not in ("ge
 
 def markdown(header, rows):
     """With a minus, not a hyphen, where a cell begins with a negative number."""
-    lines = [[str(cell).replace("|", "\\|") for cell in line] for line in (header, ["---"] * len(header), *rows)]
-    return re.sub(r"(?<=\| )-(?=\d)", "−", "\n".join("| " + " | ".join(line) + " |" for line in lines))
+    lines = [[str(cell).replace("|", "\\|") for cell in line]
+             for line in (header, ["---"] * len(header), *rows)]
+    return re.sub(r"(?<=\| )-(?=\d)", "−",
+                  "\n".join("| " + " | ".join(line) + " |" for line in lines))
 
 
 def number(x, digits=2):
@@ -62,16 +71,29 @@ def weights_in_words(config):
 
 
 def rejection_in_words(config):
-    of_rho = {"token": "token", "seq_sum": "product of", "seq_mean": "geometric mean of", "seq_max": "every"}
-    of_k = {"token": "token", "seq_sum": "sum of", "seq_mean": "mean", "seq_max": "worst"}
-    others = {"opsm": "mean −log ρ", "token_tv": "|π − μ|", "token_tv_outward": "sign(A)(π − μ)",
-              "second_moment": "mean (log ρ)²"}
-    words = []
-    for name, bound in config.rollout_rs.items():
-        where, kind = name.rsplit("_", 1) if "_k" in name else ("", "")
-        words.append(f"{of_rho[where]} ρ {interval(bound)}" if kind == "k1" else
-                     f"{f'{of_k[where]} {kind}' if kind else others[name]} ≤ {bound:g}")
-    return " and ".join(words) or "–"
+    return " and ".join(
+        f"{CRITERIA[name].statistic} "
+        + (f"≤ {bound:g}" if isinstance(bound, float) else interval(bound))
+        for name, bound in config.rollout_rs.items()) or "–"
+
+
+def criteria():
+    """The rows of CRITERIA: what is kept, and what it takes to judge."""
+    rows = [[f"`{name}`", row.of, row.statistic,
+             "[lo, hi]" if row.read is read_interval else "upper bound",
+             ", ".join(f"`{needed}`" for needed in row.needs) or "–"]
+            for name, row in CRITERIA.items()]
+    return markdown(["criterion", "of each", "keeps while this is within", "bound", "also needs"],
+                    rows)
+
+
+def losses():
+    """The rows of LOSSES: their own numbers, and which ratio they have."""
+    ratio = {"token": "r of the token", "geometric": "geometric mean of r", None: "none"}
+    rows = [[f"`{name}`", row.meaning, ratio[row.level], ", ".join(
+        f"`{key}` {'null' if own is None else f'{own:g}'}" for key, own in row.own.items()) or "–"]
+        for name, row in LOSSES.items()]
+    return markdown(["loss", "what it does", "ratio", "its own numbers"], rows)
 
 
 def presets():
@@ -96,10 +118,12 @@ def kl_table():
 
     def loss(kind, ratio=None):
         def per_response(ratios):  # each response as a batch of one: [N]
-            weight = {None: None, "graph": ratios, "sg": ratios.detach(), "prefix": ratios.cumprod(-1),
+            weight = {None: None, "graph": ratios, "sg": ratios.detach(),
+                      "prefix": ratios.cumprod(-1),
                       "sg prefix": ratios.cumprod(-1).detach()}[ratio]
             return torch.stack([kl_loss(lp[[i]], ref_lp[[i]], mask[[i]], kind, SUM,
-                                        ratio=None if weight is None else weight[[i]]) for i in range(rows)])
+                                        ratio=None if weight is None else weight[[i]])
+                                for i in range(rows)])
 
         return per_response
 
@@ -113,7 +137,10 @@ def kl_table():
         return per_response
 
     def square(whole_ratio):
-        return lambda ratios: (ratios.detach().prod(-1) if whole_ratio else 1) * ell.sum(-1).square() / 2
+        def value(ratios):
+            weight = ratios.detach().prod(-1) if whole_ratio else 1
+            return weight * ell.sum(-1).square() / 2
+        return value
 
     def prefix(ratios):
         to_go = (ratios.cumprod(-1) * ell).detach().flip(-1).cumsum(-1).flip(-1)
@@ -151,17 +178,20 @@ def kl_table():
             ratios = torch.where(mask, lp - sampler.log_probs().detach(), 0.0).exp()
             values = estimator(ratios)
             gradient = exact_gradient(pi, expectation(sampler, values))
-            per_token = [exact_gradient(pi, token_kl(p, q, sampler)) for p, q in ((pi, ref), (ref, pi))]
+            per_token = [exact_gradient(pi, token_kl(p, q, sampler))
+                         for p, q in ((pi, ref), (ref, pi))]
             value = number(expectation(sampler, values).item() / true) if place == "loss" else "–"
-            distances = [((gradient - target).norm() / full.norm()).item() for target in (full, *per_token)]
+            distances = [((gradient - target).norm() / full.norm()).item()
+                         for target in (full, *per_token)]
             line += [value, *map(number, distances)]
         lines.append(line)
     gradients = ["∇KL", "per-token ∇KL", "per-token ∇KL(π_ref‖π)"]
-    header = ["estimator", "in the", "on-policy: value", *gradients, "off-policy: value", *gradients]
+    header = ["estimator", "in the", "on-policy: value", *gradients,
+              "off-policy: value", *gradients]
     return markdown(header, lines)
 
 
-# ---------------------------------------------------------------------------------- bias and variance
+# -------------------------------------------------------------------------------- bias and variance
 
 def long_policy(T, seed):
     """A policy that seldom ends before T, so that most responses have T tokens."""
@@ -171,45 +201,68 @@ def long_policy(T, seed):
     return policy
 
 
-def field(config, theta, old, mu, advantages):
-    """∇ of every response's objective in one call: by the logits of its states [N, T, V], the correction, the mean.
+def without_end(config, train_lp, mu_lp, mask, advantages, visits):
+    """Decide as `correct` does, for a batch in which each response is met `visits` [B, 1] often.
 
-    With N rows, N·loss is the sum of the rows' losses; d/d log π(v) of it, of the tokens' own and of all other v
-    that score centering subtracts, is what each token contributes.
+    That changes second_moment alone: the worst tokens go until the mean under μ is met.
+    """
+    others = {name: x for name, x in config.rollout_rs.items() if name != "second_moment"}
+    decided = correct(train_lp, mu_lp, mask, replace(config, rollout_rs=others), advantages)
+    if others == config.rollout_rs:
+        return decided
+    squares = masked_log_ratio(train_lp.detach(), mu_lp, mask).square()
+    ordered, order = squares[mask].sort()
+    share = (visits * mask)[mask][order]
+    fits = (ordered * share).cumsum(0) <= config.rollout_rs["second_moment"] * share.cumsum(0)
+    return replace(decided, mask=decided.mask & (squares <= ordered[fits][-1]))
+
+
+def field(config, theta, old, mu, advantages):
+    """∇ of every response's objective in one call: by the logits of its states [N, T,
+    V], the correction, the mean.
+
+    With N rows, N·loss is the sum of the rows' losses; d/d log π(v) of it, of the tokens' own and
+    of all other v that score centering subtracts, is what each token contributes.
     """
     states, tokens, mask = theta.states, theta.tokens[..., None], theta.mask
-    every, mu_every = theta.step_log_probs()[states], mu.step_log_probs().detach()[states]          # [N, T, V]
-    lp, old_lp, mu_lp = every.gather(-1, tokens)[..., 0] * mask, old.log_probs().detach(), mu.log_probs().detach()
+    # [N, T, V]
+    every, mu_every = theta.step_log_probs()[states], mu.step_log_probs().detach()[states]
+    lp = every.gather(-1, tokens)[..., 0] * mask
+    old_lp, mu_lp = old.log_probs().detach(), mu.log_probs().detach()
     visits = mu.probs().detach()[:, None]
-    correction = words.bare(config, lp if config.bypass_mode else old_lp, mu_lp, mask, advantages, visits)
-    loss, _ = policy_loss(lp, old_lp, mu_lp, advantages, mask, config, correction=correction, mode=SUM,
-                          candidates=(every, mu_every))
+    correction = without_end(config, lp if config.bypass_mode else old_lp, mu_lp, mask, advantages,
+                             visits)
+    loss, _ = policy_loss(lp, old_lp, mu_lp, advantages, mask, config, LossConfig(aggregation=SUM),
+                          correction=correction, candidates=(every, mu_every))
     of_logs = -len(lp) * torch.autograd.grad(loss, every)[0]
     by_logits = of_logs - every.detach().exp() * of_logs.sum(-1, keepdim=True)
-    mean = torch.zeros_like(theta.logits).index_add(0, states.flatten(), (by_logits * visits[..., None]).flatten(0, 1))
+    mean = torch.zeros_like(theta.logits).index_add(0, states.flatten(),
+                                                    (by_logits * visits[..., None]).flatten(0, 1))
     return by_logits, correction, mean.flatten().detach()
 
 
 def side_by_side(policies):
     """Independent policies as the blocks of one, so that one call computes all of them."""
     whole = Policy(policies[0].V, policies[0].T)
-    whole.tokens, whole.mask = (torch.cat([getattr(p, x) for p in policies]) for x in ("tokens", "mask"))
+    whole.tokens, whole.mask = (torch.cat([getattr(p, x) for p in policies])
+                                for x in ("tokens", "mask"))
     whole.states = torch.cat([p.states + i * len(p.logits) for i, p in enumerate(policies)])
     whole.logits = torch.cat([p.logits.detach() for p in policies]).requires_grad_()
     return whole
 
 
 def moments(config, theta, old, mu, advantages, policies=1):
-    """Of each of the policies side by side: mean [policies, P] and variance (trace) [policies] of the gradient from one
-    response, and the share of tokens that count [policies].
+    """Of each of the policies side by side: mean [policies, P] and variance (trace) [policies] of
+    the gradient from one response, and the share of tokens that count [policies].
     """
     def of_each(values):
         return (mu.probs().detach() * values).reshape(policies, -1).sum(-1)
 
     by_logits, correction, mean = field(config, theta, old, mu, advantages)
     mean = mean.reshape(policies, -1)
-    second = of_each(by_logits.square().sum((-1, -2)))          # each token has its own row of logits
-    counts = correction.mask.bool() & (True if correction.weights is None else correction.weights > 0)
+    second = of_each(by_logits.square().sum((-1, -2)))  # each token has its own row of logits
+    counts = correction.mask.bool() & (True if correction.weights is None
+                                       else correction.weights > 0)
     kept = of_each(counts.double().sum(-1)) / of_each(theta.mask.double().sum(-1))
     return mean, second - mean.square().sum(-1), kept
 
@@ -227,10 +280,13 @@ def root_mean_square(values, units):
 
 @cache
 def crowd(T):
-    """Random policies side by side, noise for the logits of others near them, and a reward of every response."""
+    """Random policies side by side, noise for the logits of others near them, and a
+    reward of every response."""
     alone = [long_policy(T, seed) for seed in range(POLICIES)]
-    noise = [torch.cat([Policy(3, T, seed + first).logits.detach() for seed in range(POLICIES)]) for first in (100, 200)]
-    return side_by_side(alone), noise, torch.cat([rewards(p, seed + 300) for seed, p in enumerate(alone)])
+    noise = [torch.cat([Policy(3, T, seed + first).logits.detach() for seed in range(POLICIES)])
+             for first in (100, 200)]
+    return side_by_side(alone), noise, torch.cat([rewards(p, seed + 300)
+                                                  for seed, p in enumerate(alone)])
 
 
 def near(policy, noise, size):
@@ -250,8 +306,8 @@ def studies(T, size, update):
 
 
 def bias_and_std(config, T, size, update=0.0):
-    """Over random policies, root mean square in units of |∇J|: bias, its standard error, standard deviation;
-    and the share kept.
+    """Over random policies, root mean square in units of |∇J|: bias, its standard error, standard
+    deviation; and the share kept.
     """
     old, mu, theta, advantages, target = studies(T, size, update)
     mean, variance, kept = moments(config, theta, old, mu, advantages, POLICIES)
@@ -270,15 +326,16 @@ REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
 IDEAS_OF_2026 = {
     "`rollout_is: prefix`, C = 2": RolloutCorrectionConfig("prefix", **REINFORCE),
     "`score_centering`": RolloutCorrectionConfig(score_centering=True, **REINFORCE),
-    "`score_centering`, token ρ, C = 2": RolloutCorrectionConfig("token", score_centering=True, **REINFORCE),
+    "`score_centering`, token ρ, C = 2": RolloutCorrectionConfig("token", score_centering=True,
+                                                                 **REINFORCE),
     "`token_tv: 0.3`, token ρ (IPO)": from_dialect({"loss": {"type": "ipo"}}),
     "`token_tv_outward: 0.2`, token ρ (DPPO)": from_dialect({"loss": {"type": "default"}}),
     "`second_moment: 0.04` (M2PO)": RolloutCorrectionConfig(rollout_rs={"second_moment": 0.04})}
 
 
 def studied():
-    """The presets; before them the exact weight, after them this year's ideas, and two with bounds that short
-    responses can meet."""
+    """The presets; before them the exact weight, after them this year's ideas, and two with bounds
+    that short responses can meet."""
     return {"sequence ρ, C = ∞": RolloutCorrectionConfig.bypass_pg_is(torch.inf),
             **{f"`{name}`": PRESETS[name]() for name in TODAY},
             **IDEAS_OF_2026,
@@ -289,11 +346,13 @@ def studied():
 def collapsed(rows, later=None):
     """Rows with the same figures as one that names all.
 
-    Where they differ in the column `later` alone, it says first what is decoupled and then what is bypass.
+    Where they differ in the column `later` alone, it says first what is
+    decoupled and then what is bypass.
     """
     groups = {}
     for name, *figures in rows:
-        groups.setdefault(tuple(x for i, x in enumerate(figures) if i != later), []).append((name, figures))
+        key = tuple(x for i, x in enumerate(figures) if i != later)
+        groups.setdefault(key, []).append((name, figures))
     lines = []
     for same in groups.values():
         figures = list(same[0][1])
@@ -307,7 +366,8 @@ def collapsed(rows, later=None):
 
 def bias_variance():
     settings = [(4, 0.05, 0), (4, 0.2, 0), (4, 0.5, 0), (2, 0.2, 0), (8, 0.2, 0), (4, 0.2, 0.2)]
-    names = [f"Δ = {size:g}, T = {T}" + (", later" if update else "") for T, size, update in settings]
+    names = [f"Δ = {size:g}, T = {T}" + (", later" if update else "")
+             for T, size, update in settings]
     rows = []
     for name, config in studied().items():
         found = [bias_and_std(config, *setting) for setting in settings]
@@ -340,8 +400,8 @@ FORMULAS = {
     "PREFIX_mean": "mean of w over tokens",
     "PREFIX_std": "standard deviation of w over tokens (N)",
     "PREFIX_eff_sample_size": "(Σw)²/(NΣw²) over tokens",
-    "PREFIX_max": "largest w; above token level largest ρ",
-    "PREFIX_min": "smallest w; above token level smallest ρ",
+    "PREFIX_max": "largest w",
+    "PREFIX_min": "smallest w",
     "PREFIX_seq_mean": "mean over responses of w̄, a response's mean w",
     "PREFIX_seq_std": "standard deviation of w̄ (N − 1)",
     "PREFIX_seq_eff_sample_size": "(Σw̄)²/(NΣw̄²) over responses",
@@ -353,15 +413,16 @@ FORMULAS = {
     "PREFIX_seq_fraction_high": "share of responses whose mean ρ is above hi (C)",
     "PREFIX_seq_fraction_low": "share of responses whose mean ρ is below lo (1/C)",
     "rollout_is_masked_fraction": "share of tokens with w = 0, outside [lo, hi]",
-    "rollout_is_oob_ratio": "rollout_is_masked_fraction, SkyRL's name",
+    "rollout_is_per_sequence": "1 where a response has one weight, 0 where its tokens have",
     "rollout_is_seq_masked_fraction": "share of responses with a token of w = 0",
-    "rollout_is_batch_norm_factor": "what the weights were divided by: their mean, by token or response",
-    "tis_token_clip_high_ratio": "rollout_is_ratio_fraction_high at token level, SkyRL's name",
-    "tis_seq_clip_high_ratio": "rollout_is_ratio_fraction_high at sequence level, SkyRL's name",
-    "rollout_is_catastrophic_token_fraction": "share of tokens with ρ_t < lo, the veto: the lower bound of seq_max_k1",
+    "rollout_is_batch_norm_factor":
+        "what the weights were divided by: their mean, by token or response",
+    "rollout_is_catastrophic_token_fraction":
+        "share of tokens with ρ_t < lo, the veto: the lower bound of seq_max_k1",
     "rollout_is_veto_fraction": "share of responses with a token of ρ_t below the veto",
-    "CRITERION_mean": "mean of its statistic s over tokens: k1, k2 or k3 per token, or its sum, mean or maximum; "
-                      "|π − μ|, for token_tv_outward sign(A)(π − μ); (log ρ)² for second_moment",
+    "CRITERION_mean": "mean of its statistic s over tokens: k1, k2 or k3 per token, or its sum, "
+                      "mean or maximum; |π − μ|, for token_tv_outward sign(A)(π − μ); (log ρ)² for "
+                      "second_moment",
     "CRITERION_max": "largest s",
     "CRITERION_min": "smallest s",
     "CRITERION_std": "standard deviation of s limited to its bounds (N)",
@@ -370,16 +431,14 @@ FORMULAS = {
     "CRITERION_seq_max": "largest s̄",
     "CRITERION_seq_min": "smallest s̄",
     "CRITERION_seq_max_deviation": "largest |s̄|",
-    "CRITERION_fraction_high": "share of tokens, or responses, with s above its bounds: ρ too low for k1",
-    "CRITERION_fraction_low": "share of tokens, or responses, with s below its bounds: ρ too high for k1",
+    "CRITERION_fraction_high":
+        "share of tokens, or responses, with s above its bounds: ρ too low for k1",
+    "CRITERION_fraction_low":
+        "share of tokens, or responses, with s below its bounds: ρ too high for k1",
     "CRITERION_seq_fraction_high": "share of responses with s̄ (seq: s) above its bounds",
     "CRITERION_seq_fraction_low": "share of responses with s̄ (seq: s) below its bounds",
     "CRITERION_masked_fraction": "share of tokens that it rejects",
     "CRITERION_seq_masked_fraction": "share of responses that lose a token to it",
-    "token_mask_ratio": "rollout_rs_token_k1_masked_fraction, SkyRL's name",
-    "SKYRL_under_low_ratio": "share of responses rejected for a low ρ, by seq_max_k1, seq_sum_k1 or seq_mean_k1",
-    "SKYRL_over_high_ratio": "share of responses rejected for a high ρ, by seq_max_k1, seq_sum_k1 or seq_mean_k1",
-    "SKYRL_masked_ratio": "share of responses that seq_max_k1, seq_sum_k1 or seq_mean_k1 rejects",
     "rollout_rs_masked_fraction": "share of tokens that any criterion rejects",
     "rollout_rs_seq_masked_fraction": "share of responses that lose a token",
     "all_rejected": "1 when no token is left",
@@ -389,11 +448,11 @@ FORMULAS = {
 def every_metric():
     """The names of all metrics that any configuration reports."""
     pi, names = Policy(V=3, T=3, seed=0), {}
-    bounds = {name: (0.5, 2.0) if name.endswith("k1") else 0.1 for name in CRITERIA}
-    for level in ("token", "prefix", "sequence", "geometric"):
-        for first in ("token_k1", "seq_sum_k1", "seq_mean_k1"):
-            config = RolloutCorrectionConfig(level, (0.5, 2.0), True, {first: (0.5, 2.0), **bounds})
-            names |= correct(pi.log_probs(), pi.log_probs(), pi.mask, config, -pi.mask.double()).metrics
+    bounds = {name: (0.5, 2.0) if row.read is read_interval else 0.1
+              for name, row in CRITERIA.items()}
+    for level in LEVELS:
+        config = RolloutCorrectionConfig(level, (0.5, 2.0), True, bounds)
+        names |= correct(pi.log_probs(), pi.log_probs(), pi.mask, config, -pi.mask.double()).metrics
     return [name.removeprefix("rollout_corr/") for name in names]
 
 
@@ -401,46 +460,53 @@ def family(name):
     """The row of FORMULAS that a metric belongs to."""
     if name in FORMULAS:
         return name
-    for pattern, stands_for in ((f"rollout_rs_(?:{'|'.join(sorted(CRITERIA, key=len)[::-1])})", "CRITERION"),
-                                ("outlier_seq|product_sequence_mask|geo_sequence_mask", "SKYRL"),
-                                ("rollout_is_raw|rollout_is|rollout_rs", "PREFIX")):
+    criterion = f"rollout_rs_(?:{'|'.join(sorted(CRITERIA, key=len)[::-1])})"
+    for pattern, stands_for in ((f"rollout_is_raw|rollout_is|{criterion}_rho", "PREFIX"),
+                                (criterion, "CRITERION")):
         if found := re.fullmatch(f"(?:{pattern})_(.*)", name):
             return f"{stands_for}_{found[1]}"
     return name
 
 
 def metrics():
-    """What `diagnose` judges, then what a correction reports; a name without a formula is a KeyError."""
+    """What `diagnose` judges, then what a correction reports; a name
+    without a formula is a KeyError."""
     judged = [[f"`{name}`", f"{low:g}" if low == high else f"{low:g} to {high:g}", meaning, remedy]
               for name, low, high, meaning, remedy in HEALTHY]
     judged.insert(0, ["`k3_kl`, with nothing that corrects it", f"0 to {UNCORRECTED:g}",
-                      "the step is that of another objective", "take weights: correction.preset=decoupled_token_is"])
-    judged += [[f"`{name}`", f"below {limit:g}", meaning, remedy] for name, (limit, meaning, remedy) in SEVERE.items()]
+                      "the step is that of another objective",
+                      "take weights: correction.preset=decoupled_token_is"])
+    judged += [[f"`{name}`", f"below {limit:g}", meaning, remedy]
+               for name, (limit, meaning, remedy) in SEVERE.items()]
     lessons = [[", ".join(f"`{name}` = {value}" for name, value in values.items()), meaning, remedy]
                for values, meaning, remedy in NO_LESSON]
     names = every_metric()
-    formulas = [[f"`{row}`", FORMULAS[row]] for row in dict.fromkeys(family(name) for name in names)]
+    formulas = [[f"`{row}`", FORMULAS[row]]
+                for row in dict.fromkeys(family(name) for name in names)]
     return (markdown(["metric", "healthy", "outside it", "what to turn"], judged)
             + "\n\nA step that teaches nothing has its reason named, the first that holds:\n\n"
             + markdown(["where", "why", "what to turn"], lessons)
-            + f"\n\nThese are all {len(names)} metrics, `rollout_corr/` left out. PREFIX is `rollout_is` (w: the weights as applied), "
-            "`rollout_is_raw` (w: ρ at their level)\nor `rollout_rs` (w: ρ at the level of the first k1 criterion); CRITERION "
-            "is `rollout_rs_` and the criterion's name; SKYRL is\n`outlier_seq`, `product_sequence_mask` or "
-            "`geo_sequence_mask`. ρ is a token's, or its sequence's product or geometric mean;\nN how many tokens or responses there are.\n\n"
+            + f"\n\nThese are all {len(names)} metrics, `rollout_corr/` left out. PREFIX is "
+            "`rollout_is` (w: the weights before they are normalised), `rollout_is_raw` (w: ρ at "
+            "their level) or\nCRITERION`_rho` (w: ρ at the level of a criterion that bounds it); "
+            "CRITERION is `rollout_rs_` and the criterion's name.\nρ is a token's, or its "
+            "sequence's product or geometric mean; N how many tokens or responses there are. "
+            "Other\nsystems' names for them are in `adapters/names.py`.\n\n"
             + markdown(["metric", "formula"], formulas))
 
 
-# ------------------------------------------------------------------------------------ gradient field
+# ----------------------------------------------------------------------------------- gradient field
 
 def ascend(config, start, noise, reward, lagging, beta=0.3, steps=400, rate=0.1, lag=8):
     """Exact ascent on E[R] − β KL(π‖start), without sampling noise: the logits of every step.
 
-    The gradient of E[R] is the preset's, in expectation over μ; that of the KL is the true one, for all.
-    start, noise: lists of policies and of what is added to the sampler's logits; reward [policies, N, 1];
-    lagging [policies]: whether μ follows `lag` steps behind, or stays at the start. Every step sets π_old := π_θ
-    and is a step of Adam, whose rate falls linearly to 0; Adam works on each logit alone, so the studies
-    do not touch one another. After it the logits are rounded to multiples of 2⁻²². Where a bound rejects, the ascent is
-    chaotic: the last bit of a sum, which depends on the processor, would decide what is rejected 400 steps later.
+    The gradient of E[R] is the preset's, in expectation over μ; that of the KL is the true one, for
+    all. start, noise: lists of policies and of what is added to the sampler's logits; reward
+    [policies, N, 1]; lagging [policies]: whether μ follows `lag` steps behind, or stays at the
+    start. Every step sets π_old := π_θ and is a step of Adam, whose rate falls linearly to 0; Adam
+    works on each logit alone, so the studies do not touch one another. After it the logits are
+    rounded to multiples of 2⁻²². Where a bound rejects, the ascent is chaotic: the last bit of a
+    sum, which depends on the processor, would decide what is rejected 400 steps later.
     """
     origin, theta, old, mu = (side_by_side(start) for _ in range(4))
     noise, shape = torch.cat(noise), reward.shape
@@ -462,14 +528,16 @@ def ascend(config, start, noise, reward, lagging, beta=0.3, steps=400, rate=0.1,
 
 
 def gain_reached(logits, start, reward, beta=0.3):
-    """Of the possible gain in J = E[R] − β KL(π‖start), the share that each study reached: [policies].
+    """Of the possible gain in J = E[R] − β KL(π‖start), the share that
+    each study reached: [policies].
 
     The optimum is known: π* ∝ start·exp(R/β), with J* = β log E_start[exp(R/β)].
     """
     origin, end = side_by_side(start), side_by_side(start)
     end.logits = logits
     log_p, log_q = (x.log_probs().detach().sum(-1).reshape(reward.shape) for x in (end, origin))
-    before, best = (log_q.exp() * reward).sum((1, 2)), beta * (log_q + reward / beta).logsumexp((1, 2))
+    before = (log_q.exp() * reward).sum((1, 2))
+    best = beta * (log_q + reward / beta).logsumexp((1, 2))
     value = (log_p.exp() * (reward - beta * (log_p - log_q))).sum((1, 2))
     return (value - before) / (best - before)
 
@@ -477,7 +545,8 @@ def gain_reached(logits, start, reward, beta=0.3):
 def gradient_field(studies=10, size=0.5):
     start = [Policy(V=3, T=3, seed=seed) for seed in range(studies)] * 2
     reward = torch.stack([rewards(p, seed % studies + 300) for seed, p in enumerate(start)])
-    noise = [(p.perturbed(i % studies + 100, size).logits - p.logits).detach() for i, p in enumerate(start)]
+    noise = [(p.perturbed(i % studies + 100, size).logits - p.logits).detach()
+             for i, p in enumerate(start)]
     lagging = torch.arange(2 * studies) >= studies
     rows, ends = [], {}
     for name, config in studied().items():
@@ -485,20 +554,24 @@ def gradient_field(studies=10, size=0.5):
         clips = config.bypass_mode and config.loss_type == "ppo_clip"
         key = weights_in_words(config), rejection_in_words(config), clips, config.score_centering
         if key not in ends:
-            ends[key] = gain_reached(ascend(config, start, noise, reward, lagging)[-1], start, reward)
+            ends[key] = gain_reached(ascend(config, start, noise, reward, lagging)[-1], start,
+                                     reward)
         parts = ends[key][~lagging], ends[key][lagging]
         figures = [x.item() for part in parts for x in (part.mean(), part.min())]
         rows.append([name, *(f"{round(x, 2) + 0.0:.2f}" for x in figures)])
-    return markdown(["preset", "fixed μ: mean", "worst", "lagging μ: mean", "worst"], collapsed(rows))
+    return markdown(["preset", "fixed μ: mean", "worst", "lagging μ: mean", "worst"],
+                    collapsed(rows))
 
 
 # ------------------------------------------------------------------------- batch-size invariance
 
 def consume(config, start, reward, parts, oldest, shares=8, rounds=20, rate=1.0):
-    """The logits after `rounds` of exact ascent on data of mixed age, each consumed in `parts` updates.
+    """The logits after `rounds` of exact ascent on data of mixed age, each
+    consumed in `parts` updates.
 
-    A round has eight shares of data, sampled by the policies of 0 … `oldest` rounds ago, evenly; π_old is
-    the policy at its start. An update sums the shares it takes, so the step per share is always the same.
+    A round has eight shares of data, sampled by the policies of 0 … `oldest` rounds ago,
+    evenly; π_old is the policy at its start. An update sums the shares it takes, so the step
+    per share is always the same.
     """
     theta, old, mu = (side_by_side(start) for _ in range(3))
     ages, path = [round(share * oldest / (shares - 1)) for share in range(shares)], []
@@ -506,7 +579,7 @@ def consume(config, start, reward, parts, oldest, shares=8, rounds=20, rate=1.0)
         path.append(theta.logits.detach().clone())
         old.logits = path[-1]
         for part in range(parts):
-            total = 0.0
+            total: Any = 0.0
             for age in ages[part::parts]:
                 mu.logits = path[max(0, len(path) - 1 - age)]
                 value = (mu.probs().reshape(reward.shape) * reward).sum(1, keepdim=True)
@@ -523,7 +596,8 @@ OBJECTIVES = {"decoupled": "decoupled_token_is", "coupled": "bypass_ppo_clip"}
 
 @cache
 def gains_by_batch_size():
-    """{(objective, oldest age, mini-batches): share of the gain in E[R] reached, mean of ten policies}"""
+    """{(objective, oldest age, mini-batches): share of the gain in E[R]
+    reached, mean of ten policies}"""
     start = [Policy(V=3, T=3, seed=seed) for seed in range(10)]
     reward, found = torch.stack([rewards(p, seed + 300) for seed, p in enumerate(start)]), {}
 
@@ -544,7 +618,8 @@ def batch_size():
     gains = gains_by_batch_size()
     rows = [[f"{name} (`{preset}`)", age, *(f"{gains[name, age, parts]:.2f}" for parts in PARTS)]
             for name, preset in OBJECTIVES.items() for age in AGES]
-    return markdown(["objective", "oldest data, rounds", *(f"{n} update{'s' * (n > 1)}" for n in PARTS)], rows)
+    return markdown(["objective", "oldest data, rounds", *(f"{n} update{'s' * (n > 1)}"
+                                                           for n in PARTS)], rows)
 
 
 # ----------------------------------------------------------------------------- the study's results
@@ -560,7 +635,8 @@ def runs(study="study"):
 
 
 def paired(rows, other, name="final_accuracy"):
-    """Mean difference over common seeds, of the final accuracies or another column, and the half-width of its 95 % interval."""
+    """Mean difference over common seeds, of the final accuracies or another column, and the
+    half-width of its 95 % interval."""
     seeds = sorted(set(rows) & set(other))
     differences = [float(rows[s][name]) - float(other[s][name]) for s in seeds]
     student = STUDENT[min(len(seeds), 20) - 2]
@@ -568,9 +644,11 @@ def paired(rows, other, name="final_accuracy"):
 
 
 # The 0.975 quantile of t with 1, 2, … 19 degrees of freedom.
-STUDENT = [12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+STUDENT = [12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,
+           2.160, 2.145, 2.131, 2.120,
            2.110, 2.101, 2.093]
-COMPARED = ["naive", "decoupled_token_is", "decoupled_seq_is", "decoupled_seq_is_rs", "bypass_ppo_clip", "bypass_pg_is"]
+COMPARED = ["naive", "decoupled_token_is", "decoupled_seq_is", "decoupled_seq_is_rs",
+            "bypass_ppo_clip", "bypass_pg_is"]
 AGAIN = "_again"               # of a method that differs by its rounding alone
 
 
@@ -580,7 +658,8 @@ def mean_of(rows, name="final_accuracy"):
 
 def spread(rows, name="final_accuracy"):
     """Mean and standard deviation of a column."""
-    return f"{mean_of(rows, name):.2f} ± {statistics.stdev(float(row[name]) for row in rows.values()):.2f}"
+    deviation = statistics.stdev(float(row[name]) for row in rows.values())
+    return f"{mean_of(rows, name):.2f} ± {deviation:.2f}"
 
 
 def difference(rows, other):
@@ -588,21 +667,27 @@ def difference(rows, other):
     if rows is other:
         return "–"
     gap, width = paired(rows, other)
-    return f"{round(gap, 2) + 0:+.2f} ± {width:.2f}" + ("" if abs(gap) > width else ", not separable")     # −0.00 is 0
+    # −0.00 is 0
+    return f"{round(gap, 2) + 0:+.2f} ± {width:.2f}" + ("" if abs(gap) > width
+                                                        else ", not separable")
 
 
 def study(regime):
     """Means over seeds, sorted by the final accuracy; at least three seeds."""
-    lines, methods = [], {m: rows for m, rows in runs()[regime].items() if len(rows) > 2 and not m.endswith(AGAIN)}
+    lines, methods = [], {m: rows for m, rows in runs()[regime].items()
+                          if len(rows) > 2 and not m.endswith(AGAIN)}
     against = ("naive", "decoupled_token_is")
     for method, rows in sorted(methods.items(), key=lambda item: -mean_of(item[1])):
         final = [float(row["final_accuracy"]) for row in rows.values()]
         lines.append([
             f"`{method}`", len(rows), spread(rows), f"{min(final):.2f} to {max(final):.2f}",
-            *(difference(rows, methods[other]) for other in against), f"{mean_of(rows, 'best_accuracy'):.2f}",
-            f"{mean_of(rows, 'max_grad_norm'):.1f}", f"{mean_of(rows, 'ess_raw'):.2f}", f"{mean_of(rows, 'k3'):.3f}",
+            *(difference(rows, methods[other]) for other in against),
+            f"{mean_of(rows, 'best_accuracy'):.2f}",
+            f"{mean_of(rows, 'max_grad_norm'):.1f}", f"{mean_of(rows, 'ess_raw'):.2f}",
+            f"{mean_of(rows, 'k3'):.3f}",
             f"{100 * mean_of(rows, 'kept'):.0f} %"])
-    return markdown(["method", "seeds", "final accuracy", "lowest to highest", *(f"minus `{other}`" for other in against),
+    return markdown(["method", "seeds", "final accuracy",
+                     "lowest to highest", *(f"minus `{other}`" for other in against),
                      "best", "max ‖∇‖", "ESS/N", "k3", "kept"], lines)
 
 
@@ -620,12 +705,16 @@ FRONTIER = {"seeds 1 to 5, which singled it out": lambda seed, again: seed <= 5 
 
 
 def study_frontier(method="token_is_opsm", against="bypass_ppo_clip"):
-    """The best mean at the full rate against the best preset, by what part the runs had in choosing it."""
+    """The best mean at the full rate against the best preset, by what part
+    the runs had in choosing it."""
     lines = []
     for name, chosen in FRONTIER.items():
-        one, two = ({key: row for key, row in late_runs(m).items() if chosen(*key)} for m in (method, against))
-        lines.append([name, len(one), spread(one), spread(two), "{:+.2f} ± {:.2f}".format(*paired(one, two))])
-    return markdown(["runs", "number", f"`{method}`", f"`{against}`", "difference, paired, 95 %"], lines)
+        one, two = ({key: row for key, row in late_runs(m).items() if chosen(*key)}
+                    for m in (method, against))
+        lines.append([name, len(one), spread(one), spread(two),
+                      "{:+.2f} ± {:.2f}".format(*paired(one, two))])
+    return markdown(["runs", "number", f"`{method}`", f"`{against}`", "difference, paired, 95 %"],
+                    lines)
 
 
 def study_rounding():
@@ -637,7 +726,8 @@ def study_rounding():
                         for m in (method, method + AGAIN))
             moved = [abs(one[seed] - two[seed]) for seed in two]
             between = [abs(one[a] - one[b]) for a, b in itertools.combinations(two, 2)]
-            lines.append([f"`{regime}`", f"`{method}`", f"{statistics.mean(moved):.3f}", f"{max(moved):.3f}",
+            lines.append([f"`{regime}`", f"`{method}`", f"{statistics.mean(moved):.3f}",
+                          f"{max(moved):.3f}",
                           f"{statistics.mean(between):.3f}"])
     return markdown(["regime", "method", "same seed, other rounding: mean difference", "largest",
                      "other seed, same rounding: mean difference"], lines)
@@ -648,7 +738,8 @@ def per_token_k3(size, T):
     old, noise, _ = crowd(T)
     mu = near(old, noise[0], size)
     k3 = torch.where(old.mask, kl_estimate(mu.log_probs(), old.log_probs(), "k3"), 0.0).detach()
-    of, tokens = ((mu.probs().detach() * x.double().sum(-1)).reshape(POLICIES, -1).sum(-1) for x in (k3, old.mask))
+    of, tokens = ((mu.probs().detach() * x.double().sum(-1)).reshape(POLICIES, -1).sum(-1)
+                  for x in (k3, old.mask))
     return (of / tokens).mean().item()
 
 
@@ -670,8 +761,10 @@ def predictions(regime="staleness_8", common=0.1, samples=512):
 
     Bias and standard deviation as in `bias_and_std`; error: of a mean over so many samples.
     """
-    study, lines, errors, outcomes = yaml.safe_load((ROOT / "math/study.yaml").read_text()), [], {}, {}
-    for method in [*COMPARED, "geo_rs_wide", "seq_is_cap_5", "token_is_worst_token", "token_is_opsm"]:
+    study = yaml.safe_load((ROOT / "math/study.yaml").read_text())
+    lines, errors, outcomes = [], {}, {}
+    for method in [*COMPARED, "geo_rs_wide", "seq_is_cap_5", "token_is_worst_token",
+                   "token_is_opsm"]:
         k3, final = (mean_of(runs()[regime][method], name) for name in ("k3", "final_accuracy"))
         given = study["methods"].get(method, {"correction.preset": method})
         given = {key.removeprefix("correction."): value for key, value in given.items()}
@@ -687,9 +780,11 @@ def predictions(regime="staleness_8", common=0.1, samples=512):
 
     def correlation(but=None):
         return "{:+.2f}".format(statistics.correlation(
-            *(ranks([x for method, x in of.items() if method != but]) for of in (errors, outcomes)))).replace("-", "−")
+            *(ranks([x for method, x in of.items() if method != but])
+              for of in (errors, outcomes)))).replace("-", "−")
 
-    header = ["method", *(f"k3 = {common}, T = {T}" for T in (2, 4, 8)), "its own k3", "at that, T = 8",
+    header = ["method", *(f"k3 = {common}, T = {T}" for T in (2, 4, 8)), "its own k3",
+              "at that, T = 8",
               f"error of {samples}", "final accuracy"]
     return markdown(header, lines) + (
         f"\n\nRank correlation of predicted error and final accuracy: {correlation()}; "
@@ -697,17 +792,22 @@ def predictions(regime="staleness_8", common=0.1, samples=512):
 
 
 def warnings():
-    """Which metric crossed its line before a five-step mean reward fell by 0.1, and which in vain."""
-    rows = [row for of_regime in runs().values() for found in of_regime.values() for row in found.values()]
+    """Which metric crossed its line before a five-step mean reward fell
+    by 0.1, and which in vain."""
+    rows = [row for of_regime in runs().values() for found in of_regime.values()
+            for row in found.values()]
     fell = [row for row in rows if row["drop_step"]]
     lines = []
-    for name, line in (("ess", "ESS/N below 0.5"), ("k3", "k3 above 0.02"), ("grad_norm", "gradient norm above 2")):
-        ahead = [int(row["drop_step"]) - int(row[f"warned_{name}"]) for row in fell if row[f"warned_{name}"]]
+    for name, line in (("ess", "ESS/N below 0.5"), ("k3", "k3 above 0.02"),
+                       ("grad_norm", "gradient norm above 2")):
+        ahead = [int(row["drop_step"]) - int(row[f"warned_{name}"]) for row in fell
+                 if row[f"warned_{name}"]]
         ahead = [steps for steps in ahead if steps > 0]
         vain = sum(bool(row[f"warned_{name}"]) for row in rows if not row["drop_step"])
         lines.append([line, f"{len(ahead)} of {len(fell)}", f"{statistics.median(ahead):.0f}",
                       f"{vain} of {len(rows) - len(fell)}"])
-    return markdown(["line", "crossed before the loss", "steps ahead, median", "crossed in vain"], lines)
+    return markdown(["line", "crossed before the loss", "steps ahead, median", "crossed in vain"],
+                    lines)
 
 
 def study_grid():
@@ -728,7 +828,8 @@ def declared():
 
 
 def best_arm(arms):
-    """The largest mean area among the corrected arms that were declared for it; None before one has been run."""
+    """The largest mean area among the corrected arms that were declared for it;
+    None before one has been run."""
     there = [m for m in CORRECTIONS if m in arms]
     return max(there, key=lambda m: mean_of(arms[m], "area"), default=None)
 
@@ -742,20 +843,25 @@ def below_start(row):
 
 
 def contrasts(family):
-    """{(regime, one, other): (rows of one, of other)} of a family's contrasts, what there is of each."""
+    """{(regime, one, other): (rows of one, of other)} of a family's
+    contrasts, what there is of each."""
     found = {}
-    for regime, one, other in [(r, *pair) for part in family for r in part["regimes"] for pair in part["contrasts"]]:
+    for regime, one, other in [(r, *pair) for part in family for r in part["regimes"]
+                               for pair in part["contrasts"]]:
         arms = runs("study-64").get(regime, {})
         other = best_arm(arms) if other == "best" else other
-        seeds = set(declared()["judged"]["seeds"]) & set(arms.get(one, ())) & set(arms.get(other, ()))
-        found[regime, one, other] = [{s: arms[m][s] for s in sorted(seeds)} for m in (one, other) if m in arms]
+        common = set(arms.get(one, ())) & set(arms.get(other, ()))
+        seeds = common & set(declared()["judged"]["seeds"])
+        found[regime, one, other] = [{s: arms[m][s] for s in sorted(seeds)} for m in (one, other)
+                                     if m in arms]
     return found
 
 
 def study_64_contrasts(family):
     """Every contrast of a declared family, run or not; a verdict needs all its seeds."""
     found = contrasts(family)
-    whole = {key: pair for key, pair in found.items() if pair and len(pair[0]) == len(declared()["judged"]["seeds"])}
+    whole = {key: pair for key, pair in found.items()
+             if pair and len(pair[0]) == len(declared()["judged"]["seeds"])}
     p_area = {key: sign_flip([float(one[s]["area"]) - float(other[s]["area"]) for s in one])
               for key, (one, other) in whole.items()}
     holm_area = holm(p_area, family=len(found))
@@ -763,19 +869,22 @@ def study_64_contrasts(family):
     for (regime, one, other), pair in found.items():
         key, n = (regime, one, other), len(pair[0]) if len(pair) == 2 else 0
         line = [f"`{regime}`", f"`{one}` − {f'`{other}`' if other else 'best'}", n]
-        line += ["{:+.3f} ± {:.3f}".format(*paired(*pair, "area")) if n > 1 else "",
+        line += ["{:+.3f} ± {:.3f}".format(*paired(pair[0], pair[1], "area")) if n > 1 else "",
                  " : ".join(str(sum(map(ended_at_0, rows.values()))) for rows in pair) if n else ""]
         if key in whole:
-            line += [f"{p_area[key]:.4f}", f"{holm_area[key]:.3f}", "separable" if holm_area[key] <= 0.05 else "not separable"]
+            line += [f"{p_area[key]:.4f}", f"{holm_area[key]:.3f}",
+                     "separable" if holm_area[key] <= 0.05 else "not separable"]
         else:
             line += ["", "", "not run to the end" if n else "not run"]
         lines.append(line)
-    return markdown(["regime", "contrast", "seeds", "area, difference, 95 %", "ended at 0", "p, signs", "Holm",
+    return markdown(["regime", "contrast", "seeds", "area, difference, 95 %", "ended at 0",
+                     "p, signs", "Holm",
                      "verdict"], lines)
 
 
 def adjusted_mcnemar(family):
-    """Whether as many runs of each arm ended at 0: the exact p of every contrast of a family, adjusted."""
+    """Whether as many runs of each arm ended at 0: the exact p of every
+    contrast of a family, adjusted."""
     found = contrasts(family)
     return holm({key: mcnemar(*([ended_at_0(row) for row in rows.values()] for rows in pair))
                  for key, pair in found.items()}, family=len(found))
@@ -788,76 +897,96 @@ def study_64_arms():
         for arm, rows in sorted(arms.items(), key=lambda item: -mean_of(item[1], "area")):
             areas = [float(row["area"]) for row in rows.values()]
             deviation = f" ± {statistics.stdev(areas):.3f}" if areas[1:] else ""
-            lines.append([f"`{regime}`", f"`{arm}`", len(rows), f"{statistics.mean(areas):.3f}{deviation}",
+            lines.append([f"`{regime}`", f"`{arm}`", len(rows),
+                          f"{statistics.mean(areas):.3f}{deviation}",
                           f"{min(areas):.3f} to {max(areas):.3f}", f"{mean_of(rows):.2f}",
                           sum(map(below_start, rows.values())),
                           sum(map(ended_at_0, rows.values())), f"{mean_of(rows, 'ess_raw'):.2f}",
                           f"{mean_of(rows, 'k3'):.4f}", f"{100 * mean_of(rows, 'kept'):.0f} %",
                           f"{100 * mean_of(rows, 'clip_fraction'):.1f} %"])
-    return markdown(["regime", "arm", "seeds", "area", "lowest to highest", "final", "below start", "ended at 0", "ESS/N",
+    return markdown(["regime", "arm", "seeds", "area", "lowest to highest", "final", "below start",
+                     "ended at 0", "ESS/N",
                      "k3", "kept", "clipped"], lines)
 
 
 def study_64_empty():
-    """The control of mini-batches of which nothing is kept: its three arms, then its two contrasts."""
+    """The control of mini-batches of which nothing is kept: its three
+    arms, then its two contrasts."""
     arms, lines = runs("study-64-empty")["int4_fast"], []
     declaration = yaml.safe_load((ROOT / "math" / "study-64-empty.yaml").read_text())["judged"]
     for arm in dict.fromkeys(arm for pair in declaration["contrasts"] for arm in reversed(pair)):
         rows = arms[arm]
         areas = [float(row["area"]) for row in rows.values()]
         empty = [int(row["empty_updates"]) for row in rows.values()]
-        lines.append([f"`{arm}`", len(rows), f"{statistics.mean(areas):.3f} ± {statistics.stdev(areas):.3f}",
+        lines.append([f"`{arm}`", len(rows),
+                      f"{statistics.mean(areas):.3f} ± {statistics.stdev(areas):.3f}",
                       sum(map(below_start, rows.values())), sum(map(ended_at_0, rows.values())),
                       f"{100 * mean_of(rows, 'kept'):.0f} %", sum(map(bool, empty)), sum(empty)])
-    p = {(one, other): sign_flip([float(arms[one][s]["area"]) - float(arms[other][s]["area"]) for s in arms[one]])
+    p = {(one, other): sign_flip([float(arms[one][s]["area"]) - float(arms[other][s]["area"])
+                                  for s in arms[one]])
          for one, other in declaration["contrasts"]}
     adjusted = holm(p)
-    judged = [[f"`{one}` − `{other}`", "{:+.3f} ± {:.3f}".format(*paired(arms[one], arms[other], "area")), f"{p[one, other]:.4f}",
-               f"{adjusted[one, other]:.3f}", "separable" if adjusted[one, other] <= 0.05 else "not separable"]
+    judged = [[f"`{one}` − `{other}`",
+               "{:+.3f} ± {:.3f}".format(*paired(arms[one], arms[other], "area")),
+               f"{p[one, other]:.4f}",
+               f"{adjusted[one, other]:.3f}",
+               "separable" if adjusted[one, other] <= 0.05 else "not separable"]
               for one, other in p]
-    return (markdown(["arm", "seeds", "area", "below start", "ended at 0", "kept", "runs with an empty mini-batch", "such mini-batches"],
+    return (markdown(["arm", "seeds", "area", "below start", "ended at 0", "kept",
+                      "runs with an empty mini-batch", "such mini-batches"],
                      lines)
-            + "\n\n" + markdown(["contrast", "area, difference, 95 %", "p, signs", "Holm", "verdict"], judged))
+            + "\n\n" + markdown(["contrast", "area, difference, 95 %", "p, signs", "Holm",
+                                 "verdict"], judged))
 
 
 def study_empty():
-    """The first study's runs that kept least: final accuracy when an empty mini-batch still took its step, then of the
-    rerun, in which it takes none, and how many it had."""
+    """The first study's runs that kept least: final accuracy when an empty mini-batch still took
+    its step, then of the rerun, in which it takes none, and how many it had."""
     again, before = runs("study-empty"), runs("study-stepped")
     methods = dict.fromkeys(method for arms in again.values() for method in arms)
     lines = []
     for method in methods:
-        cells = {regime: (before[regime][method][1], arms[method][1]) for regime, arms in again.items()
+        cells = {regime: (before[regime][method][1], arms[method][1])
+                 for regime, arms in again.items()
                  if 1 in arms.get(method, ())}
-        lines.append([f"`{method}`", *("{:.2f} → {:.2f}, {}".format(float(cells[r][0]["final_accuracy"]),
-                      float(cells[r][1]["final_accuracy"]), cells[r][1]["empty_updates"]) if r in cells else "" for r in again)])
+        lines.append([f"`{method}`",
+                      *("{:.2f} → {:.2f}, {}".format(float(cells[r][0]["final_accuracy"]),
+                      float(cells[r][1]["final_accuracy"]), cells[r][1]["empty_updates"])
+                        if r in cells else "" for r in again)])
     return markdown(["preset", *(f"`{regime}`" for regime in again)], lines)
 
 
 def said(steps):
     """The sentences of `diagnose` on a run's first steps, by the metric that they begin with."""
     sentences = [sentence for step in steps for sentence in diagnose(step)]
-    return {sentence.split()[0] + (", uncorrected" if "nothing corrects it" in sentence else "") for sentence in sentences}
+    return {sentence.split()[0] + (", uncorrected" if "nothing corrects it" in sentence else "")
+            for sentence in sentences}
 
 
 def study_64_warned():
     """Counts the runs of which each sentence was said by the tenth step, by how the run ended."""
-    below, above, between, names = [], [], [], ["is_ratio_mean", "kl", "k3_kl, uncorrected", *(row[0] for row in HEALTHY)]
+    below, above, between, names = [], [], [], ["is_ratio_mean", "kl",
+                                                "k3_kl, uncorrected", *(row[0] for row in HEALTHY)]
     with (ROOT / "math" / "study-64-warnings.csv").open() as file:
         for row in csv.DictReader(file):
             end = runs("study-64")[row["regime"]][row["method"]][int(row["seed"])]
             gain = float(end["final_accuracy"]) - float(end["first_accuracy"])
-            (below if gain < 0 else above if gain >= 0.1 else between).append(said(json.loads(row["steps"])))
+            group = below if gain < 0 else above if gain >= 0.1 else between
+            group.append(said(json.loads(row["steps"])))
     lines = []
-    counted = {name: [sum(name in found for found in group) for group in (below, between, above)] for name in names}
+    counted = {name: [sum(name in found for found in group) for group in (below, between, above)]
+               for name in names}
     for name, counts in counted.items():
         if any(counts):
-            lines.append([f"`{name}`" if "," not in name else "`k3_kl`, with nothing that corrects it", *counts])
+            lines.append([f"`{name}`" if "," not in name
+                          else "`k3_kl`, with nothing that corrects it", *counts])
     silent = ", ".join(f"`{name}`" for name, counts in counted.items() if not any(counts))
     lines.append([f"{silent}", 0, 0, 0])
-    lines.append(["any sentence", *(f"{sum(map(bool, group))}" for group in (below, between, above))])
+    lines.append(["any sentence",
+                  *(f"{sum(map(bool, group))}" for group in (below, between, above))])
     lines.append(["runs", *map(len, (below, between, above))])
-    return markdown(["sentence about", "ended below their start", "up to 0.1 above", "at least 0.1 above"], lines)
+    return markdown(["sentence about", "ended below their start", "up to 0.1 above",
+                     "at least 0.1 above"], lines)
 
 
 def study_64_rounding():
@@ -865,13 +994,17 @@ def study_64_rounding():
     lines = []
     for regime, arms in runs("study-64").items():
         for arm in [m for m in arms if m + AGAIN in arms]:
-            moved = [abs(float(arms[arm][s]["area"]) - float(row["area"])) for s, row in arms[arm + AGAIN].items()]
-            lines.append([f"`{regime}`", f"`{arm}`", len(moved), f"{statistics.mean(moved):.3f}", f"{max(moved):.3f}"])
-    return markdown(["regime", "arm", "seeds", "same seed, other rounding: mean difference of the area", "largest"], lines)
+            moved = [abs(float(arms[arm][s]["area"]) - float(row["area"]))
+                     for s, row in arms[arm + AGAIN].items()]
+            lines.append([f"`{regime}`", f"`{arm}`", len(moved), f"{statistics.mean(moved):.3f}",
+                          f"{max(moved):.3f}"])
+    return markdown(["regime", "arm", "seeds",
+                     "same seed, other rounding: mean difference of the area", "largest"], lines)
 
 
 def study_64_score(regime="int4_fast"):
-    """The oracle's prediction, committed with the declaration, beside what came of it on the seeds that all arms have."""
+    """The oracle's prediction, committed with the declaration, beside what came of it on the
+    seeds that all arms have."""
     predicted = declared()["predicted"]
     arms = runs("study-64").get(regime, {})
     there = [arm for arm in predicted["int4_order"] if arm in arms]
@@ -884,32 +1017,43 @@ def study_64_score(regime="int4_fast"):
         places = [order.index(arm) + 1 if arm in order else "" for order in (there, found)]
         start = mean_of(rows[arm], "first_accuracy")
         rises = [mean_of(rows[arm], what) - start for what in ("area", "final_accuracy")]
-        lines.append([f"`{arm}`", len(seeds), *places, fails[arm in predicted["int4_fail"]], fails[rises[1] < 0],
+        lines.append([f"`{arm}`", len(seeds), *places, fails[arm in predicted["int4_fail"]],
+                      fails[rises[1] < 0],
                       *(f"{rise:+.3f}" for rise in rises)])
-    return markdown(["arm", "seeds", "place predicted", "found", "to end below its start", "found", "area − start",
+    return markdown(["arm", "seeds", "place predicted", "found", "to end below its start", "found",
+                     "area − start",
                      "final − start"], lines)
 
 
 def study_64_shares():
-    """Of the first update's tokens, by what μ makes of them and by the sign of A: before any arm has moved."""
-    merged = {}                    # regimes that differ by what comes later have the same first update
+    """Of the first update's tokens, by what μ makes of them and by the sign of A:
+    before any arm has moved."""
+    merged = {}  # regimes that differ by what comes later have the same first update
     for regime, arms in runs("study-64").items():
         if "rollout.quantize_bits" in declared()["regimes"][regime] and "bypass_ppo_clip" in arms:
-            seeds = arms["bypass_ppo_clip"]      # one arm: `_again` counts the first of its two micro-batches alone
+            # one arm: `_again` counts the first of its two micro-batches alone
+            seeds = arms["bypass_ppo_clip"]
             shares = [100 * mean_of(seeds, f"{end}_{sign}")
                       for end in ("below", "above") for sign in ("negative", "positive")]
-            merged.setdefault((len(seeds), *(f"{x:.2f} %" for x in shares)), []).append(f"`{regime}`")
-    return markdown(["regimes", "seeds", "π/μ < 0.8, A < 0: dropped", "π/μ < 0.8, A > 0", "π/μ > 1.2, A < 0",
-                     "π/μ > 1.2, A > 0: dropped"], [[", ".join(names), *rest] for rest, names in merged.items()])
+            merged.setdefault((len(seeds), *(f"{x:.2f} %"
+                                             for x in shares)), []).append(f"`{regime}`")
+    return markdown(["regimes", "seeds", "π/μ < 0.8, A < 0: dropped", "π/μ < 0.8, A > 0",
+                     "π/μ > 1.2, A < 0",
+                     "π/μ > 1.2, A > 0: dropped"],
+                    [[", ".join(names), *rest] for rest, names in merged.items()])
 
 
 def study_64_ends(regime="int4_fast"):
-    """What the ends of the clip do to training, paired by seed: declared as arms, not as contrasts."""
+    """What the ends of the clip do to training, paired by seed: declared
+    as arms, not as contrasts."""
     arms, against = runs("study-64")[regime], ("bypass_ppo_clip", "decoupled_token_is")
     lines = [[f"`{arm}`", len(arms[arm]), spread(arms[arm], "area"),
-              *("" if arm == other else "{:+.3f} ± {:.3f}".format(*paired(arms[arm], arms[other], "area")) for other in against)]
+              *("" if arm == other
+                else "{:+.3f} ± {:.3f}".format(*paired(arms[arm], arms[other], "area"))
+                for other in against)]
              for arm in ("bypass_ppo_clip", "bypass_high_open", "bypass_low_open", "bypass_open")]
-    return markdown(["arm", "seeds", "area", *(f"minus `{other}`, 95 %" for other in against)], lines)
+    return markdown(["arm", "seeds", "area", *(f"minus `{other}`, 95 %" for other in against)],
+                    lines)
 
 
 def areas(regime, arm):
@@ -931,22 +1075,29 @@ four bits, a trainer that ignores π_rollout comes to **{rounded['naive']}**, an
 Truncated importance weights bring it to **{rounded[token]}** (`{token}`) and **{rounded[seq]}** (`{seq}`).
 `{bypass}`, which takes π_rollout for π_old, comes to {rounded[bypass]}: each end of its clip pulls the policy towards
 the damage. Where the engine's weights are four steps late instead, and the steps a fifth as large, all three are better
-than none: {late[token]}, {late[seq]} and {late[bypass]}, against {late['naive']}."""
+than none: {late[token]}, {late[seq]} and {late[bypass]}, against {late['naive']}."""  # noqa: E501
 
 
 def advice():
     """What the two studies recommend; each line with the regime that it was measured in."""
-    (token, seq, bypass), coarse, vllm, long = CORRECTIONS, "int4_staleness_4", "vllm_bf16_staleness_4", "int4_fast_length_128"
-    late, both, on_time = (runs()[regime] for regime in ("staleness_8", "int4_staleness_4", "matched"))
-    small = [mean_of(late[f"small_steps_{name}"]) for name in ("token_is", "seq_is", "bypass_ppo_clip")]
-    ends = [mean_of(rows) for method, rows in on_time.items() if len(rows) > 2 and not method.endswith(AGAIN)]
+    token, seq, bypass = CORRECTIONS
+    coarse, vllm, long = "int4_staleness_4", "vllm_bf16_staleness_4", "int4_fast_length_128"
+    late, both, on_time = (runs()[regime]
+                           for regime in ("staleness_8", "int4_staleness_4", "matched"))
+    small = [mean_of(late[f"small_steps_{name}"])
+             for name in ("token_is", "seq_is", "bypass_ppo_clip")]
+    ends = [mean_of(rows) for method, rows in on_time.items()
+            if len(rows) > 2 and not method.endswith(AGAIN)]
     chosen = FRONTIER["all that had no part in choosing it"]
-    fair = {m: spread({key: row for key, row in late_runs(m).items() if chosen(*key)}) for m in ("token_is_opsm", bypass)}
-    geo = [row for regime in runs().values() for method, rows in regime.items() for row in rows.values()
-           if "_geo_rs" in method]                          # geo_rs and pg_rs are two of them by other names
+    fair = {m: spread({key: row for key, row in late_runs(m).items() if chosen(*key)})
+            for m in ("token_is_opsm", bypass)}
+    geo = [row for regime in runs().values() for method, rows in regime.items()
+           for row in rows.values()
+           if "_geo_rs" in method]  # geo_rs and pg_rs are two of them by other names
     fallen = sum(float(row["final_accuracy"]) < float(row["first_accuracy"]) for row in geo)
     narrow = runs("study-64")["int4_fast"]["decoupled_geo_rs"]
-    below = sum(below_start(row) for arm in (token, seq) for row in runs("study-64")[long][arm].values())
+    below = sum(below_start(row) for arm in (token, seq)
+                for row in runs("study-64")[long][arm].values())
     return f"""\
 * Coarse weights in the engine: `{seq}` or `{token}` (four bits, 64 tokens: {areas('int4_fast', seq)} and
   {areas('int4_fast', token)}, uncorrected {areas('int4_fast', 'naive')}; at a third of the rate {areas('int4_slow', seq)} and {areas('int4_slow', token)},
@@ -968,25 +1119,32 @@ def advice():
 * On time and rounded to six bits: `{token}` or `{seq}` gain little (64 tokens: {areas('int6', token)} and {areas('int6', seq)}, uncorrected
   {areas('int6', 'naive')}); nine tokens: `{token}`, with opsm or without, `{bypass}` and none end at {min(ends):.2f} to {max(ends):.2f}.
 * Not the `geo_rs` family with its bounds of 0.1 % on nine tokens (one seed in each of {len(runs())} regimes: {fallen} of {len(geo)}
-  runs ended below their start). At 64 tokens and four bits `decoupled_geo_rs` keeps {100 * mean_of(narrow, 'kept'):.0f} % and comes to {spread(narrow, 'area')}."""
+  runs ended below their start). At 64 tokens and four bits `decoupled_geo_rs` keeps {100 * mean_of(narrow, 'kept'):.0f} % and comes to {spread(narrow, 'area')}."""  # noqa: E501
 
 
 CORRECTIONS = ["decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip"]
 
 
-TABLES = {"study-64-summary": study_64_summary, "advice": advice, "study-64-contrasts": lambda: study_64_contrasts([declared()["judged"]]),
-          "study-64-later": lambda: study_64_contrasts(declared()["judged_later"]), "study-64-arms": study_64_arms,
-          "study-64-warned": study_64_warned, "study-64-empty": study_64_empty, "study-empty": study_empty,
-          "study-64-rounding": study_64_rounding, "study-64-score": study_64_score, "study-64-shares": study_64_shares,
+TABLES = {"study-64-summary": study_64_summary, "advice": advice,
+          "study-64-contrasts": lambda: study_64_contrasts([declared()["judged"]]),
+          "study-64-later": lambda: study_64_contrasts(declared()["judged_later"]),
+          "study-64-arms": study_64_arms,
+          "study-64-warned": study_64_warned, "study-64-empty": study_64_empty,
+          "study-empty": study_empty,
+          "study-64-rounding": study_64_rounding, "study-64-score": study_64_score,
+          "study-64-shares": study_64_shares,
           "study-64-ends": study_64_ends,
-          "words-prediction": lambda: markdown(*words.prediction()), "words-place": lambda: markdown(*words.pushes()),
+          "words-prediction": lambda: markdown(*words.prediction()),
+          "words-place": lambda: markdown(*words.pushes()),
           "words-ends": lambda: markdown(*words.ends()),
-          "study-matched": lambda: study("matched"), "study-staleness-8": lambda: study("staleness_8"),
+          "study-matched": lambda: study("matched"),
+          "study-staleness-8": lambda: study("staleness_8"),
           "study-int4": lambda: study("int4_staleness_4"),
           "study-vllm": lambda: study("vllm_bf16_staleness_8"), "study-rounding": study_rounding,
           "study-frontier": study_frontier,
           "study-predictions": predictions, "study-grid": study_grid, "study-warnings": warnings,
-          "batch-size": batch_size, "presets": presets, "kl-table": kl_table,
+          "batch-size": batch_size, "presets": presets, "criteria": criteria,
+          "losses": losses, "kl-table": kl_table,
           "bias-variance": bias_variance, "metrics": metrics, "gradient-field": gradient_field}
 
 
@@ -999,7 +1157,8 @@ def main(arguments):
     stale = []
     for path in [ROOT / "README.md", *sorted((ROOT / "math").glob("*.md"))]:
         old = path.read_text() if path.exists() else ""
-        marked = re.compile("<!-- begin: (" + "|".join(TABLES) + r") -->.*?<!-- end: \1 -->", re.DOTALL)
+        marked = re.compile("<!-- begin: (" + "|".join(TABLES) + r") -->.*?<!-- end: \1 -->",
+                            re.DOTALL)
         new = marked.sub(lambda found: block(found[1]), old)
         if new != old:
             stale.append(path)

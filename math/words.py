@@ -1,9 +1,9 @@
 """The second study's task in the oracle's world: all strings of eight brackets, exactly.
 
-A tabular policy over brackets has one row of logits for each beginning; 256 strings are all there are, 13 of them
-words within depth 3. Where one bracket is possible it errs with one small chance, else it throws a coin: the state
-after the warm start. Nothing is sampled: what an arm's update is in expectation over μ, and where forty of them
-end, are finite sums in float64.
+A tabular policy over brackets has one row of logits for each beginning; 256 strings are all there
+are, 13 of them words within depth 3. Where one bracket is possible it errs with one small chance,
+else it throws a coin: the state after the warm start. Nothing is sampled: what an arm's update is
+in expectation over μ, and where forty of them end, are finite sums in float64.
 
     python math/words.py       # the prediction that was committed with study-64.yaml
 """
@@ -13,7 +13,7 @@ import itertools
 import sys
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
@@ -23,13 +23,12 @@ import yaml
 from oracle import Policy, exact_gradient
 
 from adapters.dialects import from_dialect
-from correction import importance_weights, rejection_mask
-from estimators import masked_log_ratio
-from losses import policy_loss
+from correction import correct
+from losses import LossConfig, policy_loss
 from plumbing.tasks import balanced, next_brackets
 
 LENGTH, DEPTH = 8, 3                                   # brackets; most open at once
-PREDICTED, SHOWN = 8, 16                               # damaged policies that the prediction, the chapter averages over
+PREDICTED, SHOWN = 8, 16  # damaged policies that the prediction, the chapter averages over
 
 
 class Words(Policy):
@@ -44,8 +43,10 @@ class Words(Policy):
         self.tokens = torch.tensor([[int(b == ")") for b in s] for s in strings]).repeat(copies, 1)
         self.states = torch.cat([states + i * len(row) for i in range(copies)])
         self.mask = torch.ones_like(self.tokens, dtype=torch.bool)
-        self.reward = torch.tensor([float(balanced(s, DEPTH)) for s in strings], dtype=torch.float64).repeat(copies)
-        chance = {"(": 1 - error, ")": error, "()": 0.5}            # of "(", where these brackets are possible
+        right = [float(balanced(s, DEPTH)) for s in strings]
+        self.reward = torch.tensor(right, dtype=torch.float64).repeat(copies)
+        # of "(", where these brackets are possible
+        chance = {"(": 1 - error, ")": error, "()": 0.5}
         chances = [chance.get(next_brackets(b, LENGTH - len(b), DEPTH), 0.5) for b in row]
         first = torch.tensor(chances, dtype=torch.float64).repeat(copies)
         self.logits = torch.stack([first.log(), (1 - first).log()], -1).requires_grad_()
@@ -84,33 +85,14 @@ def damage_with(wanted, copies):
     (low, high), pi = (0.0, 2.0), start(copies)
     for _ in range(30):
         middle = (low + high) / 2
-        low, high = (middle, high) if chi2(pi, pi.moved(middle * damage(copies))) < wanted else (low, middle)
+        found = chi2(pi, pi.moved(middle * damage(copies)))
+        low, high = (middle, high) if found < wanted else (low, middle)
     return high
 
 
-def bare(config, train_lp, mu_lp, mask, advantages, visits=None):
-    """Weights and mask as `correct` gives them, without the metrics, which take most of the time.
-
-    second_moment is that of a batch without end, in which each response is met `visits` [B, 1] often: the worst
-    tokens go until the mean under μ is met.
-    """
-    log_ratio = masked_log_ratio(train_lp.detach(), mu_lp, mask)
-    weights, kept, criteria = None, mask, dict(config.rollout_rs)
-    bound = criteria.pop("second_moment", None)
-    if criteria:
-        kept = rejection_mask(log_ratio, mask, criteria, advantages, mu_lp)
-    if bound is not None:
-        squares, order = log_ratio.square()[mask].sort()
-        share = (visits * mask)[mask][order]
-        largest = squares[(squares * share).cumsum(0) <= bound * share.cumsum(0)][-1]
-        kept = kept & (log_ratio.square() <= largest)
-    if config.rollout_is is not None:
-        weights = importance_weights(log_ratio, mask, config.rollout_is, config.rollout_is_threshold)
-    return SimpleNamespace(weights=weights, mask=kept, metrics={})
-
-
 def expected(config, theta, old, mu, **clip):
-    """E_μ of an arm's gradient (ascent) [copies, P], and the standard deviation of one response's [copies]."""
+    """E_μ of an arm's gradient (ascent) [copies, P], and the standard deviation
+    of one response's [copies]."""
     chances, lp = mu.probs().detach(), theta.log_probs()
     old_lp, mu_lp = old.log_probs().detach(), mu.log_probs().detach()
 
@@ -120,12 +102,16 @@ def expected(config, theta, old, mu, **clip):
     mean_reward = of_each(theta.reward)
     advantages = theta.reward - mean_reward.repeat_interleave(len(chances) // theta.copies)
     advantages = advantages[:, None].expand(-1, LENGTH)
-    correction = bare(config, lp if config.bypass_mode else old_lp, mu_lp, theta.mask, advantages)
-    loss, _ = policy_loss(lp, old_lp, mu_lp, advantages, theta.mask, config, correction=correction,
-                          mode="seq-mean-token-sum", **clip)
-    per_token = -len(lp) * torch.autograd.grad(loss, lp, retain_graph=True)[0]               # B·loss: a sum over rows
-    mean = torch.autograd.grad(lp, theta.logits, per_token * chances[:, None])[0].reshape(theta.copies, -1)
-    score_norm = 2 * (1 - lp.detach().exp()).square()                                        # |onehot − p|², V = 2
+    correction = correct(lp if config.bypass_mode else old_lp, mu_lp, theta.mask, config,
+                         advantages)
+    loss, _ = policy_loss(lp, old_lp, mu_lp, advantages, theta.mask, config,
+                          LossConfig(aggregation="seq-mean-token-sum", **clip),
+                          correction=correction)
+    # B·loss: a sum over rows
+    per_token = -len(lp) * torch.autograd.grad(loss, lp, retain_graph=True)[0]
+    (mean,) = torch.autograd.grad(lp, theta.logits, per_token * chances[:, None])
+    mean = mean.reshape(theta.copies, -1)
+    score_norm = 2 * (1 - lp.detach().exp()).square()  # |onehot − p|², V = 2
     variance = of_each((per_token.square() * score_norm).sum(-1)) - mean.square().sum(-1)
     return mean, variance.sqrt()
 
@@ -135,14 +121,17 @@ def true_gradient(theta):
 
 
 def ascend(config, copies, size=0.0, lag=0, updates=40, rate=4.0, **clip):
-    """P(right) of each copy after every step of two updates; μ = π of `lag` steps ago + size·damage."""
+    """P(right) of each copy after every step of two updates; μ = π of
+    `lag` steps ago + size·damage."""
     theta, path, values = start(copies), [], []
     for _ in range(updates // 2):
         path.append(theta.logits.detach())
         values.append(theta.value().detach())
-        old, mu = theta, theta.moved(path[max(0, len(path) - 1 - lag)] - path[-1] + size * damage(copies))
+        old, mu = theta, theta.moved(path[max(0, len(path) - 1 - lag)] - path[-1] + size
+                                     * damage(copies))
         for _ in range(2):
-            theta = theta.moved(rate * expected(config, theta, old, mu, **clip)[0].reshape(theta.logits.shape))
+            mean = expected(config, theta, old, mu, **clip)[0]
+            theta = theta.moved(rate * mean.reshape(theta.logits.shape))
     return torch.stack([*values, theta.value().detach()])
 
 
@@ -150,75 +139,93 @@ def arm(name):
     """The configuration and the clip of an arm of study-64.yaml."""
     methods = yaml.safe_load((ROOT / "math" / "study-64.yaml").read_text())["methods"]
     given = methods.get(name, {"correction.preset": name})
-    correction = {key.removeprefix("correction."): yaml.safe_load(str(value)) for key, value in given.items()
+    correction = {key.removeprefix("correction."): yaml.safe_load(str(value))
+                  for key, value in given.items()
                   if key.startswith("correction.")}
-    clip = {key.removeprefix("loss."): float(value) for key, value in given.items() if key.startswith("loss.clip")}
+    clip: dict[str, Any] = {key.removeprefix("loss."): float(value) for key, value in given.items()
+            if key.startswith("loss.clip")}
     return from_dialect(correction), clip
 
 
-ARMS = ["matched", "naive", "decoupled_token_is", "decoupled_seq_is", "token_is_opsm", "decoupled_k3_rs",
+ARMS = ["matched", "naive", "decoupled_token_is", "decoupled_seq_is", "token_is_opsm",
+        "decoupled_k3_rs",
         "bypass_pg_is", "bypass_ppo_clip", "bypass_low_open", "bypass_high_open", "bypass_open"]
-MEASURED = 1.0185 ** 65 - 1        # χ² of a response at int4: a token's on seed 0 without training, for 65 tokens
+# χ² of a response at int4: a token's on seed 0 without training, for 65 tokens
+MEASURED = 1.0185 ** 65 - 1
 
 
 def first_step(name, size):
-    """Of one update with μ damaged by `size`, in units of |∇J|: what is left of ∇J, bias, deviation of a response."""
+    """Of one update with μ damaged by `size`, in units of |∇J|: what is left of ∇J,
+    bias, deviation of a response."""
     (config, clip), pi = arm(name), start(PREDICTED)
     target = true_gradient(pi)
     found, deviation = expected(config, pi, pi, pi.moved(size * damage(PREDICTED)), **clip)
     along = (found * target).sum() / target.square().sum()
-    return along.item(), ((found - target).norm() / target.norm()).item(), (deviation.norm() / target.norm()).item()
+    size = target.norm()
+    return along.item(), ((found - target).norm() / size).item(), (deviation.norm() / size).item()
 
 
 def prediction():
-    """Each arm where μ is a damaged π and where it is an old one: its first update, and where forty end."""
+    """Each arm where μ is a damaged π and where it is an old one: its first
+    update, and where forty end."""
     rows = []
     for name in ARMS:
         config, clip = arm(name)
         size, lag = (0.0, 0) if name == "matched" else (damage_with(MEASURED, PREDICTED), 4)
         left, bias, deviation = first_step(name, size)
-        ends = [ascend(config, PREDICTED, size, **clip)[-1], ascend(config, PREDICTED, lag=lag, **clip)[-1]]
+        ends = [ascend(config, PREDICTED, size, **clip)[-1],
+                ascend(config, PREDICTED, lag=lag, **clip)[-1]]
         rows.append([f"`{name}`", f"{left:+.2f}", f"{bias:.2f}", f"{deviation:.1f}",
-                     f"{(bias ** 2 + deviation ** 2 / 256) ** 0.5:.2f}", *(f"{x.mean():.2f}" for x in ends)])
-    return ["arm", "damaged μ: of ∇J left", "bias", "deviation", "error of 256", "P(right) in the end",
+                     f"{(bias ** 2 + deviation ** 2 / 256) ** 0.5:.2f}",
+                     *(f"{x.mean():.2f}" for x in ends)])
+    return ["arm", "damaged μ: of ∇J left", "bias", "deviation", "error of 256",
+            "P(right) in the end",
             "late μ: P(right) in the end"], rows
 
 
-# --------------------------------------------------------------------- why bypass dies on a damaged μ
+# ------------------------------------------------------------------- why bypass dies on a damaged μ
 
 CLIPS = {"`bypass_ppo_clip`": ("bypass_ppo_clip", {}), "`bypass_low_open`": ("bypass_low_open", {}),
          "`bypass_high_open`": ("bypass_high_open", {}), "`bypass_open`": ("bypass_open", {}),
-         "`bypass_ppo_clip`, dual clip 3": ("bypass_ppo_clip", {"dual_clip": 3.0}), "`naive`": ("naive", {}),
+         "`bypass_ppo_clip`, dual clip 3": ("bypass_ppo_clip", {"dual_clip": 3.0}),
+         "`naive`": ("naive", {}),
          "`decoupled_token_is`": ("decoupled_token_is", {})}
 
 
 def push(name, error, of_mu, rest=0.5, **more):
-    """d(log-odds of the right bracket) at one forced place, by its true value: π errs by `error`, μ by `of_mu`.
+    """d(log-odds of the right bracket) at one forced place, by its true value: π
+    errs by `error`, μ by `of_mu`.
 
-    Three cases are all there are: wrong; right, and the rest of the word right (with chance `rest`); right, but the
-    rest wrong. π_old = π_θ.
+    Three cases are all there are: wrong; right, and the rest of the word right (with chance
+    `rest`); right, but the rest wrong. π_old = π_θ.
     """
     config, clip = arm(name)
     odds = torch.tensor(1 / error - 1, dtype=torch.float64).log().requires_grad_()
-    right, reward = torch.tensor([False, True, True]), torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
+    right, reward = torch.tensor([False, True, True]), torch.tensor([0.0, 1.0, 0.0],
+                                                                    dtype=torch.float64)
     lp = torch.where(right, odds, -odds).sigmoid().log()[:, None]
     mu = torch.tensor([of_mu, 1 - of_mu, 1 - of_mu], dtype=torch.float64)
     chances = mu * torch.tensor([1, rest, 1 - rest], dtype=torch.float64)
-    advantages = (3 * chances * (reward - chances @ reward))[:, None]      # the loss is homogeneous in A: 3 rows' mean
+    # the loss is homogeneous in A: 3 rows' mean
+    advantages = (3 * chances * (reward - chances @ reward))[:, None]
+    how = LossConfig(aggregation="seq-mean-token-sum", **clip, **more)
     loss, _ = policy_loss(lp, lp.detach(), mu.log()[:, None], advantages, torch.ones(3, 1), config,
-                          mode="seq-mean-token-sum", **clip, **more)
+                          how)
     return -torch.autograd.grad(loss, odds)[0].item() / (rest * error * (1 - error))
 
 
 def pushes(error=0.025):
-    """Where one bracket is right: how hard an update pushes towards it, by the chance with which μ errs there."""
-    rows = [[f"{of_mu:g}", *(f"{push(name, error, of_mu, **more):+.2f}" for name, more in CLIPS.values())]
+    """Where one bracket is right: how hard an update pushes towards it, by the
+    chance with which μ errs there."""
+    rows = [[f"{of_mu:g}", *(f"{push(name, error, of_mu, **more):+.2f}"
+                             for name, more in CLIPS.values())]
             for of_mu in (0.005, 0.02, 0.025, 0.03, 0.05, 0.1, 0.15, 0.2, 0.3)]
     return [f"μ errs by (π: {error:g})", *CLIPS], rows
 
 
 def ends():
-    """Exact ascent with either end of the clip: mean P(right), and how many of the policies end below their start."""
+    """Exact ascent with either end of the clip: mean P(right), and how many of the
+    policies end below their start."""
     rows = []
     for what, (name, more) in CLIPS.items():
         config, clip = arm(name)

@@ -74,7 +74,7 @@ def number_and_unit(text: str) -> tuple[str, str]:
     text = unmarked(stated(text))
     found = NUMBER.fullmatch(text) if len(text) <= LONGEST else None
     signs = re.sub("[^-+]", "", found["sign"]) if found else ""
-    if not found or len(signs) > 1 or not found["whole"] and not found["decimals"]:
+    if not found or len(signs) > 1 or not (found["whole"] or found["decimals"]):
         return "", " ".join(text.replace("＄", "$").split())
     whole = re.sub(r"\D", "", found["whole"]).lstrip("0") or "0"
     decimals = (found["decimals"] or "").rstrip("0")

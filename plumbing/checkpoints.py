@@ -106,7 +106,7 @@ class Checkpoints:
             run.optimizer.step()
             run.optimizer.zero_grad()
         late = range(min(self.step, run.config.rollout.staleness))
-        waiting = [dict(map(run.sync.kept, full_weights(run.policy))) for _ in late]
+        waiting = [dict(map(run.sync.copy_to_host, full_weights(run.policy))) for _ in late]
         path = str(self.directory / f"step-{self.step:06d}")
         try:
             dcp.load(self.state(run, waiting), storage_reader=dcp.HuggingFaceStorageReader(path))

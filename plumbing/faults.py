@@ -33,12 +33,13 @@ LOST = "connection (closed|reset) by peer|broken pipe|remote process exited"
 @contextlib.contextmanager
 def process_group():
     """The device of this rank, inside a process group: torchrun's, or one of a single process."""
-    local, on_gpu = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.is_available()
+    local, on_gpu = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.is_available()
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, (cores or 1) // ranks))
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     # No device_id: with it a new group is split off by all ranks, also by those that are not in it,
     # and vLLM makes groups that not all ranks are in.
@@ -52,7 +53,7 @@ def process_group():
         dist.barrier()
         time.sleep(0.1)
     except BaseException as error:
-        error.silent = not first_to_fail()
+        error.silent = not first_to_fail()     # pyright: ignore[reportAttributeAccessIssue]
         raise
     finally:
         dist.destroy_process_group()
@@ -126,7 +127,7 @@ def reported():
         codes = {KeyboardInterrupt: 130, UserError: 2}
         outcome.code = getattr(error, "code", codes.get(type(error), 1))
         # Before the ranks have met they all find the same: the first one says it.
-        if getattr(error, "silent", int(os.environ.get("RANK", 0)) > 0):
+        if getattr(error, "silent", int(os.environ.get("RANK", "0")) > 0):
             return
         if not (sentence := explain(error)):
             raise
@@ -142,11 +143,11 @@ def explain(error: BaseException) -> str:
         return "interrupted: the same command continues from the last checkpoint"
     if full or re.search("No space|os error 28", words):
         return "the disk is full: free some, and the same command goes on from the last checkpoint"
-    if re.search(OUT_OF_MEMORY, repr(error), re.I):
+    if re.search(OUT_OF_MEMORY, repr(error), re.IGNORECASE):
         return ("out of memory: lower train.micro_batch_size, rollout.batch_size or "
                 "rollout.max_tokens, set policy.gradient_checkpointing=true, or divide the GPU "
                 "otherwise by rollout.gpu_memory_utilization")
-    if isinstance(error, RuntimeError) and re.search(LOST, words, re.I):
+    if isinstance(error, RuntimeError) and re.search(LOST, words, re.IGNORECASE):
         return ("another rank has ended without a word (killed, or its machine is gone): the same "
                 "command continues from the last checkpoint")
     return words.strip().split("\n")[0] if isinstance(error, (OSError, EngineError)) else ""

@@ -7,10 +7,14 @@ sentence before anything is trained; and nothing is drawn at random while a poli
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from torch import Tensor
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from plumbing.settings import UserError
 
@@ -81,6 +85,24 @@ def empty_model(path: str):
     except OSError:
         pass                               # not every model has one
     return model
+
+
+def build_sdpa_mask(*args: Any, attention_mask: Tensor | None = None,
+                    allow_is_causal_skip: bool = True, **settings: Any) -> Tensor | None:
+    """Build transformers' mask for SDPA, which is left out where there is no attention mask.
+
+    transformers' own also looks on the device whether it can be left out, and so waits for it.
+    """
+    return sdpa_mask(*args, attention_mask=attention_mask, **settings,
+                     allow_is_causal_skip=allow_is_causal_skip and attention_mask is None)
+
+
+def avoid_host_waits(model: transformers.PreTrainedModel) -> None:
+    """Let a model that attends by SDPA take its masks from `build_sdpa_mask`."""
+    if model.config._attn_implementation == "sdpa":
+        transformers.AttentionMaskInterface.register("sdpa_unseen", build_sdpa_mask)
+        transformers.AttentionInterface.register("sdpa_unseen", ALL_ATTENTION_FUNCTIONS["sdpa"])
+        model.set_attn_implementation("sdpa_unseen")
 
 
 def read_tokenizer(path: str):

@@ -6,7 +6,7 @@ This file decides nothing: it reads the metrics that are there.
 import math
 from pathlib import Path
 
-from metrics import diagnose
+from doctor import diagnose
 from plumbing.settings import Config
 
 

@@ -16,6 +16,7 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,17 +25,20 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from tqdm import tqdm
 
-from metrics import diagnose, to_host
+from doctor import diagnose
+from metrics import to_host
 from plumbing import signals
 from plumbing.checkpoints import Checkpoints, aside, read_metrics, write
 from plumbing.directory import held
+from plumbing.engines import make_engine
 from plumbing.faults import explain, process_group, require_one_directory, watched
 from plumbing.models import configuration, read_tokenizer, require_place, require_vocabulary
 from plumbing.report import closing, ess, in_short, plot
 from plumbing.settings import Config, UserError, correction_of, remarks
 from plumbing.tasks import left_out, make_demo_model, make_task, seed_of
 from policy import full_weights, load_policy
-from rollout import Cut, Sample, WeightSync, make_engine
+from rollout import Cut, Sample, WeightSync
+
 
 @contextlib.contextmanager
 def opened(config: Config):
@@ -48,7 +52,7 @@ def opened(config: Config):
             keep_memory()
         if dist.get_world_size() > 1:
             require_one_directory(Path("runs"))
-        with held(Path("runs") / config.run):
+        with held(directory_of(config)):
             run = Run(config, device)
             if run.finished:
                 run.say(f"{run.directory} is finished after {run.done} steps; a larger train.steps "
@@ -65,6 +69,12 @@ def opened(config: Config):
                 run.close()        # before the process group: vLLM needs it to shut down
 
 
+def directory_of(config: Config) -> Path:
+    """Return runs/<run>/; `load_config` has named the run if nobody else has."""
+    assert config.run is not None
+    return Path("runs") / config.run
+
+
 def keep_memory() -> None:
     """What is freed stays with the process: else the kernel hands out, and clears, every large
     tensor anew, which takes a third of an update of 0.5B parameters. glibc's mallopt(3)."""
@@ -79,11 +89,13 @@ class Run:
 
     def __init__(self, config: Config, device):
         self.config, self.device, self.main = config, device, dist.get_rank() == 0
-        self.directory = Path("runs") / config.run
+        self.directory = directory_of(config)
         self.metrics = self.directory / "metrics.jsonl"
         self.checkpoints = Checkpoints(self.directory / "checkpoints", config)
-        self.done, self.before = self.checkpoints.step, self.checkpoints.saved.get("before")
-        self.engine = self.reference = self.answers = None
+        self.done = self.checkpoints.step
+        self.before: Any = self.checkpoints.saved.get("before")        # accuracy before step 1
+        self.engine: Any = None                    # of rollout.py, once it is open
+        self.reference = self.answers = None
         self.remarks = remarks(config)             # what is accepted and may not be meant
         self.warned = set()                        # metrics that `diagnose` has already spoken of
         self.best = 0.0                            # mean reward of a step so far
@@ -175,7 +187,8 @@ class Run:
         remarks = left_out(bad, sum(fits), config.task.on_bad_row, why=f"between 1 and {room} are "
                            f"left of the model's context of {context} by rollout.max_tokens="
                            f"{config.rollout.max_tokens}")
-        problems, encoded = ([x for x, ok in zip(of, fits) if ok] for of in (problems, encoded))
+        problems = [problem for problem, ok in zip(problems, fits) if ok]
+        encoded = [ids for ids, ok in zip(encoded, fits) if ok]
         n = sum(fits[:len(task.train)])                    # so many of them are train's
         if not 0 < n < len(problems):
             raise UserError(f"nothing is left to {'hold out' if n else 'train on'}: {remarks[0]}")
@@ -248,7 +261,7 @@ class Run:
 
     def nonfinite(self, what: str, own: list[str]) -> None:
         """All ranks together: end the run with the first sentence found, or say and count it."""
-        everyone = [None] * dist.get_world_size()
+        everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
         found = sum(everyone, []) or ["the gradient of π_θ is not finite, though its log-probs are"]
         sentence = f"step {self.step}: {found[0]}"
@@ -303,8 +316,9 @@ class Run:
             return
         with self.metrics.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
-        for name, value in metrics.items() if self.scalars else ():
-            self.scalars.add_scalar(name, value, step)
+        if self.scalars:
+            for name, value in metrics.items():
+                self.scalars.add_scalar(name, value, step)
         kl = metrics.get("rollout_corr/k3_kl", math.nan)
         self.bar.set_postfix_str(f"reward {metrics['reward/mean']:.3f} accuracy {self.accuracy:.3f}"
                                  f" ESS {ess(metrics):.3f} KL {kl:.1e}", refresh=False)
@@ -326,7 +340,7 @@ class Run:
     def finish(self) -> None:
         """The model as a Hugging Face directory, held-out answers, curves and a closing table."""
         weights = {name: x.cpu() for name, x in full_weights(self.policy) if self.main}
-        everyone = [None] * dist.get_world_size()
+        everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self.answers)
         if self.main:
             write(self.directory / "eval.jsonl", sum(everyone, []))

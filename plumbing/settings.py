@@ -15,14 +15,17 @@ import typing
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any, Literal, cast
 
 import omegaconf
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
-from adapters.dialects import WRAPPERS, from_dialect
+from adapters.dialects import WRAPPERS, from_dialect, kl_kind
+from correction import HISTORICAL, PRESETS
+from rejection import CRITERIA, interval
+from surrogates import LOSSES
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE_KINDS = ("jsonl", "parquet")          # of task.kind: the questions come from a file
@@ -37,7 +40,7 @@ class UserError(Exception):
 
 # -------------------------------------------------------------------------------- what there is
 
-def setting(default, meaning: str, low=None, high=2 ** 31):
+def setting(default, meaning: str, low: float | None = None, high: float = 2 ** 31) -> Any:
     """A field with what it means, and the smallest and largest value that make sense."""
     return field(default=default, metadata={"meaning": meaning, "low": low, "high": high})
 
@@ -50,9 +53,9 @@ class TaskConfig:
     size: int = setting(2, "digits per number, or digits to sort", 1, 9)
     length: int = setting(64, "dyck: brackets in an answer", 2, 512)
     depth: int = setting(3, "dyck: most brackets open at once", 2, 9)
-    path: Optional[str] = setting(None, "file whose rows have `question` and `answer`")
-    eval_path: Optional[str] = setting(None, "the held-out ones; null: eval_size rows of `path`")
-    eval_size: Optional[int] = setting(
+    path: str | None = setting(None, "file whose rows have `question` and `answer`")
+    eval_path: str | None = setting(None, "the held-out ones; null: eval_size rows of `path`")
+    eval_size: int | None = setting(
         None, "held-out problems, one sample each; null: 1024, but of a file without eval_path at "
         "most a tenth of its rows", 1)
     on_bad_row: Literal["raise", "skip"] = setting(
@@ -62,7 +65,7 @@ class TaskConfig:
 
 @dataclass
 class PolicyConfig:
-    path: Optional[str] = setting(None, "directory or hub id; null: a tiny demo model")
+    path: str | None = setting(None, "directory or hub id; null: a tiny demo model")
     dtype: Literal["float32", "bfloat16"] = setting(
         "float32", "of the computation; weights and moments are float32")
     gradient_checkpointing: bool = setting(False, "less memory for a second forward pass")
@@ -79,18 +82,18 @@ class RolloutConfig:
     temperature: float = setting(1.0, "of sampling, and of all log-probs", 0.01, 100)
     top_p: float = setting(
         1.0, "samples from the fewest tokens of this mass; all log-probs are of these", 0.01, 1)
-    top_k: Optional[int] = setting(
+    top_k: int | None = setting(
         None, "samples from this many likeliest tokens, likewise; null, 0 or -1: from all", -1)
     min_p: float = setting(
         0.0, "samples from tokens of this times the greatest probability or more, likewise", 0, 1)
     candidates: int = setting(
         64, "likeliest tokens of μ, or all that are kept: for correction.score_centering", 1)
-    quantize_bits: Optional[int] = setting(None, "of weights on their way to the engine", 2, 16)
+    quantize_bits: int | None = setting(None, "of weights on their way to the engine", 2, 16)
     staleness: int = setting(0, "updates by which the engine lags", 0)
     batch_size: int = setting(512, "samples generated at a time", 1)
     mask_truncated: bool = setting(False, "responses cut at max_tokens give no gradient")
     timeout: float = setting(1800.0, "seconds for one call of the engine", 1)
-    enforce_eager: Optional[bool] = setting(None, "vLLM without graphs; null: true on a CPU")
+    enforce_eager: bool | None = setting(None, "vLLM without graphs; null: true on a CPU")
     gpu_memory_utilization: float = setting(0.4, "vLLM's share of a GPU while awake", 0.01, 0.99)
 
 
@@ -101,12 +104,12 @@ class AdvantageConfig:
 
 
 @dataclass
-class LossConfig:
-    clip_low: Optional[float] = setting(
-        None, "ε below 1; null: the loss's own, 0.2, and of gspo 3e-4", 0, 1)
-    clip_high: Optional[float] = setting(
-        None, "ε above 1; null: the loss's own, 0.2, and of gspo 4e-4", 0)
-    dual_clip: Optional[float] = setting(None, "bounds the loss of A < 0 by this many times −A", 1)
+class LossSettings:
+    clip_low: float | None = setting(
+        None, "ε below 1; null: the loss's own", 0, 1)
+    clip_high: float | None = setting(
+        None, "ε above 1; null: the loss's own", 0)
+    dual_clip: float | None = setting(None, "bounds the loss of A < 0 by this many times −A", 1)
     tau_positive: float = setting(1.0, "sapo: steepness of its gate where A > 0", 1e-3)
     tau_negative: float = setting(1.05, "sapo: the same where A ≤ 0", 1e-3)
     aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
@@ -115,12 +118,12 @@ class LossConfig:
     denominator: Literal["fixed", "kept"] = setting(
         "fixed", "counts all response tokens, or those that rejection left")
     kl_coef: float = setting(0.0, "of KL(π_θ‖π_ref); 0: no reference policy is loaded", 0)
-    kl_kind: Optional[Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "kl", "mse",
-                              "low_var_kl", "kl+", "mse+", "low_var_kl+"]] = setting(
+    kl_kind: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "kl", "mse",
+                     "low_var_kl", "kl+", "mse+", "low_var_kl+"] | None = setting(
         None, "its estimator; null: k3+ in the loss, k1 in the reward; + takes k2's gradient; the "
         "last six are verl's names of k1, k2, k3")
     kl_in: Literal["loss", "reward"] = setting("loss", "where it stands")
-    kl_correction: Optional[Literal["none", "token", "prefix"]] = setting(
+    kl_correction: Literal["none", "token", "prefix"] | None = setting(
         None, "ratios of π to π_rollout that multiply it: of each token, or the product up to it; "
         "null: token in the loss, none in the reward")
 
@@ -148,14 +151,14 @@ class TrainConfig:
 @dataclass
 class Config:
     seed: int = setting(0, "of everything random", 0)
-    run: Optional[str] = setting(None, "writes runs/<run>/; null: named after file and overrides")
+    run: str | None = setting(None, "writes runs/<run>/; null: named after file and overrides")
     task: TaskConfig = field(default_factory=TaskConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     correction: dict[str, Any] = field(default_factory=dict, metadata={
         "meaning": "preset: NAME and fields of RolloutCorrectionConfig, or a verl or SkyRL block"})
-    loss: LossConfig = field(default_factory=LossConfig)
+    loss: LossSettings = field(default_factory=LossSettings)
     train: TrainConfig = field(default_factory=TrainConfig)
 
 
@@ -174,7 +177,24 @@ def help_text() -> str:
             low, high = of.metadata.get("low"), of.metadata.get("high")
             may_be = describe(kind) + (f", {allowed(low, high)}" if low is not None else "")
             lines += [f"  {key}={default}", f"      {of.metadata['meaning']} ({may_be})"]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *correction_help()])
+
+
+def correction_help() -> Iterator[str]:
+    """Presets, criteria and losses, a line each: what `correction` is made of."""
+    yield "correction.preset=NAME, each with the settings that it stands for in the README:"
+    for name, preset in PRESETS.items():
+        if name not in HISTORICAL:
+            yield f"  {name}: {preset.__doc__}"
+    yield "correction.rollout_rs={CRITERION: BOUND, …}: keep what is within the bounds of all:"
+    for name, row in CRITERIA.items():
+        bound = "in [lo, hi]" if row.read is interval else "at most BOUND"
+        yield f"  {name}: {row.statistic} of each {row.of}, {bound}"
+    yield "correction.loss_type=NAME, each with its own numbers, which the section loss replaces:"
+    for name, loss in LOSSES.items():
+        numbers = ", ".join(f"{key}={'null' if own is None else f'{own:g}'}"
+                            for key, own in loss.own.items())
+        yield f"  {name}: {loss.meaning}" + (f" ({numbers})" if numbers else "")
 
 
 # --------------------------------------------------------------------------------- how it is read
@@ -186,16 +206,17 @@ def load_config(argv: list[str]) -> Config:
                         f"{omegaconf.__version__}, which "
                         "hydra (and so verl) asks for: give the trainer an environment of its own, "
                         "pip install -r requirements.txt; the core and adapters/ need no OmegaConf")
-    paths = [a for a in argv if "=" not in a or a.endswith(".yaml") and Path(a).is_file()]
+    paths = [a for a in argv if "=" not in a or (a.endswith(".yaml") and Path(a).is_file())]
     overrides = [a for a in argv if a not in paths]
     if len(paths) > 1:
         raise UserError(f"expected at most one FILE.yaml, and key=value, not {paths}")
     user, given = read_yaml(Path(paths[0]) if paths else None, overrides)
-    settings = flat(OmegaConf.to_container(user))
+    settings = flat(cast(dict, OmegaConf.to_container(user)))
     known = {key: kind for key, kind, _ in leaves(Config)}
     check_keys(settings, known)
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), user))
+        whole = OmegaConf.merge(OmegaConf.structured(Config), user)
+        config = cast(Config, OmegaConf.to_object(whole))
     except Exception as error:     # OmegaConf's own, and an OverflowError that it lets through
         key = getattr(error, "full_key", "a setting")
         raise UserError(f"{key} must be {describe(known.get(key))}, "
@@ -229,7 +250,8 @@ def read_yaml(path: Path | None, overrides: list[str]) -> tuple[DictConfig, Dict
             raise UserError(f"{source}: '*name' is not replaced here, and a value has at most 3000 "
                             "characters; write the value itself")
         given = OmegaConf.from_dotlist(overrides)
-        user = OmegaConf.merge(OmegaConf.load(path) if path else default_settings(given), given)
+        base = OmegaConf.load(path) if path else default_settings(given)
+        user = cast(DictConfig, OmegaConf.merge(base, given))
         last = given if "correction" in given else user
         if "correction" in user and last.correction in (None, {}):
             user.correction = {}                   # off, and no default in its place
@@ -249,8 +271,8 @@ def default_settings(given: DictConfig) -> DictConfig:
     task = given.get("task")
     kind = task.get("kind") if isinstance(task, DictConfig) else None
     if kind not in FILE_KINDS:
-        return OmegaConf.load(ROOT / "configs" / "demo.yaml")
-    base = OmegaConf.load(ROOT / "configs" / "gsm8k.yaml")
+        return cast(DictConfig, OmegaConf.load(ROOT / "configs" / "demo.yaml"))
+    base = cast(DictConfig, OmegaConf.load(ROOT / "configs" / "gsm8k.yaml"))
     del base.task.path, base.task.eval_path, base.task.eval_size, base.policy.path
     base.run = kind                        # what the run is named after, as a file is
     return base
@@ -332,7 +354,7 @@ def validate(config: Config) -> None:
             raise UserError(f"rollout.max_tokens must be at least {config.task.length + 1}, for "
                             "the brackets of task.length and the end token, not "
                             f"{config.rollout.max_tokens}")
-    share = config.train.mini_batches * int(os.environ.get("WORLD_SIZE", 1))
+    share = config.train.mini_batches * int(os.environ.get("WORLD_SIZE", "1"))
     if config.rollout.prompts % share:
         raise UserError(f"rollout.prompts={config.rollout.prompts} must be a multiple of {share}, "
                         "train.mini_batches × ranks, so that all ranks have the same share")
@@ -353,10 +375,10 @@ def correction_of(config: Config):
         raise UserError(f"{'' if 'correction' in str(error) else 'correction: '}{error}") from None
 
 
-def kl_of(how: LossConfig) -> tuple[str, Optional[str]]:
+def kl_of(how: LossSettings) -> tuple[str, str | None]:
     """The KL term's estimator, and the level of the ratio that multiplies it, if any."""
     kind, level = {"loss": ("k3+", "token"), "reward": ("k1", "none")}[how.kl_in]
-    kind, level = how.kl_kind or kind, how.kl_correction or level
+    kind, level = kl_kind(how.kl_kind or kind), how.kl_correction or level
     return kind, None if level == "none" else level
 
 
@@ -374,7 +396,7 @@ def remarks(config: Config) -> list[str]:
 
 def kl_remarks(config: Config) -> list[str]:
     how, (kind, level) = config.loss, kl_of(config.loss)
-    found, k1 = [], kind in ("k1", "kl")
+    found, k1 = [], kind == "k1"
     if how.kl_coef == 0:
         return found
     if how.kl_in == "reward" and not k1:

@@ -7,6 +7,7 @@ memory, which more than doubles a process; its reader reads this one, on any num
 import json
 import math
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
@@ -28,8 +29,8 @@ class TensorByTensor(HuggingFaceStorageWriter):
             text += b" " * (-len(text) % 8)
             file.write(len(text).to_bytes(8, "little") + text)
             for item in plan.items:
-                tensor = planner.resolve_data(item).detach().cpu().contiguous()
-                file.write(tensor.flatten().view(torch.uint8).numpy())
+                tensor = cast(torch.Tensor, planner.resolve_data(item)).detach().cpu().contiguous()
+                file.write(tensor.flatten().view(torch.uint8).numpy().data)
         written = Future()
         written.set_result([])
         return written

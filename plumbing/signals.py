@@ -10,11 +10,13 @@ It imports nothing of the others, since trainer.py imports it before all else.
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from signal import SIGALRM, SIGHUP, SIGINT, SIGTERM
 
-CODES = {SIGINT: 130, SIGTERM: 143, SIGHUP: 129}
-WORDS = {SIGINT: "interrupted", SIGTERM: "ended by SIGTERM",
-         SIGHUP: "ended by SIGHUP, as its terminal is gone"}
+CODES: dict[int, int] = {SIGINT: 130, SIGTERM: 143, SIGHUP: 129}
+WORDS: dict[int, str] = {
+    SIGINT: "interrupted", SIGTERM: "ended by SIGTERM",
+    SIGHUP: "ended by SIGHUP, as its terminal is gone"}
 
 
 def nothing_yet() -> str:
@@ -34,9 +36,9 @@ class Ended(BaseException):
 class Received:
     """What has come to this process, and what is to be done about it."""
 
-    where = nothing_yet            # () says what is left of the run
+    where: Callable[..., str] = nothing_yet    # () says what is left of the run
     listening = False              # the imports are through
-    ended = None                   # the Ended that was raised; a library may have caught it
+    ended: Ended | None = None     # what was raised; a library may have caught it
     told_to_end = False            # SIGTERM came: the step in progress is the last
     grace = 0.0                    # seconds that it has; 0: no step is in progress
 
@@ -62,7 +64,7 @@ def done() -> None:
 
 def answer(number: int, _) -> None:
     if not Received.listening or Received.ended:
-        if int(os.environ.get("RANK", 0)) == 0:
+        if int(os.environ.get("RANK", "0")) == 0:
             with contextlib.suppress(OSError):                 # the terminal may be gone
                 bar = "\n" * Received.listening                # a progress bar may not have ended
                 os.write(2, f"{bar}trainer.py: {Received.ended or Ended(number)}\n".encode())

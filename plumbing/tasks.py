@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from tqdm import tqdm
 
+from kernels.shapes import pad_rows
 from plumbing.answers import final_answer, is_right
 from plumbing.checkpoints import aside
 from plumbing.directory import in_turn
 from plumbing.settings import FILE_KINDS, Config, TaskConfig, UserError, read_text
-from policy import padded
-
 
 EVAL_SIZE = 1024           # held-out problems where task.eval_size is null
 NAMED = 10                 # bad rows that a sentence names
@@ -108,9 +107,9 @@ def task_of_files(config: TaskConfig, seed: int) -> Task:
                             f"{path} has no rows")
     files = [distinct(problems, path, remarks) for path, problems in zip(paths, files)]
     if config.eval_path is None:
-        train, held_out = divided(*files, config, seed)
+        train, held_out = divided(files[0], config, seed)
     else:
-        train, held_out = apart(*files, config, remarks)
+        train, held_out = apart(files[0], files[1], config, remarks)
     return Task(train, held_out, exact=False, remarks=remarks)
 
 
@@ -254,7 +253,7 @@ def problem_of(row, where: str) -> Problem:
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{where} has {value} for its `{key}`, which is no number")
         if re.search("[\ud800-\udfff]", str(value)):           # no tokenizer takes it
-            raise UserError(f"{where} has half a character in its `{key}`: {value[:60]!r}")
+            raise UserError(f"{where} has half a character in its `{key}`: {str(value)[:60]!r}")
     answer = row["answer"]
     if isinstance(answer, float):
         answer = f"{Decimal(repr(answer)):f}"              # 0.00001, which repr writes as 1e-05
@@ -293,7 +292,8 @@ def make_demo_model(config: Config, task: Task) -> str:
 def teach(path: Path, task: Task, seed: int, characters: str, wrong: float, steps: int, size: int,
           rate: float) -> None:
     """So many steps of `size` lessons, a share of them `wrong`; the model is left in `path`."""
-    tokenizer, rng = character_tokenizer(characters), random.Random(seed)
+    tokenizer: Any = character_tokenizer(characters)       # its ids have a type of many parts
+    rng = random.Random(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
@@ -310,7 +310,7 @@ def teach(path: Path, task: Task, seed: int, characters: str, wrong: float, step
         answers = [lesson(task, p, rng.random() < wrong, rng) for p in problems]
         answers = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(answers).input_ids]
         questions = tokenizer([p.question for p in problems]).input_ids
-        (prompt, before), (answer, mask) = padded(questions, "left"), padded(answers, "right")
+        (prompt, before), (answer, mask) = pad_rows(questions, "left"), pad_rows(answers, "right")
         attention = torch.cat([before, mask], 1)
         logits = model(input_ids=torch.cat([prompt, answer], 1), attention_mask=attention,
                        position_ids=(attention.cumsum(-1) - 1).clamp(min=0)).logits

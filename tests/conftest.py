@@ -1,6 +1,6 @@
 """Fixtures shared by the test files: a tiny model from a seed, and the guard of the vLLM tests.
 
-`.pytest.ini` puts the repository root on `sys.path`; nothing here needs a download or a GPU.
+`pyproject.toml` puts the repository root on `sys.path`; nothing here needs a download or a GPU.
 """
 
 import importlib.util
@@ -77,15 +77,15 @@ def required(package, what, switch):
 
 @pytest.fixture(scope="session")
 def vllm_required():
-    required("vllm", "requirements-vllm-cpu.txt or requirements-vllm.txt",
+    required("vllm", "requirements/vllm-cpu.txt or requirements/vllm.txt",
              "THREE_POLICIES_REQUIRE_VLLM")
 
 
 @pytest.fixture(scope="session")
 def trl_required():
-    required("trl", "requirements-adapters.txt", "THREE_POLICIES_REQUIRE_ADAPTERS")
+    required("trl", "requirements/adapters.txt", "THREE_POLICIES_REQUIRE_ADAPTERS")
 
 
 @pytest.fixture(scope="session")
 def verl_required():
-    required("verl", "requirements-adapters.txt", "THREE_POLICIES_REQUIRE_ADAPTERS")
+    required("verl", "requirements/adapters.txt", "THREE_POLICIES_REQUIRE_ADAPTERS")

@@ -1,6 +1,6 @@
 """The reading edition as a reader has it: built, and looked at in Chromium, from disk, without a network.
 
-Needs requirements-book.txt, node with KaTeX (`npm install --prefix math/book`) and Chromium (Debian's package of that
+Needs requirements/book.txt, node with KaTeX (`npm install --prefix math/book`) and Chromium (Debian's package of that
 name); without them the tests say so and skip, and with THREE_POLICIES_REQUIRE_BOOK=1, as in CI, they fail.
 The references' own tests need none of it.
 
@@ -74,7 +74,7 @@ def test_every_reference_is_cited_and_has_an_address():
 def book():
     """math/book.py, which has just written book/."""
     packages = ("markdown_it", "mdit_py_plugins", "pygments", "playwright")
-    missing = [f"{name} (requirements-book.txt)" for name in packages if importlib.util.find_spec(name) is None]
+    missing = [f"{name} (requirements/book.txt)" for name in packages if importlib.util.find_spec(name) is None]
     missing += [] if shutil.which("node") else ["node"]
     missing += [] if (ROOT / "math/book/node_modules/katex").is_dir() else ["KaTeX (npm install --prefix math/book)"]
     missing += [] if CHROMIUM else ["Chromium (Debian's package chromium)"]
@@ -180,7 +180,7 @@ def test_every_equation_reaches_its_function_and_its_tests_and_they_reach_it(boo
         assert re.search(r'href="tests-test_\w+\.py\.html#L\d+"', tests), f"{label} has no test beside it"
         for href in re.findall(r'class="where" href="([^"]+)"', panel):
             source, line = href.split("#")
-            row = re.search(rf'id="{line}" data-n="\d+">(.*?)\n<span class="l"', (OUT / source).read_text(), re.S)[1]
+            row = re.search(rf'id="{line}" data-n="\d+">(.*?)\n<span class="l"', (OUT / source).read_text(), re.DOTALL)[1]
             below = (OUT / source).read_text().split(f'id="{line}"')[1][:20000]
             assert f'href="{name}#{label}"' in row + below, f"{href} does not lead back to {label}"
 

@@ -18,12 +18,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tolerances import gamma
 
+from adapters import names
 from adapters.dialects import from_dialect
-from correction import (CRITERIA, HISTORICAL, PRESETS, RolloutCorrectionConfig, correct, importance_weights)
+from correction import HISTORICAL, PRESETS, RolloutCorrectionConfig, correct, importance_weights
+from rejection import CRITERIA
 from estimators import (SAFETY_BOUND, aggregate_log_ratio, chi_square, effective_sample_size, exp_ratio,
                         kl_estimate, perplexity)
 from losses import aggregate_loss
-from metrics import diagnose, merge, offpolicy_metrics, to_host
+from doctor import diagnose
+from metrics import merge, offpolicy_metrics, to_host
 
 # The same examples on every run, and no verdict about the speed of the machine.
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -57,11 +60,11 @@ def same_std(ours, theirs, size):
     return abs(ours**2 - theirs**2) <= 1e-6 * theirs**2 + 2e-8 * (1 + size**2)
 
 
-def ours(train, rollout, mask, config):
+def ours(train, rollout, mask, config, named=names.verl):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")                     # that k1 bounds are inverted: tested below
         result = correct(train, rollout, mask, from_dialect(config))
-    metrics = {name.removeprefix("rollout_corr/"): v for name, v in to_host(result.metrics).items()}
+    metrics = {name.removeprefix("rollout_corr/"): v for name, v in named(to_host(result.metrics)).items()}
     weights = torch.ones_like(mask) if result.weights is None else result.weights
     return weights * result.mask, metrics
 
@@ -96,7 +99,7 @@ def test_verl_0_9_1_is_reproduced():
 
 def test_verl_0_6_1_is_reproduced_with_raw_weights_under_raw_names():
     for train, rollout, mask, _, config, out in cases("verl-0.6.1"):
-        product, metrics = ours(train, rollout, mask, config)
+        product, metrics = ours(train, rollout, mask, config, names.verl_06)
         assert_product(product, mask, out)
         for name, theirs in out["metrics"].items():
             name = name.removeprefix("rollout_corr/")
@@ -120,7 +123,7 @@ def test_verl_0_6_1_is_reproduced_with_raw_weights_under_raw_names():
 
 def test_verl_0_6_0_is_reproduced_with_raw_weights_under_raw_names():
     for train, rollout, mask, _, config, out in cases("verl-0.6.0"):
-        product, metrics = ours(train, rollout, mask, config)
+        product, metrics = ours(train, rollout, mask, config, names.verl_06)
         assert_product(product, mask, out)
         upper, lower = config["rollout_is_threshold"], config["rollout_is_threshold_lower"]
         other = lower is not None                           # than 1/upper, which the weights' metrics count
@@ -199,7 +202,7 @@ def test_verl_0_6_0s_mask_is_weights_and_rejection_as_in_its_migration_guide(lev
 
 def test_skyrl_is_reproduced():
     for train, rollout, mask, _, config, out in cases("skyrl-0.3.0"):
-        product, metrics = ours(train, rollout, mask, config)
+        product, metrics = ours(train, rollout, mask, config, names.skyrl)
         assert_product(product, mask, out)
         padded = exp_ratio(train - rollout) * mask
         for name, theirs in out["metrics"].items():
@@ -213,7 +216,7 @@ def test_skyrl_is_reproduced():
                 left = mask * correct(train, rollout, mask, from_dialect(
                     {k: v for k, v in config.items() if k.startswith("outlier")})).mask
                 assert left.sum() < mask.sum()
-                assert same(ours(train, rollout, left, config)[1][name] * left.any(-1).double().mean().item(), theirs)
+                assert same(ours(train, rollout, left, config, names.skyrl)[1][name] * left.any(-1).double().mean().item(), theirs)
             else:
                 assert same(metrics[name], theirs), (name, config)
 
@@ -252,7 +255,7 @@ OPEN = st.one_of(PAIR, PAIR.map(lambda p: (None, p[1])), PAIR.map(lambda p: (p[0
 
 @st.composite
 def configs(draw):
-    criteria = draw(st.lists(st.sampled_from(CRITERIA), max_size=4, unique=True))
+    criteria = draw(st.lists(st.sampled_from([*CRITERIA]), max_size=4, unique=True))
     bounds = {name: draw(OPEN if name.endswith("k1") else st.floats(1e-3, 10)) for name in criteria}
     return Config(draw(st.sampled_from([None, "token", "sequence", "geometric"])),
                   draw(st.one_of(POSITIVE, OPEN)), draw(st.booleans()), bounds)
@@ -560,7 +563,7 @@ def test_the_gradient_never_flows_through_a_weight_nor_a_metric():
 
 def test_a_configuration_is_frozen():
     with pytest.raises(AttributeError):
-        Config().rollout_is = "token"
+        Config().rollout_is = "token"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_inputs_that_do_not_fit_say_so():
@@ -723,7 +726,7 @@ VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
     | st.sampled_from(["token", "sequence", "geometric", "mask", "truncate", "product", "token_k1,seq_mean_k3", "0.5_2.0,0.01",
                        "0.5_2.0", "seq_is", "reinforce", "ipo", "icepop", 2.0, 1e-4, "1e400", "1_2_3", "nan"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | st.sampled_from(CRITERIA), inner, max_size=3), max_leaves=4)
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | st.sampled_from([*CRITERIA]), inner, max_size=3), max_leaves=4)
 
 
 @settings(max_examples=1500)
@@ -750,8 +753,9 @@ def _keys(block):
 
 
 def test_a_correction_cannot_be_changed_by_whom_it_is_given_to():
+    done = correct(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), Config())
     with pytest.raises(AttributeError):
-        correct(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), Config()).mask = None
+        done.mask = torch.zeros(1, 2)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_one_constant_limits_every_ratio():
@@ -839,7 +843,7 @@ def test_a_presets_wrong_argument_is_one_sentence(call, words):
 def test_a_preset_is_a_def_and_an_older_name_the_same_method():
     """What `grep` finds and a type checker knows; the order is that of the tables."""
     for name, preset in PRESETS.items():
-        assert preset.__doc__ and preset.__func__ is getattr(Config, HISTORICAL.get(name, name)).__func__ or name == "seq_mis"
+        assert (preset.__doc__ and preset.__func__ is getattr(Config, HISTORICAL.get(name, name)).__func__) or name == "seq_mis"
         assert PRESETS[name]() == PRESETS[HISTORICAL.get(name, name)]()
     assert [name for name in PRESETS if name not in HISTORICAL][:3] == ["decoupled_token_is", "decoupled_seq_is", "decoupled_seq_is_rs"]
     assert set(HISTORICAL) == {"token_is", "token_tis", "seq_is", "seq_is_rs", "seq_mis", "geo_mis", "ppo_is_bypass", "pure_is",

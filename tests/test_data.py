@@ -53,7 +53,7 @@ def test_own_questions_begin_with_the_settings_of_gsm8k():
     for kind in "jsonl", "parquet":
         found = load_config([f"task.kind={kind}", *OWN[1:]])
         assert config | {"task.kind": kind} == {key: x for key, x in flat(asdict(found)).items() if key in config}
-        assert found.run.startswith(f"{kind},") and "gsm8k" not in found.run and "demo" not in found.run
+        assert found.run and found.run.startswith(f"{kind},") and "gsm8k" not in found.run and "demo" not in found.run
         assert (found.task.path, found.task.eval_path, found.task.eval_size, found.policy.path) == (
             "train.jsonl", None, None, "a/model")
     assert load_config([*OWN, "rollout.max_tokens=7", "run=mine"]).rollout.max_tokens == 7

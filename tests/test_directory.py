@@ -21,12 +21,12 @@ import pytest
 HERE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))                      # for the long form
 
-from conftest import SMALL, make_tiny_model  # noqa: E402
-from waiting import HANG, until  # noqa: E402
+from conftest import SMALL, make_tiny_model
+from waiting import HANG, until
 
-from plumbing import signals  # noqa: E402
-from plumbing.checkpoints import read_metrics  # noqa: E402
-from plumbing.directory import locked  # noqa: E402
+from plumbing import signals
+from plumbing.checkpoints import read_metrics
+from plumbing.directory import locked
 
 LONG = [*SMALL, "rollout.engine=transformers", "train.steps=100000", "train.save_every=2", "run=x"]
 
@@ -39,7 +39,7 @@ def as_from_a_terminal():
 def start(arguments, cwd):
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, str(HERE / "trainer.py"), *arguments], cwd=cwd, env=environment,
-                            stderr=subprocess.PIPE, text=True, preexec_fn=as_from_a_terminal)
+                            stderr=subprocess.PIPE, text=True, preexec_fn=as_from_a_terminal)  # noqa: PLW1509
 
 
 def said_until(process, words):

@@ -23,11 +23,11 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import trainer  # noqa: E402
-from adapters import dialects  # noqa: E402
-from plumbing import checkpoints, tasks  # noqa: E402
-from plumbing.settings import Config, TaskConfig, UserError, leaves, load_config  # noqa: E402
-from waiting import HANG  # noqa: E402
+import trainer
+from adapters import dialects
+from plumbing import checkpoints, tasks
+from plumbing.settings import Config, TaskConfig, UserError, leaves, load_config
+from waiting import HANG
 
 
 class Bomb:
@@ -88,7 +88,7 @@ def mangled(rng, text: str) -> str:
 
 def value(rng, depth=0):
     if depth < 3 and rng.random() < 0.2:
-        return {rng.choice(KEYS + ["a", "preset"]): value(rng, depth + 1) for _ in range(rng.randrange(3))}
+        return {rng.choice([*KEYS, "a", "preset"]): value(rng, depth + 1) for _ in range(rng.randrange(3))}
     return rng.choice(VALUES)
 
 

@@ -1,4 +1,4 @@
-"""On an accelerator: the real trainer on a pretend one (tests/pretend_gpu.py), in its configurations.
+"""On an accelerator: the real trainer on a pretend one (tools/pretend_gpu.py), in its configurations.
 
 One process trains them all, since a device is registered once and for good; a test reads its part.
 The host waits of a step are printed (`pytest -s`) and bounded.
@@ -19,8 +19,10 @@ from waiting import HANG
 
 import rollout
 import trainer
+from kernels.shapes import Shape
+from plumbing.engines import make_engine
 from plumbing.faults import process_group
-from policy import Shape, load_policy
+from policy import load_policy
 
 HERE = Path(__file__).resolve().parent.parent
 SMALL = ["task.size=1", "task.eval_size=4", "rollout.engine=transformers", "rollout.prompts=4", "rollout.samples=4",
@@ -113,7 +115,7 @@ def drive(directory: Path, model: Path, cases: dict) -> dict:
     settings = json.dumps([*SMALL, f"policy.path={model}"])
     result = subprocess.run([sys.executable, "-c", DRIVER, settings, json.dumps(cases)], cwd=directory, timeout=HANG,
                             capture_output=True, text=True,
-                            env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'tests'}"})
+                            env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'tests'}:{HERE / 'tools'}"})
     found = {}
     for line in result.stdout.splitlines():
         found |= json.loads(line) if line.startswith("{") else {}
@@ -167,7 +169,7 @@ assert pretend_gpu.WAITS.total() == len(waiting)
 
 def test_the_pretended_device_refuses_what_is_mixed_and_counts_what_waits():
     result = subprocess.run([sys.executable, "-c", DEVICE], capture_output=True, text=True, timeout=HANG,
-                            env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'tests'}"})
+                            env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'tests'}:{HERE / 'tools'}"})
     assert result.returncode == 0, result.stderr
 
 
@@ -226,8 +228,9 @@ class PretendVllm:
 def gpu_engine(tiny_model, monkeypatch):
     def make(device="cuda", **settings):
         monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-        monkeypatch.setattr(rollout, "import_vllm", lambda: (PretendVllm, dict))
-        return rollout.make_engine("vllm", tiny_model, dtype="bfloat16", max_model_len=64, device=device, **settings)
+        for place in ("adapters.vllm", "plumbing.engines"):
+            monkeypatch.setattr(f"{place}.import_vllm", lambda: (PretendVllm, dict))
+        return make_engine("vllm", tiny_model, dtype="bfloat16", max_model_len=64, device=device, **settings)
     return make
 
 
@@ -304,7 +307,7 @@ def test_a_prompts_samples_stay_in_one_micro_batch_where_it_holds_whole_groups()
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes up to half an hour on a GPU: run it by hand")
 def test_the_report_runs_tiny_without_a_gpu_and_says_so(tmp_path):
-    result = subprocess.run([sys.executable, str(HERE / "tests/gpu_report.py")], cwd=tmp_path, timeout=HANG,
+    result = subprocess.run([sys.executable, str(HERE / "tools/gpu_report.py")], cwd=tmp_path, timeout=HANG,
                             capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "NO GPU: tiny shapes" in result.stdout and "one that did not | the same bits |" in result.stdout

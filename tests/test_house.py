@@ -4,6 +4,7 @@ import ast
 import getpass
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,22 +19,23 @@ from correction import correct
 from metrics import to_host
 
 ROOT = Path(__file__).resolve().parent.parent
-BOOK = ("estimators", "metrics", "correction", "losses", "policy", "rollout", "trainer")
-CORE = BOOK[:4]
+BOOK = ("estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses", "doctor", "policy",
+        "rollout", "trainer")
+CORE, PACKAGES = BOOK[:8], ("kernels", "plumbing", "adapters")
 MAY_IMPORT = {
-    "estimators": set(), "metrics": {"estimators"}, "correction": {"estimators", "metrics"},
-    "losses": {"estimators", "metrics", "correction"}, "policy": {"plumbing.models"},
-    "rollout": {"estimators", "policy", "adapters.vllm"},
-    "plumbing": {"plumbing", "policy", "rollout", "metrics", "adapters.dialects"},
-    "adapters": {"adapters", *CORE},
-    "trainer": {*BOOK[:6], "plumbing", "adapters"}}
+    "estimators": set(), "surrogates": {"estimators"}, "rejection": {"estimators"},
+    "metrics": {"estimators", "rejection"}, "correction": {"estimators", "metrics", "rejection", "surrogates"},
+    "centering": {"correction", "rejection"}, "doctor": {"metrics"},
+    "losses": {"estimators", "surrogates", "rejection", "correction", "centering"}, "kernels": set(), "policy": {"kernels", "plumbing.models"},
+    "rollout": {"estimators", "kernels"},
+    "plumbing": {"plumbing", "policy", "rollout", "metrics", "doctor", "kernels", "adapters.dialects", "adapters.vllm",
+                 "correction", "rejection", "surrogates"},
+    "adapters": {"adapters", *CORE, "rollout"},
+    "trainer": {*BOOK[:-1], "kernels", "plumbing", "adapters"}}
 
 # Public functions that cite an equation and are not entered by a run, each with the reason.
 NOT_ENTERED = {
-    "chi_square": "of one whole batch; a run adds up its sums over ranks, and test_correction.py holds the two together",
-    "effective_sample_size": "likewise: what runs is `kish`, of merged sums",
-    "perplexity": "likewise: a run has Σ log μ and Σ log ρ of every sequence already",
-    "offpolicy_metrics": "for a batch that is not corrected; its quantities are a part of every correction's"}
+    "effective_sample_size": "of one batch; a run adds up N, Σw and Σw² over ranks, and `kish` is both's formula"}
 
 
 def test_what_stands_at_the_top():
@@ -42,8 +44,19 @@ def test_what_stands_at_the_top():
     if not tracked:
         pytest.skip("not a git checkout, so what is tracked is not known")
     assert {f"{name}.py" for name in BOOK} <= top
-    assert top <= {"README.md", "LICENSE", "CITATION.cff", "plumbing", "adapters", "configs", "tests", "math",
-                   *(f"{name}.py" for name in BOOK), *(name for name in top if name.startswith("requirements"))}
+    assert top <= {
+        "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "CITATION.cff", "pyproject.toml", "requirements.txt",
+        "requirements", "tools", "configs", "tests", "math", *PACKAGES, *(f"{name}.py" for name in BOOK)}
+
+
+def test_the_version_is_stated_alike():
+    """pyproject.toml has the version; who cites the repository and who reads its README see the same numbers."""
+    stated = (ROOT / "pyproject.toml").read_text()
+    version, oldest, beyond = (re.search(pattern, stated, re.MULTILINE) for pattern in (
+        r'^version = "(.+)"$', r'^requires-python = ">=3\.(\d+),', r'^requires-python = ".*<3\.(\d+)"$'))
+    assert version and oldest and beyond
+    assert f"\nversion: {version[1]}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"Python 3.{oldest[1]} to 3.{int(beyond[1]) - 1}." in (ROOT / "README.md").read_text()
 
 
 def imported(path: Path) -> set[str]:
@@ -57,9 +70,9 @@ def imported(path: Path) -> set[str]:
 
 
 def test_imports_go_one_way():
-    for path in [*(ROOT / f"{name}.py" for name in BOOK), *ROOT.glob("plumbing/*.py"), *ROOT.glob("adapters/*.py")]:
+    for path in [*(ROOT / f"{name}.py" for name in BOOK), *(path for place in PACKAGES for path in ROOT.glob(f"{place}/*.py"))]:
         place = path.parent.name if path.parent != ROOT else path.stem
-        ours = {name for name in imported(path) if name.split(".")[0] in {*BOOK, "plumbing", "adapters", "tests"}}
+        ours = {name for name in imported(path) if name.split(".")[0] in {*BOOK, *PACKAGES, "tests", "tools"}}
         allowed = MAY_IMPORT[place]
         wrong = {name for name in ours if not any(name == a or name.startswith(f"{a}.") for a in allowed)
                  and not (name == "adapters" and "adapters.dialects" in ours)}
@@ -76,10 +89,10 @@ def test_plumbing_has_no_circle():
         files = {name: needs for name, needs in files.items() if name not in leaves}
 
 
-def test_the_core_needs_torch_alone():
-    for name in CORE:
-        outside = {module.split(".")[0] for module in imported(ROOT / f"{name}.py")} - set(CORE)
-        assert outside <= {*sys.stdlib_module_names, "torch"}, f"{name}.py imports {outside}"
+def test_the_core_and_the_kernels_need_torch_alone():
+    for path in [*(ROOT / f"{name}.py" for name in CORE), *ROOT.glob("kernels/*.py")]:
+        outside = {module.split(".")[0] for module in imported(path)} - set(CORE)
+        assert outside <= {*sys.stdlib_module_names, "torch"}, f"{path.relative_to(ROOT)} imports {outside}"
 
 
 # ------------------------------------------------------------------ what reads is what runs
@@ -89,9 +102,9 @@ def public_with_equation():
     found = set()
     for module in CORE:
         for node in ast.parse((ROOT / f"{module}.py").read_text()).body:
-            cites = isinstance(node, ast.FunctionDef) and "eq:" in (ast.get_docstring(node) or "")
-            if cites and not node.name.startswith("_"):
-                found.add((module, node.name))
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                if "eq:" in (ast.get_docstring(node) or ""):
+                    found.add((module, node.name))
     return found
 
 
@@ -99,7 +112,8 @@ RUNS = [
     ["correction.preset=decoupled_token_is", "loss.kl_coef=0.1", "advantage.kind=grpo"],
     ["correction.preset=decoupled_seq_is_rs", "correction.rollout_is_batch_normalize=true", "advantage.kind=rloo"],
     ["correction.preset=bypass_pg_geo_rs", "advantage.kind=reinforce", "loss.kl_coef=0.1", "loss.kl_in=reward"],
-    ["correction={rollout_is: prefix, rollout_rs: {second_moment: 0.04, token_tv: 0.3}}"],
+    ["correction={rollout_is: prefix, rollout_rs: {second_moment: 0.04, token_tv: 0.3, token_tv_outward: 0.3, opsm: 1, "
+     "seq_mean_k3: 1}}"],
     ["correction={score_centering: true, bypass_mode: true, loss_type: reinforce}"],
     *([f"correction.loss_type={kind}"] for kind in ("gspo", "cispo", "sapo"))]
 
@@ -139,11 +153,11 @@ def test_every_equation_that_reads_is_one_that_runs(entered):
 
 
 def test_rollout_log_prob_walks_from_correction_to_loss_and_never_back(entered):
-    """In a decoupled step with one update: `correct`, its metrics, the loss."""
+    """In a decoupled step with one update: what is decided, the loss, and what is measured at the end."""
     first_run = entered[:next(i for i, call in enumerate(entered) if call[1] == "rloo_advantages")]
     walk = [module for module, _, takes in first_run if takes]
     rooms = [module for i, module in enumerate(walk) if i == 0 or walk[i - 1] != module]
-    assert rooms == ["correction", "metrics", "losses"]
+    assert rooms == ["correction", "losses", "metrics"]
 
 
 @pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")),

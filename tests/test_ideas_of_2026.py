@@ -15,9 +15,10 @@ from tolerances import gamma
 
 from adapters.dialects import from_dialect
 from correction import RolloutCorrectionConfig as Config
-from correction import Correction, correct, importance_weights, judge, rejection_mask, second_moment_limit
+from correction import Correction, correct, importance_weights, rejection_mask
+from rejection import CRITERIA, Evidence, second_moment_limit
 from estimators import aggregate_log_ratio
-from losses import Counts, policy_loss
+from losses import Counts, LossConfig, policy_loss
 from metrics import merge
 
 PI = Policy(3, 3, seed=0)
@@ -38,7 +39,7 @@ def mean_gradient(config, advantages, candidates=CANDIDATES, pi=PI, mu=MU, lp=LP
     """E_μ of the gradient that `policy_loss` descends, with its sign turned: to be compared with ∇J."""
     def loss(i):
         given = None if candidates is None else tuple(x[i] for x in candidates)
-        return policy_loss(lp[i], mu_lp[i], mu_lp[i], advantages[i].expand(-1, pi.T), pi.mask[i], config, mode=SUM,
+        return policy_loss(lp[i], mu_lp[i], mu_lp[i], advantages[i].expand(-1, pi.T), pi.mask[i], config, LossConfig(aggregation=SUM),
                            candidates=given)[0]
     return -estimator_moments(pi, mu, loss).mean
 
@@ -73,7 +74,7 @@ def weight_of(config, log_rho, log_mu, advantage):
         elif name == "token_tv":
             keep &= abs(mu * rho - mu) <= bound
         elif name == "token_tv_outward":
-            keep &= not (advantage > 0 and mu * rho - mu > bound or advantage < 0 and mu - mu * rho > bound)
+            keep &= not ((advantage > 0 and mu * rho - mu > bound) or (advantage < 0 and mu - mu * rho > bound))
     if config.rollout_is is None:
         return float(keep)
     bound = config.rollout_is_threshold
@@ -169,7 +170,7 @@ def test_candidates_in_half_precision_are_promoted_before_they_are_subtracted():
     gradients = []
     for given in (halves, tuple(x.double() for x in halves)):
         log_pi = given[0].clone().requires_grad_()
-        loss, _ = policy_loss(LP.detach(), MU_LP, MU_LP, ones, MASK, config, mode=SUM, candidates=(log_pi, given[1]))
+        loss, _ = policy_loss(LP.detach(), MU_LP, MU_LP, ones, MASK, config, LossConfig(aggregation=SUM), candidates=(log_pi, given[1]))
         gradients.append(torch.autograd.grad(loss, log_pi)[0].double())
     # only the gradient itself is rounded to bfloat16, entry by entry; before that, a few roundings of float32
     off, size = (gradients[0] - gradients[1]).abs(), gradients[1].abs()
@@ -182,8 +183,8 @@ def test_with_kept_counts_a_rejected_row_is_divided_by_its_own_length():
     nothing = Correction(None, torch.zeros_like(MASK[rows]))
 
     def loss(mode):
-        return policy_loss(LP[rows], MU_LP[rows], MU_LP[rows], R[rows].expand(-1, 3), MASK[rows], config, mode=mode,
-                           candidates=tuple(x[rows] for x in CANDIDATES), correction=nothing, denominator="kept",
+        return policy_loss(LP[rows], MU_LP[rows], MU_LP[rows], R[rows].expand(-1, 3), MASK[rows], config, LossConfig(aggregation=mode, denominator="kept"),
+                           candidates=tuple(x[rows] for x in CANDIDATES), correction=nothing,
                            counts=Counts(torch.tensor(1.0), torch.tensor(1.0)))[0]
     total = loss("seq-mean-token-sum")
     assert abs(total) > 1e-3 and close(loss("seq-mean-token-mean"), total / 3)
@@ -205,7 +206,7 @@ def test_centering_of_padding_is_nothing(there):
     config, junk = reinforce("token", 0.9, score_centering=True), torch.where(MASK, 0.0, there)[..., None]
     losses = []
     for x in (CANDIDATES, (CANDIDATES[0] + junk, CANDIDATES[1] + junk)):
-        loss, _ = policy_loss(LP, MU_LP, MU_LP, R.expand(-1, 3), MASK, config, mode=SUM, candidates=x)
+        loss, _ = policy_loss(LP, MU_LP, MU_LP, R.expand(-1, 3), MASK, config, LossConfig(aggregation=SUM), candidates=x)
         losses.append((loss, exact_gradient(PI, loss)))
     assert torch.equal(losses[0][0], losses[1][0]) and torch.equal(losses[0][1], losses[1][1])
 
@@ -240,7 +241,7 @@ def test_total_variation_of_the_sampled_token():
     kept = rejection_mask(log_rho, mask, {"token_tv": 0.3 + 1e-12}, rollout_log_prob=mu.log())
     assert kept.tolist() == [[True, False, True, True, True]]
     assert not rejection_mask(log_rho, mask, {"token_k1": (0.5, 2.0)})[0, 0]
-    verdict = judge(log_rho, mask, "token_tv", 0.3, rollout_log_prob=mu.log())
+    verdict = CRITERIA["token_tv"].judge(Evidence(log_rho, mask.bool(), rollout_log_prob=mu.log()), 0.3)
     assert close(verdict.statistic, (pi - mu).abs())
 
 
@@ -249,7 +250,8 @@ def test_a_bound_met_exactly_keeps():
     mu, pi = f64([[0.25, 0.5]]), f64([[0.5, 0.25]])
     given, ones = ((pi / mu).log(), torch.ones(1, 2)), torch.ones(1, 2)
     for name, advantages in (("token_tv", ones), ("token_tv_outward", f64([[1.0, -1.0]]))):
-        exact = judge(*given, name, 1.0, advantages, mu.log()).statistic
+        seen = Evidence(given[0], ones.bool(), advantages, mu.log())
+        exact = CRITERIA[name].judge(seen, 1.0).statistic
         for bound, kept in ((exact.max().item(), True), (math.nextafter(exact.min().item(), 0), False)):
             assert rejection_mask(*given, {name: bound}, advantages, mu.log()).any() == kept
             assert rejection_mask(*given, {name: bound}, advantages, mu.log()).all() == kept
@@ -284,7 +286,8 @@ def test_ipo_and_dppo_are_their_formulas(name, bound):
 def test_a_ratio_of_impossible_probabilities_stays_finite():
     """π ≤ 1, whatever the two log-probs claim."""
     log_rho = torch.tensor([[200.0, -200.0, math.log(2)]])
-    verdict = judge(log_rho, torch.ones(1, 3), "token_tv", 0.3, rollout_log_prob=torch.zeros(1, 3))
+    seen = Evidence(log_rho, torch.ones(1, 3).bool(), rollout_log_prob=torch.zeros(1, 3))
+    verdict = CRITERIA["token_tv"].judge(seen, 0.3)
     assert verdict.statistic.tolist() == [[0.0, 1.0, 0.0]]
 
 
@@ -326,7 +329,7 @@ def test_prefix_weights_are_exact_for_advantages_of_the_past():
     for level in ("prefix", "sequence"):
         config = reinforce(level, math.inf)
         found[level] = estimator_moments(PI, MU, lambda i, config=config: policy_loss(
-            LP[i], MU_LP[i], MU_LP[i], advantages[i], MASK[i], config, mode=SUM)[0])
+            LP[i], MU_LP[i], MU_LP[i], advantages[i], MASK[i], config, LossConfig(aggregation=SUM))[0])
         assert close(-found[level].mean, target)
     assert found["prefix"].variance.sum() < found["sequence"].variance.sum()
 
@@ -417,10 +420,10 @@ def test_what_is_logged_of_the_second_moment_is_the_largest_term_that_stays():
     """eq:second-moment: the interval ends at a term of the batch, on every rank the same; the metrics merge as others do."""
     log_rho = f64([[0.1, -0.2, 0.15, 2.0, -0.1], [0.3, 0.0, 0.0, -3.0, 0.2]])
     mask, config = torch.ones(2, 5), Config(rollout_rs={"second_moment": 0.04})
-    *_, interval, below, above = judge(log_rho, mask, "second_moment", 0.04)
+    _, interval, below, above = CRITERIA["second_moment"].judge(Evidence(log_rho, mask.bool()), 0.04)
     assert interval[1] == torch.tensor(0.3).double().square().float() and not below.any() and above.sum() == 2
     whole = correct(log_rho, torch.zeros_like(log_rho), mask, config).metrics
-    limit = interval[1].item()
+    limit = float(interval[1])
     limited = log_rho.square().float().clamp(max=limit).double()
     assert close(whole["rollout_corr/rollout_rs_second_moment_std"], limited.std(correction=0), gamma(8))   # of float32 terms
     assert whole["rollout_corr/rollout_rs_second_moment_seq_fraction_high"] == 1                # both rows' means are above

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from metrics import diagnose
+from doctor import diagnose
 from plumbing.report import verdict
 from plumbing.tasks import Task
 from rollout import TransformersEngine

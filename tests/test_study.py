@@ -15,7 +15,7 @@ from oracle import Policy, close, estimator_moments, exact_gradient, grad_J, rew
 
 import trainer
 from correction import RolloutCorrectionConfig
-from losses import policy_loss
+from losses import LossConfig, policy_loss
 from plumbing import tasks
 from plumbing.settings import TaskConfig, UserError, load_config
 
@@ -291,7 +291,7 @@ def test_what_an_arm_does_in_expectation_is_the_oracles(name):
     advantages = (pi.reward - mu.probs().detach() @ pi.reward)[:, None].expand(-1, words_of.LENGTH)
     lp, mu_lp = pi.log_probs(), mu.log_probs().detach()
     slow = estimator_moments(pi, mu, lambda i: policy_loss(
-        lp[i], lp[i], mu_lp[i], advantages[i], pi.mask[i], config, mode="seq-mean-token-sum", **clip)[0])
+        lp[i], lp[i], mu_lp[i], advantages[i], pi.mask[i], config, LossConfig(aggregation="seq-mean-token-sum", **clip))[0])
     assert close(mean[0], -slow.mean) and close(deviation[0] ** 2, slow.variance)
     assert close(words_of.true_gradient(pi)[0], grad_J(pi, pi.reward[:, None]))
     assert pi.reward.sum() == len(words(8, 3)) == 13
@@ -317,8 +317,7 @@ def test_each_end_of_a_clip_around_the_sampler_pulls_towards_it(end, sign):
         lp, mu_lp = pi.log_probs(), mu.log_probs().detach()
         weights = sign * mu.probs().detach()[:, None].expand_as(lp) * (1 + rewards(pi, seed).abs())    # one sign of A
         both_open = {"clip_low": 1.0, "clip_high": 1e9}
-        ascent = [-exact_gradient(pi, policy_loss(lp, lp.detach(), mu_lp, weights, pi.mask, config,
-                                                  mode="seq-mean-token-sum", **(both_open | closed))[0]).reshape(-1, 4)
+        ascent = [-exact_gradient(pi, policy_loss(lp, lp.detach(), mu_lp, weights, pi.mask, config, LossConfig(aggregation="seq-mean-token-sum", **(both_open | closed)))[0]).reshape(-1, 4)
                   for closed in ({}, {end: 0.2})]
         towards = (mu.step_log_probs() - pi.step_log_probs()).detach()
         divergence = -(pi.step_log_probs().exp() * towards).sum(-1)                              # KL(π‖μ) of each state

@@ -15,6 +15,7 @@ import sys
 from dataclasses import is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import oracle
 import pytest
@@ -29,11 +30,13 @@ from waiting import HANG, until
 import trainer
 from correction import PRESETS, RolloutCorrectionConfig
 from estimators import sampling_log_probs
+from kernels.log_probs import TokenLogProbs
 from plumbing import checkpoints, tasks
+from plumbing.engines import make_engine
 from plumbing.faults import process_group
 from plumbing.settings import Config, TaskConfig, TrainConfig, UserError, correction_of, leaves, load_config
-from policy import Policy, TokenLogProbs, full_weights, load_policy
-from rollout import KEPT, Sample, TransformersEngine, WeightSync, make_engine
+from policy import Policy, full_weights, load_policy
+from rollout import KEPT, Sample, TransformersEngine, WeightSync
 
 HERE = Path(__file__).resolve().parent.parent
 def shell(command, cwd, **options):
@@ -324,7 +327,7 @@ def test_shared_prompts_and_slices_give_the_log_probs_of_the_whole_logits(checkp
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     policy = Policy(model, 0.7)
-    monkeypatch.setattr("policy.CHUNK", 15 * 10)      # of 5 × 3 tokens' 26 logits: 10, 10 and 6
+    monkeypatch.setattr("kernels.log_probs.CHUNK", 15 * 10)      # of 5 × 3 tokens' 26 logits: 10, 10 and 6
     sliced = policy(tokens, attention, 3)
     sliced[:4][mask[:4]].square().sum().backward()
     assert torch.allclose(sliced[mask], whole[mask], rtol=1e-12, atol=1e-12)
@@ -337,7 +340,7 @@ def test_shared_prompts_and_slices_give_the_log_probs_of_the_whole_logits(checkp
 def test_slices_of_the_vocabulary_change_nothing(cut, with_bias, temperature, softcap, chunk, monkeypatch):
     """Value and gradients, against the same thing written out and left to autograd; of the whole vocabulary, and
     of sets that differ from token to token: from one alone to all, in any order, filled up with the token itself."""
-    monkeypatch.setattr("policy.CHUNK", chunk)
+    monkeypatch.setattr("kernels.log_probs.CHUNK", chunk)
     g = torch.Generator().manual_seed(0)
     hidden, weight, bias = (torch.randn(*shape, generator=g, dtype=torch.float64, requires_grad=True)
                             for shape in ((7, 5), (11, 5), (11,)))
@@ -436,7 +439,7 @@ def test_help_lists_every_setting_with_its_default_and_meaning(capsys):
     said = capsys.readouterr().out
     for key, kind, of in leaves(Config):
         if not is_dataclass(kind):
-            assert re.search(rf"^  {re.escape(key)}=.*\n      {re.escape(of.metadata['meaning'])} \(", said, re.M), key
+            assert re.search(rf"^  {re.escape(key)}=.*\n      {re.escape(of.metadata['meaning'])} \(", said, re.MULTILINE), key
     for line in ("  train.steps=150\n      of sampling and updating (a whole number, at least 1)",
                  "  policy.path=null\n", "  loss.kl_kind=null\n      its estimator; null: k3+ in the loss, k1 in the reward; + takes k2's gradient"):
         assert line in said
@@ -619,21 +622,21 @@ def spoil(monkeypatch, policy):
     elif policy == "gradient":
         clip = torch.nn.utils.clip_grad_norm_
 
-        def spoiled(parameters, *args):
+        def spoiled_gradient(parameters, *args):
             parameters = list(parameters)
             calls.append(parameters[0].grad.mul_(math.nan if not calls else 1))
             return clip(parameters, *args)
-        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spoiled)
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spoiled_gradient)
     else:
         forward, wanted = Policy.forward, {"π_old": [1], "π_ref": [5], "π_θ": range(5, 99)}[policy]
 
-        def spoiled(self, *args):
-            log_prob = forward(self, *args)
+        def spoiled_forward(self, *args):
+            log_prob: Any = forward(self, *args)
             calls.append(len(args[0]) > 2)
             if sum(calls) not in wanted:                 # `load_policy` checks itself with two
                 return log_prob
             return log_prob * torch.where(torch.arange(log_prob.shape[1]) == 1, math.nan, 1.0)
-        monkeypatch.setattr(Policy, "forward", spoiled)
+        monkeypatch.setattr(Policy, "forward", spoiled_forward)
 
 
 @pytest.mark.parametrize("policy, skipped", [("π_rollout", "samples"), ("π_old", "samples"), ("π_ref", "samples"),
@@ -757,7 +760,7 @@ BREAKS = {"torch": "FSDP2, DCP's safetensors and vLLM's kernels are those of one
 
 def drift(installed: dict[str, str]) -> list[str]:
     """A sentence for every package that is outside the range of the requirements files, and what that breaks."""
-    lines = (HERE / "requirements.txt").read_text() + (HERE / "requirements-vllm.txt").read_text()
+    lines = (HERE / "requirements.txt").read_text() + (HERE / "requirements/vllm.txt").read_text()
     allowed = [Requirement(line.split("#")[0]) for line in lines.splitlines() if re.match(r"(torch|transformers|vllm)\W", line)]
     return [f"{r.name} {installed[r.name]} is outside {r.specifier}: {BREAKS[r.name]}" for r in allowed
             if r.name in installed and not r.specifier.contains(installed[r.name])]

@@ -27,9 +27,10 @@ class Engine:
         pass
 
     def generate(self, prompts, num_generations, **_):
-        draw = lambda low, high, *size: torch.randint(low, high, size, generator=self.generator)
+        def draw(low, high, *size):
+            return torch.randint(low, high, size, generator=self.generator)
         responses = [draw(4, 26, int(draw(1, self.longest + 1, 1))).tolist() for _ in prompts]
-        responses = [ids[:-1] + [self.tokenizer.eos_token_id] if i % 2 else ids
+        responses = [[*ids[:-1], self.tokenizer.eos_token_id] if i % 2 else ids
                      for i, ids in enumerate(responses)]
         return None, responses, [self.log_probs(*both) for both in zip(prompts, responses)], None
 

@@ -6,6 +6,7 @@ that the settings name; and a mini-batch of which nothing is kept takes no step.
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,8 @@ def run():
             config = load_config(["task.size=1", "train.max_grad_norm=1e9", "loss.aggregation=seq-mean-token-sum",
                                   "loss.clip_low=1", "loss.clip_high=1e9", "rollout.samples=1", *overrides])
             mesh = torch.distributed.init_device_mesh(device.type, (1,))
-            policy, found = fully_shard(Table(pi), mesh=mesh), []
+            policy: Any = fully_shard(Table(pi), mesh=mesh)
+            found = []
 
             def step():
                 found.append(policy.logits.grad.full_tensor().flatten().clone())

@@ -119,11 +119,10 @@ def test_one_clip_ratio_for_both_ends():
     given = actor_config("three_policies", {}, {}, clip_ratio=0.05)
     object.__setattr__(given, "clip_ratio_low", None)
     object.__setattr__(given, "clip_ratio_high", None)
-    from losses import policy_loss
+    from losses import LossConfig, policy_loss
     from correction import RolloutCorrectionConfig
     loss, _ = adapters.verl.three_policies(old, log_prob, advantages, mask, config=given)
-    expected = policy_loss(log_prob, old, None, advantages, mask, RolloutCorrectionConfig(),
-                           clip_low=0.05, clip_high=0.05, dual_clip=3.0)[0]
+    expected = policy_loss(log_prob, old, None, advantages, mask, RolloutCorrectionConfig(), LossConfig(clip_low=0.05, clip_high=0.05, dual_clip=3.0))[0]
     assert torch.equal(loss, expected)
 
 

@@ -69,7 +69,7 @@ def in_float64() -> None:
         batch = pad(*given)
         return batch._replace(rollout_log_prob=batch.rollout_log_prob.double())
 
-    modeling_qwen2.Qwen2RMSNorm.forward = norm
+    modeling_qwen2.Qwen2RMSNorm.forward = norm  # pyright: ignore[reportAttributeAccessIssue]
     policy.MixedPrecisionPolicy = lambda *_: precision(torch.float64, torch.float64)
     policy.read_model = lambda path: read(path).double()
     policy.empty_model = lambda path: empty(path).double()

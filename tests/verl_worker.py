@@ -14,6 +14,7 @@ import os
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ def stand_ins():
         "visible_devices_envvar": lambda self: "NO_DEVICES", "ray_resource_name": lambda self: "CPU",
         "ray_noset_envvars": lambda self: [], "nvtx_range": lambda self, _: contextlib.nullcontext()})
     set_platform(platform())
-    value_head = types.ModuleType("trl.experimental.ppo")
+    value_head: Any = types.ModuleType("trl.experimental.ppo")
     value_head.AutoModelForCausalLMWithValueHead = type("AutoModelForCausalLMWithValueHead", (), {})
     sys.modules["trl.experimental.ppo"] = value_head
 
@@ -59,7 +60,8 @@ def configuration(model, overrides):
 def rollouts(module, generator):
     """16 responses as a trainer would hand them over; π_rollout is π_old with noise."""
     from verl import DataProto
-    draw = lambda low, high, *size: torch.randint(low, high, size, generator=generator)
+    def draw(low, high, *size):
+        return torch.randint(low, high, size, generator=generator)
     prompts, responses = draw(4, 26, 16, 4), draw(4, 26, 16, 8)
     mask = (torch.arange(8) < draw(1, 9, 16, 1)).long()
     ids, attention = torch.cat([prompts, responses], 1), torch.cat([torch.ones_like(prompts), mask], 1)

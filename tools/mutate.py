@@ -1,6 +1,6 @@
 """Plants one-line errors in the four core files and counts those the core tests notice.
 
-    python tests/mutate.py [N] [SEED]       # N mutants drawn at random (300), of all there are
+    python tools/mutate.py [N] [SEED]       # N mutants drawn at random (300), of all there are
 
 Run by hand: the 300 take about an hour of one core. An error is one change of one expression: an
 operator, a comparison, a sign, a constant, a condition, a dropped detach, where or clamp, max for
@@ -24,8 +24,10 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
 OWN_TESTS = {"estimators.py": "test_estimators.py", "metrics.py": "test_metrics.py",
-             "correction.py": "test_correction.py", "losses.py": "test_losses.py"}
-TESTS = [*OWN_TESTS.values(), "test_museum.py", "test_ideas_of_2026.py"]
+             "rejection.py": "test_ideas_of_2026.py", "correction.py": "test_correction.py",
+             "surrogates.py": "test_losses.py", "centering.py": "test_ideas_of_2026.py",
+             "losses.py": "test_losses.py", "doctor.py": "test_metrics.py"}
+TESTS = [*dict.fromkeys(OWN_TESTS.values()), "test_museum.py"]
 OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.BitAnd: "|",
              ast.BitOr: "&", ast.And: "or", ast.Or: "and"}
 COMPARISONS = {ast.Lt: ("<=", ">"), ast.Gt: (">=", "<"), ast.LtE: ("<", ">"), ast.GtE: (">", "<"),
@@ -74,12 +76,14 @@ def mutants(source: str) -> list[tuple[int, str, str]]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
             put(node, repr(node.value + 1))
             if node.value:
-                put(node, repr(node.value * 0.9 if isinstance(node.value, float) else node.value - 1))
+                put(node, repr(node.value * 0.9 if isinstance(node.value, float)
+                               else node.value - 1))
         elif isinstance(node, ast.IfExp):
             put(node, f"(({code(node.orelse)}) if ({code(node.test)}) else ({code(node.body)}))")
         elif isinstance(node, (ast.If, ast.While)):
             put(node.test, f"(not ({code(node.test)}))")
-        elif isinstance(node, ast.Call) and code(node.func) == "torch.where" and len(node.args) == 3:
+        elif (isinstance(node, ast.Call) and code(node.func) == "torch.where"
+              and len(node.args) == 3):
             condition, yes, no = map(code, node.args)
             put(node, f"({yes})")
             put(node, f"torch.where({condition}, {no}, {yes})")
@@ -136,16 +140,17 @@ def main(n: int, seed: int) -> None:
         (copy / "tests").mkdir()
         (copy / "adapters").mkdir()
         for name in [*OWN_TESTS, *(f"tests/{name}" for name in TESTS), "tests/oracle.py",
-                     "tests/conftest.py", "tests/tolerances.py", "tests/peers.json.gz", "adapters/dialects.py"]:
+                     "tests/conftest.py", "tests/tolerances.py", "tests/peers.json.gz",
+                     "adapters/dialects.py"]:
             shutil.copy(ROOT / name, copy / name)
-        (copy / "pytest.ini").write_text((ROOT / ".pytest.ini").read_text())
+        shutil.copy(ROOT / "pyproject.toml", copy / "pyproject.toml")          # pytest's settings
         if caught(copy, [f"tests/{name}" for name in TESTS], 600):
             sys.exit("the tests fail without any mutant")
         sources = {name: (ROOT / name).read_text() for name in OWN_TESTS}
         every = [(name, *m) for name, source in sources.items() for m in mutants(source)]
         drawn = random.Random(seed).sample(every, min(n, len(every)))
         survivors = 0
-        for i, (name, line, what, mutated) in enumerate(tqdm(drawn, mininterval=5), 1):
+        for name, line, what, mutated in tqdm(drawn, mininterval=5):
             first = OWN_TESTS[name]
             (copy / name).write_text(mutated)
             for files in ([first], [other for other in TESTS if other != first]):

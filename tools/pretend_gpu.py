@@ -6,8 +6,9 @@ It does what a GPU would make trouble with, on a machine without one:
 * Whatever makes the host wait for the device is counted, with the line that asked for it: `item`,
   `tolist`, `if tensor`, shapes that depend on data, copies in either direction unless they are
   non_blocking (and copies back always).
-FSDP2, DTensor, the optimizer and the collectives (gloo) are the real ones; what they ask of a device
-(streams, events) is there and does nothing. Importing this file registers the device, for good.
+FSDP2, DTensor, the optimizer and the collectives (gloo) are the real ones; what they
+ask of a device (streams, events) is there and does nothing. Importing this file
+registers the device, for good.
 """
 
 import contextlib
@@ -22,7 +23,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 HERE = Path(__file__).resolve().parent.parent
 WAITS = Counter()                  # (what waits, the line of this project that asked) → how often
-SHAPES_BY_DATA = {"aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::_unique2", "aten::bincount",
+SHAPES_BY_DATA = {"aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::_unique2",
+                  "aten::bincount",
                   "aten::unique_consecutive", "aten::equal", "aten::repeat_interleave"}
 LISTS = {"aten::stack", "aten::cat"}
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
@@ -82,13 +84,16 @@ def wait(what: str) -> None:
 class Pretend(torch.Tensor):
     """A tensor of the device: its numbers are in `.inner`, a tensor of the CPU."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    inner: torch.Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    __torch_function__ = (  # pyright: ignore[reportAssignmentType]
+        torch._C._disabled_torch_function_impl)
 
     @staticmethod
     def __new__(cls, inner):
         assert type(inner) is torch.Tensor, type(inner)
         made = torch.Tensor._make_wrapper_subclass(
-            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
             device=DEVICE)
         made.inner = inner
         return made
@@ -117,10 +122,10 @@ def refuse_mixed(name, args, kwargs) -> None:
     for argument in (*args, *kwargs.values()):
         listed = isinstance(argument, (list, tuple))
         for x in leaves(argument):
-            strict = x.dim() > 0 or listed and (name in LISTS or name in INDEXING)
+            strict = x.dim() > 0 or (listed and (name in LISTS or name in INDEXING))
             if not isinstance(x, Pretend) and strict:
-                raise RuntimeError(f"Expected all tensors to be on the same device, but found cpu and {DEVICE} in "
-                                   f"{name} at {line()}")
+                raise RuntimeError("Expected all tensors to be on the same device, but found cpu "
+                                   f"and {DEVICE} in {name} at {line()}")
 
 
 def count_waits(name, args, kwargs, to) -> None:
@@ -129,14 +134,15 @@ def count_waits(name, args, kwargs, to) -> None:
     elif name in SHAPES_BY_DATA:
         wait(name)
     elif name in COPIES:
-        source, blocking = args[1] if name == "aten::copy_" else args[0], not kwargs.get("non_blocking", False)
+        source = args[1] if name == "aten::copy_" else args[0]
+        blocking = not kwargs.get("non_blocking", False)
         if name == "aten::copy_" and len(args) > 2:
             blocking = not args[2]
         target = args[0].device if name == "aten::copy_" else to or source.device
         if source.numel() == 0:
             return
         back = source.device.type != "cpu" and target.type == "cpu"
-        if back or blocking and source.device.type != target.type:
+        if back or (blocking and source.device.type != target.type):
             wait("copy to the host" if back else "copy from the host")
     elif name in INDEXING:
         if any(x.dtype in (torch.bool, torch.uint8) for x in leaves(args[1])):
@@ -146,11 +152,12 @@ def count_waits(name, args, kwargs, to) -> None:
 
 
 def run(func, args, kwargs):
-    """One operation with a tensor of the device among its arguments, or with the device as its target."""
+    """One operation with a tensor of the device among its arguments, or with
+    the device as its target."""
     name, to = func._schema.name, kwargs.get("device")
     to = None if to is None else torch.device(to)
     if name == "aten::_fused_sdp_choice":
-        return 0                                   # plain operations rather than a kernel of one device
+        return 0  # plain operations rather than a kernel of one device
     count_waits(name, args, kwargs, to)
     if name not in COPIES and name not in INDEXING:
         refuse_mixed(name, args, kwargs)
@@ -164,20 +171,24 @@ def run(func, args, kwargs):
         return args[0]
     if to is not None and to.type == "cpu":
         return result.clone() if any(result is x for x in leaves(inner_args)) else result
-    return pytree.tree_map_only(torch.Tensor, lambda x: given[id(x)] if id(x) in given else Pretend(x), result)
+    return pytree.tree_map_only(torch.Tensor,
+                                lambda x: given[id(x)] if id(x) in given else Pretend(x), result)
 
 
 def factory(name: str) -> None:
     packet, _, overload = name.partition(".")
     operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    LIBRARY.impl(name, lambda *args, **kwargs: run(operation, args, {**kwargs, "device": DEVICE}), "PrivateUse1")
+    LIBRARY.impl(name, lambda *args, **kwargs: run(operation, args, {**kwargs, "device": DEVICE}),
+                 "PrivateUse1")
 
 
 LIBRARY = torch.library.Library("aten", "IMPL")
-for factory_name in ("empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step"):
+for factory_name in ("empty.memory_format", "empty_strided", "arange", "arange.start",
+                     "arange.start_step"):
     factory(factory_name)
 # What `torch.tensor(…, device=…)` ends in.
-LIBRARY.impl("_copy_from", lambda x, to, later=False: run(torch.ops.aten.copy_.default, (to, x, later), {}),
+LIBRARY.impl("_copy_from", lambda x, to,
+             later=False: run(torch.ops.aten.copy_.default, (to, x, later), {}),
              "PrivateUse1")
 
 
@@ -187,16 +198,18 @@ def move(parameters, buffers, device) -> None:
         if x.device != device:
             moved = x.detach().to(device)
             is_parameter = isinstance(x, torch.nn.Parameter)
-            torch.utils.swap_tensors(x, torch.nn.Parameter(moved, x.requires_grad) if is_parameter else moved)
+            torch.utils.swap_tensors(x, torch.nn.Parameter(moved, x.requires_grad) if is_parameter
+                                     else moved)
 
 
 _fsdp_init._move_states_to_device = move
-torch.__future__.set_swap_module_params_on_conversion(True)          # and `model.to(device)` the same way
+torch.__future__.set_swap_module_params_on_conversion(True)  # and `model.to(device)` the same way
 
 
 class Generator(torch.Generator):
     """Random numbers are the CPU's too."""
-    def __new__(cls, device=None): return super().__new__(cls, "cpu")
+    def __new__(cls, device=None):
+        return super().__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
 
 
 torch.Generator = Generator

@@ -1,16 +1,18 @@
 """Half a billion parameters on a CPU: each part of a step beside the least that it could cost.
 
-    python tests/bench.py size                  # 20 GB of memory, 16 GB of disk, about 10 minutes
+    python tools/bench.py size                  # 20 GB of memory, 16 GB of disk, about 10 minutes
 
-Qwen2.5-0.5B's shapes with random weights, made on the spot; 4 prompts × 8 samples × 64 tokens, vLLM in
-bfloat16 where it imports. Every floor is measured in the same process, after the steps:
-    update      the matrix products of one forward and backward pass (6 · weights · tokens) at the rate of a @ b,
+Qwen2.5-0.5B's shapes with random weights, made on the spot; 4 prompts × 8 samples × 64 tokens, vLLM
+in bfloat16 where it imports. Every floor is measured in the same process, after the steps:
+    update      the matrix products of one forward and backward pass (6 · weights · tokens) at the
+                rate of a @ b,
                 and one pass of the optimizer over its state
     sync        one copy and cast of all weights
-    rollout     the same requests to a bare vllm.LLM: the engine's own, without what rollout.py does around it
+    rollout     the same requests to a bare vllm.LLM: the engine's own, without what
+                adapters/vllm.py does around it
     checkpoint  writing the same bytes beside a file of that size, which is then deleted
-A second table measures what lies between a part and its floor, a third the process's memory, as the kernel
-counts it, beside the sum of what it must hold.
+A second table measures what lies between a part and its floor, a third the process's memory, as the
+kernel counts it, beside the sum of what it must hold.
 """
 
 import ctypes
@@ -19,16 +21,20 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
-SHAPE = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+SHAPE: dict[str, Any] = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+                             num_attention_heads=14,
              num_key_value_heads=2, vocab_size=151_936, tie_word_embeddings=True)
-SETTINGS = ["task.size=2", "task.eval_size=1", "rollout.prompts=4", "rollout.samples=8", "rollout.max_tokens=64",
-            "rollout.dtype=bfloat16", "train.mini_batches=1", "train.micro_batch_size=8", "train.steps=3",
-            "rollout.quantize_bits=null", "train.keep=1", "correction.preset=decoupled_token_is", "run=size"]
+SETTINGS = ["task.size=2", "task.eval_size=1", "rollout.prompts=4", "rollout.samples=8",
+            "rollout.max_tokens=64",
+            "rollout.dtype=bfloat16", "train.mini_batches=1", "train.micro_batch_size=8",
+            "train.steps=3",
+            "rollout.quantize_bits=null", "train.keep=1", "correction.preset=decoupled_token_is",
+            "run=size"]
 
 
 def make_model(directory: str, **shape) -> str:
@@ -36,8 +42,10 @@ def make_model(directory: str, **shape) -> str:
 
     from plumbing.tasks import character_tokenizer
     torch.manual_seed(0)
-    config = Qwen2Config(**shape, dtype="bfloat16", eos_token_id=1, pad_token_id=0, bos_token_id=None)
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    config = Qwen2Config(**shape, dtype="bfloat16", eos_token_id=1, pad_token_id=0,
+                         bos_token_id=None)
+    model: Any = Qwen2ForCausalLM(config)      # transformers hides the type of `to`
+    model.to(torch.bfloat16).save_pretrained(directory)
     character_tokenizer("0123456789+=>").save_pretrained(directory)
     return directory
 
@@ -66,7 +74,7 @@ def median(run, times=3) -> float:
     return statistics.median(timed(run).seconds for _ in range(times))
 
 
-def one_step(run, step: int, options) -> tuple[dict[str, Took], object]:
+def one_step(run, step: int, options) -> tuple[dict[str, Took], Any]:
     """What each part took, and the batch."""
     import trainer
     from correction import correct
@@ -76,26 +84,31 @@ def one_step(run, step: int, options) -> tuple[dict[str, Took], object]:
         kept["batch"], _ = trainer.sample(run, step)
 
     def log_probs():
-        kept["batch"] = kept["batch"]._replace(old_log_prob=trainer.score(run.policy, kept["batch"], run.config))
+        found = trainer.score(run.policy, kept["batch"], run.config)
+        kept["batch"] = kept["batch"]._replace(old_log_prob=found)
 
     def update():
         batch = kept["batch"]
-        correction = correct(batch.old_log_prob, batch.rollout_log_prob, batch.response_mask, options, group=world)
+        correction = correct(batch.old_log_prob, batch.rollout_log_prob, batch.response_mask,
+                             options, group=world)
         trainer.update(run, batch, options, correction)
 
     parts = {"rollout": rollout, "π_old": log_probs, "update": update,
-             "sync": lambda: run.update_engine(run.sync.push), "checkpoint": lambda: run.checkpoints.save(run, step)}
+             "sync": lambda: run.update_engine(run.sync.push),
+             "checkpoint": lambda: run.checkpoints.save(run, step)}
     return {name: timed(part) for name, part in parts.items()}, kept["batch"]
 
 
 def rate(rows: int, config) -> float:
     """Operations a second of a @ b with this many rows."""
-    a, b = torch.randn(rows, config.hidden_size), torch.randn(config.hidden_size, config.intermediate_size)
+    a, b = torch.randn(rows, config.hidden_size), torch.randn(config.hidden_size,
+                                                              config.intermediate_size)
     return 2 * a.numel() * b.shape[1] / median(lambda: a @ b, 9)
 
 
 def write_beside(directory: Path, weights: list) -> float:
-    """Seconds to write weights and moments beside what was written before, and to delete that; the third time."""
+    """Seconds to write weights and moments beside what was written before, and to
+    delete that; the third time."""
     def write(name):
         with open(directory / name, "wb") as file:
             for _ in range(3):
@@ -123,27 +136,34 @@ def floors(run, batch, weights: list) -> dict[str, float]:
         start = batch.tokens.shape[1] - batch.response_mask.shape[1]
         prompts = [{"prompt_token_ids": row[:start][on[:start].bool()].tolist()}
                    for row, on in zip(batch.tokens, batch.attention)]
-        params = run.engine.SamplingParams(seed=0, temperature=1.0, max_tokens=64, logprobs=0, ignore_eos=True,
+        params = run.engine.SamplingParams(seed=0, temperature=1.0, max_tokens=64, logprobs=0,
+                                           ignore_eos=True,
                                            detokenize=False)
         with torch.compiler.set_stance("force_eager"):
-            found["rollout"] = median(lambda: run.engine.llm.generate(prompts, params, use_tqdm=False))
+            found["rollout"] = median(lambda: run.engine.llm.generate(prompts, params,
+                                                                      use_tqdm=False))
     return found
 
 
-def causes(run, batch, weights: list, took: dict[str, Took], floor: dict[str, float]) -> list[list[str]]:
-    """What lies between the update, the sync and the checkpoint and their floors, each measured by itself."""
+def causes(run, batch, weights: list, took: dict[str, Took],
+           floor: dict[str, float]) -> list[list[str]]:
+    """What lies between the update, the sync and the checkpoint and their
+    floors, each measured by itself."""
     from policy import full_weights
     config, tokens = run.policy.model.config, int(batch.attention.sum())
     parts, threads = len(batch.tokens) // run.config.train.micro_batch_size, torch.get_num_threads()
     copies = [torch.empty_like(w) for w in weights]
     copy = median(lambda: [c.copy_(w) for c, w in zip(copies, weights)])
     add = median(lambda: [c.add_(w) for c, w in zip(copies, weights)])
-    again = 2 * config.vocab_size * config.hidden_size * int(batch.response_mask.sum()) / rate(tokens, config)
+    again = 2 * config.vocab_size * config.hidden_size * int(batch.response_mask.sum())
+    again /= rate(tokens, config)
     update = {
         "floor: products": floor["products"], "floor: optimizer": floor["optimizer"],
         "the logits, computed again in the backward pass": again,
-        f"FSDP: weights gathered twice, gradients copied twice and added, {parts} times": parts * (4 * copy + add),
-        f"the kernel, handing out pages (its seconds / {threads} threads)": took["update"].kernel / threads}
+        f"FSDP: weights gathered twice, gradients copied twice and added, {parts} times": parts
+        * (4 * copy + add),
+        f"the kernel, handing out pages (its seconds / {threads} threads)": took["update"].kernel
+        / threads}
     sync = {"floor: copy and cast": floor["sync"],
             "walk through the shards": median(lambda: [x for _, x in full_weights(run.policy)]),
             "the kernel": took["sync"].kernel / threads}
@@ -161,7 +181,8 @@ def causes(run, batch, weights: list, took: dict[str, Took], floor: dict[str, fl
 class Heap(ctypes.Structure):
     """What mallinfo2(3) returns."""
     _fields_ = [(name, ctypes.c_size_t) for name in (
-        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+        "fordblks", "keepcost")]
 
 
 def unused() -> float:
@@ -192,9 +213,11 @@ def held(run, batch, engine: float, start: float, peak: float) -> list[list[str]
              "engine": engine, "activations of a micro-batch": sum(storages.values()) / 2 ** 30}
     total = sum(parts.values())
     return [[name, f"{gb:.1f}"] for name, gb in parts.items()] + [
-        ["sum", f"{total:.1f}"], ["most in the update", f"{peak:.1f}"], ["ratio", f"{peak / total:.2f}"],
+        ["sum", f"{total:.1f}"], ["most in the update", f"{peak:.1f}"],
+        ["ratio", f"{peak / total:.2f}"],
         ["beside the sum: free, and kept by the heap", f"{between:.1f}"],
-        ["beside the sum: the head gathered, its gradient, and that once more for FSDP", f"{3 * head:.1f}"]]
+        ["beside the sum: the head gathered, its gradient, and that once more for FSDP",
+         f"{3 * head:.1f}"]]
 
 
 def bench_size(table) -> None:
@@ -208,25 +231,32 @@ def bench_size(table) -> None:
         engine.append(memory() - before)
         return made
 
-    with tempfile.TemporaryDirectory() as directory, mock.patch("plumbing.run.make_engine", weighed):
+    with tempfile.TemporaryDirectory() as directory, mock.patch("plumbing.run.make_engine",
+                                                                weighed):
         os.chdir(directory)
         config = load_config([*SETTINGS, f"policy.path={make_model('model', **SHAPE)}"])
         options = correction_of(config)
         with plumbing.run.opened(config) as run:
+            assert run is not None             # it is not finished: its directory was empty
             run.before = 0.0
             run.update_engine(run.sync.push)
             for step in run.steps():
                 took, batch = one_step(run, step, options)
-            weights = [p.to_local().detach() for p in run.policy.parameters()]
+            shards: Any = run.policy.parameters()
+            weights = [p.to_local().detach() for p in shards]
             n, floor = sum(w.numel() for w in weights), floors(run, batch, weights)
             between = causes(run, batch, weights, took, floor)
             memories = held(run, batch, engine[0], start, took["update"].peak)
         rows = []
         for name, t in took.items():
-            least, ratio = (f"{floor[name]:.1f}", f"{t.seconds / floor[name]:.2f}") if name in floor else ("–", "–")
-            rows.append([name, f"{t.seconds:.1f}", least, ratio, f"{t.peak:.1f}", f"{t.peak / t.before:.2f}"])
-        table(f"{n / 1e6:.0f}M parameters, {int(batch.attention.sum())} tokens, engine {run.engine.name}; "
-              f"step {config.train.steps}: the ones before it warm the memory up",
+            least, ratio = "–", "–"
+            if name in floor:
+                least, ratio = f"{floor[name]:.1f}", f"{t.seconds / floor[name]:.2f}"
+            rows.append([name, f"{t.seconds:.1f}", least, ratio, f"{t.peak:.1f}",
+                         f"{t.peak / t.before:.2f}"])
+        table(f"{n / 1e6:.0f}M parameters, {int(batch.attention.sum())} tokens, "
+              f"engine {run.engine.name}; step {config.train.steps}: the ones before it warm "
+              "the memory up",
               "part | s | floor, s | ratio | most memory, GB | of what was held before", rows)
         table("What lies between a part and its floor", "part | what | s", between)
         table("The process in the update", "what | GB", memories)

@@ -1,13 +1,15 @@
 """How fast, beside whom: measured, not tested. pytest does not collect this file.
 
-    python tests/bench.py [correct] [scaling] [logprobs] [losses] [share] [bypass] [step] [size]  # or all
-    BENCH_THREADS=1 python tests/bench.py correct          # where other work shares the cores
+    python tools/bench.py                                  # all parts, or those that are named:
+        correct, scaling, logprobs, losses, share, bypass, step, size
+    BENCH_THREADS=1 python tools/bench.py correct          # where other work shares the cores
 
 Every row is a paired run: the candidates take turns in one process, A B C A B C …, and the ratio is
-the median of the ratios of the turns, with its quartiles. In a turn each runs twice and is timed the
-second time: what the one before left in the caches, and gave back to the system, is not its doing.
-Peak memory is what torch allocates beyond its inputs. Peers that do not import say "not installed"; verl needs `pip install --no-deps
-verl==0.9.1` and what it imports, TRL `pip install trl==1.16.0`.
+the median of the ratios of the turns, with its quartiles. In a turn each runs twice and is timed
+the second time: what the one before left in the caches, and gave back to the system, is not its
+doing. Peak memory is what torch allocates beyond its inputs. Peers that do not import say "not
+installed"; verl needs `pip install --no-deps verl==0.9.1` and what it imports, TRL `pip install
+trl==1.16.0`.
 """
 
 import contextlib
@@ -22,6 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,18 +32,19 @@ from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from correction import RolloutCorrectionConfig as Config  # noqa: E402
-from correction import correct  # noqa: E402
-from losses import policy_loss  # noqa: E402
+from correction import RolloutCorrectionConfig as Config
+from correction import correct
+from losses import policy_loss
 
 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
     try:
-        from verl.trainer.ppo.rollout_corr_helper import \
-            compute_rollout_correction_and_rejection_mask as verl_correct
+        from verl.trainer.ppo import rollout_corr_helper  # pyright: ignore[reportMissingImports]
+        verl_correct: Any = rollout_corr_helper.compute_rollout_correction_and_rejection_mask
     except ImportError:
         verl_correct = None
     try:
-        from trl.trainer.utils import selective_log_softmax
+        from trl.trainer import utils  # pyright: ignore[reportMissingImports]
+        selective_log_softmax: Any = utils.selective_log_softmax
     except (ImportError, RuntimeError):
         selective_log_softmax = None
 
@@ -70,7 +74,8 @@ def peak(run) -> int:
     """Bytes that torch holds at most, beyond what it held before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
-    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    results: Any = recorded.profiler                           # whose types leave out nbytes
+    events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
     held = most = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         held += event.nbytes()
@@ -129,15 +134,17 @@ def bench_correct():
                      ms(took["floor"]), ratio(took["ours"], took["floor"]),
                      f"{peak(candidates['ours']) / unit:.1f}", verl[2]])
     table("`correct` with all metrics, [512, 4096], float32",
-          "setting | ms | verl 0.9.1, ms | ours/verl | floor, ms | passes over memory: ours/floor | "
-          "peak, [B, T] tensors | verl's peak", rows)
+          "setting | ms | verl 0.9.1, ms | ours/verl | floor, ms | passes over memory: ours/floor "
+          "| peak, [B, T] tensors | verl's peak", rows)
 
 
 def bench_scaling():
     keep_freed_memory()
     rows, sizes = [], ((256, 2048), (512, 2048), (256, 4096), (256, 1))
     for name, (config, _) in SETTINGS.items():
-        took = paired({size: lambda x=batch(*size): correct(*x, config).metrics for size in sizes})
+        batches = {size: batch(*size) for size in sizes}
+        took = paired({size: lambda x=batches[size]: correct(x[0], x[1], x[2], config).metrics
+                       for size in sizes})
         one, *twice, fixed = took.values()
         rows.append([name, ms(one), *(ratio(x, one) for x in twice), ms(fixed)])
     table("`correct`: twice the tokens, and hardly any",
@@ -153,7 +160,8 @@ def head_and_data(N, H, V, dtype):
 def log_prob_paths(head):
     """Three ways from hidden states to the log-probs of the sampled tokens, in float32."""
     from policy import Policy
-    ours = SimpleNamespace(model=SimpleNamespace(get_output_embeddings=lambda: head), softcap=None,
+    ours: Any = SimpleNamespace(model=SimpleNamespace(get_output_embeddings=lambda: head),
+                                softcap=None,
                            temperature=1.0)
     paths = {"ours": lambda h, y: Policy.log_probs(ours, h, y[:, None])[:, 0],
              "plain": lambda h, y: head(h).float().log_softmax(-1).gather(-1, y[:, None])[:, 0]}
@@ -168,7 +176,8 @@ def backward(path, head, hidden, targets) -> tuple:
 
 
 def bench_logprobs(N=1024, H=256, V=151_936):
-    """Time at N tokens; peak memory at N and, since 4 N plain ones need 12 GB, 4 N by two points."""
+    """Time at N tokens; peak memory at N and, since 4 N plain ones need
+    12 GB, 4 N by two points."""
     def runs(N):
         head, hidden, targets = head_and_data(N, H, V, torch.bfloat16)
         return {name: lambda p=p: backward(p, head, hidden, targets)
@@ -203,7 +212,8 @@ def bench_losses(B=512, T=4096):
         current = train.clone().requires_grad_()
 
         def run():
-            loss, _ = policy_loss(current, train, rollout, advantages, mask, config, correction=given)
+            loss, _ = policy_loss(current, train, rollout, advantages, mask, config,
+                                  correction=given)
             return torch.autograd.grad(loss, current)
         took = paired({"loss": run, "floor": lambda: floor(train, rollout, mask, *outputs)}, 9)
         rows.append([mode, config.loss_type, ms(took["loss"]), ratio(took["loss"], took["floor"]),
@@ -218,7 +228,7 @@ def bench_share(tokens=256):
     Scoring and generating, which a step also does, are left out: they would lower the share.
     """
     from transformers import Qwen2Config, Qwen2Model
-    shape = dict(hidden_size=896, intermediate_size=4864, num_attention_heads=14,
+    shape: dict[str, Any] = dict(hidden_size=896, intermediate_size=4864, num_attention_heads=14,
                  num_key_value_heads=2, vocab_size=8)
     one, three = (Qwen2Model(Qwen2Config(num_hidden_layers=n, **shape)) for n in (1, 3))
     ids = torch.zeros(1, tokens, dtype=torch.long)
@@ -235,7 +245,8 @@ def bench_share(tokens=256):
     ours, step = middle["correct"] / data[0].numel(), 24 * layer + top
     table("share of the correction in an update of a 0.5B-parameter model, by parts, µs a token",
           "layer | head | 24 layers + head | `correct` | share",
-          [[f"{layer:.0f}", f"{top:.0f}", f"{step:.0f}", f"{ours:.4f}", f"{100 * ours / step:.4f} %"]])
+          [[f"{layer:.0f}", f"{top:.0f}", f"{step:.0f}", f"{ours:.4f}",
+            f"{100 * ours / step:.4f} %"]])
 
 
 def bench_bypass(steps=30):
@@ -251,7 +262,8 @@ def bench_bypass(steps=30):
             lines[preset] = [json.loads(line) for line in text.splitlines()][5:-1]
     three, two = lines.values()
     parts = ("rollout", "log_probs", "update", "sync")
-    middle = {name: [1e3 * statistics.median(line[f"time/{part}"] for line in run) for part in parts]
+    middle = {name: [1e3 * statistics.median(line[f"time/{part}"] for line in run)
+                     for part in parts]
               for name, run in lines.items()}
     forward, whole = middle["decoupled_token_is"][1], sum(middle["decoupled_token_is"])
     measured = ratio([x["time/step"] for x in two], [x["time/step"] for x in three])
@@ -273,16 +285,19 @@ def bench_step(steps=12, turns=5):
     threads = torch.get_num_threads()
     peers = {"TRL, 1 thread": 1, **({f"TRL, {threads} threads": threads} if threads > 1 else {})}
     found = {"ours": [], **{name: [] for name in peers}}
-    with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
+    with tempfile.TemporaryDirectory() as directory:
+        os.chdir(directory)
         config = load_config(["rollout.engine=transformers", "rollout.quantize_bits=null",
                                       f"train.steps={steps}", "train.eval_every=1000"])
         for turn in range(turns):
             config.run = f"ours-{turn}"
-            with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            quiet = io.StringIO()
+            with contextlib.redirect_stderr(quiet), contextlib.redirect_stdout(quiet):
                 trainer.start(config)
                 model = next(Path("runs/.demo").iterdir())
                 lines = read_metrics(Path("runs", config.run, "metrics.jsonl"))[1:-1]
-                found["ours"].append([(line["response/tokens"], line["time/step"]) for line in lines])
+                found["ours"].append([(line["response/tokens"], line["time/step"])
+                                      for line in lines])
                 for name, n in peers.items():
                     torch.set_num_threads(n)
                     with contextlib.suppress(ImportError):
@@ -295,9 +310,10 @@ def bench_step(steps=12, turns=5):
              f"{statistics.median(x):.0f}", ratio(speeds["ours"], x)] for name, x in speeds.items()]
     table("one step of the demo", "trainer | tokens a step | s | tokens a second | ours/this", rows)
     parts = ("rollout", "log_probs", "update", "sync")
-    print("\nwhere ours goes: " + ", ".join(
-        f"{name} {sum(line[f'time/{name}'] for line in lines) / sum(line['time/step'] for line in lines):.0%}"
-        for name in parts))
+    whole = sum(line["time/step"] for line in lines)
+    shares = [sum(line[f"time/{name}"] for line in lines) / whole for name in parts]
+    print("\nwhere ours goes: " + ", ".join(f"{name} {share:.0%}"
+                                            for name, share in zip(parts, shares)))
 
 
 def bench_size():
@@ -308,10 +324,10 @@ def bench_size():
 
 def trl_steps(config, model: str, steps: int) -> list[tuple[float, float]]:
     """(sampled tokens, seconds) of each step of TRL's GRPOTrainer."""
-    from datasets import Dataset
-    from datasets.table import InMemoryTable
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from datasets.table import InMemoryTable  # pyright: ignore[reportMissingImports]
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     from plumbing.tasks import make_task
     task, parts, n = make_task(config.task, config.seed), config.train.mini_batches, []
@@ -333,7 +349,7 @@ def trl_steps(config, model: str, steps: int) -> list[tuple[float, float]]:
         lr_scheduler_type="constant", gradient_checkpointing=False, temperature=1.0, use_cpu=True,
         loss_type="dapo", save_strategy="no", report_to=[], logging_steps=parts, disable_tqdm=True)
     table = InMemoryTable.from_pydict({"prompt": [problem.question for problem in task.train]})
-    prompts = Dataset(table, fingerprint="prompts")    # its own one fails with some pyarrow and dill
+    prompts = Dataset(table, fingerprint="prompts")  # its own one fails with some pyarrow and dill
     GRPOTrainer(model, reward, options, prompts, callbacks=[Clock()],
                 processing_class=AutoTokenizer.from_pretrained(model)).train()
     ends = [0.0, *(at for tokens, at in n if not tokens)][::parts]
@@ -342,7 +358,8 @@ def trl_steps(config, model: str, steps: int) -> list[tuple[float, float]]:
 
 
 def keep_freed_memory() -> None:
-    """Else page faults, a matter of who freed how much before, would be charged to who comes next."""
+    """Else page faults, a matter of who freed how much before, would be
+    charged to who comes next."""
     with contextlib.suppress(AttributeError):                                   # glibc's
         ctypes.CDLL(None).mallopt(-1, 2 ** 30)                                  # M_TRIM_THRESHOLD
         ctypes.CDLL(None).mallopt(-3, 2 ** 25)                                  # M_MMAP_THRESHOLD

@@ -1,0 +1,71 @@
+"""What other systems call these metrics: tables from our names, and the habits behind theirs.
+
+This file decides nothing. Ours are verl 0.9's names wherever it has one; each function returns the
+metrics with another system's names beside ours, or in their place where one name means two things.
+Theirs that cannot be merged exactly, such as verl 0.6.0's percentiles, are left out.
+
+    from adapters.names import skyrl
+    metrics = skyrl(to_host(correct(old_log_prob, rollout_log_prob, mask, config).metrics))
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+Metrics = dict[str, Tensor | float]
+PREFIX = "rollout_corr/"
+
+# Theirs: ours.
+VERL = {"rollout_is_oob_ratio": "rollout_is_masked_fraction"}
+SKYRL = {"token_mask_ratio": "rollout_rs_token_k1_masked_fraction"} | {
+    f"{theirs}_{ratio}_ratio": f"rollout_rs_{ours}_{name}"
+    for theirs, ours in (("outlier_seq", "seq_max_k1"), ("product_sequence_mask", "seq_sum_k1"),
+                         ("geo_sequence_mask", "seq_mean_k1"))
+    for ratio, name in (("under_low", "fraction_high"), ("over_high", "fraction_low"),
+                        ("masked", "seq_masked_fraction"))}       # of −log ρ: a low ρ is high
+
+
+def verl(metrics: Mapping[str, Tensor | float]) -> Metrics:
+    """The metrics as verl 0.9 logs them.
+
+    Habit: where a sequence has one weight, rollout_is_max and rollout_is_min are the extremes of ρ
+    and not of the weights.
+    """
+    table = dict(VERL)
+    if metrics.get(f"{PREFIX}rollout_is_per_sequence", 0.0) > 0:
+        table |= {f"rollout_is_{end}": f"rollout_is_raw_{end}" for end in ("max", "min")}
+    return _named(metrics, table)
+
+
+def verl_06(metrics: Mapping[str, Tensor | float]) -> Metrics:
+    """The metrics as verl 0.6 logs them (0.6.0 puts mismatch/ and mismatch_ before its names).
+
+    Habits: rollout_is_* are of ρ before it is truncated; rollout_rs_* are of ρ at the level of the
+    criterion that bounds it, the first where there are several; and its masked fractions leave the
+    veto out. Its rollout_is_std, rollout_is_eff_sample_size and theirs of rollout_rs are of ρ
+    limited to the bounds, which hides degeneracy: here they are of ρ itself.
+    """
+    raw, rho = f"{PREFIX}rollout_is_raw_", "_rho_mean"
+    table = {name.replace(raw, "rollout_is_"): name.removeprefix(PREFIX)
+             for name in metrics if name.startswith(raw)}
+    bounded = [name.removesuffix(rho) for name in metrics if name.endswith(rho)]
+    for criterion in bounded[:1]:
+        table |= {name.replace(f"{criterion}_rho_", "rollout_rs_"): name.removeprefix(PREFIX)
+                  for name in metrics if name.startswith(f"{criterion}_rho_")}
+        table |= {f"rollout_rs_{name}": f"{criterion}_{name}".removeprefix(PREFIX)
+                  for name in ("masked_fraction", "seq_masked_fraction")}
+    return _named(metrics, table)
+
+
+def skyrl(metrics: Mapping[str, Tensor | float]) -> Metrics:
+    """The metrics as SkyRL logs them, whose tis_… names say what has a weight."""
+    one = metrics.get(f"{PREFIX}rollout_is_per_sequence", 0.0) > 0
+    kind = "seq" if one else "token"
+    return _named(metrics, SKYRL | {
+        f"tis_{kind}_clip_high_ratio": "rollout_is_ratio_fraction_high"})
+
+
+def _named(metrics: Mapping[str, Tensor | float], table: Mapping[str, str]) -> Metrics:
+    theirs = {f"{PREFIX}{name}": metrics[PREFIX + ours] for name, ours in table.items()
+              if PREFIX + ours in metrics}
+    return {**metrics, **theirs}

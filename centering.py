@@ -1,0 +1,71 @@
+"""Score centering: subtract from each token's weighted score its mean under π_rollout.
+
+This file decides all of it: what REINFORCE's term is less by, and the tables that this takes. Off
+policy a baseline is free only if w ∇log π_θ has the mean 0 under μ, which truncation and rejection
+of tokens undo. Subtracting the mean restores it, and needs what else μ might have drawn:
+
+    rollout.py, adapters/vllm.py   with each token come candidates {id: log μ}   Sample.candidates
+    `candidate_tables`             as tensors of K ids and of their log μ        [B, T, K]
+    policy.py                      log π_θ of these ids in the token's place     [B, T, K]
+    `centering_loss`               the mean, as a loss to be added               [B, T]
+
+The weight of a token must follow from the token alone: RolloutCorrectionConfig allows REINFORCE,
+token weights and criteria of tokens. Derivation: math/6-correction.md.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from correction import RolloutCorrectionConfig, importance_weights
+from rejection import CRITERIA, rejection_mask
+
+
+def candidate_tables(tables: Sequence[dict[int, float]], mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and log μ of the candidates of each token, filled up with 0 and −∞: [B, T, K] twice.
+
+    `tables`: one for each token of mask [B, T], row by row.
+    """
+    most = max(map(len, tables))
+    ids, log_mu = torch.zeros(*mask.shape, most, dtype=torch.int64), torch.full(
+        (*mask.shape, most), -math.inf)
+    ids[mask] = torch.tensor([[*table, *[0] * (most - len(table))] for table in tables])
+    log_mu[mask] = torch.tensor([[*table.values(), *[-math.inf] * (most - len(table))]
+                                 for table in tables])
+    return ids, log_mu
+
+
+def centering_loss(log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tensor,
+                   response_mask: Tensor, config: RolloutCorrectionConfig) -> Tensor:
+    """A Σ_v sg(μ(v) w(v)) log π_θ(v), to be added to −w A log π_θ(y).  (eq:score-centering)
+
+    Then w ∇log π_θ(y) is less its own mean under μ, and in a sum over tokens a constant A moves
+    nothing: where ρ is truncated or left out no baseline does that. w(v) is what `config` gives a
+    token: weight and criteria. `log_prob`, `rollout_log_prob`: [B, T, K], of K candidates v of each
+    token, −∞ under μ where there are fewer. Exact where these hold all of μ; what they leave of μ
+    is taken to be in proportion to what they leave of π_θ: one more candidate. token_tv* keeps it,
+    which is exact while it has at most δ under both. Source: 2609.20807.
+    """
+    log_prob, rollout_log_prob = (x.to(torch.promote_types(x.dtype, torch.float32))
+                                  for x in (log_prob, rollout_log_prob))
+    known = (rollout_log_prob > -math.inf) & response_mask.bool()[..., None]           # [B, T, K]
+    p, mu = (torch.where(known, x, -math.inf).exp() for x in (log_prob, rollout_log_prob))
+    rest, mu_rest = (1 - x.sum(-1, keepdim=True) for x in (p, mu))
+    log_p = torch.cat([torch.where(known, log_prob, 0.0), rest.clamp(min=1e-6).log()], -1)
+    mu = torch.cat([mu, mu_rest.clamp(min=0)], -1)
+    asked = mu.flatten(1) > 0                                             # as if [B, T·(K + 1)]
+    log_mu = torch.where(asked, mu.flatten(1), 1.0).log()
+    log_rho = torch.where(asked, log_p.detach().flatten(1) - log_mu, 0.0)
+    advantages = advantages[..., None].expand_as(mu)
+    kept = rejection_mask(log_rho, asked, config.rollout_rs, advantages.flatten(1), log_mu)
+    # The rest is many tokens: Σπ − Σμ of it is not the π − μ of any, and must not reject them.
+    of_ratios = {name: bound for name, bound in config.rollout_rs.items()
+                 if "rollout_log_prob" not in CRITERIA[name].needs}
+    rest = rejection_mask(log_rho, asked, of_ratios).view_as(mu)[..., -1:]
+    weights = torch.cat([kept.view_as(mu)[..., :-1], rest], -1)
+    if config.rollout_is is not None:
+        weights = weights * importance_weights(log_rho, asked, "token",
+                                               config.rollout_is_threshold).view_as(mu)
+    return (advantages * mu * weights * log_p).sum(-1)

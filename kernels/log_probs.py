@@ -1,0 +1,96 @@
+"""Log-probs are computed from hidden states without the logits, which would not fit in memory.
+
+This file decides: the vocabulary is taken slice by slice, forward and backward. It knows torch
+alone.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK = 2 ** 24                    # logits at a time, in float32: 64 MB
+
+
+class TokenLogProbs(torch.autograd.Function):
+    """Compute log π(y) = z_y − log Σ_v e^{z_v} with z = W·hidden/τ.  (eq:sampling)
+
+    The gradient is ∂ log π(y)/∂z_v = 1[v = y] − π(v). z exists for one slice of the vocabulary at a
+    time, and the backward pass computes it again, so that memory does not grow with B·t·V. It
+    reuses one result of the forward pass, log Σ_v e^{z_v}: [B·t].
+
+    hidden [B·t, D] and M targets y each, [B·t, M], give [B·t, M], in float32 at least. With `kept`
+    [B·t, K], ids of which some may repeat, v is one of them. Elsewhere z = −∞, as in
+    `sampling_log_probs`, whatever π itself would have kept.
+    """
+
+    @staticmethod
+    def slices(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
+               temperature: float, softcap: float | None, kept: Tensor | None = None
+               ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Yield for each slice of the vocabulary W's rows, z [B·t, slice], places and inside.
+
+        The places [B·t, M] say where in the slice the targets are, `inside` whether they are.
+        Every z is in the memory of the one before.
+        """
+        size = max(1, CHUNK // max(1, len(hidden)))
+        space = hidden.new_empty(len(hidden) * min(size, len(weight)))
+        wide = space.to(torch.promote_types(space.dtype, torch.float32))       # or itself
+        for first in range(0, len(weight), size):
+            rows = slice(first, first + size)
+            z, product = (x[:len(hidden) * len(weight[rows])].view(len(hidden), -1)
+                          for x in (wide, space))
+            torch.mm(hidden, weight[rows].T, out=product)
+            if wide is not space:
+                z.copy_(product)
+            if bias is not None:
+                z.add_(bias[rows])
+            if softcap:
+                z.div_(softcap).tanh_().mul_(softcap)
+            if temperature != 1:
+                z.div_(temperature)
+            if kept is not None:               # columns 0 and −1 take what is of other slices
+                place = (kept - first).clamp(-1, z.shape[1]) + 1                      # [B·t, K]
+                cut = z.new_ones(len(z), z.shape[1] + 2, dtype=torch.bool)
+                z.masked_fill_(cut.scatter_(-1, place.long(), False)[:, 1:-1], -math.inf)
+            place = targets - first
+            inside = (0 <= place) & (place < z.shape[1])
+            yield rows, z, place.where(inside, 0), inside
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
+                temperature: float, softcap: float | None, kept: Tensor | None = None) -> Tensor:
+        chosen, log_sum = (hidden.new_full(shape, -math.inf)                    # z is wider
+                           for shape in (targets.shape, targets.shape[:1]))
+        given = weight, bias, targets, temperature, softcap, kept
+        for _, z, place, inside in TokenLogProbs.slices(hidden, *given):
+            log_sum = torch.logaddexp(log_sum, z.logsumexp(-1))
+            chosen = torch.where(inside, z.gather(-1, place), chosen)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sum, kept)
+        ctx.settings = temperature, softcap
+        return chosen - log_sum[:, None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, log_sum, kept = ctx.saved_tensors
+        (temperature, softcap), total = ctx.settings, gradient.sum(-1, keepdim=True)
+        of_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype)
+        of_weight = torch.empty_like(weight)
+        of_bias = None if bias is None else torch.empty_like(bias)
+        given = weight, bias, targets, temperature, softcap, kept
+        for rows, z, place, inside in TokenLogProbs.slices(hidden, *given):
+            if softcap:                                                # of tanh; 0 where z = −∞
+                slope = (1 - (z * (temperature / softcap)).square()).clamp(min=0)
+            z.sub_(log_sum[:, None]).exp_().mul_(-total)
+            z.scatter_add_(-1, place, gradient * inside)
+            z = z if temperature == 1 else z.div_(temperature)
+            of_z = (z.mul_(slope) if softcap else z).to(weight.dtype)                 # [B·t, slice]
+            of_hidden += of_z @ weight[rows]
+            torch.mm(of_z.T, hidden, out=of_weight[rows])
+            if of_bias is not None:
+                torch.sum(of_z, 0, out=of_bias[rows])
+        return of_hidden.to(hidden.dtype), of_weight, of_bias, *[None] * 4

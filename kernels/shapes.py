@@ -1,0 +1,70 @@
+"""The shapes of a forward pass are found on the host: to ask the device for one is to wait for it.
+
+This file decides: rows are padded with 0, prompts on the left and responses on the right; a prompt
+that several rows share is run once. It knows torch alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+def pad_rows(rows: Sequence[Sequence[Any]], side: str, least: int = 0) -> tuple[Tensor, Tensor]:
+    """Pad rows of several lengths with 0 on the "left" or "right".
+
+    → the rows, and a mask that is 1 where something was given: [B, width] each. The width is that
+    of the longest row, and `least` at least.
+    """
+    width = max(least, *map(len, rows))
+
+    def fill(row: Sequence[Any]) -> list[Any]:
+        gap = [0] * (width - len(row))
+        return [*gap, *row] if side == "left" else [*row, *gap]
+
+    return (torch.tensor([fill(row) for row in rows]),
+            torch.tensor([fill([1] * len(row)) for row in rows]))
+
+
+class Shape(NamedTuple):
+    """A Shape is what shapes a forward pass, as the host knows it."""
+
+    p: int                         # longest prompt
+    t: int                         # longest response, at least 1
+    first: Tensor                  # [prompts]  a row with each of the different prompts
+    which: Tensor                  # [B]        of these, the one that each row has
+    padded: bool                   # whether prompts differ in length
+
+    @staticmethod
+    def of(tokens: Tensor, attention: Tensor, width: int, device: torch.device | str) -> "Shape":
+        """Return the shape of tokens, attention [B, P + width], which are on the host.
+
+        Its `first` and `which` are sent to `device`.
+        """
+        start = tokens.shape[1] - width
+        lengths = attention[:, :start].sum(-1)                                          # [B]
+        prompts, which = (2 * tokens + attention)[:, :start].unique(dim=0, return_inverse=True)
+        first = which.new_empty(len(prompts)).scatter_(0, which, torch.arange(len(which)))
+        t = int(attention[:, start:].sum(-1).max()) if width else 0
+        first, which = to_device(device, first, which)
+        return Shape(int(lengths.max()), max(1, t), first, which,
+                     bool(lengths.min() < lengths.max()))
+
+
+def to_device(device: torch.device | str, *tensors: Tensor) -> list[Tensor]:
+    """Send tensors on their way to the device; the host does not wait for their arrival."""
+    return [x.to(device, non_blocking=True) for x in tensors]
+
+
+def run_prompts(decoder: nn.Module, tokens: Tensor, attention: Tensor, shape: Shape) -> Any:
+    """Run each prompt once, however many rows of tokens, attention [B, P] have it; padded left.
+
+    Returns the decoder's output for the different prompts; its cache is spread over the B rows.
+    """
+    attention = attention[shape.first]
+    output = decoder(input_ids=tokens[shape.first], use_cache=True,
+                     attention_mask=attention if shape.padded else None,
+                     position_ids=(attention.cumsum(-1) - 1).clamp(min=0))
+    output.past_key_values.batch_select_indices(shape.which)
+    return output

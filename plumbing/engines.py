@@ -1,0 +1,55 @@
+"""An engine is chosen by its name: vLLM where it imports, else Hugging Face's `generate`.
+
+This file decides: an unknown name is answered with the nearest one, and a vLLM that is installed
+and does not import is worth a warning.
+"""
+
+import difflib
+import warnings
+from importlib.util import find_spec
+from os import PathLike
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from adapters.vllm import VllmEngine, import_vllm
+from rollout import DTYPES, Cut, Engine, TransformersEngine
+
+
+def make_engine(
+    kind: str, path: str | PathLike[str], *, dtype: str, max_model_len: int,
+    gpu_memory_utilization: float = 0.4, device: torch.device | str = "cpu",
+    batch_size: int = 512, enforce_eager: bool | None = None, top_p: float = 1.0,
+    top_k: int | None = None, min_p: float = 0.0, candidates: int = 0
+) -> Engine:
+    """Make the engine `kind`: "vllm", "transformers", or "auto", which is vLLM where it imports.
+
+    path: directory or hub id of the first weights. dtype: a key of DTYPES. max_model_len: longest
+    prompt plus response. gpu_memory_utilization: vLLM's share of the GPU while awake. batch_size:
+    most samples at a time. enforce_eager: vLLM without CUDA graphs and compilation, far slower on a
+    GPU; None: on a CPU only. top_p, top_k, min_p: see `Cut.of`. candidates: with each token come
+    those of μ's likeliest, or with a cut all that are left. Under torchrun, call
+    `init_process_group` before and `close` the engine before `destroy_process_group`.
+    """
+    kinds = ["auto", "vllm", "transformers"]
+    for name, value, known in [("engine", kind, kinds), ("dtype", dtype, list(DTYPES))]:
+        if value not in known:
+            nearest = difflib.get_close_matches(str(value), known, n=1, cutoff=0)[0]
+            raise ValueError(f"rollout.{name}={value!r} is unknown; did you mean {nearest!r}?")
+    vocabulary = AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    settings: dict[str, Any] = dict(
+        dtype=dtype, max_model_len=max_model_len, device=device, batch_size=batch_size,
+        cut=Cut.of(top_p, top_k, min_p, vocabulary), candidates=min(candidates, vocabulary))
+    if kind != "transformers":
+        try:
+            import_vllm()
+        except ImportError as error:
+            if kind == "vllm":
+                raise RuntimeError(f"rollout.engine=vllm: {error}") from None
+            if find_spec("vllm"):  # installed and broken is worth a word, absent is not
+                warnings.warn(f"rollout.engine=auto takes transformers: {error}", stacklevel=2)
+        else:
+            return VllmEngine(path, gpu_memory_utilization=gpu_memory_utilization,
+                              enforce_eager=enforce_eager, **settings)
+    return TransformersEngine(path, **settings)

@@ -1,0 +1,304 @@
+"""Rejection: which tokens and sequences are left out, each by a criterion and its bound.
+
+This file decides: every criterion looks at the original mask, and all are ANDed; a bound met
+exactly keeps, and what is not a number is rejected. Bounds of k1 bound ρ itself. A criterion is a
+row of CRITERIA; whoever adds one writes a function of Evidence that returns a Verdict, and its row.
+Checks, metrics, help, tables and the tests that hold for any criterion follow from the row.
+Derivation: math/6-correction.md.
+
+    keep = rejection_mask(log_ratio, response_mask, {"seq_mean_k3": 0.01})                # [B, T]
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from estimators import SAFETY_BOUND, extremes, kl_estimate, sequence_log_ratio
+
+
+# --------------------------------------------------------------- what a criterion sees, and says
+
+class Evidence(NamedTuple):
+    """What a criterion may look at: [B, T] each; the last three where they are known."""
+
+    log_rho: Tensor                                 # 0 on padding
+    mask: Tensor                                    # bool
+    advantages: Tensor | None = None
+    rollout_log_prob: Tensor | None = None
+    group: ProcessGroup | None = None
+
+
+class Verdict(NamedTuple):
+    """A criterion's statistic, the interval to keep, and what is below and above it.
+
+    [B, T] each for criteria of tokens, [B, 1] for those of sequences.
+    """
+
+    statistic: Tensor
+    interval: tuple[float | Tensor, float | Tensor]
+    below: Tensor
+    above: Tensor
+
+
+def at_most(statistic: Tensor, bound: Any, among: Tensor | bool = True,
+            least: float | Tensor = -math.inf) -> Verdict:
+    """Keep where statistic ≤ bound; what is not a number is not within it. `among`: who may go."""
+    above = ~(statistic <= bound) & among
+    return Verdict(statistic, (least, bound), torch.zeros_like(above), above)
+
+
+# ---------------------------------------------------------------------------------- the criteria
+
+def over(x: Tensor, mask: Tensor, where: str) -> Tensor:
+    """x per token [B, T], or the sum, mean or largest of each sequence [B, 1]."""
+    if where == "token":
+        return x
+    if where == "seq_max":
+        return extremes(x, mask)[0][:, None]
+    return sequence_log_ratio(x, mask, {"seq_sum": "sequence", "seq_mean": "geometric"}[where])
+
+
+def ratio_within(where: str, seen: Evidence, bound: Any) -> Verdict:
+    """Keep while lo ≤ ρ ≤ hi: a token's, its sequence's product or geometric mean, or every one's.
+
+    (eq:rejection)
+
+    The statistic is k1 = −log ρ, so the ends of ρ's interval swap. Nothing is exponentiated: the
+    bounds judge log ρ as it is; what is reported of it is limited to ±SAFETY_BOUND, as verl's is.
+    Source: Liu, Li et al. 2025 (geometric mean); 2512.23075 (worst token).
+    """
+    limited = seen.log_rho.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    statistic = over(kl_estimate(torch.zeros_like(limited), limited, "k1"), seen.mask, where)
+    least, most = (sign * math.inf if end is None else -math.log(end)
+                   for end, sign in zip(reversed(bound), (-1, 1)))
+    highest = lowest = over(-seen.log_rho, seen.mask, where)
+    if where == "seq_max":
+        lowest = extremes(-seen.log_rho, seen.mask)[1][:, None]
+    return Verdict(statistic, (least, most), lowest < least, ~(highest <= most))
+
+
+def divergence_at_most(where: str, kind: str, seen: Evidence, bound: Any) -> Verdict:
+    """Keep while k2 = (log ρ)²/2 or k3 = ρ − 1 − log ρ is ≤ bound, in nats.  (eq:rejection)
+
+    The token's, or its sequence's sum, mean or largest; log ρ_t is limited to ±SAFETY_BOUND.
+    """
+    limited = seen.log_rho.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    return at_most(over(kl_estimate(torch.zeros_like(limited), limited, kind), seen.mask, where),
+                   bound)
+
+
+def opsm(seen: Evidence, bound: Any) -> Verdict:
+    """Reject tokens with A < 0 in sequences whose mean of −log ρ exceeds δ.  (eq:opsm)
+
+    Source: DeepSeek-V3.2 2512.02556.
+    """
+    assert seen.advantages is not None
+    drift = sequence_log_ratio(-seen.log_rho, seen.mask, "geometric")                    # [B, 1]
+    return at_most(drift, bound, seen.advantages < 0)
+
+
+def probability_moved(seen: Evidence) -> Tensor:
+    """π − μ of each sampled token, [B, T].  (eq:total-variation)"""
+    assert seen.rollout_log_prob is not None
+    log_mu = torch.where(seen.mask, seen.rollout_log_prob, 0.0).to(seen.log_rho.dtype)
+    return (log_mu + seen.log_rho).clamp(max=0).exp() - log_mu.exp()
+
+
+def token_tv(seen: Evidence, bound: Any) -> Verdict:
+    """Keep tokens with |π − μ| ≤ δ.  (eq:total-variation)   Source: IPO."""
+    return at_most(probability_moved(seen).abs(), bound)
+
+
+def token_tv_outward(seen: Evidence, bound: Any) -> Verdict:
+    """Reject tokens that A pushes further out: sign(A)(π − μ) > δ.  (eq:total-variation)
+
+    Source: DPPO 2602.04879.
+    """
+    assert seen.advantages is not None
+    return at_most(probability_moved(seen) * seen.advantages.sign(), bound)
+
+
+def second_moment(seen: Evidence, bound: Any) -> Verdict:
+    """Drop the largest (log ρ)² until the mean of the others is ≤ δ.  (eq:second-moment)
+
+    Of the batch, and of all ranks of the group. Source: M2PO 2510.01161.
+    """
+    square = seen.log_rho.square().float()
+    limit = second_moment_limit(square, seen.mask, bound, seen.group)
+    return at_most(square, limit, least=torch.full_like(limit, -math.inf))
+
+
+def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float,
+                        group: ProcessGroup | None = None) -> Tensor:
+    """The largest (log ρ)² for which the mean of those up to it is ≤ bound: 0-dim, float32.
+
+    (eq:second-moment)
+
+    `square`, `response_mask`: [B, T]. Equal values stay or go together; 0 where even the smallest
+    is above the bound. The mean of those ≤ x never falls as x rises, so on one rank it is read off
+    the sorted values. Over ranks 31 halvings find where it crosses the bound among the float32
+    numbers from 0 to ∞, which are ordered as their bits are: of the others they take a sum and a
+    count, whatever the shapes there. AReaL's M2PO differs in three ways: its bound is strict, it
+    splits ties, and it keeps the smallest when none fits.
+    """
+    mask, square = response_mask.bool(), square.detach().float()
+    if group is None:
+        ordered = torch.where(mask, square, math.inf).flatten().sort().values            # [B·T]
+        count = torch.arange(1, len(ordered) + 1, device=ordered.device, dtype=torch.float64)
+        last = ordered != torch.cat([ordered[1:], ordered.new_full((1,), math.inf)])    # of equals
+        fits = last & (ordered.double().cumsum(0) <= bound * count)
+        return torch.cat([torch.where(fits, ordered, 0.0), ordered.new_zeros(1)]).amax()
+    low, high = (square.new_full((), bits, dtype=torch.int64) for bits in (0, 0x7F800000))
+    for _ in range(31):
+        middle = (low + high + 1) // 2
+        chosen = mask & (square <= middle.int().view(torch.float32))
+        sums = torch.stack([torch.where(chosen, square, 0.0).sum(dtype=torch.float64),
+                            chosen.sum(dtype=torch.float64)])
+        torch.distributed.all_reduce(sums, group=group)
+        fits = sums[0] <= bound * sums[1]
+        low, high = torch.where(fits, middle, low), torch.where(fits, high, middle - 1)
+    kept = torch.where(mask & (square <= low.int().view(torch.float32)), square, 0.0)
+    largest = torch.cat([kept.flatten(), kept.new_zeros(1)]).amax()
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+    return largest
+
+
+# ----------------------------------------------------------------------------- how a bound is read
+
+def nearest(word: Any, allowed: Any) -> str:
+    """The end of a sentence: the nearest allowed name, or all of them."""
+    close = difflib.get_close_matches(str(word), [str(a) for a in allowed], n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; allowed: {', '.join(map(str, allowed))}"
+
+
+def number(key: str, value: Any) -> float:
+    """A positive number, or one sentence that names the key."""
+    with suppress(ValueError, OverflowError):                       # float("0.5_2") would be 0.52
+        known = isinstance(value, (int, float, str)) and not isinstance(value, bool)
+        if known and "_" not in str(value) and float(value) > 0:
+            return float(value)
+    raise ValueError(f"{key} must be a positive number, not {value!r}")
+
+
+def interval(key: str, value: Any) -> tuple[float | None, float | None]:
+    """[lo, hi] with either end open (null), lo ≤ hi, at least one end given."""
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise ValueError(f"{key} must be a pair [lo, hi] of bounds on ρ, either of which may be "
+                         f"null, not {value!r}")
+    lo, hi = (None if end is None else number(key, end) for end in value)
+    if lo is None and hi is None:
+        raise ValueError(f"{key} must have at least one bound that is not null")
+    if lo is not None and hi is not None and lo > hi:
+        raise ValueError(f"{key} must have lo ≤ hi, not [{lo:g}, {hi:g}]")
+    return lo, hi
+
+
+def choice(key: str, value: Any, allowed: Any) -> None:
+    """Raise unless the value is one of the allowed words."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{key} cannot be {value!r}{nearest(value, allowed)}")
+
+
+def flag(key: str, value: Any) -> bool:
+    """True or false, or one sentence that names the key."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} must be true or false, not {value!r}")
+    return value
+
+
+# ------------------------------------------------------------------------------------ the rows
+
+class Criterion(NamedTuple):
+    """One way to reject: what it looks at, how its bound is read, and who judges.
+
+    `of`: what goes or stays, each "token", each "sequence", or tokens of the whole "batch". `read`:
+    `interval` for a pair that bounds ρ, `number` for an upper bound. `needs`: other tensors of
+    Evidence, each with what to call it and why. `level`: that of the ρ which a pair bounds.
+    """
+
+    statistic: str
+    of: str
+    read: Callable[[str, Any], Any]
+    judge: Callable[[Evidence, Any], Verdict]
+    needs: Mapping[str, str] = {}
+    level: str | None = None
+
+
+SIGN = {"advantages": "the advantages: it looks at their sign"}
+PROBABILITY = {"rollout_log_prob": "rollout_log_prob: a ratio does not say how much probability "
+               "has moved"}
+CRITERIA = {
+    "token_k1": Criterion("ρ", "token", interval, partial(ratio_within, "token"), level="token"),
+    "token_k2": Criterion("k2", "token", number, partial(divergence_at_most, "token", "k2")),
+    "token_k3": Criterion("k3", "token", number, partial(divergence_at_most, "token", "k3")),
+    "seq_sum_k1": Criterion("product of ρ", "sequence", interval,
+                            partial(ratio_within, "seq_sum"), level="sequence"),
+    "seq_sum_k2": Criterion("sum of k2", "sequence", number,
+                            partial(divergence_at_most, "seq_sum", "k2")),
+    "seq_sum_k3": Criterion("sum of k3", "sequence", number,
+                            partial(divergence_at_most, "seq_sum", "k3")),
+    "seq_mean_k1": Criterion("geometric mean of ρ", "sequence", interval,
+                             partial(ratio_within, "seq_mean"), level="geometric"),
+    "seq_mean_k2": Criterion("mean k2", "sequence", number,
+                             partial(divergence_at_most, "seq_mean", "k2")),
+    "seq_mean_k3": Criterion("mean k3", "sequence", number,
+                             partial(divergence_at_most, "seq_mean", "k3")),
+    "seq_max_k1": Criterion("every ρ", "sequence", interval, partial(ratio_within, "seq_max")),
+    "seq_max_k2": Criterion("worst k2", "sequence", number,
+                            partial(divergence_at_most, "seq_max", "k2")),
+    "seq_max_k3": Criterion("worst k3", "sequence", number,
+                            partial(divergence_at_most, "seq_max", "k3")),
+    "opsm": Criterion("mean −log ρ, where A < 0", "sequence", number, opsm, SIGN),
+    "token_tv": Criterion("|π − μ|", "token", number, token_tv, PROBABILITY),
+    "token_tv_outward": Criterion("sign(A)(π − μ)", "token", number, token_tv_outward,
+                                  {**SIGN, **PROBABILITY}),
+    "second_moment": Criterion("mean (log ρ)²", "batch", number, second_moment),
+}
+
+
+# ----------------------------------------------------------------------------------- all at once
+
+Verdicts = Mapping[str, tuple[Criterion, Any, Verdict]]         # by criterion: its row, its bound
+
+
+def judge_all(seen: Evidence, criteria: Mapping[str, Any]) -> Verdicts:
+    """What each criterion says, all of them about the original mask.  (eq:rejection)"""
+    verdicts: dict[str, tuple[Criterion, Any, Verdict]] = {}
+    for name, bound in criteria.items():
+        row = CRITERIA[name]
+        for argument, reason in row.needs.items():
+            if getattr(seen, argument) is None:
+                raise ValueError(f"rollout_rs.{name} needs {reason}")
+        verdicts[name] = row, bound, row.judge(seen, bound)
+    return verdicts
+
+
+def keep_all_agree(mask: Tensor, verdicts: Verdicts) -> Tensor:
+    """The tokens of a mask that no criterion rejects: [B, T], bool.  (eq:rejection)"""
+    kept = mask.bool()
+    for _, _, verdict in verdicts.values():
+        kept = kept & ~(verdict.below | verdict.above)
+    return kept
+
+
+def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[str, Any],
+                   advantages: Tensor | None = None, rollout_log_prob: Tensor | None = None,
+                   group: ProcessGroup | None = None) -> Tensor:
+    """What every criterion keeps, each on the original mask: [B, T], bool.  (eq:rejection)
+
+    `log_ratio`: log ρ, `response_mask`, `advantages`, `rollout_log_prob`: [B, T]. `criteria`: name
+    of a row of CRITERIA → bound. A bound met exactly keeps. With `group`, a criterion of the batch
+    looks at all its ranks. Raises ValueError where a criterion needs a tensor that is not given.
+    """
+    mask = response_mask.bool()
+    seen = Evidence(torch.where(mask, log_ratio, 0.0), mask, advantages, rollout_log_prob, group)
+    return keep_all_agree(mask, judge_all(seen, criteria))

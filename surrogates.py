@@ -1,0 +1,144 @@
+"""From REINFORCE to PPO and beyond: each loss differs from the one above by what its equation adds.
+
+This file decides: a loss is a [B, T] tensor of per-token terms, to be minimised; what weights,
+rejects and divides these terms is losses.py's. `old_log_prob` is whatever π_θ is compared with:
+π_old with three policies, π_rollout with two. Each loss is a row of LOSSES, which says what it
+takes and what its clip holds; whoever adds one adds its row. Left out: value losses, entropy
+bonuses. Derivation: math/.
+
+    terms = ppo_clip_loss(log_prob, old_log_prob, advantages)                             # [B, T]
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from estimators import aggregate_log_ratio, exp_ratio
+
+
+# ------------------------------------------------- per token: [B, T] → [B, T], to be minimised
+
+def reinforce_loss(log_prob: Tensor, advantages: Tensor) -> Tensor:
+    """−A log π_θ: its gradient is −A ∇log π_θ.  (eq:reinforce)
+
+    In expectation that is −∇J (eq:policy-gradient). Off-policy, `policy_loss` multiplies it by a
+    detached ρ. Source: Williams 1992.
+    """
+    return -advantages * log_prob
+
+
+def ppo_clip_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_low: float = 0.2,
+                  clip_high: float = 0.2, dual_clip: float | None = None) -> Tensor:
+    """−min(rA, clip(r, 1−ε_low, 1+ε_high)A), r = π_θ/π_old.  (eq:ppo-clip)
+
+    The gradient vanishes where r has left the interval in the direction that A asks for. With
+    π_rollout for π_old, as in bypass mode, each end pulls π_θ towards π_rollout (eq:clip-pull).
+    `dual_clip` c > 1 bounds the loss for A < 0 by −cA, where r alone would not (eq:dual-clip).
+    Sources: Schulman et al. 1707.06347; Ye et al. 1912.09729 (dual clip, c = 3); DAPO 2503.14476
+    (ε_high > ε_low).
+    """
+    ratio = exp_ratio(log_prob - old_log_prob)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(-advantages * ratio, -advantages * clipped)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
+
+
+def gspo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
+              clip_low: float = 3e-4, clip_high: float = 4e-4,
+              dual_clip: float | None = None) -> Tensor:
+    """PPO's clip on the sequence's r̄ = (Π_t r_t)^{1/|y|} instead of the token's r.  (eq:gspo)
+
+    In the form GSPO-token, sg(r̄)·π_θ/sg(π_θ): a token has the value of its sequence and the
+    gradient of its own log-prob, so that a weight, a mask or an advantage of one token is no other
+    token's. Where these are constant over a sequence its gradient is that of r̄ itself. To be
+    aggregated by seq-mean-token-mean. At |y| = 1 it is PPO. Source: Zheng et al. 2507.18071, whose
+    clip range is that narrow because r̄ is a geometric mean.
+    """
+    log_s = aggregate_log_ratio(log_prob - old_log_prob, response_mask, "geometric").detach()
+    log_s = log_s + (log_prob - log_prob.detach())
+    return ppo_clip_loss(log_s, torch.zeros_like(log_s), advantages, clip_low, clip_high, dual_clip)
+
+
+def cispo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_low: float = 0.2,
+               clip_high: float = 0.2) -> Tensor:
+    """−sg(clip(r, 1−ε_low, 1+ε_high)) A log π_θ: the clip bounds the weight.  (eq:cispo)
+
+    No token's gradient vanishes. At r = 1 it is REINFORCE. Source: MiniMax-M1 2506.13585, which
+    sets no lower bound: that one is verl's.
+    """
+    weight = exp_ratio(log_prob - old_log_prob).clamp(1 - clip_low, 1 + clip_high)
+    return -weight.detach() * advantages * log_prob
+
+
+def sapo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, tau_positive: float = 1.0,
+              tau_negative: float = 1.05) -> Tensor:
+    """−A·(4/τ_A)·σ(τ_A(r − 1)): a smooth gate, not a clip; τ_A is by the sign of A.  (eq:sapo)
+
+    The gate's slope at r = 1 is 1, so the first step is PPO's. Source: 2511.20347.
+    """
+    ratio = exp_ratio(log_prob - old_log_prob)
+    tau = torch.where(advantages > 0, ratio.new_full((), tau_positive),
+                      ratio.new_full((), tau_negative))
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return -gate * advantages
+
+
+# ------------------------------------- which tokens a clip holds: [B, T] → bool [B, T], for metrics
+
+def clipped_tokens(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float,
+                   dual_clip: float | None) -> Tensor:
+    """Tokens whose gradient PPO's clip sets to 0, by r and the sign of A.  (eq:ppo-clip)"""
+    above, below = ratio > 1 + clip_high, ratio < 1 - clip_low
+    if dual_clip is not None:
+        below = below | (ratio > dual_clip)                                      # (eq:dual-clip)
+    return (above & (advantages > 0)) | (below & (advantages < 0))
+
+
+def clipped_weights(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Tokens whose weight CISPO's clip bounds; each keeps its gradient.  (eq:cispo)"""
+    return (ratio > 1 + clip_high) | (ratio < 1 - clip_low)
+
+
+# ------------------------------------------------------------------------------------ the rows
+
+class Loss(NamedTuple):
+    """One loss: what it is computed from, its own numbers, and what its clip holds.
+
+    `function` is called with log_prob, then the tensors that `takes` names, then the numbers of
+    `own`, by name; a LossConfig may replace these. `level` is that of the ratio r which the loss
+    has of its own, "token" or "geometric"; None: it has none, and in bypass mode takes an explicit
+    weight. `holds` is called with r at that level, the advantages and the numbers of `own`.
+    """
+
+    meaning: str
+    function: Callable[..., Tensor]
+    takes: tuple[str, ...]             # of old_log_prob, advantages, response_mask
+    own: Mapping[str, float | None]
+    level: str | None = "token"
+    holds: Callable[..., Tensor] | None = None
+
+
+LOSSES = {
+    "reinforce": Loss(
+        "no ratio and no clip; bypass mode only, where ρ is an explicit weight",
+        reinforce_loss, ("advantages",), {}, level=None),
+    "ppo_clip": Loss(
+        "PPO: r is clipped to [1 − clip_low, 1 + clip_high]",
+        ppo_clip_loss, ("old_log_prob", "advantages"),
+        {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}, holds=clipped_tokens),
+    "gspo": Loss(
+        "PPO's clip on the geometric mean of a sequence's r",
+        gspo_loss, ("old_log_prob", "advantages", "response_mask"),
+        {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None}, "geometric", clipped_tokens),
+    "cispo": Loss(
+        "REINFORCE weighted by the clipped r: no token loses its gradient",
+        cispo_loss, ("old_log_prob", "advantages"),
+        {"clip_low": 0.2, "clip_high": 0.2}, holds=clipped_weights),
+    "sapo": Loss(
+        "a smooth gate of r in place of a clip",
+        sapo_loss, ("old_log_prob", "advantages"), {"tau_positive": 1.0, "tau_negative": 1.05}),
+}
