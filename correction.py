@@ -13,13 +13,17 @@ adapters/dialects.py. Derivation: math/.
     weights, mask, metrics = correct(old_log_prob, rollout_log_prob, response_mask, config)
 """
 
+# pyright: reportUnknownMemberType=false
+# (torch has no types for all_reduce)
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import NoneType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -32,12 +36,14 @@ from rejection import rejection_mask as rejection_mask      # part of what this 
 from surrogates import LOSSES, Loss
 
 NEAR_ONE = (0.999, 1.001)          # of a geometric mean of ρ
+Pair = tuple[float | None, float | None]
+Bound = float | Pair
 
 
 # ----------------------------------------------------------------------------------- the weights
 
 def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str,
-                       threshold: Any) -> Tensor:
+                       threshold: Bound) -> Tensor:
     """min(ρ, C), or ρ·1[lo ≤ ρ ≤ hi] for a pair, at one level.  (eq:tis, eq:mis)
 
     `log_ratio`: log ρ per token, [B, T] → [B, T], detached (eq:detached), 0 on padding. C = inf is
@@ -67,7 +73,7 @@ def batch_normalize(weights: Tensor, response_mask: Tensor, level: str,
         mask, one_each = mask.any(-1), weights.sum(-1) / mask.sum(-1).clamp(min=1)
     sums = torch.stack([one_each.sum(dtype=torch.float64), mask.sum(dtype=torch.float64)])
     if group is not None:
-        torch.distributed.all_reduce(sums, group=group)
+        dist.all_reduce(sums, group=group)
     mean = (sums[0] / sums[1].clamp(min=1)).to(weights.dtype)
     return weights / torch.where(mean > 1e-8, mean, 1.0)
 
@@ -170,9 +176,9 @@ class RolloutCorrectionConfig:
     """
 
     rollout_is: str | None = None
-    rollout_is_threshold: float | tuple[float | None, float | None] = 2.0
+    rollout_is_threshold: float | Pair = 2.0
     rollout_is_batch_normalize: bool = False
-    rollout_rs: Mapping[str, Any] = field(default_factory=dict)
+    rollout_rs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     bypass_mode: bool = False
     loss_type: str = "ppo_clip"
     score_centering: bool = False
@@ -189,10 +195,11 @@ class RolloutCorrectionConfig:
         bound = self.rollout_is_threshold
         read = interval if isinstance(bound, (list, tuple)) else number
         object.__setattr__(self, "rollout_is_threshold", read("rollout_is_threshold", bound))
-        criteria = {} if self.rollout_rs is None else self.rollout_rs
-        if not isinstance(criteria, Mapping):
+        given: Any = self.rollout_rs                    # whatever a configuration file has there
+        criteria: Mapping[str, Any] = {} if given is None else given
+        if not isinstance(given, (Mapping, NoneType)):
             raise ValueError(f"rollout_rs must be a mapping from criterion to bound, such as "
-                             f"{{seq_mean_k3: 0.01}}, not {criteria!r}")
+                             f"{{seq_mean_k3: 0.01}}, not {given!r}")
         for name in criteria:
             choice("rollout_rs criterion", name, CRITERIA)
         object.__setattr__(self, "rollout_rs", {
@@ -243,101 +250,106 @@ class RolloutCorrectionConfig:
     # Three policies, ρ = π_old/π_rollout.
 
     @classmethod
-    def decoupled_token_is(cls, threshold=2.0):
+    def decoupled_token_is(cls, threshold: float = 2.0):
         """Truncate each token's ρ."""
         return cls("token", threshold)
 
     @classmethod
-    def decoupled_seq_is(cls, threshold=2.0):
+    def decoupled_seq_is(cls, threshold: float = 2.0):
         """Truncate each sequence's product of ρ."""
         return cls("sequence", threshold)
 
     @classmethod
-    def decoupled_seq_is_rs(cls, is_threshold=2.0, rs_threshold=(0.5, 2.0)):
+    def decoupled_seq_is_rs(cls, is_threshold: float = 2.0, rs_threshold: Bound = (0.5, 2.0)):
         """Truncate the product of ρ, and reject sequences outside an interval of it."""
         return cls("sequence", is_threshold, rollout_rs={"seq_sum_k1": _bounds(rs_threshold)})
 
     @classmethod
-    def decoupled_token_icepop(cls, threshold=5.0, threshold_lower=0.5):
+    def decoupled_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5):
         """Set the weight of tokens outside an interval of ρ to 0."""
         return cls("token", _bounds(threshold, threshold_lower))
 
     @classmethod
-    def decoupled_geo_rs(cls, rs_threshold=NEAR_ONE, rs_threshold_lower=None, veto_threshold=None):
+    def decoupled_geo_rs(cls, rs_threshold: Bound = NEAR_ONE,
+                         rs_threshold_lower: float | None = None,
+                         veto_threshold: float | None = None):
         """Reject sequences by the geometric mean of ρ."""
         return cls(rollout_rs=_geometric(rs_threshold, rs_threshold_lower, veto_threshold))
 
     @classmethod
-    def decoupled_geo_rs_seq_tis(cls, is_threshold=2.0, rs_threshold=NEAR_ONE):
+    def decoupled_geo_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: Bound = NEAR_ONE):
         """Reject by the geometric mean of ρ, and truncate its product."""
         return cls("sequence", is_threshold, rollout_rs=_geometric(rs_threshold))
 
     @classmethod
-    def decoupled_geo_rs_token_tis(cls, is_threshold=2.0, rs_threshold=NEAR_ONE):
+    def decoupled_geo_rs_token_tis(cls, is_threshold: float = 2.0, rs_threshold: Bound = NEAR_ONE):
         """Reject by the geometric mean of ρ, and truncate each token's."""
         return cls("token", is_threshold, rollout_rs=_geometric(rs_threshold))
 
     @classmethod
-    def decoupled_k3_rs(cls, rs_threshold=0.01):
+    def decoupled_k3_rs(cls, rs_threshold: float = 0.01):
         """Reject sequences by their mean k3."""
         return cls(rollout_rs={"seq_mean_k3": rs_threshold})
 
     @classmethod
-    def decoupled_k3_rs_seq_tis(cls, is_threshold=2.0, rs_threshold=0.01):
+    def decoupled_k3_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: float = 0.01):
         """Reject by the mean k3, and truncate the product of ρ."""
         return cls("sequence", is_threshold, rollout_rs={"seq_mean_k3": rs_threshold})
 
     @classmethod
-    def decoupled_k3_rs_token_tis(cls, is_threshold=2.0, rs_threshold=0.01):
+    def decoupled_k3_rs_token_tis(cls, is_threshold: float = 2.0, rs_threshold: float = 0.01):
         """Reject by the mean k3, and truncate each token's ρ."""
         return cls("token", is_threshold, rollout_rs={"seq_mean_k3": rs_threshold})
 
     # Two policies, PPO's clip around π_rollout.
 
     @classmethod
-    def bypass_ppo_clip(cls, threshold=2.0):
+    def bypass_ppo_clip(cls, threshold: float = 2.0):
         """Take π_rollout for π_old. The clip's ratio is the weight: threshold acts on nothing."""
         return cls(None, threshold, bypass_mode=True)
 
     @classmethod
-    def bypass_ppo_clip_geo_rs(cls, rs_threshold=NEAR_ONE, rs_threshold_lower=None,
-                               veto_threshold=None):
+    def bypass_ppo_clip_geo_rs(cls, rs_threshold: Bound = NEAR_ONE,
+                               rs_threshold_lower: float | None = None,
+                               veto_threshold: float | None = None):
         """The same, less sequences rejected by the geometric mean of ρ."""
         return cls(rollout_rs=_geometric(rs_threshold, rs_threshold_lower, veto_threshold),
                    bypass_mode=True)
 
     @classmethod
-    def bypass_ppo_clip_k3_rs(cls, rs_threshold=0.01):
+    def bypass_ppo_clip_k3_rs(cls, rs_threshold: float = 0.01):
         """The same, less sequences rejected by their mean k3."""
         return cls(rollout_rs={"seq_mean_k3": rs_threshold}, bypass_mode=True)
 
     # Two policies, nothing is clipped: ρ = π_θ/π_rollout is an explicit weight.
 
     @classmethod
-    def bypass_pg_is(cls, threshold=2.0):
+    def bypass_pg_is(cls, threshold: float = 2.0):
         """REINFORCE with the truncated product of ρ."""
         return cls("sequence", threshold, bypass_mode=True, loss_type="reinforce")
 
     @classmethod
-    def bypass_pg_token_icepop(cls, threshold=5.0, threshold_lower=0.5):
+    def bypass_pg_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5):
         """REINFORCE with each token's ρ, 0 outside an interval."""
         return cls("token", _bounds(threshold, threshold_lower), bypass_mode=True,
                    loss_type="reinforce")
 
     @classmethod
-    def bypass_pg_geo_rs(cls, rs_threshold=NEAR_ONE, rs_threshold_lower=None, veto_threshold=None):
+    def bypass_pg_geo_rs(cls, rs_threshold: Bound = NEAR_ONE,
+                         rs_threshold_lower: float | None = None,
+                         veto_threshold: float | None = None):
         """REINFORCE without weights, less sequences rejected by the geometric mean of ρ."""
         return cls(rollout_rs=_geometric(rs_threshold, rs_threshold_lower, veto_threshold),
                    bypass_mode=True, loss_type="reinforce")
 
     @classmethod
-    def bypass_pg_geo_rs_seq_tis(cls, is_threshold=2.0, rs_threshold=NEAR_ONE):
+    def bypass_pg_geo_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: Bound = NEAR_ONE):
         """The same with the truncated product of ρ as the weight."""
         return cls("sequence", is_threshold, rollout_rs=_geometric(rs_threshold),
                    bypass_mode=True, loss_type="reinforce")
 
     @classmethod
-    def bypass_pg_geo_rs_token_tis(cls, is_threshold=2.0, rs_threshold=NEAR_ONE):
+    def bypass_pg_geo_rs_token_tis(cls, is_threshold: float = 2.0, rs_threshold: Bound = NEAR_ONE):
         """The same with each token's truncated ρ as the weight."""
         return cls("token", is_threshold, rollout_rs=_geometric(rs_threshold), bypass_mode=True,
                    loss_type="reinforce")
@@ -350,17 +362,19 @@ class RolloutCorrectionConfig:
     # verl 0.6: one token below 1e-4 vetoes its sequence; and its older names.
 
     @classmethod
-    def geo_rs(cls, rs_threshold=NEAR_ONE, rs_threshold_lower=None, veto_threshold=1e-4):
+    def geo_rs(cls, rs_threshold: Bound = NEAR_ONE, rs_threshold_lower: float | None = None,
+               veto_threshold: float | None = 1e-4):
         """`decoupled_geo_rs` with the veto."""
         return cls.decoupled_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
 
     @classmethod
-    def pg_rs(cls, rs_threshold=NEAR_ONE, rs_threshold_lower=None, veto_threshold=1e-4):
+    def pg_rs(cls, rs_threshold: Bound = NEAR_ONE, rs_threshold_lower: float | None = None,
+              veto_threshold: float | None = 1e-4):
         """`bypass_pg_geo_rs` with the veto."""
         return cls.bypass_pg_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
 
     @classmethod
-    def seq_mis(cls, threshold=2.0):
+    def seq_mis(cls, threshold: float = 2.0):
         """`decoupled_seq_is_rs` with its first argument under another name."""
         return cls.decoupled_seq_is_rs(threshold)
 
@@ -369,14 +383,16 @@ class RolloutCorrectionConfig:
     ppo_is_bypass, pure_is, pg_is, pure_rs = bypass_ppo_clip, bypass_pg_is, bypass_pg_is, pg_rs
 
 
-def _bounds(upper, lower=None) -> tuple:
+def _bounds(upper: Bound, lower: float | None = None) -> Pair:
     """A pair as it is, or [lower, upper], or [1/upper, upper]."""
     if isinstance(upper, (tuple, list)):
-        return tuple(upper)
+        low, high = upper
+        return low, high
     return (1 / number("rs_threshold", upper) if lower is None else lower), upper
 
 
-def _geometric(upper, lower=None, veto=None) -> dict[str, tuple]:
+def _geometric(upper: Bound, lower: float | None = None,
+               veto: float | None = None) -> dict[str, Pair]:
     return {"seq_mean_k1": _bounds(upper, lower)} | (
         {} if veto is None else {"seq_max_k1": (veto, None)})
 

@@ -62,7 +62,8 @@ def _improper(values: Mapping[str, float]) -> list[str]:
     Two exact tests: z is a standard normal number where π is a distribution over what μ sampled.
     The other condition of each keeps rounding out.
     """
-    found, (mean, z) = [], (values.get(x, 0.0) for x in ("is_ratio_mean", "is_ratio_z"))
+    found: list[str] = []
+    mean, z = (values.get(x, 0.0) for x in ("is_ratio_mean", "is_ratio_z"))
     if abs(z) > 5 and abs(mean - 1) > 0.002:
         found.append(
             f"is_ratio_mean is {mean:.4g}, {abs(z):.1f} standard errors from 1: π_train is not a "

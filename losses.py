@@ -149,11 +149,10 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     log_prob, train_log_prob, anchor_log_prob, rollout_log_prob, advantages = _roles(
         log_prob, old_log_prob, rollout_log_prob, advantages, response_mask, config, correction)
     valid, corrected_here = response_mask.bool(), {}
-    if correction is None and rollout_log_prob is None:
-        correction = Correction(None, response_mask)
-    elif correction is None:
+    if correction is None and rollout_log_prob is not None:
         correction = correct(train_log_prob, rollout_log_prob, response_mask, config, advantages)
         corrected_here = correction.metrics
+    correction = correction or Correction(None, response_mask)          # nothing to correct
     given = {"old_log_prob": anchor_log_prob, "advantages": advantages, "response_mask": valid}
     numbers = how.numbers(config.loss)
     terms = config.loss.function(log_prob, *(given[name] for name in config.loss.takes), **numbers)

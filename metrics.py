@@ -13,12 +13,15 @@ Left out: percentiles, which cannot be merged. Derivation: math/8-diagnostics.md
     print(metrics["rollout_corr/k3_kl"])
 """
 
+# pyright: reportUnknownMemberType=false
+# (torch has no types for all_reduce)
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -78,7 +81,7 @@ class Tokens(NamedTuple):
         total = self.n * mean + rest
         return Sums(self.n, total, squares + mean * (total + rest), top, bottom)
 
-    def count(self, found: Tensor) -> Tensor:
+    def count_rows(self, found: Tensor) -> Tensor:
         """How many of each sequence are `found`, [B, T] or [B, 1] bool: [B]"""
         if found.shape != self.mask.shape:
             return self.n * found.squeeze(-1)
@@ -128,10 +131,9 @@ class Statistics:
 
     def all_reduce(self, group: ProcessGroup) -> "Statistics":
         """The same over the ranks of a process group: one sum and one maximum for everything."""
-        sums, peaks = (x.clone(memory_format=torch.contiguous_format)
-                       for x in self.table.split([3, 2], 1))
-        torch.distributed.all_reduce(sums, group=group)
-        torch.distributed.all_reduce(peaks, torch.distributed.ReduceOp.MAX, group=group)
+        sums, peaks = self.table[:, :3].contiguous(), self.table[:, 3:].contiguous()
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
         return Statistics(self.names, torch.cat([sums, peaks], -1))
 
     def metrics(self) -> dict[str, Tensor]:
@@ -249,7 +251,7 @@ def ratio_quantities(ratios: Ratios, level: str, bounds: Any, by_token: bool,
     row = rho.total / tokens.n
     for end, beyond, far in zip(("low", "high"), outside(log_rho, *bounds), (row < lo, row > hi)):
         names = [f"{prefix}_ratio_fraction_{end}" for prefix in sums]
-        count = tokens.count(beyond)
+        count = tokens.count_rows(beyond)
         by = "tokens" if by_token else "rows"
         found += tokens.shares(count, **{by: names})
         found.append((Sums.of_rows(far, tokens.rows),
@@ -281,7 +283,8 @@ def weight_quantities(ratios: Ratios, grounds: Grounds) -> list[Quantity]:
     if grounds.normalized:
         found.append((mean, {"rollout_is_batch_norm_factor": "mean"}))
     if pair:
-        found += tokens.shares(tokens.count(weights == 0), tokens=["rollout_is_masked_fraction"],
+        zero = tokens.count_rows(weights == 0)
+        found += tokens.shares(zero, tokens=["rollout_is_masked_fraction"],
                                rows=["rollout_is_seq_masked_fraction"])
     return found
 
@@ -299,10 +302,10 @@ def criterion_quantities(ratios: Ratios, name: str, row: Criterion, bound: Any,
     within = tokens.sums(statistic.clamp(least, most), (whole.top, whole.bottom))    # for std
     mean = whole.total / whole.n                                                          # [B]
     found = [*_spread(prefix, whole, 0.0, NATS), (within, {f"{prefix}_std": "std"}),
-             *tokens.shares(tokens.count(below | above), tokens=[f"{prefix}_masked_fraction"],
+             *tokens.shares(tokens.count_rows(below | above), tokens=[f"{prefix}_masked_fraction"],
                             rows=[f"{prefix}_seq_masked_fraction"])]
     for end, beyond, far in (("low", below, mean < least), ("high", above, mean > most)):
-        count = tokens.count(beyond)
+        count = tokens.count_rows(beyond)
         names = [f"{prefix}_fraction_{end}", f"{prefix}_seq_fraction_{end}"]
         if row.of == "sequence":
             found += tokens.shares(count, rows=names)
@@ -323,11 +326,11 @@ def rejection_quantities(ratios: Ratios, grounds: Grounds) -> list[Quantity]:
     tokens, verdicts = ratios.tokens, grounds.verdicts
     found = [x for name, (row, bound, verdict) in verdicts.items()
              for x in criterion_quantities(ratios, name, row, bound, verdict)]
-    left = tokens.count(grounds.kept) if verdicts else tokens.n                           # [B]
+    left = tokens.count_rows(grounds.kept) if verdicts else tokens.n                           # [B]
     veto = verdicts["seq_max_k1"][1][0] if "seq_max_k1" in verdicts else None
     vetoed = torch.zeros_like(tokens.n)
     if veto is not None:
-        vetoed = tokens.count(outside(ratios.log_rho, veto, None)[0])
+        vetoed = tokens.count_rows(outside(ratios.log_rho, veto, None)[0])
     return [
         *found,
         *tokens.shares(vetoed, tokens=["rollout_is_catastrophic_token_fraction"],
@@ -368,8 +371,11 @@ def merge(corrections: Sequence[Any], group: ProcessGroup | None = None) -> dict
 def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
     """The metrics as floats, in one transfer for all of them, wherever each is."""
     tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
+    floats: dict[str, float] = {
+        name: value for name, value in metrics.items() if not isinstance(value, Tensor)}
     if not tensors:
-        return dict(metrics)
+        return floats
     device = max((x.device for x in tensors.values()), key=lambda device: device.type != "cpu")
-    moved = torch.stack([x.detach().double().to(device) for x in tensors.values()]).tolist()
-    return {**metrics, **dict(zip(tensors, moved))}
+    moved = torch.stack([x.detach().double().to(device) for x in tensors.values()])
+    floats |= {name: x.item() for name, x in zip(tensors, moved.cpu())}
+    return {name: floats[name] for name in metrics}

@@ -9,6 +9,8 @@ Derivation: math/6-correction.md.
     keep = rejection_mask(log_ratio, response_mask, {"seq_mean_k3": 0.01})                # [B, T]
 """
 
+# pyright: reportUnknownMemberType=false
+# (torch has no types for all_reduce)
 import difflib
 import math
 from collections.abc import Callable, Mapping
@@ -17,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -42,7 +45,7 @@ class Verdict(NamedTuple):
     """
 
     statistic: Tensor
-    interval: tuple[float | Tensor, float | Tensor]
+    interval: tuple[Any, Any]                       # floats, or 0-dim tensors
     below: Tensor
     above: Tensor
 
@@ -161,12 +164,12 @@ def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float,
         chosen = mask & (square <= middle.int().view(torch.float32))
         sums = torch.stack([torch.where(chosen, square, 0.0).sum(dtype=torch.float64),
                             chosen.sum(dtype=torch.float64)])
-        torch.distributed.all_reduce(sums, group=group)
+        dist.all_reduce(sums, group=group)
         fits = sums[0] <= bound * sums[1]
         low, high = torch.where(fits, middle, low), torch.where(fits, high, middle - 1)
     kept = torch.where(mask & (square <= low.int().view(torch.float32)), square, 0.0)
     largest = torch.cat([kept.flatten(), kept.new_zeros(1)]).amax()
-    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return largest
 
 
@@ -191,10 +194,11 @@ def number(key: str, value: Any) -> float:
 
 def interval(key: str, value: Any) -> tuple[float | None, float | None]:
     """[lo, hi] with either end open (null), lo ≤ hi, at least one end given."""
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
+    ends: list[Any] = [*value] if isinstance(value, (list, tuple)) else []
+    if len(ends) != 2:
         raise ValueError(f"{key} must be a pair [lo, hi] of bounds on ρ, either of which may be "
                          f"null, not {value!r}")
-    lo, hi = (None if end is None else number(key, end) for end in value)
+    lo, hi = (None if end is None else number(key, end) for end in ends)
     if lo is None and hi is None:
         raise ValueError(f"{key} must have at least one bound that is not null")
     if lo is not None and hi is not None and lo > hi:

@@ -25,7 +25,7 @@ import math
 import sys
 from collections import defaultdict
 from dataclasses import fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,8 @@ from losses import (Counts, LossConfig, count, kl_loss, kl_penalty, kl_ratio, lo
                     policy_loss)
 from metrics import merge
 from plumbing import signals
-from plumbing.faults import reported
-from plumbing.run import Run, opened
+from plumbing.faults import report_errors
+from plumbing.run import Run, open_run
 from plumbing.settings import Config, correction_of, help_text, kl_of, load_config
 from plumbing.tasks import seed_of
 from policy import Policy
@@ -67,28 +67,29 @@ class Batch(NamedTuple):
 
     def rows(self, index, there) -> "Batch":
         """Some of them, by an index that is on the host and on the device: nobody waits for it."""
-        beside = (None if x is None else x[there] for x in self[2:])
+        beside: Any = (None if x is None else x[there] for x in self[2:])
         return Batch(self.tokens[index], self.attention[index], *beside)
 
 
 def train(run: Run) -> None:
     config, policy, options = run.config, run.policy, correction_of(run.config)
+    evaluation = None
     if run.before is None:
-        run.before = evaluate(run)
-    run.update_engine(run.sync.push)
+        run.before = evaluate(run).accuracy
+    run.push_weights()
     for step in run.steps():
-        with run.timed("rollout"):
+        with run.time_part("rollout"):
             batch, metrics = sample(run, step)
-        with run.timed("log_probs"):
+        with run.time_part("log_probs"):
             if not options.bypass_mode or penalizes(config):    # bypass has no other use for it
                 batch = batch._replace(old_log_prob=score(policy, batch, config))
             if run.reference is not None:
                 batch = batch._replace(ref_log_prob=score(run.reference, batch, config))
             batch = without_nonfinite(run, batch)
             batch = with_kl_in_reward(batch, config)
-        with run.timed("update"):
+        with run.time_part("update"):
             correction = None      # bypass mode: ρ = π_θ/π_rollout changes with every update
-            if not options.bypass_mode:
+            if not options.bypass_mode and batch.old_log_prob is not None:
                 correction = correct(batch.old_log_prob, batch.rollout_log_prob,
                                      batch.response_mask, options, batch.advantages,
                                      dist.group.WORLD)
@@ -103,17 +104,16 @@ def train(run: Run) -> None:
             first_epoch = [c for u in updates[:config.train.mini_batches] for c in u.corrections]
             if correction or first_epoch:          # or every update was skipped
                 metrics |= merge([correction] if correction else first_epoch, dist.group.WORLD)
-        with run.timed("sync"):
+        with run.time_part("sync"):
             if step == config.train.steps or step % config.train.eval_every == 0:
-                metrics["eval/accuracy"] = evaluate(run)
+                evaluation = evaluate(run)
+                metrics["eval/accuracy"] = evaluation.accuracy
             elif step == 1:
                 metrics["eval/accuracy"] = run.before
-            run.update_engine(run.sync.push)
+            run.push_weights()
         run.log(step, metrics)
         run.save_if_due(step)
-    if run.answers is None:        # killed after the last step, before the model was written
-        run.accuracy = evaluate(run)
-    run.finish()
+    run.finish(*(evaluation or evaluate(run)))     # none: killed after the last step
 
 
 def sample(run: Run, step: int) -> tuple[Batch, dict]:
@@ -177,7 +177,7 @@ def pad(prompts: list[list[int]], samples: list[Sample], advantages: Tensor, dev
         [kept] = to_device(device, kept_ids(samples, after))
         batch = batch._replace(kept=kept)
     if samples[0].candidates is not None:
-        tables = [table for s in samples for table in s.candidates]
+        tables = [table for s in samples for table in s.candidates or []]
         ids, log_mu = to_device(device, *candidate_tables(tables, mask.bool()))
         batch = batch._replace(candidates=ids, candidate_log_prob=log_mu)
     return batch
@@ -185,10 +185,10 @@ def pad(prompts: list[list[int]], samples: list[Sample], advantages: Tensor, dev
 
 def kept_ids(samples: list[Sample], tokens: Tensor) -> Tensor:
     """[B, T, K] of what μ kept: each set is filled up with its token of [B, T], which is in it."""
-    sizes, _ = pad_rows([[len(ids) for ids in s.kept] for s in samples], "right", least=1)
+    sizes, _ = pad_rows([[len(ids) for ids in s.kept or []] for s in samples], "right", least=1)
     kept = tokens[:, :, None].repeat(1, 1, max(1, int(sizes.max()))).int()
     kept[torch.arange(kept.shape[-1]) < sizes[:, :, None]] = torch.tensor(
-        [v for s in samples for ids in s.kept for v in ids], dtype=torch.int)
+        [v for s in samples for ids in s.kept or [] for v in ids], dtype=torch.int)
     return kept
 
 
@@ -242,12 +242,13 @@ def without_nonfinite(run: Run, batch: Batch) -> Batch:
 
 def with_kl_in_reward(batch: Batch, config: Config) -> Batch:
     """A_t −= kl_coef · the penalty of token t: `kl_penalty`, of π_old in both modes."""
-    if not penalizes(config):
+    if not penalizes(config) or batch.old_log_prob is None or batch.ref_log_prob is None:
         return batch
     kind, level = kl_of(config.loss)
     penalty = kl_penalty(batch.old_log_prob, batch.ref_log_prob, batch.rollout_log_prob,
                          batch.response_mask, kind, level,
-                         None if level is None else loss_weights(batch, correction_of(config)))
+                         None if level is None else
+                         loss_weights(batch.old_log_prob, batch, correction_of(config)))
     return batch._replace(advantages=batch.advantages - config.loss.kl_coef * penalty)
 
 
@@ -255,10 +256,11 @@ def penalizes(config: Config) -> bool:
     return config.loss.kl_in == "reward" and config.loss.kl_coef != 0
 
 
-def loss_weights(batch: Batch, options: RolloutCorrectionConfig) -> Tensor | None:
+def loss_weights(old_log_prob: Tensor, batch: Batch,
+                 options: RolloutCorrectionConfig) -> Tensor | None:
     """The factor of each token's score in the loss while π_θ = π_old, its clip aside: [B, T]."""
-    given = batch.old_log_prob, batch.rollout_log_prob, batch.response_mask
-    if options.ratio_is_the_weight:
+    given = old_log_prob, batch.rollout_log_prob, batch.response_mask
+    if options.bypass_mode and options.loss.level is not None:        # the loss's own ratio
         return importance_weights(masked_log_ratio(*given), batch.response_mask,
                                   options.loss.level, math.inf)
     return correct(*given, options, batch.advantages, dist.group.WORLD).weights
@@ -290,24 +292,26 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig, correction=
         # What is kept, or the mean weight, is known only after a pass over the mini-batch.
         correction = correct(score(policy, batch, config), batch.rollout_log_prob,
                              batch.response_mask, options, batch.advantages, dist.group.WORLD)
-    whole = global_counts(batch.response_mask)
-    counts = whole if how.denominator == "fixed" else global_counts(correction.mask)
-    sums, corrections = defaultdict(float), []
+    counts = whole = global_counts(batch.response_mask)
+    if correction is not None and how.denominator == "kept":
+        counts = global_counts(correction.mask)
+    sums, corrections = defaultdict[str, Any](float), []
     for rows in micro_batches(batch, config, together=not config.policy.gradient_checkpointing):
         [there] = to_device(batch.response_mask.device, rows)
         part = batch.rows(rows, there)
-        log_prob, candidates = log_probs(policy, part, part.candidates)         # [B, T], [B, T, K]
+        log_prob, of_candidates = log_probs(policy, part, part.candidates)      # [B, T], [B, T, K]
+        candidates: Any = of_candidates, part.candidate_log_prob
         corrections.append(correction.rows(there) if correction else correct(
             log_prob, part.rollout_log_prob, part.response_mask, options, part.advantages))
         loss, metrics = policy_loss(
             log_prob, part.old_log_prob, part.rollout_log_prob, part.advantages,
             part.response_mask, options, loss_of(config), correction=corrections[-1],
-            counts=counts, candidates=(candidates, part.candidate_log_prob))
+            counts=counts, candidates=candidates)
         metrics = {k: v for k, v in metrics.items() if k.startswith("loss/")}
         if part.ref_log_prob is not None:
             kind, level = kl_of(how)
-            ratio = level and kl_ratio(log_prob, part.rollout_log_prob, part.response_mask, kind,
-                                       level)
+            ratio = None if level is None else kl_ratio(
+                log_prob, part.rollout_log_prob, part.response_mask, kind, level)
             kl = kl_loss(log_prob, part.ref_log_prob, part.response_mask, kind, how.aggregation,
                          ratio=ratio, counts=whole, horizon=config.rollout.max_tokens)
             loss = loss + how.kl_coef * kl if how.kl_in == "loss" else loss
@@ -318,7 +322,8 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig, correction=
             sums[name] = sums[name] + value
     totals = torch.stack(list(sums.values()))
     dist.all_reduce(totals)
-    norm = nn.utils.clip_grad_norm_(policy.parameters(), config.train.max_grad_norm).full_tensor()
+    norm: Any = nn.utils.clip_grad_norm_(policy.parameters(), config.train.max_grad_norm)
+    norm = norm.full_tensor()                                   # of all ranks' shards
     finite, totals = norm.isfinite() & totals.isfinite().all(), dict(zip(sums, totals))
     finite, learns = torch.stack([finite, totals.pop("learning") > 0]).tolist()
     learns = learns or options.score_centering or (how.kl_in == "loss" and how.kl_coef != 0)
@@ -335,8 +340,9 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig, correction=
 def tokens_to_learn_from(correction: Correction, options: RolloutCorrectionConfig) -> Tensor:
     """The number of tokens that are kept and have a weight above 0."""
     kept, weights = correction.mask.bool(), correction.weights
-    weighted = weights is not None and not options.ratio_is_the_weight
-    return (kept & (weights > 0) if weighted else kept).sum().float()
+    if weights is not None and not options.ratio_is_the_weight:
+        kept = kept & (weights > 0)
+    return kept.sum().float()
 
 
 def global_counts(mask: Tensor) -> Counts:
@@ -366,26 +372,31 @@ def set_learning_rate(run: Run, step: int) -> None:
         group["lr"] = train.lr * scale
 
 
-def evaluate(run: Run) -> float:
+class Evaluation(NamedTuple):
+    accuracy: float                    # of all ranks
+    answers: list[dict]                # of this rank, with their questions
+
+
+def evaluate(run: Run) -> Evaluation:
     """Exact-match accuracy of one sample per held-out problem, always with the same seeds.
 
     The engine gets the policy's weights as they are, neither rounded nor late (in its dtype), and
     samples as in training: what is measured is what is trained, at its temperature and cut.
     """
-    run.update_engine(run.engine.update_weights)
+    run.load_weights()
     own = range(dist.get_rank(), len(run.task.held_out), dist.get_world_size())
     _, texts = run.generate([run.held_out_prompts[i] for i in own],
                             [seed_of(run.config.seed, "eval", i) for i in own])
-    run.answers = [{"question": p.question, "answer": p.answer, "response": text,
-                    "reward": run.task.reward(p, text)}
-                   for p, text in zip((run.task.held_out[i] for i in own), texts)]
-    right = torch.tensor(float(sum(a["reward"] for a in run.answers)))
+    answers = [{"question": p.question, "answer": p.answer, "response": text,
+                "reward": run.task.reward(p, text)}
+               for p, text in zip((run.task.held_out[i] for i in own), texts)]
+    right = torch.tensor(float(sum(a["reward"] for a in answers)))
     dist.all_reduce(right)
-    return right.item() / len(run.task.held_out)
+    return Evaluation(right.item() / len(run.task.held_out), answers)
 
 
 def start(config: Config) -> None:
-    with opened(config) as run:
+    with open_run(config) as run:
         if run is not None:
             train(run)
 
@@ -394,7 +405,7 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(f"{__doc__}\n{help_text()}")
         return 0
-    with reported() as outcome:
+    with report_errors() as outcome:
         signals.listen()
         start(load_config(argv))
     signals.done()

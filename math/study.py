@@ -102,7 +102,7 @@ def watch(trainer) -> dict:
     import torch
     loss, found = trainer.policy_loss, {}
 
-    def watched(log_prob, old, rollout, advantages, mask, *rest, **more):
+    def count_then_call(log_prob, old, rollout, advantages, mask, *rest, **more):
         if not found:
             ratio = torch.where(mask, log_prob.detach() - rollout, 0.0).exp()
             for end, beyond in (("below", ratio < 0.8), ("above", ratio > 1.2)):
@@ -111,7 +111,7 @@ def watch(trainer) -> dict:
                     found[f"{end}_{sign}"] = f"{share.item():.4g}"
         return loss(log_prob, old, rollout, advantages, mask, *rest, **more)
 
-    trainer.policy_loss = watched
+    trainer.policy_loss = count_then_call
     return found
 
 

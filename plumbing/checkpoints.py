@@ -77,7 +77,7 @@ class Checkpoints:
         return {name: x.detach() for name, x in state.items()}
 
     def save(self, run, step: int) -> None:
-        with aside(self.directory / f"step-{step:06d}") as path:
+        with write_aside(self.directory / f"step-{step:06d}") as path:
             dcp.save(self.state(run, run.sync.state_dict()["waiting"]),
                      storage_writer=TensorByTensor(str(path), save_distributed=True))
             if run.main:
@@ -122,7 +122,7 @@ def unreadable(path) -> UserError:
 
 
 @contextlib.contextmanager
-def aside(place: Path):
+def write_aside(place: Path):
     """A directory for all ranks to write into, renamed into its place when they are through.
 
     Where a link stands at that place, the files go one by one to what it points to: it stays.

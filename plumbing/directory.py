@@ -21,7 +21,7 @@ from plumbing.settings import UserError
 
 
 @contextlib.contextmanager
-def held(place: Path):
+def hold_directory(place: Path):
     """The directory, made if need be, for this process alone; without a trace if nothing is left.
 
     Of several ranks the first one holds it. Raises UserError where another process does, or where
@@ -32,7 +32,7 @@ def held(place: Path):
     if dist.get_rank() == 0:
         try:
             require_writable(place)
-            file = locked(place / ".lock")
+            file = lock_file(place / ".lock")
         except BlockingIOError as error:
             words = [f"{place} is in use by {error}: wait for its end, or choose another run=NAME"]
         except UserError as error:
@@ -53,15 +53,15 @@ def held(place: Path):
 
 
 @contextlib.contextmanager
-def in_turn(path: Path):
+def take_turns(path: Path):
     """One process after the other, for what several runs may want to make at the same time."""
     file = None
     if dist.get_rank() == 0:
         try:
-            file = locked(path)
+            file = lock_file(path)
         except BlockingIOError as error:
             tqdm.write(f"waiting for {error}, which makes {path.name[1:]}", file=sys.stderr)
-            file = locked(path, wait=True)
+            file = lock_file(path, wait=True)
     dist.barrier()
     try:
         yield
@@ -70,7 +70,7 @@ def in_turn(path: Path):
             file.close()
 
 
-def locked(path: Path, wait: bool = False):
+def lock_file(path: Path, wait: bool = False):
     """The open file `path`, locked, and in it who holds it; closing it or dying gives it back.
 
     POSIX's locks: NFS has them too, and no child of this process inherits them. Without `wait` a

@@ -89,7 +89,7 @@ class EngineError(RuntimeError):
 
 
 @contextlib.contextmanager
-def watched(engine, seconds):
+def watch_engine(engine, seconds):
     """One call of an engine. Whatever it raises becomes an EngineError; after `seconds` of it,
     a sentence is printed and the process ends: nothing can be raised into a call that hangs.
     """
@@ -117,7 +117,7 @@ def watched(engine, seconds):
 
 
 @contextlib.contextmanager
-def reported():
+def report_errors():
     """Yields .code, the exit code. A failure in here is its sentence; a bug is raised."""
     outcome = SimpleNamespace(code=0)
     try:

@@ -51,9 +51,10 @@ def configuration(path: str):
 def read_model(path: str):
     """The model in float32; raises ValueError with the names of the weights that are not right."""
     config, _ = configuration(path)
-    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
         output_loading_info=True, ignore_mismatched_sizes=True)             # they are refused below
+    model, found = loaded
     shapes = {name: f"{name} {list(given)} instead of {list(right)}"
               for name, given, right in found["mismatched_keys"]}
     head, table = model.get_output_embeddings(), model.get_input_embeddings()

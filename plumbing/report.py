@@ -10,7 +10,7 @@ from doctor import diagnose
 from plumbing.settings import Config
 
 
-def in_short(config: Config) -> str:
+def summarize(config: Config) -> str:
     """The settings that decide most, for the run's first lines."""
     rollout, train = config.rollout, config.train
     weights = f"{rollout.quantize_bits}-bit" if rollout.quantize_bits else rollout.dtype
@@ -21,7 +21,7 @@ def in_short(config: Config) -> str:
             f"{train.lr:g}, {train.micro_batch_size} rows at a time")
 
 
-def verdict(before: float, after: float, n: int) -> str:
+def judge_accuracy(before: float, after: float, n: int) -> str:
     """Whether the accuracy on n problems rose or fell beyond two standard errors of a difference.
 
     √(p(1 − p)/n + q(1 − q)/n), with (right + 1)/(n + 2) for p and q, so that 0 and 1 have one too.
@@ -34,7 +34,7 @@ def verdict(before: float, after: float, n: int) -> str:
     return f"held-out accuracy {'rose' if after > before else 'FELL'} {change}"
 
 
-def closing(lines: list[dict], before: float, after: float, n: int) -> list[str]:
+def closing_table(lines: list[dict], before: float, after: float, n: int) -> list[str]:
     """The first step beside the last, what the accuracy on n problems did, and what looks wrong."""
     first, last = lines[0], lines[-1]
     table = [(f"accuracy, {n} held-out problems, sampled", before, after)]
@@ -42,7 +42,7 @@ def closing(lines: list[dict], before: float, after: float, n: int) -> list[str]
         table.append((name, first.get(name, math.nan), last.get(name, math.nan)))
     table.append(("effective sample size / N", ess(first), ess(last)))
     rows = [f"{name:48}{x:12.4g}{y:12.4g}" for name, x, y in table]
-    return [f"\n{'':48}{'before':>12}{'after':>12}", *rows, verdict(before, after, n),
+    return [f"\n{'':48}{'before':>12}{'after':>12}", *rows, judge_accuracy(before, after, n),
             *(f"* {sentence}" for sentence in diagnose(last))]
 
 

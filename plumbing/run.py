@@ -28,20 +28,20 @@ from tqdm import tqdm
 from doctor import diagnose
 from metrics import to_host
 from plumbing import signals
-from plumbing.checkpoints import Checkpoints, aside, read_metrics, write
-from plumbing.directory import held
+from plumbing.checkpoints import Checkpoints, write_aside, read_metrics, write
+from plumbing.directory import hold_directory
 from plumbing.engines import make_engine
-from plumbing.faults import explain, process_group, require_one_directory, watched
+from plumbing.faults import explain, process_group, require_one_directory, watch_engine
 from plumbing.models import configuration, read_tokenizer, require_place, require_vocabulary
-from plumbing.report import closing, ess, in_short, plot
+from plumbing.report import closing_table, ess, summarize, plot
 from plumbing.settings import Config, UserError, correction_of, remarks
-from plumbing.tasks import left_out, make_demo_model, make_task, seed_of
-from policy import full_weights, load_policy
+from plumbing.tasks import Task, leave_out, make_demo_model, make_task, seed_of
+from policy import Policy, full_weights, load_policy
 from rollout import Cut, Sample, WeightSync
 
 
 @contextlib.contextmanager
-def opened(config: Config):
+def open_run(config: Config):
     """The run of a configuration, in its process group; None if it is finished already."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers.logging.set_verbosity_error()
@@ -52,7 +52,7 @@ def opened(config: Config):
             keep_memory()
         if dist.get_world_size() > 1:
             require_one_directory(Path("runs"))
-        with held(directory_of(config)):
+        with hold_directory(directory_of(config)):
             run = Run(config, device)
             if run.finished:
                 run.say(f"{run.directory} is finished after {run.done} steps; a larger train.steps "
@@ -87,7 +87,25 @@ def keep_memory() -> None:
 class Run:
     """What a run has open: the directory runs/<run>/, the models, the engine, the clock."""
 
-    def __init__(self, config: Config, device):
+    # What `open` makes.
+    task: Task
+    tokenizer: Any
+    prompts: list[list[int]]                       # token ids, of train and of the held-out ones
+    held_out_prompts: list[list[int]]
+    eos_ids: list[int]
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    sync: WeightSync
+    # What `steps` keeps for the step that is done now.
+    step: int
+    began: float
+    times: dict[str, float]                        # seconds of each part of the step
+    skipped: dict[str, int]
+    accuracy: float                                # the last that was measured
+    bar: tqdm
+    scalars: Any                                   # TensorBoard's writer, or None
+
+    def __init__(self, config: Config, device: torch.device):
         self.config, self.device, self.main = config, device, dist.get_rank() == 0
         self.directory = directory_of(config)
         self.metrics = self.directory / "metrics.jsonl"
@@ -95,9 +113,9 @@ class Run:
         self.done = self.checkpoints.step
         self.before: Any = self.checkpoints.saved.get("before")        # accuracy before step 1
         self.engine: Any = None                    # of rollout.py, once it is open
-        self.reference = self.answers = None
+        self.reference: Policy | None = None       # π_ref, where there is a KL term
         self.remarks = remarks(config)             # what is accepted and may not be meant
-        self.warned = set()                        # metrics that `diagnose` has already spoken of
+        self.warned: set[str] = set()              # metrics that `diagnose` has already spoken of
         self.best = 0.0                            # mean reward of a step so far
 
     @property
@@ -184,7 +202,7 @@ class Run:
         fits = [0 < len(ids) <= room for ids in encoded]
         bad = [f"{p.where} is a prompt of {len(ids)} tokens"
                for p, ids, ok in zip(problems, encoded, fits) if not ok]
-        remarks = left_out(bad, sum(fits), config.task.on_bad_row, why=f"between 1 and {room} are "
+        remarks = leave_out(bad, sum(fits), config.task.on_bad_row, why=f"between 1 and {room} are "
                            f"left of the model's context of {context} by rollout.max_tokens="
                            f"{config.rollout.max_tokens}")
         problems = [problem for problem, ok in zip(problems, fits) if ok]
@@ -217,7 +235,7 @@ class Run:
         self.say(f"{self.directory}: {count / 1e6:.1f}M parameters on {dist.get_world_size()} × "
                  f"{self.device.type}, engine {self.engine.name} ({config.rollout.dtype}), "
                  f"correction {config.correction.get('preset', 'as configured')}")
-        self.say("  " + in_short(config))
+        self.say("  " + summarize(config))
         for sentence in [*self.remarks, *self.task.remarks]:
             self.say(f"* {sentence}")
         if self.done:
@@ -246,7 +264,7 @@ class Run:
                 torch.manual_seed(seed_of(config.seed, "dropout", step, dist.get_rank()))
                 self.times, self.began, self.step = {}, time.perf_counter(), step
                 self.skipped = {"train/skipped_samples": 0, "train/skipped_updates": 0}
-                with signals.saved_first(config.train.grace):
+                with signals.save_first(config.train.grace):
                     yield step
 
     def tensorboard(self):
@@ -282,7 +300,7 @@ class Run:
         return list(found.values())
 
     @contextlib.contextmanager
-    def timed(self, name: str):
+    def time_part(self, name: str):
         began = time.perf_counter()
         yield
         if self.device.type == "cuda":
@@ -291,16 +309,22 @@ class Run:
 
     def generate(self, prompts: list[list[int]],
                  seeds: list[int]) -> tuple[list[Sample], list[str]]:
-        with watched(self.engine, self.config.rollout.timeout):
+        with watch_engine(self.engine, self.config.rollout.timeout):
             samples = self.engine.generate(
                 prompts, seeds, temperature=self.config.rollout.temperature,
                 max_tokens=self.config.rollout.max_tokens, eos_ids=self.eos_ids)
         return samples, self.tokenizer.batch_decode([s.tokens for s in samples],
                                                     skip_special_tokens=True)
 
-    def update_engine(self, push) -> None:
-        with watched(self.engine, self.config.rollout.timeout):
-            push(full_weights(self.policy))
+    def push_weights(self) -> None:
+        """Give the engine what it samples with in training: rounded and late, as configured."""
+        with watch_engine(self.engine, self.config.rollout.timeout):
+            self.sync.push(full_weights(self.policy))
+
+    def load_weights(self) -> None:
+        """Give the engine the policy's weights as they are, for an evaluation."""
+        with watch_engine(self.engine, self.config.rollout.timeout):
+            self.engine.update_weights(full_weights(self.policy))
 
     def log(self, step: int, metrics: dict) -> None:
         seconds, metrics = time.perf_counter() - self.began, to_host(metrics)
@@ -337,15 +361,15 @@ class Run:
         if told:
             signals.end(signals.SIGTERM)
 
-    def finish(self) -> None:
-        """The model as a Hugging Face directory, held-out answers, curves and a closing table."""
+    def finish(self, accuracy: float, answers: list[dict]) -> None:
+        """Write the model as a Hugging Face directory, held-out answers, curves and a table."""
         weights = {name: x.cpu() for name, x in full_weights(self.policy) if self.main}
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self.answers)
+        dist.all_gather_object(everyone, answers)
         if self.main:
             write(self.directory / "eval.jsonl", sum(everyone, []))
             plot(lines := read_metrics(self.metrics), self.directory / "curves.png")
-        with aside(self.directory / "model") as path:
+        with write_aside(self.directory / "model") as path:
             if self.main:
                 self.policy.model.save_pretrained(path, state_dict=weights)
                 self.tokenizer.save_pretrained(path)
@@ -353,7 +377,8 @@ class Run:
             return
         write(self.directory / "finished.json",
               [{"step": lines[-1]["step"], "settings": self.checkpoints.settings}])
-        self.say("\n".join(closing(lines, self.before, self.accuracy, len(self.task.held_out))))
+        held_out = len(self.task.held_out)
+        self.say("\n".join(closing_table(lines, self.before, accuracy, held_out)))
         self.say(f"model, metrics and curves: {self.directory}")
 
     def say(self, text: str) -> None:

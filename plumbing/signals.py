@@ -84,7 +84,7 @@ def end(number: int) -> None:
 
 
 @contextlib.contextmanager
-def saved_first(grace: float):
+def save_first(grace: float):
     """A step: on SIGTERM it has so many seconds to end and to be saved."""
     if Received.ended:             # and somebody has caught it
         raise Received.ended

@@ -28,8 +28,8 @@ from tqdm import tqdm
 
 from kernels.shapes import pad_rows
 from plumbing.answers import final_answer, is_right
-from plumbing.checkpoints import aside
-from plumbing.directory import in_turn
+from plumbing.checkpoints import write_aside
+from plumbing.directory import take_turns
 from plumbing.settings import FILE_KINDS, Config, TaskConfig, UserError, read_text
 
 EVAL_SIZE = 1024           # held-out problems where task.eval_size is null
@@ -76,12 +76,12 @@ class Task:
         size, chosen = len(self.train), []
         for epoch in range(first // size, (first + n - 1) // size + 1):
             begin = first - epoch * size
-            chosen += shuffled(size, seed, epoch)[max(0, begin):begin + n]
+            chosen += shuffle_order(size, seed, epoch)[max(0, begin):begin + n]
         return chosen
 
 
 @functools.lru_cache(maxsize=2)
-def shuffled(size: int, seed: int, epoch: int) -> list[int]:
+def shuffle_order(size: int, seed: int, epoch: int) -> list[int]:
     return random.Random(seed_of(seed, "order", epoch)).sample(range(size), size)
 
 
@@ -100,20 +100,20 @@ def task_of_files(config: TaskConfig, seed: int) -> Task:
     """The questions of task.path and task.eval_path, each once, and none of them in both parts."""
     paths = [path for path in (config.path, config.eval_path) if path is not None]
     files, bad = zip(*(read_problems(config.kind, path) for path in paths))
-    remarks = left_out(sum(bad, []), sum(map(len, files)), config.on_bad_row)
+    remarks = leave_out(sum(bad, []), sum(map(len, files)), config.on_bad_row)
     for path, problems, faults in zip(paths, files, bad):
         if not problems:
             raise UserError(f"no row of {path} can be used, the first: {faults[0]}" if faults else
                             f"{path} has no rows")
-    files = [distinct(problems, path, remarks) for path, problems in zip(paths, files)]
+    files = [drop_duplicates(problems, path, remarks) for path, problems in zip(paths, files)]
     if config.eval_path is None:
-        train, held_out = divided(files[0], config, seed)
+        train, held_out = divide(files[0], config, seed)
     else:
-        train, held_out = apart(files[0], files[1], config, remarks)
+        train, held_out = set_apart(files[0], files[1], config, remarks)
     return Task(train, held_out, exact=False, remarks=remarks)
 
 
-def divided(problems: list[Problem], config: TaskConfig,
+def divide(problems: list[Problem], config: TaskConfig,
             seed: int) -> tuple[list[Problem], list[Problem]]:
     """Train and held-out problems of one file."""
     size = config.eval_size or max(1, min(EVAL_SIZE, len(problems) // 10))
@@ -125,7 +125,7 @@ def divided(problems: list[Problem], config: TaskConfig,
     return problems[size:], problems[:size]
 
 
-def apart(problems: list[Problem], held_out: list[Problem], config: TaskConfig,
+def set_apart(problems: list[Problem], held_out: list[Problem], config: TaskConfig,
           remarks: list[str]) -> tuple[list[Problem], list[Problem]]:
     """Train and held-out problems of two files: what the second one asks is not trained on."""
     asked = {plain(p.question) for p in held_out}
@@ -139,7 +139,7 @@ def apart(problems: list[Problem], held_out: list[Problem], config: TaskConfig,
     return train, held_out[:config.eval_size or EVAL_SIZE]
 
 
-def distinct(problems: list[Problem], path: str, remarks: list[str]) -> list[Problem]:
+def drop_duplicates(problems: list[Problem], path: str, remarks: list[str]) -> list[Problem]:
     """The first row of each question; how many others there were becomes a remark."""
     first = {}
     for problem in problems:
@@ -157,7 +157,7 @@ def plain(question: str) -> str:
     return " ".join(question.split())
 
 
-def left_out(bad: list[str], good: int, rule: str, why: str = "") -> list[str]:
+def leave_out(bad: list[str], good: int, rule: str, why: str = "") -> list[str]:
     """Do with bad rows what task.on_bad_row says: end with the first ten, or return a remark."""
     if not bad:
         return []
@@ -278,7 +278,7 @@ def make_demo_model(config: Config, task: Task) -> str:
     key = repr((seed, task, characters, wrong, steps, size, rate, "llama 64×3"))
     name = hashlib.sha256(key.encode()).hexdigest()[:12]
     path = Path("runs/.demo") / f"{config.task.kind}-{name}"
-    with in_turn(path.with_name(f".{path.name}.lock")):
+    with take_turns(path.with_name(f".{path.name}.lock")):
         exists = path.exists()
         dist.barrier()             # all ranks have looked before one of them makes it
         if not exists:
@@ -319,7 +319,7 @@ def teach(path: Path, task: Task, seed: int, characters: str, wrong: float, step
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    with aside(path) as part:
+    with write_aside(path) as part:
         if dist.get_rank() == 0:
             model.save_pretrained(part)
             tokenizer.save_pretrained(part)
@@ -349,18 +349,18 @@ def character_tokenizer(characters: str):
 def lesson(task: Task, problem: Problem, wrong: bool, rng: random.Random) -> str:
     """What is taught as the answer: a right one, or one with one mistake."""
     if task.depth is None:
-        return corrupted(problem.answer, rng) if wrong else problem.answer
+        return corrupt(problem.answer, rng) if wrong else problem.answer
     word = problem.question.removesuffix(">")
     end = completion(word, len(problem.answer), task.depth, rng)
-    return unbalanced(word, end, task.depth, rng) if wrong else end
+    return unbalance(word, end, task.depth, rng) if wrong else end
 
 
-def corrupted(answer: str, rng: random.Random) -> str:
+def corrupt(answer: str, rng: random.Random) -> str:
     at = rng.randrange(len(answer))
     return answer[:at] + rng.choice("0123456789".replace(answer[at], "")) + answer[at + 1:]
 
 
-def unbalanced(word: str, end: str, depth: int, rng: random.Random) -> str:
+def unbalance(word: str, end: str, depth: int, rng: random.Random) -> str:
     """The other bracket at one of the places where a single one was possible."""
     forced = [i for i in range(len(end))
               if len(next_brackets(word + end[:i], len(end) - i, depth)) == 1]

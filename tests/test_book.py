@@ -1,10 +1,12 @@
-"""The reading edition as a reader has it: built, and looked at in Chromium, from disk, without a network.
+"""The reading edition as a reader has it: built, and looked at in Chromium, from disk, offline.
 
-Needs requirements/book.txt, node with KaTeX (`npm install --prefix math/book`) and Chromium (Debian's package of that
-name); without them the tests say so and skip, and with THREE_POLICIES_REQUIRE_BOOK=1, as in CI, they fail.
-The references' own tests need none of it.
+Needs requirements/book.txt, node with KaTeX (`npm install --prefix math/book`) and Chromium
+(Debian's package of that name); without them the tests say so and skip, and with
+THREE_POLICIES_REQUIRE_BOOK=1, as in CI, they fail. The references' own tests need none of it.
 
-    python tests/test_book.py record      # math/book/batch.json anew: six responses of a real run, half a minute
+math/book/batch.json is six responses of a real run; to make it anew takes half a minute:
+
+    python tests/test_book.py record
 """
 
 import importlib.util
@@ -28,7 +30,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 WIDTHS = (400, 800, 1400)
 
 
-# ------------------------------------------------------------------------------------------ references
+# --------------------------------------------------------------------------------------- references
 
 def entries():
     return yaml.safe_load((ROOT / "math" / "references.yaml").read_text())
@@ -36,8 +38,10 @@ def entries():
 
 def documents():
     """Every text of the repository that may cite something, this file aside."""
-    places = [path for glob in ("*.py", "*/*.py", "*.md", "math/*.md", "math/*.yaml") for path in ROOT.glob(glob)]
-    return {path: path.read_text() for path in places if path.name not in ("test_book.py", "references.yaml")}
+    places = [path for glob in ("*.py", "*/*.py", "*.md", "math/*.md", "math/*.yaml")
+              for path in ROOT.glob(glob)]
+    return {path: path.read_text() for path in places
+            if path.name not in ("test_book.py", "references.yaml")}
 
 
 def test_every_paper_and_pull_request_that_is_cited_is_a_reference():
@@ -46,13 +50,17 @@ def test_every_paper_and_pull_request_that_is_cited_is_a_reference():
     links = {entry["link"] for entry in entries()}
     missing = set()
     for path, text in documents().items():
-        missing |= {(path.name, x) for x in re.findall(r"(?<![\d.])\d{4}\.\d{5}(?![\d.])", text) if x not in known}
+        missing |= {(path.name, x) for x in re.findall(r"(?<![\d.])\d{4}\.\d{5}(?![\d.])", text)
+                    if x not in known}
         addresses = re.findall(r"https://github\.com/[\w.-]+/[\w.-]+/(?:pull|issues)/\d+", text)
         missing |= {(path.name, x) for x in addresses if x not in links}
-        number = r"\b(?:verl-omni|slime|SkyRL|OpenRLHF|PR|(?:\S+ )?(?:issue|pull request)s?) \d{2,6}\b(?!\.\d)"
+        number = (r"\b(?:verl-omni|slime|SkyRL|OpenRLHF|PR|(?:\S+ )?(?:issue|pull request)s?) "
+                  r"\d{2,6}\b(?!\.\d)")
         spoken = re.findall(number + r"|\b[\w/-]+#\d{2,6}\b", text)
-        missing |= {(path.name, x) for x in spoken if x not in known and not any(name.endswith(x) for name in names)}
-        dated = re.findall(r"\b(?!What|March|Aug|Sep)[A-Z][a-z]+(?: et al\.)? \(?(?:19|20)\d\d\b(?!\.\d)", text)
+        missing |= {(path.name, x) for x in spoken
+                    if x not in known and not any(name.endswith(x) for name in names)}
+        dated = re.findall(r"\b(?!What|March|Aug|Sep)[A-Z][a-z]+(?: et al\.)? "
+                           r"\(?(?:19|20)\d\d\b(?!\.\d)", text)
         missing |= {(path.name, x) for x in dated if not any(x in name for name in names)}
     assert not missing
 
@@ -60,30 +68,36 @@ def test_every_paper_and_pull_request_that_is_cited_is_a_reference():
 def test_every_reference_is_cited_and_has_an_address():
     text = "\n".join(documents().values())
     for entry in entries():
-        assert (must := {"id", "title", "authors", "year", "link"}) <= set(entry) <= must | {"cited", "system"}, entry
-        names = [entry["id"], entry["link"], entry.get("system", entry["id"]), *entry.get("cited", [])]
+        assert ((must := {"id", "title", "authors", "year", "link"})
+                <= set(entry) <= must | {"cited", "system"}), entry
+        names = [entry["id"], entry["link"], entry.get("system", entry["id"]),
+                 *entry.get("cited", [])]
         assert entry["link"].startswith("http") and any(name in text for name in names), entry["id"]
         spoken = re.findall(r"\b(issue|pull request|PR) \d+", " ".join(entry.get("cited", [])))
-        assert all(f"/{'issues' if kind == 'issue' else 'pull'}/" in entry["link"] for kind in spoken), entry["id"]
+        assert all(f"/{'issues' if kind == 'issue' else 'pull'}/" in entry["link"]
+                   for kind in spoken), entry["id"]
     assert len({entry["id"] for entry in entries()}) == len(entries())
 
 
-# -------------------------------------------------------------------------------------------- the book
+# ----------------------------------------------------------------------------------------- the book
 
 @pytest.fixture(scope="module")
 def book():
     """math/book.py, which has just written book/."""
     packages = ("markdown_it", "mdit_py_plugins", "pygments", "playwright")
-    missing = [f"{name} (requirements/book.txt)" for name in packages if importlib.util.find_spec(name) is None]
+    missing = [f"{name} (requirements/book.txt)" for name in packages
+               if importlib.util.find_spec(name) is None]
     missing += [] if shutil.which("node") else ["node"]
-    missing += [] if (ROOT / "math/book/node_modules/katex").is_dir() else ["KaTeX (npm install --prefix math/book)"]
+    missing += ([] if (ROOT / "math/book/node_modules/katex").is_dir()
+                else ["KaTeX (npm install --prefix math/book)"])
     missing += [] if CHROMIUM else ["Chromium (Debian's package chromium)"]
     if missing and os.environ.get("THREE_POLICIES_REQUIRE_BOOK") == "1":
-        pytest.fail(f"missing: {', '.join(missing)}, and THREE_POLICIES_REQUIRE_BOOK=1 makes that a failure")
+        pytest.fail(f"missing: {', '.join(missing)}, "
+                    "and THREE_POLICIES_REQUIRE_BOOK=1 makes that a failure")
     if missing:
         pytest.skip(f"missing: {', '.join(missing)}")
-    built = subprocess.run([sys.executable, "math/book.py"], cwd=ROOT, capture_output=True, text=True,
-                           env={**os.environ, "OMP_NUM_THREADS": "1"})
+    built = subprocess.run([sys.executable, "math/book.py"], cwd=ROOT, capture_output=True,
+                           text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert built.returncode == 0, built.stderr
     spec = importlib.util.spec_from_file_location("three_policies_book", ROOT / "math" / "book.py")
     module = importlib.util.module_from_spec(spec)
@@ -93,10 +107,11 @@ def book():
 
 @pytest.fixture(scope="module")
 def browser(book):
-    """Closed with this file: its event loop must not run while others' tests do."""
+    """It is closed with this file: its event loop must not run while others' tests do."""
     from playwright.sync_api import sync_playwright
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] * (os.geteuid() == 0))
+        chromium = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"] * (os.geteuid() == 0))
         yield chromium
         chromium.close()
 
@@ -107,14 +122,17 @@ def open_page(browser):
     contexts = []
 
     def opened(name, width=1400, **options):
-        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, offline=True, **options))
+        contexts.append(browser.new_context(
+            viewport={"width": width, "height": 900}, offline=True, **options))
         page = contexts[-1].new_page()
         page.asked, page.complaints = [], []
         page.on("request", lambda request: page.asked.append(request.url))
         page.on("requestfailed", lambda request: page.complaints.append(f"{request.url} failed"))
         page.on("pageerror", lambda error: page.complaints.append(str(error)))
-        page.on("console", lambda message: page.complaints.append(message.text) if message.type == "error" else None)
-        page.goto((OUT / name.split("#")[0]).as_uri() + ("#" + name.split("#")[1] if "#" in name else ""))
+        page.on("console", lambda message:
+                page.complaints.append(message.text) if message.type == "error" else None)
+        page.goto((OUT / name.split("#")[0]).as_uri()
+                  + ("#" + name.split("#")[1] if "#" in name else ""))
         return page
 
     yield opened
@@ -131,12 +149,15 @@ def test_every_page_opens_from_disk_at_three_widths(book, open_page):
     assert len(pages()) > 20
     for name in pages():
         page = open_page(name)
-        failed = page.locator(".katex-error, .katex [style*='#cc0000']")     # KaTeX's red: a command it does not know
+        # KaTeX's red: a command it does not know.
+        failed = page.locator(".katex-error, .katex [style*='#cc0000']")
         assert not failed.count() and not page.complaints, (name, page.complaints)
-        assert page.asked and all(url.startswith(("file:", "data:")) for url in page.asked), (name, page.asked)
+        assert page.asked and all(
+            url.startswith(("file:", "data:")) for url in page.asked), (name, page.asked)
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 900})
-            page.evaluate("document.querySelectorAll('details').forEach((fold) => { fold.open = true; })")
+            page.evaluate(
+                "document.querySelectorAll('details').forEach((fold) => { fold.open = true; })")
             widest = page.evaluate("document.documentElement.scrollWidth")
             assert widest <= width, f"{name} is {widest} pixels wide in a window of {width}"
         page.context.close()
@@ -159,14 +180,17 @@ def test_no_dead_link_and_no_dead_label(book):
                 continue
             file, anchor = urldefrag(unquote(href))
             target = file or name
-            if not (OUT / target).is_file() or (anchor and target in anchors and anchor not in anchors[target]):
+            if (not (OUT / target).is_file()
+                    or (anchor and target in anchors and anchor not in anchors[target])):
                 dead.add((name, href))
     assert not dead
-    cited = {label for html in text.values() for label in re.findall(r'href="[^"]*#(eq:[a-z0-9-]+)"', html)}
+    cited = {label for html in text.values()
+             for label in re.findall(r'href="[^"]*#(eq:[a-z0-9-]+)"', html)}
     assert cited == set(book.equations())
     for path in book.CHAPTERS:
         prose = re.sub("```.*?```", "", path.read_text(), flags=re.DOTALL)
-        spoken = {x.replace("'", "&#x27;") for x in re.findall(r"[\w-]+'s (?:pull request|issue) \d+", prose)}
+        spoken = {x.replace("'", "&#x27;")
+                  for x in re.findall(r"[\w-]+'s (?:pull request|issue) \d+", prose)}
         unlinked = {x for x in spoken if f">{x}</a>" not in text[f"{path.stem}.html"]}
         assert not unlinked, (path.name, unlinked)
 
@@ -176,11 +200,14 @@ def test_every_equation_reaches_its_function_and_its_tests_and_they_reach_it(boo
         html = (OUT / name).read_text()
         panel = html.split(f'<aside class="panel" data-eq="{label}">')[1].split("</aside>")[0]
         shown, tests = panel.split('<details class="tests"')
-        assert f'id="{label}"' in html and 'class="l code"' in shown, f"{label} has no code beside it"
-        assert re.search(r'href="tests-test_\w+\.py\.html#L\d+"', tests), f"{label} has no test beside it"
+        assert (f'id="{label}"' in html
+                and 'class="l code"' in shown), f"{label} has no code beside it"
+        assert re.search(r'href="tests-test_\w+\.py\.html#L\d+"',
+                         tests), f"{label} has no test beside it"
         for href in re.findall(r'class="where" href="([^"]+)"', panel):
             source, line = href.split("#")
-            row = re.search(rf'id="{line}" data-n="\d+">(.*?)\n<span class="l"', (OUT / source).read_text(), re.DOTALL)[1]
+            row = re.search(rf'id="{line}" data-n="\d+">(.*?)\n<span class="l"',
+                            (OUT / source).read_text(), re.DOTALL)[1]
             below = (OUT / source).read_text().split(f'id="{line}"')[1][:20000]
             assert f'href="{name}#{label}"' in row + below, f"{href} does not lead back to {label}"
 
@@ -198,7 +225,8 @@ def test_what_stands_beside_an_equation_is_the_code_itself(book, open_page):
         return [row.locator(part).bounding_box() for part in ("> .panel", "> .before")]
 
     wide, text = places()
-    assert wide["x"] > text["x"] + text["width"] and abs(wide["y"] - text["y"]) < 60, "not side by side at 1400"
+    assert (wide["x"] > text["x"] + text["width"]
+            and abs(wide["y"] - text["y"]) < 60), "not side by side at 1400"
     page.set_viewport_size({"width": 800, "height": 900})
     below, text = places()
     assert below["y"] >= text["y"] + text["height"], "not one below the other at 800"
@@ -224,9 +252,11 @@ def test_search_finds_truncation_in_chapter_6(book, open_page):
 
 def test_dark_by_the_system_and_by_the_switch(book, open_page):
     def is_dark(page):
-        return page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+        return (page.evaluate("getComputedStyle(document.body).backgroundColor")
+                != "rgb(255, 255, 255)")
 
-    light, dark = open_page("index.html", color_scheme="light"), open_page("index.html", color_scheme="dark")
+    light, dark = (open_page("index.html", color_scheme="light"),
+                   open_page("index.html", color_scheme="dark"))
     assert not is_dark(light) and is_dark(dark)
     for page, then in ((light, True), (dark, False)):
         page.click("#dark")
@@ -241,54 +271,66 @@ def test_print_leaves_out_what_only_a_screen_has(book, open_page):
     assert not page.locator("nav").is_visible()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.locator("[id='eq:tis']").is_visible() and page.pdf(format="A4")[:4] == b"%PDF"
-    page.set_viewport_size({"width": 700, "height": 900})                                   # paper has no scroll bar
+    # Paper has no scroll bar.
+    page.set_viewport_size({"width": 700, "height": 900})
     for kind in ("proof", "setup", "answer"):
-        assert page.locator(f"details.{kind} pre").first.is_visible(), f"a folded {kind} is not to be opened on paper"
+        assert page.locator(f"details.{kind} pre").first.is_visible(), (
+            f"a folded {kind} is not to be opened on paper")
     cut = page.locator(".listing:visible").evaluate_all(
-        "(boxes) => boxes.filter((b) => b.scrollHeight > b.clientHeight + 1 || b.scrollWidth > b.clientWidth + 1).length")
+        "(boxes) => boxes.filter((b) => b.scrollHeight > b.clientHeight + 1 "
+        "|| b.scrollWidth > b.clientWidth + 1).length")
     assert not cut, f"{cut} blocks of code are cut off"
 
 
 def test_blocks_are_folded_and_say_what_they_are_for(book, open_page):
     for path in book.CHAPTERS:
-        text = re.sub("<details.*?</details>", "", path.read_text(), flags=re.DOTALL)     # answers' blocks are open
+        # Answers' blocks are open.
+        text = re.sub("<details.*?</details>", "", path.read_text(), flags=re.DOTALL)
         page, blocks = open_page(f"{path.stem}.html"), text.count("```python\n>>>")
         folds = page.locator("main details.proof")
         assert page.locator("main details.setup").count() == (blocks > 0)
-        assert folds.count() >= blocks - 1 and not page.locator("main details.proof[open]").count()
-        lines, whole = folds.locator("> summary > span").all_text_contents(), folds.locator("> summary").all_text_contents()
-        assert [line.strip() for line in lines] == [line.strip() for line in whole], "more on the line than the comment"
+        assert (folds.count() >= blocks - 1
+                and not page.locator("main details.proof[open]").count())
+        lines, whole = (folds.locator("> summary > span").all_text_contents(),
+                        folds.locator("> summary").all_text_contents())
+        assert [line.strip() for line in lines] == [
+            line.strip() for line in whole], "more on the line than the comment"
         assert all(re.search(r"[a-z]{3}.* ", line) for line in lines), "a line that is no sentence"
 
 
 def test_answers_are_folded_and_their_blocks_are_not(book, tmp_path):
     chapter = tmp_path / "11-exercise.md"
-    chapter.write_text("# 11. Exercise\n\n```python\n>>> import torch\n>>> 1 + 1\n2\n\n```\n\n1. What is $2 + 2$?\n\n"
-                       "<details><summary>Answer</summary>\n\nFour:\n\n```python\n>>> 2 + 2\n4\n\n```\n\n</details>\n")
+    chapter.write_text(
+        "# 11. Exercise\n\n```python\n>>> import torch\n>>> 1 + 1\n2\n\n```\n\n"
+        "1. What is $2 + 2$?\n\n<details><summary>Answer</summary>\n\nFour:\n\n"
+        "```python\n>>> 2 + 2\n4\n\n```\n\n</details>\n")
     html = book.Chapter(chapter).html()
     answer = html.split('<details class="answer">')[1].split("</details>")[0]
     assert "Answer</summary>" in answer and "<pre" in answer and "<details" not in answer
     assert 'class="setup"' in html and 'class="proof"' in html
 
 
-# ------------------------------------------------------------------------------- the figures that move
+# ---------------------------------------------------------------------------- the figures that move
 
 def readout(page, figure):
     return page.locator(f'[data-widget="{figure}"] .value').all_text_contents()
 
 
 def test_the_sliders_numbers_are_the_tables(book, open_page):
-    """At C = 2, and at every noise and length that chapter 6's table and the slider share."""
-    text = (ROOT / "math/6-correction.md").read_text().split("<!-- begin: bias-variance -->")[1].split("<!-- end")[0]
+    """They are equal at C = 2 and at every noise and length that table and slider share."""
+    text = (ROOT / "math/6-correction.md").read_text().split(
+        "<!-- begin: bias-variance -->")[1].split("<!-- end")[0]
     table = [[cell.strip().replace("*", "").strip("`") for cell in line.split("|")[1:-1]]
              for line in text.split("\n")[1:-1]]
-    rows = {row[0].split("`")[0]: dict(zip(table[0], row, strict=True)) for row in table}   # a row's first name
+    # Of each row, the first name.
+    rows = {row[0].split("`")[0]: dict(zip(table[0], row, strict=True)) for row in table}
     shown = {"decoupled_token_is": 0, "decoupled_seq_is": 1, "disabled": 3}
     page, compared = open_page("6-correction.html"), 0
     for column in table[0][1:]:
         if found := re.fullmatch(r"Δ = ([\d.]+), T = (\d+)", column):
             page.evaluate(f"location.hash = 'C=2&noise={found[1]}&T={found[2]}'")
-            page.wait_for_function(f"document.querySelector('[name=T]').parentElement.textContent.includes('{found[2]}')")
+            page.wait_for_function("document.querySelector('[name=T]').parentElement"
+                                   f".textContent.includes('{found[2]}')")
             for preset, i in shown.items():
                 assert readout(page, "cap")[i] == rows[preset][column], (preset, column)
                 compared += 1
@@ -307,9 +349,13 @@ def test_sliders_snap_and_the_address_says_where(book, open_page):
 
 
 def test_curves_are_the_equations_coefficients(book, open_page):
-    """∂L/∂log π at r = 2 by hand: PPO's clip and dual clip, GSPO's narrow clip and fourth root, CISPO's cap."""
+    """∂L/∂log π at r = 2 is computed by hand.
+
+    It has PPO's clip and dual clip, GSPO's narrow clip and fourth root, CISPO's cap.
+    """
     shown = readout(open_page("4-ppo.html#r=2"), "curves")
-    numbers = [[float(x) for x in re.findall(r"-?\d+\.\d+", text.replace("−", "-"))] for text in shown]
+    numbers = [[float(x) for x in re.findall(r"-?\d+\.\d+", text.replace("−", "-"))]
+               for text in shown]
     assert numbers[:5] == [[-1.0, 1.0], [0.0, 2.0], [0.0, 2.0], [0.0, 1.19], [-1.2, 1.2]]
 
 
@@ -324,9 +370,11 @@ def test_the_batch_is_stepped_through(book, open_page):
     recorded = json.loads((ROOT / "math/book/batch.json").read_text())
     assert cells.count() == sum(token is not None for row in recorded["tokens"] for token in row)
     rho = float(page.locator('[data-widget="batch"] td').first.inner_text().split()[-1])
-    assert rho == pytest.approx(math.exp(recorded["old"][0][0] - recorded["rollout"][0][0]), abs=0.005)
+    assert rho == pytest.approx(
+        math.exp(recorded["old"][0][0] - recorded["rollout"][0][0]), abs=0.005)
     page.locator("[name=step]").press("End")
-    assert 0 < page.locator('[data-widget="batch"] td.out').count() < cells.count(), "nothing, or all, is rejected"
+    assert (0 < page.locator('[data-widget="batch"] td.out').count()
+            < cells.count()), "nothing, or all, is rejected"
 
 
 def test_without_javascript_the_figures_stand(book, open_page):
@@ -336,10 +384,11 @@ def test_without_javascript_the_figures_stand(book, open_page):
 
 
 def record(step=8):
-    """Six different responses to two prompts, from the last update of a real run, late and coarse."""
+    """Record six different responses to two prompts: the last update of a run, late and coarse."""
     import trainer
-    settings = ["rollout.prompts=32", "rollout.staleness=4", "rollout.quantize_bits=4", "rollout.engine=transformers",
-                "train.mini_batches=2", "train.lr=1e-3", f"train.steps={step}", "task.eval_size=64", "run=recorded"]
+    settings = ["rollout.prompts=32", "rollout.staleness=4", "rollout.quantize_bits=4",
+                "rollout.engine=transformers", "train.mini_batches=2", "train.lr=1e-3",
+                f"train.steps={step}", "task.eval_size=64", "run=recorded"]
     updates, update = [], trainer.update
 
     def watched(run, batch, *how):
@@ -348,16 +397,21 @@ def record(step=8):
             width, groups = batch.response_mask.shape[1], {}
             for i, row in enumerate(batch.tokens.tolist()):
                 groups.setdefault(i // run.config.rollout.samples, {}).setdefault(tuple(row), i)
-            rows = [i for group in groups.values() if len(group) > 2 for i in list(group.values())[:3]][:6]
+            rows = [i for group in groups.values() if len(group) > 2
+                    for i in list(group.values())[:3]][:6]
             words = [run.tokenizer.convert_ids_to_tokens(batch.tokens[i].tolist()) for i in rows]
             numbers = {"advantages": batch.advantages[:, 0], "rollout": batch.rollout_log_prob,
-                       "old": batch.old_log_prob, "current": trainer.score(run.policy, batch, run.config)}
+                       "old": batch.old_log_prob,
+                       "current": trainer.score(run.policy, batch, run.config)}
             kept = batch.response_mask[rows].tolist()
             (ROOT / "math/book/batch.json").write_text(json.dumps({
                 "how": "python trainer.py " + " ".join(settings),
-                "prompts": ["".join(word for word in row[:-width] if "<" not in word) for row in words],
-                "tokens": [[w if m else None for w, m in zip(row[-width:], mask)] for row, mask in zip(words, kept)],
-                **{name: x[rows].double().mul(1e4).round().div(1e4).tolist() for name, x in numbers.items()}}) + "\n")
+                "prompts": ["".join(word for word in row[:-width] if "<" not in word)
+                            for row in words],
+                "tokens": [[w if m else None for w, m in zip(row[-width:], mask)]
+                           for row, mask in zip(words, kept)],
+                **{name: x[rows].double().mul(1e4).round().div(1e4).tolist()
+                   for name, x in numbers.items()}}) + "\n")
         return update(run, batch, *how)
 
     trainer.update = watched

@@ -1,4 +1,7 @@
-"""`python math/figures.py runs`: which runs are one line, what its numbers are, and what is said of mistakes."""
+"""`python math/figures.py runs`: which runs are one line, and what its numbers are.
+
+And what is said of mistakes.
+"""
 
 import importlib.util
 import json
@@ -19,8 +22,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def figures():
-    """math/figures.py by its path: nothing under math/ is importable by name, but for files beside it."""
-    spec = importlib.util.spec_from_file_location("three_policies_figures", ROOT / "math" / "figures.py")
+    """math/figures.py by its path.
+
+    Nothing under math/ is importable by name, but for files beside it.
+    """
+    spec = importlib.util.spec_from_file_location(
+        "three_policies_figures", ROOT / "math" / "figures.py")
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "math")
@@ -35,7 +42,10 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def write_run(name, metrics, **settings):
-    """A run of synthetic metrics, {metric: a value per step, None where it has none}; settings as train__lr=1."""
+    """A run of synthetic metrics, {metric: a value per step, None where it has none}.
+
+    Settings are given as train__lr=1.
+    """
     directory, nested = Path("runs") / name, {"run": name, "seed": 0}
     directory.mkdir(parents=True)
     for key, value in settings.items():
@@ -45,16 +55,22 @@ def write_run(name, metrics, **settings):
         else:
             nested[key] = value
     (directory / "config.yaml").write_text(yaml.safe_dump(nested))
-    lines = [{"step": i + 1} | {metric: values[i] for metric, values in metrics.items() if values[i] is not None}
+    lines = [{"step": i + 1} | {metric: values[i] for metric, values in metrics.items()
+                                if values[i] is not None}
              for i in range(max(map(len, metrics.values())))]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def write_usual(name, seed=0, steps=4, **settings):
-    """A run with every metric of the default panels, the accuracy at step 1 and at every even step."""
+    """A run with every metric of the default panels.
+
+    It has the accuracy at step 1 and at every even step.
+    """
     x = [0.1 * (i + 1) + 0.01 * seed for i in range(steps)]
-    write_run(name, {"reward/mean": x, "response/length_mean": x, "rollout_corr/k3_kl": x, "rollout_corr/chi2_token": x,
-                     "grad_norm": x, "eval/accuracy": [v if i % 2 or not i else None for i, v in enumerate(x)]},
+    write_run(name, {
+        "reward/mean": x, "response/length_mean": x, "rollout_corr/k3_kl": x,
+        "rollout_corr/chi2_token": x, "grad_norm": x,
+        "eval/accuracy": [v if i % 2 or not i else None for i, v in enumerate(x)]},
               seed=seed, **settings)
 
 
@@ -66,13 +82,14 @@ def names_in(groups):
     return {name: [Path(run.name).name for run in runs] for name, runs in groups.items()}
 
 
-# --------------------------------------------------------------------------------- groups and their names
+# --------------------------------------------------------------------------- groups and their names
 
 def test_runs_that_differ_in_their_seed_alone_are_one_group(figures):
-    """Nor does the name count, nor a setting that may change when a run is continued."""
+    """The name does not count either, nor a setting that may change when a run is continued."""
     write_usual("a", 0, correction__preset="disabled", train__steps=4)
     write_usual("b", 0, correction__preset="decoupled_token_is", train__steps=4)
-    write_usual("c", 1, 6, correction__preset="disabled", train__steps=6, train__eval_every=2, rollout__timeout=9.0)
+    write_usual("c", 1, 6, correction__preset="disabled", train__steps=6, train__eval_every=2,
+                rollout__timeout=9.0)
     assert names_in(grouped(figures, "b", "a", "c")) == {
         "correction.preset=decoupled_token_is": ["b"], "correction.preset=disabled": ["a", "c"]}
     assert names_in(grouped(figures, "a", "c")) == {"same settings": ["a", "c"]}
@@ -82,7 +99,8 @@ def test_runs_that_differ_in_their_seed_alone_are_one_group(figures):
 def test_a_group_is_named_by_what_differs_and_by_nothing_else(figures):
     same = dict(task__kind="dyck", rollout__quantize_bits=4)
     write_usual("a", correction={"preset": "disabled"}, train__lr=1e-5, **same)
-    write_usual("b", correction={"preset": "disabled", "rollout_rs": {"token_k1": [0.5, 2.0]}}, train__lr=2e-5, **same)
+    write_usual("b", correction={"preset": "disabled", "rollout_rs": {"token_k1": [0.5, 2.0]}},
+                train__lr=2e-5, **same)
     write_usual("c", correction={"rollout_is": None}, train__lr=1e-5, **same)
     assert list(grouped(figures, "a", "b", "c")) == [
         "correction.preset=disabled, train.lr=1e-05",
@@ -93,17 +111,19 @@ def test_a_group_is_named_by_what_differs_and_by_nothing_else(figures):
 def test_a_group_that_lacks_what_differs_is_named_by_that(figures):
     write_usual("a", correction={"preset": "disabled"})
     write_usual("b", correction={"preset": "disabled", "rollout_is": "token"})
-    assert list(grouped(figures, "a", "b")) == ["no correction.rollout_is", "correction.rollout_is=token"]
+    assert list(grouped(figures, "a", "b")) == [
+        "no correction.rollout_is", "correction.rollout_is=token"]
 
 
 def test_numbers_and_defaults_are_compared_by_what_they_mean(figures):
     """2 is 2.0, and a setting that an older version did not write has its default."""
     write_usual("a", 0, correction={"rollout_is": "token", "rollout_is_threshold": 2})
-    write_usual("b", 1, correction={"rollout_is": "token", "rollout_is_threshold": 2.0}, rollout__min_p=0.0)
+    write_usual("b", 1, correction={"rollout_is": "token", "rollout_is_threshold": 2.0},
+                rollout__min_p=0.0)
     assert names_in(grouped(figures, "a", "b")) == {"same settings": ["a", "b"]}
 
 
-# ------------------------------------------------------------------------------- the numbers of the lines
+# ------------------------------------------------------------------------- the numbers of the lines
 
 def drawn(figures, groups, metric):
     """The line of each group, as {step: mean}, and its band, as {step: {low, high}}."""
@@ -121,12 +141,16 @@ def close(x):
 
 
 def test_line_and_band_of_three_seeds_are_mean_and_standard_deviation(figures):
-    """Of 0.1, 0.4, 0.7: 0.4 and √((0.3² + 0² + 0.3²)/2) = 0.3. Of 1, 2, 6: 3 and √((4 + 1 + 9)/2) = √7."""
+    """The mean of 0.1, 0.4, 0.7 is 0.4, the deviation √((0.3² + 0² + 0.3²)/2) = 0.3.
+
+    Those of 1, 2, 6 are 3 and √((4 + 1 + 9)/2) = √7.
+    """
     for seed, values in enumerate([(0.1, 1.0), (0.4, 2.0), (0.7, 6.0)]):
         write_run(str(seed), {"x": values}, seed=seed)
     _, [line], [band] = drawn(figures, grouped(figures, "0", "1", "2"), "x")
     assert line == close({1: 0.4, 2: 3.0})
-    assert sorted(band[1]) == close([0.1, 0.7]) and sorted(band[2]) == close([3 - math.sqrt(7), 3 + math.sqrt(7)])
+    assert (sorted(band[1]) == close([0.1, 0.7])
+            and sorted(band[2]) == close([3 - math.sqrt(7), 3 + math.sqrt(7)]))
 
 
 def test_two_seeds_have_their_range_and_one_has_no_band(figures):
@@ -136,11 +160,15 @@ def test_two_seeds_have_their_range_and_one_has_no_band(figures):
     axis, lines, [band] = drawn(figures, grouped(figures, "a", "b", "c"), "x")
     assert lines == [{1: 1.5, 2: 3.0}, {1: 5.0, 2: 7.0}] and band == {1: {1.0, 2.0}, 2: {2.0, 4.0}}
     texts = [text.get_text() for text in axis.figure.legends[0].get_texts()]
-    assert texts == ["no correction.preset: mean and range of 2 seeds", "correction.preset=disabled: 1 seed"]
+    assert texts == ["no correction.preset: mean and range of 2 seeds",
+                     "correction.preset=disabled: 1 seed"]
 
 
 def test_a_step_counts_where_all_seeds_have_it_and_the_rest_is_said(figures):
-    """Of runs of different length the shortest ends the line; NaN, as of a step that kept nothing, is no number."""
+    """The shortest of runs of different length ends the line.
+
+    NaN, as of a step that kept nothing, is no number.
+    """
     write_run("a", {"x": [1.0, 2.0, None, 4.0, 5.0]}, seed=0)
     write_run("b", {"x": [3.0, math.nan, 1.0, 6.0]}, seed=1)
     write_run("c", {"y": [3.0, 2.0]}, seed=1, correction__preset="disabled")
@@ -156,7 +184,8 @@ def test_a_step_counts_where_all_seeds_have_it_and_the_rest_is_said(figures):
 def test_the_axis_of_k3_is_logarithmic_where_every_value_is_positive(figures):
     for name, values in {"a": [1e-4, 3e-2], "b": [1e-4, 0.0]}.items():
         write_run(name, {"rollout_corr/k3_kl": values, "x": values})
-    scales = {name: drawn(figures, grouped(figures, name), "rollout_corr/k3_kl")[0].get_yscale() for name in "ab"}
+    scales = {name: drawn(figures, grouped(figures, name), "rollout_corr/k3_kl")[0].get_yscale()
+              for name in "ab"}
     assert scales == {"a": "log", "b": "linear"}
     assert drawn(figures, grouped(figures, "a"), "x")[0].get_yscale() == "linear"
 
@@ -170,14 +199,19 @@ def test_the_view_is_what_the_seeds_reach(figures):
 
 
 def test_ess_is_that_of_tokens_in_every_run(figures):
-    """The metrics have one of tokens in this run and of sequences in that: they cannot stand side by side."""
-    write_run("a", {"rollout_corr/chi2_token": [0.25, -0.1], "rollout_corr/rollout_is_raw_eff_sample_size": [0.01, 0.01]})
+    """The metrics have one of tokens in this run and of sequences in that.
+
+    They cannot stand side by side.
+    """
+    write_run("a", {"rollout_corr/chi2_token": [0.25, -0.1],
+                    "rollout_corr/rollout_is_raw_eff_sample_size": [0.01, 0.01]})
     assert drawn(figures, grouped(figures, "a"), "ESS/N_token")[1] == [{1: 0.8, 2: 1.0}]
 
 
-# ------------------------------------------------------------------------------------------ how it looks
+# ------------------------------------------------------------------------------------- how it looks
 
-@pytest.mark.parametrize("count,preset", [(1, "short"), (3, "short"), (12, "short"), (3, "x" * 300), (2, "$2^{$ _")])
+@pytest.mark.parametrize(
+    "count,preset", [(1, "short"), (3, "short"), (12, "short"), (3, "x" * 300), (2, "$2^{$ _")])
 def test_the_legend_stands_above_all_panels(figures, count, preset):
     for i in range(count):
         write_usual(f"m{i}", correction__preset=f"{preset}{i}", rollout__staleness=i)
@@ -188,8 +222,9 @@ def test_the_legend_stands_above_all_panels(figures, count, preset):
     box = legend.get_window_extent()
     assert len(legend.get_texts()) == count and not any(box.overlaps(other) for other in boxes)
     assert box.y0 >= max(other.y1 for other in boxes)
-    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1              # nothing is cut
-    assert min(axis.get_window_extent().height for axis in figure.axes) > 100                 # nor squeezed
+    # Nothing is cut, nor squeezed.
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+    assert min(axis.get_window_extent().height for axis in figure.axes) > 100
     for axis, other in ((a, b) for i, a in enumerate(boxes) for b in boxes[:i]):
         assert not axis.overlaps(other)
 
@@ -198,9 +233,11 @@ def test_no_panel_is_empty_and_few_points_have_markers(figures):
     write_usual("a", steps=60)
     groups = grouped(figures, "a")
     figure = figures.draw_runs(groups, figures.panels_of(None, groups["a"]))
-    assert [axis.get_title() for axis in figure.axes] == figures.PANELS and all(axis.lines for axis in figure.axes)
+    assert ([axis.get_title() for axis in figure.axes] == figures.PANELS
+            and all(axis.lines for axis in figure.axes))
     every = {axis.get_title(): axis.lines[0].get_markevery()[1] for axis in figure.axes}
-    assert every["eval/accuracy"] == 1 and every["reward/mean"] == 6          # of 31 points each, of 60 every sixth
+    # Of 31 points each has one, of 60 every sixth.
+    assert every["eval/accuracy"] == 1 and every["reward/mean"] == 6
     write_run("b", {"grad_norm": [1.0]})
     assert figures.panels_of(None, grouped(figures, "b")["b"]) == ["grad_norm"]
 
@@ -212,7 +249,7 @@ def test_groups_are_told_apart_without_colours(figures):
     assert len({str(x["linestyle"]) for x in looks[:7]}) == 7
 
 
-# ------------------------------------------------------------------------------- the command and its words
+# ------------------------------------------------------------------------ the command and its words
 
 def test_the_command_draws_and_prints_a_table(figures, capsys):
     """A run that still trains is drawn, too: its last line may not be whole."""
@@ -220,21 +257,26 @@ def test_the_command_draws_and_prints_a_table(figures, capsys):
         write_usual(f"off{seed}", seed, correction__preset="disabled")
     write_usual("is0", 0, 5, correction__preset="decoupled_token_is")
     write_usual("is1", 1, correction__preset="decoupled_token_is")
-    write_run("one", {"reward/mean": [0.5], "eval/accuracy": [0.25]}, correction__preset="decoupled_seq_is")
+    write_run("one", {"reward/mean": [0.5], "eval/accuracy": [0.25]},
+              correction__preset="decoupled_seq_is")
     with Path("runs/is1/metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "reward/me')
-    assert figures.compare_runs(["off0", "off1", "runs/off2", str(Path("runs/is0").resolve()), "is1", "one"]) == 0
+    assert figures.compare_runs(
+        ["off0", "off1", "runs/off2", str(Path("runs/is0").resolve()), "is1", "one"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "                                      seeds  steps   accuracy, first → last                       "
-        "last reward           last k3",
-        "correction.preset=disabled            3      4       0.110 ± 0.010 → 0.410 ± 0.010                "
-        "0.410 ± 0.010         4.1e-01 ± 1.0e-02",
-        "correction.preset=decoupled_token_is  2      4 to 5  0.105 [0.100, 0.110] → 0.405 [0.400, 0.410]  "
-        "0.405 [0.400, 0.410]  4.1e-01 [4.0e-01, 4.1e-01]",
-        "correction.preset=decoupled_seq_is    1      1       0.250 → –                                    "
-        "0.500                 –",
-        "* correction.preset=decoupled_token_is: drawn up to step 4, where its shortest run ends; its longest has 5",
-        *(f"* correction.preset=decoupled_seq_is: no {metric}, as at no step do all of its runs have a number"
+        "                                      seeds  steps   "
+        "accuracy, first → last                       last reward           last k3",
+        "correction.preset=disabled            3      4       "
+        "0.110 ± 0.010 → 0.410 ± 0.010                0.410 ± 0.010         4.1e-01 ± 1.0e-02",
+        "correction.preset=decoupled_token_is  2      4 to 5  "
+        "0.105 [0.100, 0.110] → 0.405 [0.400, 0.410]  0.405 [0.400, 0.410]  "
+        "4.1e-01 [4.0e-01, 4.1e-01]",
+        "correction.preset=decoupled_seq_is    1      1       "
+        "0.250 → –                                    0.500                 –",
+        "* correction.preset=decoupled_token_is: drawn up to step 4, where its shortest run ends; "
+        "its longest has 5",
+        *(f"* correction.preset=decoupled_seq_is: no {metric}, as at no step do all of its runs "
+          "have a number"
           for metric in ("response/length_mean", "rollout_corr/k3_kl", "ESS/N_token", "grad_norm")),
         "runs/compared.png"]
     with Image.open("runs/compared.png") as image:
@@ -244,7 +286,8 @@ def test_the_command_draws_and_prints_a_table(figures, capsys):
 def test_metrics_and_file_are_chosen(figures, capsys):
     write_run("a", {"x": [1.0], "y": [2.0], "z": [3.0]})
     assert figures.compare_runs(["a", "--metrics", "z,x,z", "--out", "new/folder/b.svg"]) == 0
-    assert capsys.readouterr().out.endswith("\nnew/folder/b.svg\n") and "<svg" in Path("new/folder/b.svg").read_text()
+    assert (capsys.readouterr().out.endswith("\nnew/folder/b.svg\n")
+            and "<svg" in Path("new/folder/b.svg").read_text())
     assert figures.panels_of(["z", "x", "z"], [figures.read_run("a")]) == ["z", "x"]
 
 
@@ -255,29 +298,45 @@ def damage(file, text):
 
 METRICS, CONFIG = "runs/b/metrics.jsonl", "runs/b/config.yaml"
 MISTAKES = {
-    "no such run": (lambda: None, "rnn3", [], "rnn3 is not a run: neither rnn3 nor runs/rnn3 has a config.yaml; "
+    "no such run": (lambda: None, "rnn3", [],
+                    "rnn3 is not a run: neither rnn3 nor runs/rnn3 has a config.yaml; "
                     "did you mean run3?"),
-    "a file": (lambda: damage("x.png", ""), "x.png", [], "x.png is not a run: neither x.png nor runs/x.png has"),
-    "no metrics": (lambda: Path(METRICS).unlink(), "b", [], "runs/b has no metrics yet: its first step has not ended"),
+    "a file": (lambda: damage("x.png", ""), "x.png", [],
+               "x.png is not a run: neither x.png nor runs/x.png has"),
+    "no metrics": (lambda: Path(METRICS).unlink(), "b", [],
+                   "runs/b has no metrics yet: its first step has not ended"),
     "empty metrics": (lambda: damage(METRICS, ""), "b", [], "runs/b has no metrics yet"),
     "half a line": (lambda: damage(METRICS, '{"step": 1'), "b", [], "runs/b has no metrics yet"),
-    "a damaged line": (lambda: damage(METRICS, '{"st\n{"step": 2}\n'), "b", [], f"{METRICS} has a line that is not the"),
-    "a word": (lambda: damage(METRICS, '{"step": 1, "x": "word"}\n'), "b", [], f"{METRICS} has a line with something else"),
-    "null": (lambda: damage(METRICS, '{"step": 1, "x": null}\n'), "b", [], f"{METRICS} has a line with something else"),
-    "endless": (lambda: damage(METRICS, '{"step": Infinity}\n'), "b", [], f"{METRICS} has a line with something else"),
-    "no settings": (lambda: Path(CONFIG).unlink(), "b", [], f"{CONFIG} cannot be read: No such file"),
-    "empty settings": (lambda: damage(CONFIG, ""), "b", [], f"{CONFIG} is not the settings of a run: it has no seed"),
-    "a list": (lambda: damage(CONFIG, "- 1\n- 2\n"), "b", [], f"{CONFIG} and the overrides must be a mapping"),
-    "an object": (lambda: damage(CONFIG, "seed: !!python/object/apply:os.getcwd []"), "b", [], f"{CONFIG} and the"),
-    "twice": (lambda: None, "runs/run3", [], "runs/run3 and runs/run3 have the same settings and the same seed, 0: leave"),
+    "a damaged line": (lambda: damage(METRICS, '{"st\n{"step": 2}\n'), "b", [],
+                       f"{METRICS} has a line that is not the"),
+    "a word": (lambda: damage(METRICS, '{"step": 1, "x": "word"}\n'), "b", [],
+               f"{METRICS} has a line with something else"),
+    "null": (lambda: damage(METRICS, '{"step": 1, "x": null}\n'), "b", [],
+             f"{METRICS} has a line with something else"),
+    "endless": (lambda: damage(METRICS, '{"step": Infinity}\n'), "b", [],
+                f"{METRICS} has a line with something else"),
+    "no settings": (lambda: Path(CONFIG).unlink(), "b", [],
+                    f"{CONFIG} cannot be read: No such file"),
+    "empty settings": (lambda: damage(CONFIG, ""), "b", [],
+                       f"{CONFIG} is not the settings of a run: it has no seed"),
+    "a list": (lambda: damage(CONFIG, "- 1\n- 2\n"), "b", [],
+               f"{CONFIG} and the overrides must be a mapping"),
+    "an object": (lambda: damage(CONFIG, "seed: !!python/object/apply:os.getcwd []"), "b", [],
+                  f"{CONFIG} and the"),
+    "twice": (lambda: None, "runs/run3", [],
+              "runs/run3 and runs/run3 have the same settings and the same seed, 0: leave"),
     "an unknown metric": (lambda: None, "b", ["--metrics", "x,reward/meen"],
-                          "--metrics: no run has a number named 'reward/meen'; did you mean reward/mean?"),
-    "nothing to draw": (lambda: damage(METRICS, '{"step": 1, "y": 1}\n'), "b", [], "correction.preset=disabled: nothing "
-                        "can be compared, as there is no step at which all of runs/b have one of reward/mean"),
+                          "--metrics: no run has a number named 'reward/meen'; "
+                          "did you mean reward/mean?"),
+    "nothing to draw": (lambda: damage(METRICS, '{"step": 1, "y": 1}\n'), "b", [],
+                        "correction.preset=disabled: nothing can be compared, as there is no step "
+                        "at which all of runs/b have one of reward/mean"),
     "nothing finite": (lambda: damage(METRICS, '{"step": 1, "y": NaN}\n'), "b", ["--metrics", "y"],
                        "--metrics: no run has a number named 'y'; did you mean x?"),
-    "no picture": (lambda: None, "b", ["--out", "a.jpeg2000"], "--out=a.jpeg2000 must end in .png, .pdf or .svg"),
-    "no room": (lambda: damage("taken", ""), "b", ["--metrics", "x", "--out", "taken/a.png"], "taken/a.png cannot be written: "),
+    "no picture": (lambda: None, "b", ["--out", "a.jpeg2000"],
+                   "--out=a.jpeg2000 must end in .png, .pdf or .svg"),
+    "no room": (lambda: damage("taken", ""), "b", ["--metrics", "x", "--out", "taken/a.png"],
+                "taken/a.png cannot be written: "),
 }
 
 
@@ -296,13 +355,14 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(figures, capsys, mistake):
 def test_runs_of_a_group_that_share_no_step_cannot_be_compared(figures):
     write_run("a", {"x": [1.0, None]}, seed=0)
     write_run("b", {"x": [None, 1.0]}, seed=1)
-    with pytest.raises(UserError, match="^same settings: nothing can be compared, as there is no step at which all of "
-                       "runs/a, runs/b have one of x$"):
+    with pytest.raises(UserError, match="^same settings: nothing can be compared, as there is no "
+                       "step at which all of runs/a, runs/b have one of x$"):
         figures.compare(["a", "b"], ["x"], Path("a.png"))
 
 
 def test_the_script_itself_takes_runs(figures):
-    found = subprocess.run([sys.executable, str(ROOT / "math" / "figures.py"), "runs", "nowhere"], capture_output=True,
-                           text=True)
+    found = subprocess.run([sys.executable, str(ROOT / "math" / "figures.py"), "runs", "nowhere"],
+                           capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr == "figures.py: nowhere is not a run: neither nowhere nor runs/nowhere has a config.yaml\n"
+    assert found.stderr == ("figures.py: nowhere is not a run: neither nowhere nor runs/nowhere "
+                            "has a config.yaml\n")

@@ -1,4 +1,7 @@
-"""Questions of a file: with which settings, which of them are held out, which rows cannot be used; and limits that are said."""
+"""Questions of a file, and limits that are said.
+
+With which settings they are asked, which of them are held out, which rows cannot be used.
+"""
 
 import hashlib
 import json
@@ -16,31 +19,34 @@ from waiting import HANG
 from plumbing import tasks
 from plumbing.faults import process_group
 from plumbing.run import Run
-from plumbing.settings import (Config, TaskConfig, TrainConfig, UserError, check_run, flat, help_text, load_config,
-                               remarks)
+from plumbing.settings import (
+    Config, TaskConfig, TrainConfig, UserError, check_run, flat, help_text, load_config, remarks)
 
 ROOT = Path(__file__).resolve().parent.parent
-ROWS = [{"question": f"{a}+{b}=", "answer": f"{a} and {b} are {a + b}.\n#### {a + b}"} for a in range(4) for b in range(6)]
+ROWS = [{"question": f"{a}+{b}=", "answer": f"{a} and {b} are {a + b}.\n#### {a + b}"}
+        for a in range(4) for b in range(6)]
 
 
 @pytest.fixture
 def file(tmp_path):
     """file(NAME, rows) writes rows, or lines as they are, and returns the path."""
     def write(name, rows):
-        (tmp_path / name).write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+        (tmp_path / name).write_text("\n".join(
+            row if isinstance(row, str) else json.dumps(row) for row in rows))
         return str(tmp_path / name)
     return write
 
 
 def task_of(path, eval_path=None, **settings):
-    return tasks.make_task(TaskConfig(kind="jsonl", path=path, eval_path=eval_path, **settings), seed=0)
+    return tasks.make_task(
+        TaskConfig(kind="jsonl", path=path, eval_path=eval_path, **settings), seed=0)
 
 
 def asked(problems):
     return [p.question for p in problems]
 
 
-# ---------------------------------------------------------------------------------- with which settings
+# ------------------------------------------------------------------------------ with which settings
 
 OWN = ["task.kind=jsonl", "task.path=train.jsonl", "policy.path=a/model"]
 
@@ -52,8 +58,10 @@ def test_own_questions_begin_with_the_settings_of_gsm8k():
     assert config["rollout.engine"] == "auto" and config["task.instruction"]
     for kind in "jsonl", "parquet":
         found = load_config([f"task.kind={kind}", *OWN[1:]])
-        assert config | {"task.kind": kind} == {key: x for key, x in flat(asdict(found)).items() if key in config}
-        assert found.run and found.run.startswith(f"{kind},") and "gsm8k" not in found.run and "demo" not in found.run
+        assert config | {"task.kind": kind} == {
+            key: x for key, x in flat(asdict(found)).items() if key in config}
+        assert (found.run and found.run.startswith(f"{kind},")
+                and "gsm8k" not in found.run and "demo" not in found.run)
         assert (found.task.path, found.task.eval_path, found.task.eval_size, found.policy.path) == (
             "train.jsonl", None, None, "a/model")
     assert load_config([*OWN, "rollout.max_tokens=7", "run=mine"]).rollout.max_tokens == 7
@@ -63,8 +71,9 @@ def test_own_questions_begin_with_the_settings_of_gsm8k():
 def test_a_file_that_is_given_is_the_only_base(tmp_path):
     (tmp_path / "mine.yaml").write_text("task: {kind: jsonl, path: x}")
     found = load_config([str(tmp_path / "mine.yaml"), "train.lr=0.5"])
-    assert found == replace(Config(), run="mine,train.lr=0.5", task=TaskConfig(kind="jsonl", path="x"),
-                            train=TrainConfig(lr=0.5), correction={"preset": "decoupled_token_is"})
+    assert found == replace(
+        Config(), run="mine,train.lr=0.5", task=TaskConfig(kind="jsonl", path="x"),
+        train=TrainConfig(lr=0.5), correction={"preset": "decoupled_token_is"})
     assert load_config([str(ROOT / "configs/demo.yaml"), *OWN]).rollout.quantize_bits == 6
     assert load_config([]).run == "demo" and load_config([]).rollout.quantize_bits == 6
 
@@ -74,7 +83,10 @@ def test_a_file_that_is_given_is_the_only_base(tmp_path):
     ("sort", "91d2c1fad817591446d3e05362feea88e9a7666d5a7c95f1604f2922e9d44bb1"),
     ("dyck", "1bfbb146938164b4d9d50816c8583c652a115ff1e1bcafb85cc46c87a36aca34")])
 def test_the_demos_problems_are_those_of_the_recorded_runs(kind, digest):
-    """As they were when the README's and the studies' numbers were made; a demo model is named after them."""
+    """They are as they were when the README's and the studies' numbers were made.
+
+    A demo model is named after them.
+    """
     config = load_config([f"task.kind={kind}", "rollout.max_tokens=65"])
     assert hashlib.sha256(repr(tasks.make_task(config.task, 0)).encode()).hexdigest() == digest
 
@@ -83,20 +95,24 @@ def test_the_demos_problems_are_those_of_the_recorded_runs(kind, digest):
 
 @pytest.mark.parametrize("rows, given, held_out", [
     (2, None, 1), (9, None, 1), (24, None, 2), (24, 5, 5), (24, 23, 23), (20_000, None, 1024)])
-def test_an_eval_size_that_was_not_given_leaves_a_small_file_enough_to_train_on(rows, given, held_out, file):
+def test_an_eval_size_that_was_not_given_leaves_a_small_file_enough_to_train_on(
+        rows, given, held_out, file):
     path = file("rows", ({"question": f"{i}?", "answer": i} for i in range(rows)))
     task = task_of(path, eval_size=given)
-    assert (len(task.train), len(task.held_out)) == (rows - held_out, held_out) and task.remarks == []
+    assert ((len(task.train), len(task.held_out)) == (rows - held_out, held_out)
+            and task.remarks == [])
     assert sorted(asked(task.train + task.held_out)) == sorted(f"{i}?" for i in range(rows))
     assert not set(asked(task.train)) & set(asked(task.held_out))
 
 
 def test_an_eval_size_that_is_too_large_is_one_sentence(file):
     path = file("rows", ROWS)
-    with pytest.raises(UserError, match="^to hold out 24 of the 24 different questions of .*rows leaves none to train on: set "
-                                        "task.eval_path, or a smaller task.eval_size$"):
+    with pytest.raises(UserError, match="^to hold out 24 of the 24 different questions of .*rows "
+                                        "leaves none to train on: set task.eval_path, or a smaller "
+                                        "task.eval_size$"):
         task_of(path, eval_size=24)
-    assert len(task_of(path, path_of_others(file), eval_size=24).held_out) == 3        # all that the second file has
+    # All that the second file has.
+    assert len(task_of(path, path_of_others(file), eval_size=24).held_out) == 3
 
 
 def path_of_others(file):
@@ -104,30 +120,42 @@ def path_of_others(file):
 
 
 def test_a_question_is_dealt_once_however_often_the_file_has_it(file):
-    """So no held-out question is trained on; white space makes no other question, and the first row is the one."""
+    """So no held-out question is trained on.
+
+    White space makes no other question, and the first row is the one.
+    """
     again = [{**row, "question": f"\t{row['question']} \n"} for row in ROWS[:8]]
     other = [{"question": row["question"], "answer": "so\n#### 99"} for row in ROWS[:3]]
-    same = [{"question": row["question"], "answer": row["answer"].split("####")[1]} for row in ROWS[3:5]]
-    once, path = task_of(file("once", ROWS), eval_size=5), file("rows", [*ROWS, *again, *other, *same])
+    same = [{"question": row["question"], "answer": row["answer"].split("####")[1]}
+            for row in ROWS[3:5]]
+    once, path = (task_of(file("once", ROWS), eval_size=5),
+                  file("rows", [*ROWS, *again, *other, *same]))
     task = task_of(path, eval_size=5)
-    assert task.remarks == [f"13 of 37 rows of {path} repeat the question of an earlier row and are left out "
-                            "(3 with another answer than that row)"]
-    assert [p[:2] for p in task.train + task.held_out] == [p[:2] for p in once.train + once.held_out]
+    assert task.remarks == [
+        f"13 of 37 rows of {path} repeat the question of an earlier row and are left out "
+        "(3 with another answer than that row)"]
+    assert ([p[:2] for p in task.train + task.held_out]
+            == [p[:2] for p in once.train + once.held_out])
     assert task.digest == once.digest
     with pytest.raises(UserError, match="^to hold out 20 of the 1 different questions"):
         task_of(file("same", [ROWS[0]] * 200), eval_size=20)
 
 
 def test_what_a_second_file_asks_is_not_trained_on(file):
-    path, held_out = file("rows", ROWS), file("held", [{"question": f" {row['question']}", "answer": "1"} for row in ROWS[5:8]])
+    path, held_out = file("rows", ROWS), file(
+        "held", [{"question": f" {row['question']}", "answer": "1"} for row in ROWS[5:8]])
     task = task_of(path, held_out, eval_size=1)
-    assert asked(task.train) == asked(map(as_problem, ROWS[:5] + ROWS[8:])) and asked(task.held_out) == [" 0+5="]
-    assert task.remarks == [f"3 of 24 questions of {path} are in {held_out} too and are not trained on"]
-    for same in path, file("copy", reversed(ROWS)), file("more", [*ROWS, {"question": "5+5=", "answer": 10}]):
+    assert (asked(task.train) == asked(map(as_problem, ROWS[:5] + ROWS[8:]))
+            and asked(task.held_out) == [" 0+5="])
+    assert task.remarks == [
+        f"3 of 24 questions of {path} are in {held_out} too and are not trained on"]
+    for same in (path, file("copy", reversed(ROWS)),
+                 file("more", [*ROWS, {"question": "5+5=", "answer": 10}])):
         with pytest.raises(UserError) as found:
             task_of(path, same)
-        assert str(found.value) == (f"every question of task.path={path} is in task.eval_path={same} too, and held out: "
-                                    "nothing is left to train on")
+        assert str(found.value) == (
+            f"every question of task.path={path} is in task.eval_path={same} too, and held out: "
+            "nothing is left to train on")
 
 
 def as_problem(row):
@@ -138,27 +166,34 @@ def test_the_digest_is_of_all_questions_and_answers_in_their_order(file):
     path = file("rows", ROWS)
     task, text = task_of(path), f"TaskConfig(kind='jsonl', path={path!r})"
     program = f"from plumbing.tasks import *; print(make_task({text}, 0).digest)"
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=HANG,
-                            env={**os.environ, "PYTHONHASHSEED": "1"})
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True,
+                            text=True, timeout=HANG, env={**os.environ, "PYTHONHASHSEED": "1"})
     assert result.stdout.strip() == task.digest, result.stderr
     assert len(task.digest) == 64 and int(task.digest, 16)
     first, *rest = task.train
-    others = [replace(task, train=[*rest, first]), replace(task, train=rest), replace(task, held_out=[]),
-              replace(task, train=[first._replace(answer=first.answer + " "), *rest]),
-              replace(task, train=[first._replace(question=first.question + first.answer, answer=""), *rest]),
-              replace(task, train=task.train[:-1], held_out=[task.train[-1], *task.held_out])]
+    others = [
+        replace(task, train=[*rest, first]), replace(task, train=rest), replace(task, held_out=[]),
+        replace(task, train=[first._replace(answer=first.answer + " "), *rest]),
+        replace(task, train=[
+            first._replace(question=first.question + first.answer, answer=""), *rest]),
+        replace(task, train=task.train[:-1], held_out=[task.train[-1], *task.held_out])]
     assert len({task.digest, *(other.digest for other in others)}) == 1 + len(others)
     assert replace(task, remarks=["x"]).digest == task.digest
-    assert replace(task, train=[p._replace(where="elsewhere") for p in task.train]).digest == task.digest
+    assert replace(task, train=[
+        p._replace(where="elsewhere") for p in task.train]).digest == task.digest
 
 
-# -------------------------------------------------------------------------- which rows cannot be used
+# ------------------------------------------------------------------------ which rows cannot be used
 
-BAD = [("nope", "is not JSON: 'nope'"), ('{"question": "1+1=", ', "is not JSON"), ("[" * 9999, "is not JSON"),
-       ('["1+1=", "2"]', "has no `question`"), ('{"question": "1+1="}', "has no `answer`"),
-       ('{"question": ["1+1="], "answer": "2"}', "has no `question`"), ('{"question": "a", "answer": true}', "has no `answer`"),
-       ('{"question": " ", "answer": "2"}', "has no `question`"), ('{"question": "a", "answer": null}', "has no `answer`"),
-       ('{"question": "1+1=", "answer": "so\\n#### "}', "has an `answer` that ends in nothing: 'so\\n#### '"),
+BAD = [("nope", "is not JSON: 'nope'"), ('{"question": "1+1=", ', "is not JSON"),
+       ("[" * 9999, "is not JSON"), ('["1+1=", "2"]', "has no `question`"),
+       ('{"question": "1+1="}', "has no `answer`"),
+       ('{"question": ["1+1="], "answer": "2"}', "has no `question`"),
+       ('{"question": "a", "answer": true}', "has no `answer`"),
+       ('{"question": " ", "answer": "2"}', "has no `question`"),
+       ('{"question": "a", "answer": null}', "has no `answer`"),
+       ('{"question": "1+1=", "answer": "so\\n#### "}',
+        "has an `answer` that ends in nothing: 'so\\n#### '"),
        ('{"question": "a", "answer": NaN}', "has nan for its `answer`, which is no number"),
        ('{"question": "a", "answer": Infinity}', "has inf for its `answer`"),
        ('{"question": "a", "answer": -1e999}', "has -inf for its `answer`"),
@@ -177,7 +212,8 @@ def test_a_bad_row_is_named_or_left_out(line, said, file):
     task = task_of(path, on_bad_row="skip")
     assert task.digest == task_of(file("good", ROWS)).digest
     [remark] = task.remarks
-    assert remark.startswith(f"1 of 25 rows cannot be used and are left out, the first: {path}, line 3 {said}")
+    assert remark.startswith(
+        f"1 of 25 rows cannot be used and are left out, the first: {path}, line 3 {said}")
 
 
 def test_all_bad_rows_of_both_files_are_counted_and_ten_named(file):
@@ -186,9 +222,12 @@ def test_all_bad_rows_of_both_files_are_counted_and_ten_named(file):
     with pytest.raises(UserError) as found:
         task_of(path, held_out)
     said = str(found.value)
-    assert said.startswith("20 of 45 rows cannot be used: ") and "; and 10 more (task.on_bad_row=skip" in said
-    assert [said.count(f"{path}, line {i} ") for i in range(25, 41)] == [1] * 10 + [0] * 6 and held_out not in said
-    assert task_of(path, held_out, on_bad_row="skip").remarks[0].startswith("20 of 45 rows cannot be used and are left out")
+    assert (said.startswith("20 of 45 rows cannot be used: ")
+            and "; and 10 more (task.on_bad_row=skip" in said)
+    assert ([said.count(f"{path}, line {i} ") for i in range(25, 41)] == [1] * 10 + [0] * 6
+            and held_out not in said)
+    assert task_of(path, held_out, on_bad_row="skip").remarks[0].startswith(
+        "20 of 45 rows cannot be used and are left out")
 
 
 @pytest.mark.parametrize("lines, said", [
@@ -201,7 +240,8 @@ def test_a_file_without_a_row_that_can_be_used_is_one_sentence(lines, said, file
 
 def test_numbers_stay_as_they_are_written(file):
     """0.00001 is the answer 0.00001, not repr's 1e-05, which no response would give."""
-    rows = [{"question": f"{i}", "answer": x} for i, x in enumerate((7, 2.50, 0.00001, -1e22, "7 kg"))]
+    rows = [{"question": f"{i}", "answer": x}
+            for i, x in enumerate((7, 2.50, 0.00001, -1e22, "7 kg"))]
     task = task_of(file("rows", rows), eval_size=1)
     assert {p.question: p.answer for p in task.train + task.held_out} == dict(zip(
         "01234", ("7", "2.5", "0.00001", "-10000000000000000000000", "7 kg")))
@@ -223,35 +263,44 @@ def test_prompts_that_do_not_fit_are_named_or_left_out_with_their_problems(file,
     run, model = encoding(task, tiny_model)
     with pytest.raises(UserError) as found:
         run.encode(model)
-    assert str(found.value).startswith("13 of 37 rows cannot be used: ") and str(found.value).count(" is a prompt of 60") == 10
+    assert (str(found.value).startswith("13 of 37 rows cannot be used: ")
+            and str(found.value).count(" is a prompt of 60") == 10)
     assert str(found.value).endswith(
-        "; and 3 more: between 1 and 507 are left of the model's context of 512 by rollout.max_tokens=5 "
-        "(task.on_bad_row=skip leaves them out)")
+        "; and 3 more: between 1 and 507 are left of the model's context of 512 by "
+        "rollout.max_tokens=5 (task.on_bad_row=skip leaves them out)")
     run, model = encoding(task, tiny_model, on_bad_row="skip")
     prompts, held_out = run.encode(model)
     assert 0 < len(run.task.held_out) < 10 and len(run.task.train) + len(run.task.held_out) == 24
     for problems, ids in ((run.task.train, prompts), (run.task.held_out, held_out)):
         assert ids == [run.tokenizer(p.question).input_ids for p in problems]
     left = set(run.task.train + run.task.held_out)
-    assert (run.task.train, run.task.held_out) == tuple([p for p in part if p in left] for part in (task.train, task.held_out))
-    assert run.task.digest == replace(task, train=run.task.train, held_out=run.task.held_out).digest != task.digest
+    assert (run.task.train, run.task.held_out) == tuple(
+        [p for p in part if p in left] for part in (task.train, task.held_out))
+    assert (run.task.digest
+            == replace(task, train=run.task.train, held_out=run.task.held_out).digest
+            != task.digest)
     assert sorted(run.task.order(0, 0, len(prompts))) == list(range(len(prompts)))
     [remark] = run.task.remarks
-    assert "13 of 37 rows cannot be used and are left out, the first: " in remark and " is a prompt of 60" in remark
+    assert ("13 of 37 rows cannot be used and are left out, the first: " in remark
+            and " is a prompt of 60" in remark)
 
 
 def test_a_context_without_room_and_a_part_without_a_prompt_are_one_sentence(file, tiny_model):
     long = [{"question": "1+" * 300 + str(i), "answer": 1} for i in range(2)]
-    for path, others, left in ((file("a", long), file("b", ROWS), "train on"), (file("c", ROWS), file("d", long), "hold out")):
+    for path, others, left in ((file("a", long), file("b", ROWS), "train on"),
+                               (file("c", ROWS), file("d", long), "hold out")):
         run, model = encoding(task_of(path, others), tiny_model, on_bad_row="skip")
-        with pytest.raises(UserError, match=f"^nothing is left to {left}: 2 of 26 rows cannot be used"):
+        with pytest.raises(
+                UserError, match=f"^nothing is left to {left}: 2 of 26 rows cannot be used"):
             run.encode(model)
     run.config.rollout.max_tokens = 512
-    with pytest.raises(UserError, match="^rollout.max_tokens=512 leaves no room for a prompt: the model's context is of 512"):
+    with pytest.raises(UserError, match="^rollout.max_tokens=512 leaves no room for a prompt: "
+                                        "the model's context is of 512"):
         run.encode(model)
 
 
-CHAT = "{% for m in messages %}({{ m['content'] }}){% endfor %}{% if add_generation_prompt %}={% endif %}"
+CHAT = ("{% for m in messages %}({{ m['content'] }}){% endfor %}"
+        "{% if add_generation_prompt %}={% endif %}")
 
 
 @pytest.mark.parametrize("chat", [None, CHAT])
@@ -259,7 +308,8 @@ def test_a_thousand_texts_at_a_time_have_the_ids_of_each(chat, tiny_model):
     run, _ = encoding(None, tiny_model)
     run.tokenizer.chat_template = chat
     texts = ["1+2=", "7", "(a b)", "12345"] * 600
-    assert run.token_ids(texts) == [run.tokenizer(f"({text})=" if chat else text).input_ids for text in texts]
+    assert run.token_ids(texts) == [
+        run.tokenizer(f"({text})=" if chat else text).input_ids for text in texts]
 
 
 def test_many_rows_are_tokenised_under_a_bar_on_the_first_rank(tiny_model, capfd):
@@ -292,7 +342,7 @@ def test_a_run_ends_with_its_bad_rows_or_goes_on_without(on_bad_row, run, tmp_pa
     assert "1 of 25 rows cannot be used" in capsys.readouterr().err
 
 
-# -------------------------------------------------------------------- what is said before it is spent
+# ------------------------------------------------------------------ what is said before it is spent
 
 class Taught(Exception):
     pass
@@ -300,10 +350,12 @@ class Taught(Exception):
 
 @pytest.mark.parametrize("given, said", [
     ([], "task.kind=arithmetic, task.size=2, task.eval_size=1024 and seed=0"),
-    (["task.kind=sort", "task.size=5", "task.eval_size=9", "seed=3"], "task.kind=sort, task.size=5, task.eval_size=9 and seed=3"),
+    (["task.kind=sort", "task.size=5", "task.eval_size=9", "seed=3"],
+     "task.kind=sort, task.size=5, task.eval_size=9 and seed=3"),
     (["task.kind=dyck", "rollout.max_tokens=65"],
      "task.kind=dyck, task.length=64, task.depth=3, task.eval_size=1024 and seed=0")])
-def test_a_demo_model_that_must_be_taught_is_announced_by_the_first_rank(given, said, tmp_path, monkeypatch, capsys):
+def test_a_demo_model_that_must_be_taught_is_announced_by_the_first_rank(
+        given, said, tmp_path, monkeypatch, capsys):
     def teach(*_):
         raise Taught
     monkeypatch.chdir(tmp_path)
@@ -315,23 +367,27 @@ def test_a_demo_model_that_must_be_taught_is_announced_by_the_first_rank(given, 
             patch.setattr(tasks.dist, "get_rank", lambda: rank)
             tasks.make_demo_model(config, task)
         assert capsys.readouterr().err == (
-            f"a demo model for {said} is taught first, which happens once and takes about a minute\n" if rank == 0 else "")
+            f"a demo model for {said} is taught first, which happens once and takes about "
+            "a minute\n" if rank == 0 else "")
     with process_group():
         monkeypatch.setattr(tasks.Path, "exists", lambda _: True)
-        assert tasks.make_demo_model(config, task).startswith("runs/.demo/") and capsys.readouterr().err == ""
+        assert (tasks.make_demo_model(config, task).startswith("runs/.demo/")
+                and capsys.readouterr().err == "")
 
 
-# ------------------------------------------------------------------------------------- limits that are said
+# ----------------------------------------------------------------------------- limits that are said
 
 @pytest.mark.parametrize("given, said", [
-    ("seed=9999999999", "seed must be at most 2147483648, not 9999999999"), ("seed=-1", "seed must be at least 0, not -1"),
+    ("seed=9999999999", "seed must be at most 2147483648, not 9999999999"),
+    ("seed=-1", "seed must be at least 0, not -1"),
     ("loss.kl_coef=1e99", "loss.kl_coef must be at most 2147483648, not 1e+99"),
     ("train.max_grad_norm=0", "train.max_grad_norm must be at least 1e-06, not 0.0"),
     ("train.max_grad_norm=nan", "train.max_grad_norm must be at least 1e-06, not nan"),
     ("rollout.top_p=2", "rollout.top_p must be 0.01 to 1, not 2.0"),
     ("task.on_bad_row=drop", "task.on_bad_row must be one of raise, skip, not 'drop'"),
-    ("task.eval_path=held.jsonl", "task.eval_path must be null for task.kind=arithmetic, whose held-out problems are made as the "
-     "others are, not 'held.jsonl'")])
+    ("task.eval_path=held.jsonl",
+     "task.eval_path must be null for task.kind=arithmetic, whose held-out problems are made as "
+     "the others are, not 'held.jsonl'")])
 def test_the_limit_that_was_passed_is_the_one_that_is_said(given, said):
     with pytest.raises(UserError) as found:
         load_config([given])
@@ -339,13 +395,17 @@ def test_the_limit_that_was_passed_is_the_one_that_is_said(given, said):
 
 
 def test_an_infinite_gradient_norm_clips_nothing(run):
-    endless, large = (run(f"train.max_grad_norm={limit}", name=str(i)) for i, limit in enumerate(("inf", "1e9")))
-    steady = [[{k: x for k, x in line.items() if "time" not in k and "per_second" not in k and "rss" not in k} for line in lines]
+    endless, large = (run(f"train.max_grad_norm={limit}", name=str(i))
+                      for i, limit in enumerate(("inf", "1e9")))
+    steady = [[{k: x for k, x in line.items()
+                if "time" not in k and "per_second" not in k and "rss" not in k} for line in lines]
               for code, lines in (endless, large) if code == 0]
     assert len(steady) == 2 and steady[0] == steady[1] and steady[0][0]["grad_norm"] > 0
     assert load_config(["runs/0/config.yaml"]).train.max_grad_norm == float("inf")
-    assert run("train.max_grad_norm=inf", "train.steps=3", name="0")[0] == 0          # the same run is continued
-    assert "longer gradients are shortened to it; .inf: none are (a number, at least 1e-06)" in help_text()
+    # The same run is continued.
+    assert run("train.max_grad_norm=inf", "train.steps=3", name="0")[0] == 0
+    assert ("longer gradients are shortened to it; .inf: none are (a number, at least 1e-06)"
+            in help_text())
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "a b", "é", "..", "x" * 101])
@@ -354,8 +414,9 @@ def test_a_run_name_in_a_file_is_reported_as_it_was_given(name, tmp_path):
     for arguments in ([str(tmp_path / "x.yaml")], [str(tmp_path / "x.yaml"), "seed=1"]):
         with pytest.raises(UserError) as found:
             load_config(arguments)
-        assert str(found.value) == ("run must be a plain name of at most 100 letters, digits and .,=+-_ since it is a directory "
-                                    f"inside runs/, not {name!r}")
+        assert str(found.value) == (
+            "run must be a plain name of at most 100 letters, digits and .,=+-_ since it is "
+            f"a directory inside runs/, not {name!r}")
     check_run("demo,train.lr=1e-3")
 
 
@@ -363,6 +424,7 @@ def test_a_run_name_in_a_file_is_reported_as_it_was_given(name, tmp_path):
     ("grpo", 1, True), ("rloo", 1, True), ("reinforce", 1, False), ("grpo", 2, False)])
 def test_groups_of_one_have_no_baseline_and_it_is_said(kind, samples, said):
     found = remarks(load_config([f"advantage.kind={kind}", f"rollout.samples={samples}"]))
-    assert found == [f"rollout.samples=1 leaves advantage.kind={kind} no baseline, which is made of a group's other samples: "
-                     "every advantage is the reward itself; take advantage.kind=reinforce, whose baseline is the batch's "
-                     "mean"] * said
+    assert found == [
+        f"rollout.samples=1 leaves advantage.kind={kind} no baseline, which is made of a group's "
+        "other samples: every advantage is the reward itself; take advantage.kind=reinforce, whose "
+        "baseline is the batch's mean"] * said

@@ -1,8 +1,10 @@
-"""A run's directory belongs to one run: locks, finished runs, foreign files; and signals end it with a sentence.
+"""A run's directory belongs to one run: locks, finished runs, foreign files; and signals.
 
-pytest starts one command twice at three random delays. The long form does it as often as it is told:
+A signal ends a run with one sentence. pytest starts one command twice at three random delays. The
+long form does it as often as it is told; its exit code is 1 if two trained, or neither, or files
+are of both:
 
-    python tests/test_directory.py 50 [SEED]        # exit code 1 if two trained, or neither, or files are of both
+    python tests/test_directory.py 50 [SEED]
 """
 
 import fcntl
@@ -32,18 +34,22 @@ LONG = [*SMALL, "rollout.engine=transformers", "train.steps=100000", "train.save
 
 
 def as_from_a_terminal():
-    """Give SIGHUP its default: nohup, which these tests may run under themselves, has it ignored."""
+    """Give SIGHUP its default: nohup, which these tests may run under, has it ignored."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def start(arguments, cwd):
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, str(HERE / "trainer.py"), *arguments], cwd=cwd, env=environment,
-                            stderr=subprocess.PIPE, text=True, preexec_fn=as_from_a_terminal)  # noqa: PLW1509
+    return subprocess.Popen([sys.executable, str(HERE / "trainer.py"), *arguments],  # noqa: PLW1509
+                            cwd=cwd, env=environment, stderr=subprocess.PIPE, text=True,
+                            preexec_fn=as_from_a_terminal)
 
 
 def said_until(process, words):
-    """What the process says on stderr up to a line with these words; a process that ends says no more."""
+    """What the process says on stderr up to a line with these words.
+
+    A process that ends says no more.
+    """
     said = []
     for line in process.stderr:
         said.append(line)
@@ -53,10 +59,11 @@ def said_until(process, words):
 
 
 def files(directory):
-    return {path: path.read_bytes() for path in sorted(Path(directory).rglob("*")) if path.is_file()}
+    return {path: path.read_bytes() for path in sorted(Path(directory).rglob("*"))
+            if path.is_file()}
 
 
-# ------------------------------------------------------------------------------------------ one at a time
+# ------------------------------------------------------------------------------------ one at a time
 
 def test_a_second_start_is_told_who_trains(tiny_model, tmp_path):
     arguments = [*LONG, f"policy.path={tiny_model}"]
@@ -67,12 +74,15 @@ def test_a_second_start_is_told_who_trains(tiny_model, tmp_path):
     first.kill()                                   # its lock dies with it
     first.communicate()
     assert second.returncode == 2 and said.count("\n") == 1, said
-    assert f"runs/x is in use by process {first.pid} on " in said and "choose another run=NAME" in said
+    assert (f"runs/x is in use by process {first.pid} on " in said
+            and "choose another run=NAME" in said)
     third = start([*arguments[:-1], f"policy.path={tiny_model}", "train.steps=2"], tmp_path)
-    assert third.wait(HANG) == 0 and [line["step"] for line in read_metrics(tmp_path / "runs/x/metrics.jsonl")][-1] >= 2
+    assert (third.wait(HANG) == 0 and
+            [line["step"] for line in read_metrics(tmp_path / "runs/x/metrics.jsonl")][-1] >= 2)
 
 
-# Imports once, and forks two starts of the same command for each delay; says of each pair how both ended.
+# Imports once, and forks two starts of the same command for each delay; says of each pair how both
+# ended.
 TWICE = """
 import json, os, sys, time, trainer
 from plumbing.tasks import Task
@@ -94,10 +104,12 @@ for i, delay in enumerate(delays):
 
 def started_twice(delays, tiny_model, cwd):
     """What was wrong, a sentence for each pair of starts that did not end as it should."""
-    arguments = [*SMALL, "rollout.engine=transformers", f"policy.path={tiny_model}", "train.save_every=1"]
+    arguments = [*SMALL, "rollout.engine=transformers", f"policy.path={tiny_model}",
+                 "train.save_every=1"]
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([sys.executable, "-c", TWICE, json.dumps([0.0, *delays]), *arguments], cwd=cwd, text=True,
-                            capture_output=True, timeout=HANG, env=environment)
+    result = subprocess.run(
+        [sys.executable, "-c", TWICE, json.dumps([0.0, *delays]), *arguments], cwd=cwd, text=True,
+        capture_output=True, timeout=HANG, env=environment)
     assert result.returncode == 0, result.stderr
     wrong, endings = [], {"in use": 0, "is finished": 0}
     whole = (cwd / "runs/x0/model/model.safetensors").read_bytes()
@@ -105,23 +117,30 @@ def started_twice(delays, tiny_model, cwd):
         codes, said = json.loads(line), [(cwd / f"said-{i}-{j}").read_text() for j in (0, 1)]
         trained = [j for j in (0, 1) if "model, metrics and curves" in said[j]]
         other = said[1 - trained[0]].strip() if trained else ""
-        ending = next((words for words in endings if words in other.splitlines()[-1]), None) if other else None
+        ending = (next((words for words in endings if words in other.splitlines()[-1]), None)
+                  if other else None)
         steps = [step["step"] for step in read_metrics(cwd / f"runs/x{i}/metrics.jsonl")]
         same = (cwd / f"runs/x{i}/model/model.safetensors").read_bytes() == whole
-        if len(trained) != 1 or not ending or sorted(codes) != [0, 2 * (ending == "in use")] or steps != [1, 2] or not same:
-            wrong.append(f"pair {i}: {codes}, {trained} trained, steps {steps}, the same weights: {same}; {said}")
+        if (len(trained) != 1 or not ending or sorted(codes) != [0, 2 * (ending == "in use")]
+                or steps != [1, 2] or not same):
+            wrong.append(f"pair {i}: {codes}, {trained} trained, steps {steps}, "
+                         f"the same weights: {same}; {said}")
         else:
             endings[ending] += 1
     return wrong, endings
 
 
 def test_of_two_starts_one_trains_and_the_other_says_who_does(tiny_model, tmp_path):
-    wrong, _ = started_twice([random.Random(0).uniform(-1, 1) for _ in range(3)], tiny_model, tmp_path)
+    wrong, _ = started_twice([random.Random(0).uniform(-1, 1) for _ in range(3)],
+                             tiny_model, tmp_path)
     assert wrong == []
 
 
 def test_a_lock_that_was_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):
-    """Its owner unlinks the file between our opening and our locking it: then the new file is the one to hold."""
+    """Its owner unlinks the file between our opening and our locking it.
+
+    Then the new file is the one to hold.
+    """
     path, real, calls = tmp_path / "x" / ".lock", fcntl.lockf, []
 
     def lockf(*given):
@@ -132,8 +151,10 @@ def test_a_lock_that_was_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.lockf", lockf)
     file = locked(path)
     assert len(calls) == 2 and path.stat().st_ino == os.fstat(file.fileno()).st_ino
-    asking = subprocess.run([sys.executable, "-c", "import sys; from pathlib import Path; from plumbing.directory import "
-                             "locked; locked(Path(sys.argv[1]))", str(path)], cwd=HERE, capture_output=True, text=True)
+    asking = subprocess.run(
+        [sys.executable, "-c", "import sys; from pathlib import Path; "
+         "from plumbing.directory import locked; locked(Path(sys.argv[1]))", str(path)],
+        cwd=HERE, capture_output=True, text=True)
     assert f"BlockingIOError: process {os.getpid()} on " in asking.stderr
     file.close()
 
@@ -141,11 +162,13 @@ def test_a_lock_that_was_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):
 def test_a_mistake_leaves_no_directory(run):
     assert run("task.kind=jsonl", "task.path=nowhere.jsonl")[0] == 2 and not Path("runs").exists()
     Path("runs/other").mkdir(parents=True)
-    assert run("task.kind=jsonl", "task.path=nowhere.jsonl")[0] == 2 and os.listdir("runs") == ["other"]
+    assert (run("task.kind=jsonl", "task.path=nowhere.jsonl")[0] == 2
+            and os.listdir("runs") == ["other"])
 
 
 @pytest.mark.parametrize("place", ["runs", "runs/x", "runs/x/checkpoints"])
-def test_a_place_that_cannot_be_written_is_found_before_anything_is_loaded(place, run, monkeypatch, capsys):
+def test_a_place_that_cannot_be_written_is_found_before_anything_is_loaded(
+        place, run, monkeypatch, capsys):
     """A user with all rights can write anywhere, so the system's answer is planted."""
     Path(place).mkdir(parents=True)
     if place == "runs":
@@ -155,23 +178,26 @@ def test_a_place_that_cannot_be_written_is_found_before_anything_is_loaded(place
     monkeypatch.setattr("plumbing.run.make_task", lambda *_: pytest.fail("loaded"))
     code, lines = run()
     said = capsys.readouterr().err
-    assert code == 2 and lines == [] and "cannot be written" in said and "runs/x" in said and said.count("\n") == 1, said
+    assert (code == 2 and lines == [] and "cannot be written" in said and "runs/x" in said
+            and said.count("\n") == 1), said
 
 
 def test_a_file_system_without_locks_is_said(run, monkeypatch, capsys):
     def none(*_):
         raise OSError(37, "No locks available")
     monkeypatch.setattr("fcntl.lockf", none)
-    assert run()[0] == 2 and "file system without locks (No locks available)" in capsys.readouterr().err
+    assert (run()[0] == 2 and
+            "file system without locks (No locks available)" in capsys.readouterr().err)
 
 
-# ------------------------------------------------------------------------------------------ what is finished stays
+# --------------------------------------------------------------------------- what is finished stays
 
 @pytest.mark.parametrize("overrides, code, said", [
     ([], 0, "is finished after 2 steps"), (["train.steps=1"], 0, "is finished after 2 steps"),
     (["train.steps=4"], 2, "has a finished run or a model, and no checkpoint to go on from"),
     (["train.lr=0.5"], 2, "(now 0.5)")])
-def test_a_finished_run_without_its_checkpoints_is_not_trained_again(overrides, code, said, run, capsys):
+def test_a_finished_run_without_its_checkpoints_is_not_trained_again(
+        overrides, code, said, run, capsys):
     run()
     shutil.rmtree("runs/x/checkpoints")
     before = files("runs/x")
@@ -183,9 +209,11 @@ def test_a_finished_run_that_lost_its_last_checkpoint_is_not_trained_again(run, 
     run("train.save_every=1")
     shutil.rmtree("runs/x/checkpoints/step-000002")
     before = files("runs/x/model")
-    assert run("train.save_every=1")[0] == 0 and "is finished after 2 steps" in capsys.readouterr().err
+    assert (run("train.save_every=1")[0] == 0
+            and "is finished after 2 steps" in capsys.readouterr().err)
     assert files("runs/x/model") == before
-    code, lines = run("train.save_every=1", "train.steps=3")           # asked to go on, from what is there
+    # Asked to go on, it does so from what is there.
+    code, lines = run("train.save_every=1", "train.steps=3")
     assert code == 0 and [line["step"] for line in lines] == [1, 2, 3]
     assert "done anew, since the last checkpoint is older: 1 steps" in capsys.readouterr().err
 
@@ -193,7 +221,8 @@ def test_a_finished_run_that_lost_its_last_checkpoint_is_not_trained_again(run, 
 def test_a_model_that_the_run_has_not_written_is_not_replaced(run, tiny_model, capsys):
     shutil.copytree(tiny_model, "runs/x/model")
     before = files("runs/x/model")
-    assert run()[0] == 2 and "has a finished run or a model, and no checkpoint" in capsys.readouterr().err
+    assert (run()[0] == 2 and
+            "has a finished run or a model, and no checkpoint" in capsys.readouterr().err)
     assert files("runs/x/model") == before
 
 
@@ -211,8 +240,10 @@ def test_foreign_files_and_links_are_left_alone_and_stop_nothing(run, tmp_path):
     code, lines = run("train.save_every=1", "train.keep=1", "train.steps=3")
     assert code == 0 and [line["step"] for line in lines] == [1, 2, 3]
     assert {path.name for path in place.iterdir()} == {
-        ".DS_Store", ".nfs000001", "step-000004.good", "step-notes.txt", "step-000009", "step-000003.backup", "step-000003"}
-    assert Path("runs/x/model").is_symlink() and (tmp_path / "elsewhere/notes").read_text() == "mine"
+        ".DS_Store", ".nfs000001", "step-000004.good", "step-notes.txt", "step-000009",
+        "step-000003.backup", "step-000003"}
+    assert (Path("runs/x/model").is_symlink()
+            and (tmp_path / "elsewhere/notes").read_text() == "mine")
     assert {"config.json", "model.safetensors"} <= set(os.listdir(tmp_path / "elsewhere"))
 
 
@@ -232,7 +263,8 @@ def test_other_questions_are_no_continuation(run, tmp_path, capsys):
     assert run("task.kind=jsonl", "task.path=rows.jsonl")[0] == 0
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
     code, lines = run("task.kind=jsonl", "task.path=rows.jsonl", "train.steps=4")
-    assert code == 2 and len(lines) == 2 and "other questions or answers than task.path has now" in capsys.readouterr().err
+    assert (code == 2 and len(lines) == 2 and
+            "other questions or answers than task.path has now" in capsys.readouterr().err)
 
 
 # ------------------------------------------------------------------------------------------ signals
@@ -243,22 +275,29 @@ WORDS = {"SIGINT": "interrupted", "SIGTERM": "ended by SIGTERM", "SIGHUP": "ende
 
 @pytest.mark.parametrize("name", CODES)
 def test_a_signal_while_python_imports_is_one_sentence(name, tmp_path):
-    """Sent by the first import after the handlers are there: torch stands for all that takes long."""
-    (tmp_path / "torch.py").write_text(f"import os, signal, time\nos.kill(os.getpid(), signal.{name})\ntime.sleep(60)")
+    """The first import after the handlers are there sends it.
+
+    That is torch's, which stands for all that takes long.
+    """
+    (tmp_path / "torch.py").write_text(
+        f"import os, signal, time\nos.kill(os.getpid(), signal.{name})\ntime.sleep(60)")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{HERE}"}
     driver = (f"import sys, runpy; sys.path[:0] = [{str(tmp_path)!r}]; "
               f"runpy.run_path({str(HERE / 'trainer.py')!r}, run_name='__main__')")
-    result = subprocess.run([sys.executable, "-c", driver], cwd=tmp_path, env=environment, capture_output=True, text=True,
-                            timeout=HANG, preexec_fn=as_from_a_terminal)
+    result = subprocess.run([sys.executable, "-c", driver], cwd=tmp_path, env=environment,
+                            capture_output=True, text=True, timeout=HANG,
+                            preexec_fn=as_from_a_terminal)
     assert result.returncode == CODES[name] and result.stderr == f"trainer.py: {result.stderr[12:]}"
     assert result.stderr.count("\n") == 1 and result.stderr.startswith(f"trainer.py: {WORDS[name]}")
 
 
 @pytest.mark.parametrize("name", CODES)
 @pytest.mark.parametrize("moment", ["before a checkpoint", "after a checkpoint"])
-def test_a_signal_is_one_sentence_that_names_the_last_checkpoint(name, moment, tiny_model, tmp_path):
+def test_a_signal_is_one_sentence_that_names_the_last_checkpoint(
+        name, moment, tiny_model, tmp_path):
     late = moment == "after a checkpoint"
-    process = start([*LONG, "train.save_every=4" if late else "train.save_every=100000", f"policy.path={tiny_model}"], tmp_path)
+    process = start([*LONG, "train.save_every=4" if late else "train.save_every=100000",
+                     f"policy.path={tiny_model}"], tmp_path)
     said_until(process, "5 tokens a step")
     until(lambda: not late or (tmp_path / "runs/x/checkpoints/step-000004").exists(), process)
     process.send_signal(getattr(signal, name))
@@ -267,7 +306,8 @@ def test_a_signal_is_one_sentence_that_names_the_last_checkpoint(name, moment, t
     saved = sorted(path.name for path in (tmp_path / "runs/x/checkpoints").glob("step-*"))
     if saved:
         step = int(saved[-1].removeprefix("step-"))
-        assert last.endswith(f": the same command goes on after step {step}, from runs/x/checkpoints/{saved[-1]}")
+        assert last.endswith(f": the same command goes on after step {step}, "
+                             f"from runs/x/checkpoints/{saved[-1]}")
     else:
         assert "the same command begins anew" in last or "nothing had begun" in last
     assert saved or not late
@@ -281,8 +321,9 @@ from plumbing import checkpoints, run, signals
 from plumbing.tasks import Task
 Task.reward = lambda self, problem, response: float(len(response) % 2)
 place, name, argv = sys.argv[1], sys.argv[2], sys.argv[3:]
-owner, function = {"update": (trainer, "update"), "save": (checkpoints.dcp, "save"), "finish": (run.Run, "finish"),
-                   "evaluate": (trainer, "evaluate"), "close": (run.Run, "close")}[place]
+owner, function = {
+    "update": (trainer, "update"), "save": (checkpoints.dcp, "save"), "finish": (run.Run, "finish"),
+    "evaluate": (trainer, "evaluate"), "close": (run.Run, "close")}[place]
 real, calls = getattr(owner, function), []
 def struck(*args, **kwargs):
     calls.append(1)
@@ -296,22 +337,32 @@ sys.exit(trainer.main(argv))
 
 
 @pytest.mark.parametrize("place, name, grace, saved", [
-    ("update", "SIGTERM", 600, 1), ("update", "SIGTERM", 0, 0), ("update", "SIGINT", 600, 0), ("save", "SIGINT", 600, 0),
-    ("save", "SIGTERM", 600, 2), ("finish", "SIGTERM", 600, 2), ("evaluate", "SIGTERM", 600, 0), ("close", "SIGINT", 600, 2)])
-def test_sigterm_saves_the_step_in_progress_within_its_grace(place, name, grace, saved, tiny_model, tmp_path):
-    """Only a step in progress is worth waiting for; and what a signal interrupts may wrap it in an error of its own."""
-    arguments = [*SMALL, "rollout.engine=transformers", f"policy.path={tiny_model}", "run=x", f"train.grace={grace}",
-                 "train.keep=1", f"train.save_every={1 if place == 'save' else 2}"]
-    result = subprocess.run([sys.executable, "-c", DRIVER, place, name, *arguments], cwd=tmp_path, capture_output=True,
-                            text=True, timeout=HANG, env={**os.environ, "PYTHONPATH": str(HERE)})
+    ("update", "SIGTERM", 600, 1), ("update", "SIGTERM", 0, 0), ("update", "SIGINT", 600, 0),
+    ("save", "SIGINT", 600, 0), ("save", "SIGTERM", 600, 2), ("finish", "SIGTERM", 600, 2),
+    ("evaluate", "SIGTERM", 600, 0), ("close", "SIGINT", 600, 2)])
+def test_sigterm_saves_the_step_in_progress_within_its_grace(
+        place, name, grace, saved, tiny_model, tmp_path):
+    """Only a step in progress is worth waiting for.
+
+    And what a signal interrupts may wrap it in an error of its own.
+    """
+    arguments = [*SMALL, "rollout.engine=transformers", f"policy.path={tiny_model}", "run=x",
+                 f"train.grace={grace}", "train.keep=1",
+                 f"train.save_every={1 if place == 'save' else 2}"]
+    result = subprocess.run([sys.executable, "-c", DRIVER, place, name, *arguments], cwd=tmp_path,
+                            capture_output=True, text=True, timeout=HANG,
+                            env={**os.environ, "PYTHONPATH": str(HERE)})
     last = result.stderr.strip().splitlines()[-1]
-    assert result.returncode == CODES[name] and last.startswith(f"trainer.py: {WORDS[name]}"), result.stderr
+    assert (result.returncode == CODES[name]
+            and last.startswith(f"trainer.py: {WORDS[name]}")), result.stderr
     assert "Traceback" not in result.stderr
     found = [path.name for path in (tmp_path / "runs/x/checkpoints").glob("*")]
-    assert found == ([f"step-{saved:06d}"] if saved else []) and (f"after step {saved}" in last) == (saved > 0)
+    assert (found == ([f"step-{saved:06d}"] if saved else [])
+            and (f"after step {saved}" in last) == (saved > 0))
     if place == "update" and saved:                # and the run that goes on ends
-        again = subprocess.run([sys.executable, str(HERE / "trainer.py"), *arguments], cwd=tmp_path, capture_output=True,
-                               text=True, timeout=HANG, env={**os.environ, "PYTHONPATH": str(HERE)})
+        again = subprocess.run([sys.executable, str(HERE / "trainer.py"), *arguments],
+                               cwd=tmp_path, capture_output=True, text=True, timeout=HANG,
+                               env={**os.environ, "PYTHONPATH": str(HERE)})
         assert again.returncode == 0 and "continuing after step 1" in again.stderr
 
 
@@ -328,7 +379,8 @@ def test_a_step_that_outlasts_its_grace_is_ended(monkeypatch):
         assert (number, seconds) == (signal.SIGALRM, 7.0) and signals.Received.told_to_end
         handler(number, None)
     assert armed[-1] == 0
-    with pytest.raises(signals.Ended), signals.saved_first(7.0):       # where a library has caught it
+    # The same where a library has caught it.
+    with pytest.raises(signals.Ended), signals.saved_first(7.0):
         pytest.fail("a further step")
     signals.listen()
 
@@ -344,6 +396,8 @@ def test_nohup_is_respected(monkeypatch):
 if __name__ == "__main__":
     count, seed = [*map(int, sys.argv[1:]), *(50, 0)[len(sys.argv) - 1:]]
     rng, scratch = random.Random(seed), Path(tempfile.mkdtemp())
-    found, ends = started_twice([rng.uniform(-2, 2) for _ in range(count)], make_tiny_model(scratch / "tiny"), scratch)
-    print(*found, f"{count + 1} pairs: {len(found)} wrong; the other start ended with {ends}", sep="\n")
+    found, ends = started_twice([rng.uniform(-2, 2) for _ in range(count)],
+                                make_tiny_model(scratch / "tiny"), scratch)
+    print(*found, f"{count + 1} pairs: {len(found)} wrong; the other start ended with {ends}",
+          sep="\n")
     sys.exit(bool(found))

@@ -1,10 +1,11 @@
 """A run that is killed at any moment, and started again, ends as if nothing had happened.
 
-pytest kills one small run at every place where it could hurt and at three random moments. A moment is a number of
-calls and returns of functions, not of seconds: a slow machine is killed at the same places as a fast one. The long form
-kills the demo's command once per run, by the clock, at random moments between its first step and its end:
+pytest kills one small run at every place where it could hurt and at three random moments. A moment
+is a number of calls and returns of functions, not of seconds: a slow machine is killed at the same
+places as a fast one. The long form kills the demo's command once per run, by the clock, at random
+moments between its first step and its end; its exit code is 1 if one run ends differently:
 
-    python tests/test_faults.py 20 [SEED] [overrides]       # exit code 1 if one run ends differently
+    python tests/test_faults.py 20 [SEED] [overrides]
 """
 
 import json
@@ -23,12 +24,13 @@ from waiting import HANG
 
 HERE = Path(__file__).resolve().parent.parent
 DEMO = ["rollout.engine=transformers", "train.steps=12", "train.save_every=2"]
-SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "rollout.prompts=4", "rollout.samples=4",
-         "rollout.max_tokens=5", "train.mini_batches=2", "train.lr=0.01", "train.steps=8", "train.save_every=2",
-         "train.keep=2", "train.eval_every=3"]
+SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "rollout.prompts=4",
+         "rollout.samples=4", "rollout.max_tokens=5", "train.mini_batches=2", "train.lr=0.01",
+         "train.steps=8", "train.save_every=2", "train.keep=2", "train.eval_every=3"]
 
-# Imports once and forks for every attempt: argv[1] is a list of [place, call that is the last] or ["moment", calls and
-# returns after the attempt's first step was logged], the rest is the trainer's. Each attempt must be killed.
+# Imports once and forks for every attempt: argv[1] is a list of [place, call that is the last] or
+# ["moment", calls and returns after the attempt's first step was logged], the rest is the
+# trainer's. Each attempt must be killed.
 DRIVER = """
 import json, os, signal, sys
 import shutil, trainer, rollout
@@ -50,12 +52,18 @@ def one_file(path, **_):
 def half_a_line(self, step, metrics):
     with self.metrics.open("a") as file: file.write('{"step": 5, "rew')
     die()
-PLACES = {                         # owner, function, what happens at the fatal call: before or instead, or after
-    "generation": (rollout.TransformersEngine, "_batch", die, None), "scoring": (trainer, "score", die, None),
-    "update": (trainer, "update", None, die), "weight sync": (rollout.TransformersEngine, "update_weights", half, None),
-    "metrics": (run.Run, "log", half_a_line, None), "checkpoint begun": (checkpoints.dcp, "save", die, None),
-    "checkpoint without state": (checkpoints.dcp, "save", None, die), "before rename": (os, "replace", renamed, None),
-    "after rename": (os, "replace", None, renamed), "removal of the oldest": (shutil, "rmtree", one_file, None),
+# Owner, function, what happens at the fatal call: before or instead, or after.
+PLACES = {
+    "generation": (rollout.TransformersEngine, "_batch", die, None),
+    "scoring": (trainer, "score", die, None),
+    "update": (trainer, "update", None, die),
+    "weight sync": (rollout.TransformersEngine, "update_weights", half, None),
+    "metrics": (run.Run, "log", half_a_line, None),
+    "checkpoint begun": (checkpoints.dcp, "save", die, None),
+    "checkpoint without state": (checkpoints.dcp, "save", None, die),
+    "before rename": (os, "replace", renamed, None),
+    "after rename": (os, "replace", None, renamed),
+    "removal of the oldest": (shutil, "rmtree", one_file, None),
     "curves": (run, "plot", die, None),
 }
 def moment(left):
@@ -77,48 +85,58 @@ def arm(owner, name, before, after, left):
 for place, count in [*faults, (None, None)]:
     child = os.fork()
     if child == 0:
-        if place: arm(*(moment(count) if place == "moment" else PLACES[place]), 1 if place == "moment" else count)
+        if place: arm(*(moment(count) if place == "moment" else PLACES[place]),
+                      1 if place == "moment" else count)
         os._exit(trainer.main(argv))
     status = os.waitpid(child, 0)[1]
     assert status == (0 if place is None else signal.SIGKILL), (place, count, status)
 """
-FAULTS = [("generation", 2), ("weight sync", 3), ("scoring", 1), ("checkpoint begun", 1), ("before rename", 1),
-          ("checkpoint without state", 1), ("after rename", 1), ("weight sync", 2), ("update", 3), ("metrics", 1),
-          ("after rename", 1), ("removal of the oldest", 1), ("after rename", 1), ("curves", 1)]
+FAULTS = [("generation", 2), ("weight sync", 3), ("scoring", 1), ("checkpoint begun", 1),
+          ("before rename", 1), ("checkpoint without state", 1), ("after rename", 1),
+          ("weight sync", 2), ("update", 3), ("metrics", 1), ("after rename", 1),
+          ("removal of the oldest", 1), ("after rename", 1), ("curves", 1)]
 
 
 def outcome(directory: Path):
     """Final weights, held-out answers, and metrics without what a clock or the memory says."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    lines = [{k: v for k, v in line.items() if not k.startswith(("time/", "tokens_per", "memory/"))} for line in lines]
-    return load_file(directory / "model/model.safetensors"), (directory / "eval.jsonl").read_text(), lines
+    lines = [{k: v for k, v in line.items()
+              if not k.startswith(("time/", "tokens_per", "memory/"))} for line in lines]
+    return (load_file(directory / "model/model.safetensors"),
+            (directory / "eval.jsonl").read_text(), lines)
 
 
 def differences(directory: Path, whole: Path) -> list[str]:
     (weights, answers, lines), (expected, right, metrics) = outcome(directory), outcome(whole)
     found = [name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)]
-    found += ["steps"] if [line["step"] for line in lines] != [line["step"] for line in metrics] else []
+    found += (["steps"] if [line["step"] for line in lines] != [line["step"] for line in metrics]
+              else [])
     found += [f"metrics of step {b['step']}" for a, b in zip(lines, metrics) if a != b]
     return found + (["eval.jsonl"] if answers != right else []) + (
         [] if (directory / "curves.png").exists() else ["curves.png"])
 
 
 def drive(faults, arguments, cwd):
-    result = subprocess.run([sys.executable, "-c", DRIVER, json.dumps(faults), *arguments], cwd=cwd, timeout=HANG,
-                            env={"PYTHONPATH": str(HERE), "PATH": ""}, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", DRIVER, json.dumps(faults), *arguments], cwd=cwd, timeout=HANG,
+        env={"PYTHONPATH": str(HERE), "PATH": ""}, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("case, settings", [("places", ["rollout.staleness=2", "rollout.quantize_bits=4"]),
-                                            ("moments", ["correction.preset=bypass_pg_is"])])
+@pytest.mark.parametrize("case, settings", [
+    ("places", ["rollout.staleness=2", "rollout.quantize_bits=4"]),
+    ("moments", ["correction.preset=bypass_pg_is"])])
 def test_a_killed_run_ends_as_an_uninterrupted_one(case, settings, tiny_model, tmp_path):
-    arguments = [*SMALL, *settings, *(["train.steps=24"] if case == "moments" else []), f"policy.path={tiny_model}"]
+    arguments = [*SMALL, *settings, *(["train.steps=24"] if case == "moments" else []),
+                 f"policy.path={tiny_model}"]
     drive([], [*arguments, "run=whole"], tmp_path)
-    rng = random.Random(0)                                    # a step is some 200 000 calls and returns
+    # A step is some 200 000 calls and returns.
+    rng = random.Random(0)
     faults = FAULTS if case == "places" else [("moment", rng.randrange(700_000)) for _ in range(3)]
     drive(faults, [*arguments, "run=parts"], tmp_path)
     assert differences(tmp_path / "runs/parts", tmp_path / "runs/whole") == []
-    assert len(list((tmp_path / "runs/parts/checkpoints").iterdir())) == 2          # train.keep, and no leftovers
+    # train.keep, and no leftovers.
+    assert len(list((tmp_path / "runs/parts/checkpoints").iterdir())) == 2
 
 
 def main(faults: int, seed: int, overrides: list[str]) -> int:
@@ -126,12 +144,14 @@ def main(faults: int, seed: int, overrides: list[str]) -> int:
     rng, failed, missed = random.Random(seed), [], 0
     with tempfile.TemporaryDirectory() as directory:
         def start(name):
-            return subprocess.Popen([sys.executable, str(HERE / "trainer.py"), *DEMO, *overrides, f"run={name}"],
-                                    cwd=directory, stderr=subprocess.DEVNULL)
+            return subprocess.Popen(
+                [sys.executable, str(HERE / "trainer.py"), *DEMO, *overrides, f"run={name}"],
+                cwd=directory, stderr=subprocess.DEVNULL)
 
         def wait_for_step(name, done, process):
             path = runs / name / "metrics.jsonl"
-            while process.poll() is None and not (path.exists() and path.read_text().count("\n") >= done):
+            while process.poll() is None and not (
+                    path.exists() and path.read_text().count("\n") >= done):
                 time.sleep(0.02)
             return time.monotonic()
         runs = Path(directory) / "runs"
@@ -140,7 +160,8 @@ def main(faults: int, seed: int, overrides: list[str]) -> int:
         assert process.wait() == 0
         step_time = (time.monotonic() - began) / 12
         for i in range(faults):
-            process, done, moment = start(name := f"killed-{i}"), rng.randrange(13), rng.uniform(0, step_time)
+            process, done, moment = (start(name := f"killed-{i}"), rng.randrange(13),
+                                     rng.uniform(0, step_time))
             wait_for_step(name, done, process)
             time.sleep(moment)
             process.kill()
@@ -148,14 +169,16 @@ def main(faults: int, seed: int, overrides: list[str]) -> int:
             missed += not killed
             code = start(name).wait()
             found = differences(runs / name, runs / "whole") if code == 0 else [f"exit code {code}"]
-            print(f"fault {i + 1}: {'killed' if killed else 'had ended'} {moment:.2f} s after step {done}: "
-                  f"{', '.join(found) or 'identical'}", flush=True)
+            print(f"fault {i + 1}: {'killed' if killed else 'had ended'} {moment:.2f} s after step "
+                  f"{done}: {', '.join(found) or 'identical'}", flush=True)
             failed += [name] if found else []
             shutil.rmtree(runs / name)
-    print(f"{faults - missed} faults injected, {faults - missed - len(failed)} survived ({missed} came too late)")
+    print(f"{faults - missed} faults injected, {faults - missed - len(failed)} survived "
+          f"({missed} came too late)")
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
     numbers = [int(word) for word in sys.argv[1:] if word.isdecimal()]
-    sys.exit(main(*[*numbers, *(20, 0)[len(numbers):]], [word for word in sys.argv[1:] if "=" in word]))
+    sys.exit(main(*[*numbers, *(20, 0)[len(numbers):]],
+                  [word for word in sys.argv[1:] if "=" in word]))

@@ -68,7 +68,7 @@ def since(before, into):
     for key, n in pretend_gpu.WAITS.items():
         if n > before.get(key, 0): into[" ".join(key)] = into.get(" ".join(key), 0) + n - before.get(key, 0)
 
-forward, timed, update = policy.Policy.forward, plumbing.run.Run.timed, trainer.update
+forward, timed, update = policy.Policy.forward, plumbing.run.Run.time_part, trainer.update
 def counted(*args):
     before, forwards[0] = dict(pretend_gpu.WAITS), forwards[0] + 1
     result = forward(*args)
@@ -80,7 +80,7 @@ def phase(self, name):
     before = dict(pretend_gpu.WAITS)
     with timed(self, name): yield
     since(before, phases.setdefault(name, {}))
-plumbing.run.Run.timed = phase
+plumbing.run.Run.time_part = phase
 trainer.update = lambda *args: updates.append(1) or update(*args)
 
 def spoil():

@@ -1,4 +1,7 @@
-"""The house: what stands where, who imports whom, and that the equations which read are those which run."""
+"""The house: what stands where, and who imports whom.
+
+And that the equations which read are those which run.
+"""
 
 import ast
 import getpass
@@ -19,41 +22,51 @@ from correction import correct
 from metrics import to_host
 
 ROOT = Path(__file__).resolve().parent.parent
-BOOK = ("estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses", "doctor", "policy",
-        "rollout", "trainer")
+BOOK = ("estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses",
+        "doctor", "policy", "rollout", "trainer")
 CORE, PACKAGES = BOOK[:8], ("kernels", "plumbing", "adapters")
 MAY_IMPORT = {
     "estimators": set(), "surrogates": {"estimators"}, "rejection": {"estimators"},
-    "metrics": {"estimators", "rejection"}, "correction": {"estimators", "metrics", "rejection", "surrogates"},
+    "metrics": {"estimators", "rejection"},
+    "correction": {"estimators", "metrics", "rejection", "surrogates"},
     "centering": {"correction", "rejection"}, "doctor": {"metrics"},
-    "losses": {"estimators", "surrogates", "rejection", "correction", "centering"}, "kernels": set(), "policy": {"kernels", "plumbing.models"},
+    "losses": {"estimators", "surrogates", "rejection", "correction", "centering"},
+    "kernels": set(), "policy": {"kernels", "plumbing.models"},
     "rollout": {"estimators", "kernels"},
-    "plumbing": {"plumbing", "policy", "rollout", "metrics", "doctor", "kernels", "adapters.dialects", "adapters.vllm",
+    "plumbing": {"plumbing", "policy", "rollout", "metrics", "doctor", "kernels",
+                 "adapters.dialects", "adapters.vllm",
                  "correction", "rejection", "surrogates"},
     "adapters": {"adapters", *CORE, "rollout"},
     "trainer": {*BOOK[:-1], "kernels", "plumbing", "adapters"}}
 
 # Public functions that cite an equation and are not entered by a run, each with the reason.
 NOT_ENTERED = {
-    "effective_sample_size": "of one batch; a run adds up N, Σw and Σw² over ranks, and `kish` is both's formula"}
+    "effective_sample_size":
+        "of one batch; a run adds up N, Σw and Σw² over ranks, and `kish` is both's formula"}
 
 
 def test_what_stands_at_the_top():
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     top = {path.split("/")[0] for path in tracked if not path.startswith(".")}
     if not tracked:
         pytest.skip("not a git checkout, so what is tracked is not known")
     assert {f"{name}.py" for name in BOOK} <= top
     assert top <= {
-        "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "CITATION.cff", "pyproject.toml", "requirements.txt",
-        "requirements", "tools", "configs", "tests", "math", *PACKAGES, *(f"{name}.py" for name in BOOK)}
+        "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "CITATION.cff", "pyproject.toml",
+        "requirements.txt", "requirements", "tools", "configs", "tests", "math", *PACKAGES,
+        *(f"{name}.py" for name in BOOK)}
 
 
 def test_the_version_is_stated_alike():
-    """pyproject.toml has the version; who cites the repository and who reads its README see the same numbers."""
+    """pyproject.toml has the version.
+
+    Who cites the repository and who reads its README see the same numbers.
+    """
     stated = (ROOT / "pyproject.toml").read_text()
     version, oldest, beyond = (re.search(pattern, stated, re.MULTILINE) for pattern in (
-        r'^version = "(.+)"$', r'^requires-python = ">=3\.(\d+),', r'^requires-python = ".*<3\.(\d+)"$'))
+        r'^version = "(.+)"$', r'^requires-python = ">=3\.(\d+),',
+        r'^requires-python = ".*<3\.(\d+)"$'))
     assert version and oldest and beyond
     assert f"\nversion: {version[1]}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"Python 3.{oldest[1]} to 3.{int(beyond[1]) - 1}." in (ROOT / "README.md").read_text()
@@ -70,18 +83,22 @@ def imported(path: Path) -> set[str]:
 
 
 def test_imports_go_one_way():
-    for path in [*(ROOT / f"{name}.py" for name in BOOK), *(path for place in PACKAGES for path in ROOT.glob(f"{place}/*.py"))]:
+    for path in [*(ROOT / f"{name}.py" for name in BOOK),
+                 *(path for place in PACKAGES for path in ROOT.glob(f"{place}/*.py"))]:
         place = path.parent.name if path.parent != ROOT else path.stem
-        ours = {name for name in imported(path) if name.split(".")[0] in {*BOOK, *PACKAGES, "tests", "tools"}}
+        ours = {name for name in imported(path)
+                if name.split(".")[0] in {*BOOK, *PACKAGES, "tests", "tools"}}
         allowed = MAY_IMPORT[place]
-        wrong = {name for name in ours if not any(name == a or name.startswith(f"{a}.") for a in allowed)
+        wrong = {name for name in ours
+                 if not any(name == a or name.startswith(f"{a}.") for a in allowed)
                  and not (name == "adapters" and "adapters.dialects" in ours)}
         assert not wrong, f"{path.relative_to(ROOT)} must not import {wrong}"
         assert not any(name.startswith("math.") for name in imported(path))
 
 
 def test_plumbing_has_no_circle():
-    files = {path.stem: {name.removeprefix("plumbing.").split(".")[0] for name in imported(path) if name.startswith("plumbing.")}
+    files = {path.stem: {name.removeprefix("plumbing.").split(".")[0] for name in imported(path)
+                         if name.startswith("plumbing.")}
              for path in ROOT.glob("plumbing/*.py")}
     while files:
         leaves = {name for name, needs in files.items() if not needs & set(files)}
@@ -92,13 +109,17 @@ def test_plumbing_has_no_circle():
 def test_the_core_and_the_kernels_need_torch_alone():
     for path in [*(ROOT / f"{name}.py" for name in CORE), *ROOT.glob("kernels/*.py")]:
         outside = {module.split(".")[0] for module in imported(path)} - set(CORE)
-        assert outside <= {*sys.stdlib_module_names, "torch"}, f"{path.relative_to(ROOT)} imports {outside}"
+        assert outside <= {*sys.stdlib_module_names,
+                           "torch"}, f"{path.relative_to(ROOT)} imports {outside}"
 
 
 # ------------------------------------------------------------------ what reads is what runs
 
 def public_with_equation():
-    """(module, function) of every public function and method-free class function of the core that cites a label."""
+    """(module, function) of every public function of the core that cites a label.
+
+    Functions of classes are none of them.
+    """
     found = set()
     for module in CORE:
         for node in ast.parse((ROOT / f"{module}.py").read_text()).body:
@@ -110,17 +131,22 @@ def public_with_equation():
 
 RUNS = [
     ["correction.preset=decoupled_token_is", "loss.kl_coef=0.1", "advantage.kind=grpo"],
-    ["correction.preset=decoupled_seq_is_rs", "correction.rollout_is_batch_normalize=true", "advantage.kind=rloo"],
-    ["correction.preset=bypass_pg_geo_rs", "advantage.kind=reinforce", "loss.kl_coef=0.1", "loss.kl_in=reward"],
-    ["correction={rollout_is: prefix, rollout_rs: {second_moment: 0.04, token_tv: 0.3, token_tv_outward: 0.3, opsm: 1, "
-     "seq_mean_k3: 1}}"],
+    ["correction.preset=decoupled_seq_is_rs", "correction.rollout_is_batch_normalize=true",
+     "advantage.kind=rloo"],
+    ["correction.preset=bypass_pg_geo_rs", "advantage.kind=reinforce", "loss.kl_coef=0.1",
+     "loss.kl_in=reward"],
+    ["correction={rollout_is: prefix, rollout_rs: {second_moment: 0.04, token_tv: 0.3, "
+     "token_tv_outward: 0.3, opsm: 1, seq_mean_k3: 1}}"],
     ["correction={score_centering: true, bypass_mode: true, loss_type: reinforce}"],
     *([f"correction.loss_type={kind}"] for kind in ("gspo", "cispo", "sapo"))]
 
 
 @pytest.fixture(scope="module")
 def entered(tiny_model, tmp_path_factory):
-    """Every (module, function) of this repository that short runs of the trainer enter, and the calls in order."""
+    """Every (module, function) of this repository that short runs of the trainer enter.
+
+    They are the calls, in order.
+    """
     import trainer
     from plumbing.tasks import Task
     directory, home, calls = tmp_path_factory.mktemp("entered"), os.getcwd(), []
@@ -137,8 +163,9 @@ def entered(tiny_model, tmp_path_factory):
         try:
             for i, settings in enumerate(RUNS):
                 assert trainer.main([
-                    "task.size=1", "task.eval_size=8", "rollout.prompts=4", "rollout.samples=4", "rollout.max_tokens=5",
-                    "rollout.quantize_bits=4", "rollout.engine=transformers", "train.mini_batches=1", "train.steps=1",
+                    "task.size=1", "task.eval_size=8", "rollout.prompts=4", "rollout.samples=4",
+                    "rollout.max_tokens=5", "rollout.quantize_bits=4",
+                    "rollout.engine=transformers", "train.mini_batches=1", "train.steps=1",
                     f"policy.path={tiny_model}", f"run={i}", *settings]) == 0
         finally:
             sys.setprofile(None)
@@ -153,7 +180,10 @@ def test_every_equation_that_reads_is_one_that_runs(entered):
 
 
 def test_rollout_log_prob_walks_from_correction_to_loss_and_never_back(entered):
-    """In a decoupled step with one update: what is decided, the loss, and what is measured at the end."""
+    """It is read by what is decided, by the loss, and by what is measured at the end.
+
+    The step is a decoupled one, with one update.
+    """
     first_run = entered[:next(i for i, call in enumerate(entered) if call[1] == "rloo_advantages")]
     walk = [module for module, _, takes in first_run if takes]
     rooms = [module for i, module in enumerate(walk) if i == 0 or walk[i - 1] != module]
@@ -165,16 +195,18 @@ def test_rollout_log_prob_walks_from_correction_to_loss_and_never_back(entered):
 def test_correct_compiles_whole(monkeypatch):
     """`torch.compile(correct)` for whoever wants more speed: no graph break, the same results.
 
-    What it compiled for one processor's instructions it would take from its cache for another's: each has its own.
+    What it compiled for one processor's instructions it would take from its cache for another's:
+    each has its own.
     """
-    cache = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}_{torch.backends.cpu.get_cpu_capability()}"
+    cache = (f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}_"
+             f"{torch.backends.cpu.get_cpu_capability()}")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
     g = torch.Generator().manual_seed(0)
     rollout, noise, signs = torch.randn(3, 37, 50, dtype=torch.float64, generator=g)
     mask = torch.arange(50) < torch.randint(0, 51, (37, 1), generator=g)
     train = torch.where(mask, rollout + noise / 2, math.nan)
-    config = Config("token", 1.5, True, {"token_k1": (0.5, 2.0), "seq_mean_k3": 0.13, "seq_max_k1": (1e-4, None),
-                                         "opsm": 0.05})
+    config = Config("token", 1.5, True, {"token_k1": (0.5, 2.0), "seq_mean_k3": 0.13,
+                                         "seq_max_k1": (1e-4, None), "opsm": 0.05})
     compiled = torch.compile(correct, fullgraph=True)(train, rollout, mask, config, signs)
     plain = correct(train, rollout, mask, config, signs)
     torch.testing.assert_close(compiled.weights, plain.weights, rtol=1e-12, atol=1e-14)

@@ -1,4 +1,7 @@
-"""What a checkpoint costs in memory, measured from outside the process that writes it: next to nothing."""
+"""What a checkpoint costs in memory: next to nothing.
+
+It is measured from outside the process that writes it.
+"""
 
 import os
 import subprocess
@@ -26,8 +29,9 @@ with process_group() as device:
     optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
     for parameter in policy.parameters(): parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    run = SimpleNamespace(policy=policy, optimizer=optimizer, sync=WeightSync(None), main=True, before=0.0,
-                          engine=SimpleNamespace(name="transformers"), task=SimpleNamespace(digest=""))
+    run = SimpleNamespace(
+        policy=policy, optimizer=optimizer, sync=WeightSync(None), main=True, before=0.0,
+        engine=SimpleNamespace(name="transformers"), task=SimpleNamespace(digest=""))
     checkpoints = Checkpoints(Path("checkpoints"), load_config(["run=x"]))
     print("before", sum(p.numel() for p in policy.parameters()), flush=True)
     sys.stdin.readline()
@@ -43,20 +47,26 @@ def resident(pid: int) -> int:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """134 million parameters; the largest matrix is a fifth of them, as in the small models that people train."""
+    """134 million parameters; the largest matrix is a fifth of them.
+
+    So it is in the small models that people train.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
     directory = tmp_path_factory.mktemp("large") / "model"
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(
-        vocab_size=32_000, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
-        num_key_value_heads=4, tie_word_embeddings=True, dtype="float32")).save_pretrained(directory)
+        vocab_size=32_000, hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
+        num_attention_heads=12, num_key_value_heads=4, tie_word_embeddings=True,
+        dtype="float32")).save_pretrained(directory)
     return directory
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux tells what is in memory")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(),
+                    reason="only Linux tells what is in memory")
 def test_saving_takes_a_tenth_of_the_memory_at_most(model, tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", SAVE, str(model)], cwd=tmp_path, text=True, stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(HERE)})
+    process = subprocess.Popen([sys.executable, "-c", SAVE, str(model)], cwd=tmp_path, text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               env={**os.environ, "PYTHONPATH": str(HERE)})
     name, parameters = process.stdout.readline().split()
     assert name == "before" and int(parameters) > 100e6
     before, peak, began = resident(process.pid), 0, time.perf_counter()
@@ -69,12 +79,14 @@ def test_saving_takes_a_tenth_of_the_memory_at_most(model, tmp_path):
     seconds = time.perf_counter() - began
     process.communicate("\n", timeout=HANG)
     assert process.returncode == 0
-    print(f"{int(parameters) / 1e6:.0f}M parameters: {before / 2 ** 20:.0f} MB before a save, at most "
-          f"{peak / 2 ** 20:.0f} MB while it is written, {peak / before:.3f} times; {seconds:.1f} s")
+    print(f"{int(parameters) / 1e6:.0f}M parameters: {before / 2 ** 20:.0f} MB before a save, "
+          f"at most {peak / 2 ** 20:.0f} MB while it is written, {peak / before:.3f} times; "
+          f"{seconds:.1f} s")
     assert peak <= 1.1 * before
     [file] = (tmp_path / "checkpoints/step-000001").glob("*.safetensors")
     saved, first = load_file(file), load_file(model / "model.safetensors")
-    assert set(saved) > {f"policy.model.{name}" for name in first} and "exp_avg_sq.model.model.norm.weight" in saved
+    assert (set(saved) > {f"policy.model.{name}" for name in first}
+            and "exp_avg_sq.model.model.norm.weight" in saved)
 
 
 FAULTS = """
@@ -82,18 +94,21 @@ import resource, sys, torch
 from plumbing.run import keep_memory
 if sys.argv[1] == "kept": keep_memory()
 for tensor in range(12):
-    if tensor == 8:             # the first few still find their places: an aligned block leaves holes at its ends
+    # The first few still find their places: an aligned block leaves holes at its ends.
+    if tensor == 8:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.zeros(2 ** 24)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""),
+@pytest.mark.skipif(not hasattr(os, "confstr")
+                    or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""),
                     reason="glibc's mallopt is asked for")
 def test_what_was_freed_is_taken_again_without_the_kernel():
     """64 MB are 16 384 pages: handed out anew for each of the last four tensors, or for none."""
     def faults(how):
-        return int(subprocess.run([sys.executable, "-c", FAULTS, how], text=True, check=True, stdout=subprocess.PIPE,
-                                  env={**os.environ, "PYTHONPATH": str(HERE)}).stdout)
+        return int(subprocess.run(
+            [sys.executable, "-c", FAULTS, how], text=True, check=True, stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(HERE)}).stdout)
     assert faults("given back") > 4000 > 100 > faults("kept")

@@ -1,7 +1,7 @@
-"""metrics.py: each metric is what its name says, counted by hand; parts merge into the whole exactly.
+"""metrics.py: each metric is what its name says, counted by hand; parts merge exactly.
 
-`by_hand` computes every metric from lists of numbers, one response after another, without torch. What the
-peers themselves return is compared in test_correction.py.
+`by_hand` computes every metric from lists of numbers, one response after another, without torch.
+What the peers themselves return is compared in test_peers.py.
 """
 
 import itertools
@@ -10,19 +10,14 @@ import random
 
 import pytest
 import torch
-from oracle import close, f64
+from oracle import (close, f64)
 from tolerances import gamma
+from examples import (GOOD, X)
 
 from correction import correct
-from rejection import CRITERIA
 from correction import RolloutCorrectionConfig as Config
-from estimators import sampling_log_probs
-from losses import policy_loss
-from doctor import HEALTHY, diagnose
 from metrics import Statistics, Tokens, merge, offpolicy_metrics, to_host
-
-GOOD = torch.tensor([[True, True, False], [True, False, False], [True, True, True], [False] * 3])
-X = f64([[0.1, -0.3, 9.0], [0.5, 9.0, 9.0], [0.2, 0.4, -0.9], [9.0] * 3])
+from rejection import CRITERIA
 
 
 # --------------------------------------------------------------------------------------- statistics
@@ -35,11 +30,12 @@ def collected(values, mask):
 
 
 def read(statistics):
-    return {name.removeprefix("rollout_corr/"): value for name, value in statistics.metrics().items()}
+    return {name.removeprefix("rollout_corr/"): value
+            for name, value in statistics.metrics().items()}
 
 
 def reduced(x):
-    """Every reduction, by torch, of a flat tensor."""
+    """Return every reduction of a flat tensor, by torch."""
     n = len(x)
     return {"mean": x.mean(), "std": x.std(correction=0), "min": x.min(), "max": x.max(),
             "sample_std": x.std() if n > 1 else x.new_zeros(()),
@@ -52,14 +48,15 @@ def test_statistics_merge_exactly(dtype, pieces):
     """eq:merge: any split gives what torch gives on the whole; also with a part that is empty."""
     generator = torch.Generator().manual_seed(pieces)
     values = torch.randn(40, 3, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    tolerance = gamma(16) if dtype == torch.float32 else 1e-12      # float32 within a row of three, as in an ESS
+    tolerance = gamma(16) if dtype == torch.float32 else 1e-12      # a row of three, as in an ESS
     mask = torch.rand(40, 3, generator=generator) < 0.6
     cuts = sorted(torch.randint(0, 40, (pieces - 1,), generator=generator).tolist())
     parts = []
     for a, b in zip([0, *cuts, 40], [*cuts, 40, 40]):               # the last one is empty
         tokens = Tokens.of(mask[a:b])
-        parts.append(Statistics.of([(tokens.sums(torch.where(mask, values, math.nan)[a:b]), ASKED),
-                                    (tokens.sums(2 - values[a:b]), {"other": "mean", "alias": "mean"})]))
+        parts.append(Statistics.of([
+            (tokens.sums(torch.where(mask, values, math.nan)[a:b]), ASKED),
+            (tokens.sums(2 - values[a:b]), {"other": "mean", "alias": "mean"})]))
     out = read(parts[0].merge(parts[1:]))
     expected = reduced(values.detach().double()[mask])
     for how, value in expected.items():
@@ -83,12 +80,16 @@ def test_statistics_of_few_values(values):
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)])
 def test_statistics_of_no_tokens_at_all(shape):
-    """eq:merge"""
-    assert all(value == 0 for value in read(collected(torch.zeros(shape), torch.ones(shape))).values())
+    """eq:merge: every statistic of nothing is 0."""
+    found = read(collected(torch.zeros(shape), torch.ones(shape)))
+    assert all(value == 0 for value in found.values())
 
 
 def test_statistics_widen_half_precision():
-    """eq:merge: bfloat16 values are summed as what they are. Their 8 bits and the 10 of 1 000 are exact in float32."""
+    """eq:merge: bfloat16 values are summed as what they are.
+
+    Their 8 bits and the 10 of 1 000 are exact in float32.
+    """
     x = torch.full((3, 1000), 0.1, dtype=torch.bfloat16)
     found = read(collected(x, torch.ones(3, 1000)))
     assert found["mean"] == x[0, 0].item() and found["std"] == 0
@@ -97,10 +98,11 @@ def test_statistics_widen_half_precision():
 @pytest.mark.parametrize("center", [1.0, math.e])
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 1e-4, 1e-5])
 def test_statistics_see_a_small_spread_in_float32(spread, center):
-    """eq:merge: weights 1 ± 1e-5 of a good engine, or a constant ρ = e: no spread drowns in Σx², nor appears."""
+    """eq:merge: of weights 1 ± 1e-5, or a constant ρ = e, no spread drowns in Σx², nor appears."""
     x = center + spread * torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
     exact = x.double().std(correction=0).item()
-    assert read(collected(x, torch.ones(5, 1000)))["std"].item() == pytest.approx(exact, rel=1e-4, abs=1e-7)
+    found = read(collected(x, torch.ones(5, 1000)))["std"].item()
+    assert found == pytest.approx(exact, rel=1e-4, abs=1e-7)
 
 
 def test_statistics_over_ranks(monkeypatch):
@@ -110,7 +112,8 @@ def test_statistics_over_ranks(monkeypatch):
     def all_reduce(tensor, op=torch.distributed.ReduceOp.SUM, group=None):
         assert group == "ranks"
         summed = op == torch.distributed.ReduceOp.SUM
-        tensor.copy_(tensor + there.table[:, :3] if summed else torch.maximum(tensor, there.table[:, 3:]))
+        tensor.copy_(tensor + there.table[:, :3] if summed
+                     else torch.maximum(tensor, there.table[:, 3:]))
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     before = here.metrics()
@@ -119,7 +122,7 @@ def test_statistics_over_ranks(monkeypatch):
     assert before == here.metrics()
 
 
-# ------------------------------------------------------------------------------- metrics, by hand
+# --------------------------------------------------------------------------------- metrics, by hand
 
 def exp(x, bound=20.0):
     return math.exp(max(-bound, min(bound, x)))
@@ -130,7 +133,8 @@ def mean(values):
 
 
 def std(values, lost=0):
-    return math.sqrt(sum((v - mean(values)) ** 2 for v in values) / max(1, len(values) - lost)) if values else 0.0
+    squares = sum((v - mean(values)) ** 2 for v in values)
+    return math.sqrt(squares / max(1, len(values) - lost)) if values else 0.0
 
 
 def ess(values):
@@ -139,18 +143,19 @@ def ess(values):
 
 
 def spread(prefix, rows, center, weights=True):
-    """Of a list of numbers for every response."""
+    """Return the metrics of a list of numbers for every response."""
     flat, means = [v for row in rows for v in row], [mean(row) for row in rows]
     found = {"mean": mean(flat), "max": max(flat, default=0), "min": min(flat, default=0),
-             "seq_mean": mean(means), "seq_max": max(means, default=0), "seq_min": min(means, default=0),
-             "seq_std": std(means, 1), "seq_max_deviation": max((abs(m - center) for m in means), default=0)}
+             "seq_mean": mean(means), "seq_max": max(means, default=0),
+             "seq_min": min(means, default=0), "seq_std": std(means, 1),
+             "seq_max_deviation": max((abs(m - center) for m in means), default=0)}
     if weights:
         found |= {"std": std(flat), "eff_sample_size": ess(flat), "seq_eff_sample_size": ess(means)}
     return {f"{prefix}_{name}": value for name, value in found.items()}
 
 
 def at(level, rows):
-    """log ρ of a level, on every token."""
+    """Return log ρ of a level, on every token."""
     if level == "token":
         return rows
     if level == "prefix":
@@ -169,27 +174,29 @@ def share(rows, of_rows=False):
 
 
 def of_ratio(prefixes, logs, applied, bounds, by_row):
-    """ρ and, after it, the weights that are applied, with what is beyond the bounds."""
+    """Return the metrics of ρ, then of the weights that are applied: shares beyond the bounds, too."""
     lo, hi = 0 if bounds[0] is None else bounds[0], math.inf if bounds[1] is None else bounds[1]
     rho, found = [[exp(x) for x in row] for row in logs], {}
     for prefix, rows in zip(prefixes, (rho, applied), strict=False):
         found |= spread(prefix, rows, 1)
         found |= {
-            f"{prefix}_ratio_fraction_low": share([[lo > 0 and x < math.log(lo) for x in row] for row in logs], by_row),
-            f"{prefix}_ratio_fraction_high": share([[hi < math.inf and x > math.log(hi) for x in row] for row in logs], by_row),
+            f"{prefix}_ratio_fraction_low": share(
+                [[lo > 0 and x < math.log(lo) for x in row] for row in logs], by_row),
+            f"{prefix}_ratio_fraction_high": share(
+                [[hi < math.inf and x > math.log(hi) for x in row] for row in logs], by_row),
             f"{prefix}_seq_fraction_low": mean([float(mean(row) < lo) for row in rho]),
             f"{prefix}_seq_fraction_high": mean([float(mean(row) > hi) for row in rho])}
     return found
 
 
 def second_moment(rows, bound):
-    """The largest of these up to which they have a mean of at most `bound`; 0 where there is none."""
+    """Return the largest up to which the mean is at most `bound`; 0 where there is none."""
     flat = [v for row in rows for v in row]
     return max((v for v in flat if mean([w for w in flat if w <= v]) <= bound), default=0.0)
 
 
 def of_criterion(name, bound, logs, advantages, mu):
-    """(metrics, which tokens are rejected) of one criterion."""
+    """Return the metrics of one criterion, and which tokens it rejects."""
     prefix = f"rollout_rs_{name}"
     limited = [[max(-20.0, min(20.0, x)) for x in row] for row in logs]
     estimate = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
@@ -199,10 +206,12 @@ def of_criterion(name, bound, logs, advantages, mu):
         rows = [[torch.tensor(x * x).float().item() for x in row] for row in logs]
         least, most = -math.inf, second_moment(rows, bound)
     elif name.startswith("token_tv"):
-        apart = [[math.exp(min(0.0, m + x)) - math.exp(m) for x, m in zip(*pair)] for pair in zip(logs, mu)]
+        apart = [[math.exp(min(0.0, m + x)) - math.exp(m) for x, m in zip(*pair)]
+                 for pair in zip(logs, mu)]
         signs = [[(a > 0) - (a < 0) if name.endswith("outward") else 1 if v > 0 else -1
                   for a, v in zip(*pair)] for pair in zip(advantages, apart)]
-        rows, least, most = [[a * s for a, s in zip(*pair)] for pair in zip(apart, signs)], -math.inf, bound
+        rows = [[a * s for a, s in zip(*pair)] for pair in zip(apart, signs)]
+        least, most = -math.inf, bound
     else:
         rows = [[estimate[name[-2:]](x) for x in row] for row in limited]
         least, most = -math.inf, bound
@@ -215,11 +224,13 @@ def of_criterion(name, bound, logs, advantages, mu):
     elif name.startswith("seq"):
         lowest = highest = at("sequence" if name.startswith("seq_sum") else "geometric", rows)
     judged = lowest, highest
-    if name.endswith("k1"):                             # judged as it is, reported within ±20 a token
+    if name.endswith("k1"):                     # judged as it is, reported within ±20 a token
         own = [[-x for x in row] for row in logs]
         level = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric"}.get(name[:-3])
-        judged = [at(level, own)] * 2 if level else [[[end(row)] * len(row) for row in own] for end in (min, max)]
-    low, high = [[v < least for v in row] for row in judged[0]], [[v > most for v in row] for row in judged[1]]
+        judged = [at(level, own)] * 2 if level else [
+            [[end(row)] * len(row) for row in own] for end in (min, max)]
+    low = [[v < least for v in row] for row in judged[0]]
+    high = [[v > most for v in row] for row in judged[1]]
     if name == "opsm":
         high = [[h and a < 0 for h, a in zip(*pair)] for pair in zip(high, advantages)]
     gone = [[a or b for a, b in zip(*pair)] for pair in zip(low, high)]
@@ -229,8 +240,10 @@ def of_criterion(name, bound, logs, advantages, mu):
                           ("high", high, [mean(row) > most for row in highest])):
         by_row = not name.startswith("token") and name != "second_moment"
         found[f"{prefix}_fraction_{end}"] = share(hit, by_row)
-        found[f"{prefix}_seq_fraction_{end}"] = share(hit, True) if by_row else mean([float(f) for f in far])
-    found |= {f"{prefix}_masked_fraction": share(gone), f"{prefix}_seq_masked_fraction": share(gone, True)}
+        found[f"{prefix}_seq_fraction_{end}"] = (
+            share(hit, True) if by_row else mean([float(f) for f in far]))
+    found |= {f"{prefix}_masked_fraction": share(gone),
+              f"{prefix}_seq_masked_fraction": share(gone, True)}
     level = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}.get(name)
     if level:
         found |= of_ratio([f"{prefix}_rho"], at(level, logs), None, bound, level != "token")
@@ -238,23 +251,28 @@ def of_criterion(name, bound, logs, advantages, mu):
 
 
 def by_hand(train, rollout, mask, config, advantages):
-    """{metric: value} of a batch, all responses without a token left aside."""
+    """Return {metric: value} of a batch; responses without a token are left aside."""
     def listed(x):
-        return [[v for v, m in zip(row, on) if m] for row, on in zip(x.tolist(), mask.tolist()) if any(on)]
+        return [[v for v, m in zip(row, on) if m]
+                for row, on in zip(x.tolist(), mask.tolist()) if any(on)]
     logs = [[a - b for a, b in zip(*rows)] for rows in zip(listed(train), listed(rollout))]
     flat, rho = [x for row in logs for x in row], [exp(x) for row in logs for x in row]
-    ppl = {name: [-mean(row) for row in listed(x)] for name, x in (("training", train), ("rollout", rollout))}
+    ppl = {name: [-mean(row) for row in listed(x)]
+           for name, x in (("training", train), ("rollout", rollout))}
     apart = [-mean(row) for row in logs]
     found = {"kl": -mean(flat), "k3_kl": mean([r - 1 - x for r, x in zip(rho, flat)]),
-             "chi2_token": mean([r * r - 1 for r in rho]), "is_ratio_mean": mean(rho), "is_ratio_std": std(rho, 1),
+             "chi2_token": mean([r * r - 1 for r in rho]), "is_ratio_mean": mean(rho),
+             "is_ratio_std": std(rho, 1),
              "is_ratio_max": max(rho, default=0), "is_ratio_min": min(rho, default=0),
              "chi2_seq": mean([exp(2 * sum(row), 40) - 1 for row in logs]),
              "log_ppl_diff": mean(apart), "log_ppl_diff_max": max(apart, default=0),
-             "log_ppl_diff_min": min(apart, default=0), "log_ppl_abs_diff": mean([abs(x) for x in apart]),
+             "log_ppl_diff_min": min(apart, default=0),
+             "log_ppl_abs_diff": mean([abs(x) for x in apart]),
              "ppl_ratio": mean([exp(x, 80) for x in apart]),
              "kl_z": z([-x for x in flat]), "is_ratio_z": z([r - 1 for r in rho])}
     for name, values in ppl.items():
-        found |= {f"{name}_log_ppl": mean(values), f"{name}_ppl": mean([exp(x, 80) for x in values])}
+        found |= {f"{name}_log_ppl": mean(values),
+                  f"{name}_ppl": mean([exp(x, 80) for x in values])}
     if config.rollout_is is not None:
         found |= weights_by_hand(logs, config)
     kept = [[True] * len(row) for row in logs]
@@ -265,8 +283,10 @@ def by_hand(train, rollout, mask, config, advantages):
     veto = (config.rollout_rs.get("seq_max_k1") or (None,))[0]
     vetoed = [[veto is not None and x < math.log(veto) for x in row] for row in logs]
     gone = [[not k for k in row] for row in kept]
-    return found | {"rollout_is_catastrophic_token_fraction": share(vetoed), "rollout_is_veto_fraction": share(vetoed, True),
-                    "rollout_rs_masked_fraction": share(gone), "rollout_rs_seq_masked_fraction": share(gone, True),
+    return found | {"rollout_is_catastrophic_token_fraction": share(vetoed),
+                    "rollout_is_veto_fraction": share(vetoed, True),
+                    "rollout_rs_masked_fraction": share(gone),
+                    "rollout_rs_seq_masked_fraction": share(gone, True),
                     "all_rejected": float(bool(kept) and not any(k for row in kept for k in row))}
 
 
@@ -274,7 +294,8 @@ def weights_by_hand(logs, config):
     level, bound = config.rollout_is, config.rollout_is_threshold
     logs = at(level, logs)
     if isinstance(bound, tuple):
-        inside = [[(bound[0] is None or x >= math.log(bound[0])) and (bound[1] is None or x <= math.log(bound[1]))
+        inside = [[(bound[0] is None or x >= math.log(bound[0]))
+                   and (bound[1] is None or x <= math.log(bound[1]))
                    for x in row] for row in logs]
         applied = [[exp(x) * keep for x, keep in zip(*rows)] for rows in zip(logs, inside)]
         zeroed = [[not keep for keep in row] for row in inside]
@@ -287,12 +308,14 @@ def weights_by_hand(logs, config):
         found |= {"rollout_is_masked_fraction": share(zeroed),
                   "rollout_is_seq_masked_fraction": share(zeroed, True)}
     if config.rollout_is_batch_normalize:
-        found["rollout_is_batch_norm_factor"] = found["rollout_is_mean" if level in ("token", "prefix") else "rollout_is_seq_mean"]
+        of_tokens = level in ("token", "prefix")
+        found["rollout_is_batch_norm_factor"] = found[
+            "rollout_is_mean" if of_tokens else "rollout_is_seq_mean"]
     return found
 
 
 def drawn(rng):
-    """A batch and a configuration; some responses are empty, some ρ are huge, some bounds exclude 1."""
+    """Draw a batch and a configuration: with empty responses, huge ρ, bounds that exclude 1."""
     rows, length, scale = rng.randint(1, 6), rng.randint(1, 8), rng.choice([1e-3, 0.3, 3.0, 40.0])
     g = torch.Generator().manual_seed(rng.randrange(2 ** 20))
     rollout = -3 * torch.rand(rows, length, generator=g, dtype=torch.float64)
@@ -305,8 +328,8 @@ def drawn(rng):
         return rng.choice([(lo, hi), (None, hi), (lo, None)])
     criteria = {name: pair() if name.endswith("k1") else rng.uniform(1e-3, 3)
                 for name in rng.sample([*CRITERIA], rng.randint(0, 4))}
-    config = Config(rng.choice([None, "token", "prefix", "sequence", "geometric"]), rng.choice([0.05, 0.7, 2.0, pair()]),
-                    rng.random() < 0.5, criteria)
+    config = Config(rng.choice([None, "token", "prefix", "sequence", "geometric"]),
+                    rng.choice([0.05, 0.7, 2.0, pair()]), rng.random() < 0.5, criteria)
     return train, rollout, mask, config, signs
 
 
@@ -320,10 +343,11 @@ def test_every_metric_is_what_it_is_by_hand(seed):
         found, expected = read(result.statistics), by_hand(train, rollout, mask, config, signs)
         assert set(found) == set(expected)
         for name, value in expected.items():
-            # a standard deviation is the root of a cancelling difference: 1e-8 of the values where it is 0
-            size = max([1.0, *(abs(v) for k, v in expected.items() if k == name.removesuffix("std") + "mean")])
-            tolerance = 1e-7 * size if name.endswith("std") else 1e-9
-            assert found[name].item() == pytest.approx(value, rel=1e-6, abs=tolerance), (name, config)
+            # a standard deviation is the root of a cancelling difference: 1e-8 of its mean where 0
+            of_mean = expected.get(name.removesuffix("std") + "mean", 0.0)
+            tolerance = 1e-7 * max(1.0, abs(of_mean)) if name.endswith("std") else 1e-9
+            near = pytest.approx(value, rel=1e-6, abs=tolerance)
+            assert found[name].item() == near, (name, config)
 
 
 @pytest.mark.parametrize("scale", [1e-2, 1e-3])
@@ -331,8 +355,9 @@ def test_every_metric_is_what_it_is_by_hand(seed):
 def test_single_precision_is_as_good_as_double(scale, level):
     """Sums over 2 000 tokens in float32 lose nothing that the log-probs themselves still have.
 
-    That is more than rounding promises: in the worst case a sum of n loses n roundings of 6e-8, in an order whose
-    roundings are independent √n of them (Higham and Mary 2019), 3e-6 here. 2e-4 is allowed.
+    That is more than rounding promises: in the worst case a sum of n loses n roundings of 6e-8, in
+    an order whose roundings are independent √n of them (Higham and Mary 2019), 3e-6 here. 2e-4 is
+    allowed.
     """
     g = torch.Generator().manual_seed(0)
     rollout = -3 * torch.rand(40, 2000, generator=g)
@@ -342,7 +367,8 @@ def test_single_precision_is_as_good_as_double(scale, level):
     single = to_host(correct(train, rollout, mask, config).metrics)
     double = to_host(correct(train.double(), rollout.double(), mask, config).metrics)
     for name, value in single.items():
-        # each e^x is rounded by up to 6e-8; what is the mean of many is better than that. A z divides the rounding of
+        # each e^x is rounded by up to 6e-8; what is the mean of many is better than that. A z
+        # divides the rounding of
         # a sum, √N times that of one, by √N times the spread.
         tolerance = 4 * 6e-8 / scale if name.endswith("_z") else 1e-8
         assert value == pytest.approx(double[name], rel=2e-4, abs=tolerance), name
@@ -352,103 +378,17 @@ def test_offpolicy_metrics_are_those_of_a_correction():
     g = torch.Generator().manual_seed(0)
     train, rollout = torch.randn(2, 5, 7, generator=g, dtype=torch.float64)
     mask = torch.rand(5, 7, generator=g) < 0.7
-    found, every = offpolicy_metrics(train, rollout, mask), correct(train, rollout, mask, Config()).metrics
-    assert found.items() <= every.items() and {"rollout_corr/kl", "rollout_corr/ppl_ratio"} <= set(found)
+    found = offpolicy_metrics(train, rollout, mask)
+    every = correct(train, rollout, mask, Config()).metrics
+    assert found.items() <= every.items()
+    assert {"rollout_corr/kl", "rollout_corr/ppl_ratio"} <= set(found)
 
 
 def test_merged_parts_are_the_whole():
     g = torch.Generator().manual_seed(0)
     train, rollout = torch.randn(2, 6, 7, generator=g, dtype=torch.float64)
     config = Config("token", rollout_rs={"seq_mean_k1": (0.5, 1.5)})
-    parts = [correct(train[i], rollout[i], torch.ones(len(i), 7), config) for i in ([0], [1, 2, 3], [4, 5])]
+    parts = [correct(train[i], rollout[i], torch.ones(len(i), 7), config)
+             for i in ([0], [1, 2, 3], [4, 5])]
     whole = to_host(correct(train, rollout, torch.ones(6, 7), config).metrics)
     assert to_host(merge(parts)) == pytest.approx(whole, rel=1e-9, abs=1e-9)
-
-
-# -------------------------------------------------------------------------------------- diagnosis
-
-def test_diagnose_is_silent_when_nothing_is_wrong_and_names_metric_and_knob_otherwise():
-    x = torch.full((2, 3), -1.0)
-    assert diagnose(correct(x, x, x.bool(), Config.decoupled_token_is()).metrics) == []
-    assert diagnose({}) == []
-    for name, low, high, _, remedy in HEALTHY:
-        for value in (low - 1.5, high + 1.5):               # neither severe
-            sentence, = diagnose({f"rollout_corr/{name}": value})
-            assert sentence.startswith(name) and remedy in sentence and sentence.endswith(".")
-        assert diagnose({name: low}) == diagnose({name: torch.tensor(high, dtype=torch.float64)}) == []
-    assert "not finite" in diagnose({"rollout_corr/kl": math.nan})[0]
-    assert len(diagnose({"kl": math.nan, "k3_kl": math.nan})) == 2          # each once
-
-
-@pytest.mark.parametrize("name, well, ill", [
-    ("all_rejected", 0, 1), ("rollout_is_mean", 0.11, 0.09), ("rollout_is_mean", 1.99, 2.01),
-    ("rollout_is_raw_eff_sample_size", 0.006, 0.004), ("rollout_is_std", 0.99, 1.01),
-    ("rollout_is_catastrophic_token_fraction", 0.009, 0.011), ("rollout_is_veto_fraction", 0.09, 0.11),
-    ("rollout_rs_seq_masked_fraction", 0.49, 0.51), ("k3_kl", 0.149, 0.151), ("chi2_token", 4.99, 5.01),
-    ("chi2_token", -0.9, -1.1), ("ppl_ratio", 0.81, 0.79), ("ppl_ratio", 1.24, 1.26),
-    ("rollout_is_masked_fraction", 0.49, 0.99), ("rollout_rs_masked_fraction", 0.89, 0.91),
-    ("loss/bypass_clip_fraction", 0.004, 0.006), ("k3_kl", -1e-9, -1e-3),
-])
-def test_the_limits_of_health(name, well, ill):
-    assert diagnose({name: well}) == [] and len(diagnose({name: ill})) == 1
-
-
-def sampled(seed, rows=64, length=50, noise=0.3, temperature=1.0, keep=None):
-    """log π and log μ of tokens that μ drew: μ is π with noise on its logits, sharpened, cut to its `keep` likeliest."""
-    g = torch.Generator().manual_seed(seed)
-    logits = torch.randn(rows, length, 12, generator=g, dtype=torch.float64)
-    log_pi = logits.log_softmax(-1)
-    log_mu, _ = sampling_log_probs(logits + noise * torch.randn(logits.shape, generator=g, dtype=torch.float64),
-                                   temperature, top_k=keep or 0)
-    drawn = torch.multinomial(log_mu.exp().flatten(0, 1), 1, generator=g).view(rows, length, 1)
-    return [x.gather(-1, drawn)[..., 0] for x in (log_pi, log_mu)]
-
-
-def test_an_honest_record_is_standard_normal():
-    """eq:martingale: z over 200 batches of 3 200 tokens has mean 0 and variance 1, and no batch is named improper."""
-    found = [to_host(offpolicy_metrics(*sampled(seed), torch.ones(64, 50))) for seed in range(200)]
-    z = torch.tensor([x["rollout_corr/is_ratio_z"] for x in found], dtype=torch.float64)
-    print(f"mean {z.mean():.2f} ± {z.std() / 200 ** 0.5:.2f}, deviation {z.std():.2f}, largest {z.abs().max():.1f}")
-    assert abs(z.mean()) < 4 / 200 ** 0.5 and abs(z.std() - 1) < 4 / 400 ** 0.5 and z.abs().max() < 5
-    assert all(x["rollout_corr/kl_z"] > 5 for x in found)                          # KL(μ‖π) > 0, and it is seen
-    assert not any("is_ratio_mean" in s or s.startswith("kl ") for x in found for s in diagnose(x))
-
-
-@pytest.mark.parametrize("wrong, word", [
-    (lambda: sampled(0, noise=0, keep=6), "is_ratio_mean is 0.8"),                       # a cut that is not replayed
-    (lambda: (sampled(0, noise=0, temperature=0.7)[1], sampled(0, noise=0, temperature=0.7)[0]), "kl is -0.")])
-def test_an_improper_pair_is_named(wrong, word):
-    """eq:martingale: π uncut under a cut μ has E[ρ] below 1; a record at another temperature has E[log ρ] > 0."""
-    log_pi, log_mu = wrong()
-    sentences = diagnose(offpolicy_metrics(log_pi, log_mu, torch.ones(log_pi.shape)))
-    assert any(sentence.startswith(word) for sentence in sentences) and all(s.endswith(".") for s in sentences)
-
-
-def test_the_cap_and_the_tail_are_not_blamed_on_rho():
-    """Sequence weights over 2 000 tokens at a usual k3 of 2e-3: their mean is far below 1, and ρ is as it should be."""
-    g = torch.Generator().manual_seed(0)
-    log_rho = 0.063 * torch.randn(64, 2000, generator=g, dtype=torch.float64) - 0.063 ** 2 / 2          # E[ρ] = 1
-    metrics = correct(log_rho, torch.zeros_like(log_rho), torch.ones(64, 2000), Config("sequence")).metrics
-    found = to_host(metrics)
-    assert 1.5e-3 < found["rollout_corr/k3_kl"] < 2.5e-3 and found["rollout_corr/rollout_is_mean"] < 0.5
-    assert not any("ratio_mean" in s or "is_mean" in s for s in diagnose(metrics))
-    [sentence] = diagnose({"rollout_is_mean": 0.05})
-    assert "a cap takes the rest" in sentence and "temperature" not in sentence
-
-
-def test_a_mismatch_that_nothing_corrects_is_named():
-    x = torch.zeros(4, 50, dtype=torch.float64)
-    train = x + torch.where(torch.arange(50) % 2 == 0, 0.1, -0.1)                                      # k3 = 0.005
-    named = [
-        any("nothing corrects it" in s for s in diagnose(correct(train, x, torch.ones(4, 50), config).metrics))
-        for config in (Config.disabled(), Config.decoupled_token_is(), Config(rollout_rs={"token_k1": (0.95, 2.0)}))]
-    assert named == [True, False, False]
-    assert diagnose(offpolicy_metrics(train, x, torch.ones(4, 50))) == []                 # who knows what is done about it
-    _, metrics = policy_loss(train, None, x, torch.ones(4, 50), torch.ones(4, 50), Config.bypass_ppo_clip())
-    assert not any("nothing corrects it" in s for s in diagnose(metrics))
-
-
-@pytest.mark.parametrize("chi2, word", [(5.5, "a large shift"), (9.99, "a large shift"), (10.0, "a severe shift"), (99.0, "a severe shift")])
-def test_a_severe_shift_has_a_sentence_of_its_own(chi2, word):
-    sentence, = diagnose({"chi2_token": chi2})
-    assert word in sentence and ("sample anew" in sentence) == (chi2 >= 10)

@@ -1,4 +1,5 @@
-"""The museum: wrong forms that shipped or were proposed, each in a line or two beside the right one.
+"""The museum: wrong forms that shipped or were proposed, each in a line or two beside the right
+one.
 
 An exhibit returns (wrong, right, exact): `wrong` as it shipped, `right` from this project's public
 functions, `exact` from the oracle or by hand. The one test demands right = exact, and of wrong an
@@ -16,7 +17,8 @@ from correction import RolloutCorrectionConfig as Config
 from correction import correct
 from estimators import (aggregate_log_ratio, effective_sample_size, exp_ratio, kl_estimate,
                         rloo_advantages, sampling_log_probs)
-from losses import LossConfig, aggregate_loss, count, kl_loss, policy_loss, ppo_clip_loss, reinforce_loss
+from losses import (LossConfig, aggregate_loss, count, kl_loss, policy_loss, ppo_clip_loss,
+                    reinforce_loss)
 from metrics import Statistics, Tokens
 
 PI = Policy(3, 3, seed=0)
@@ -46,7 +48,8 @@ def ours(config, sampler=MU, batch=1, **options):
     """The expected gradient of policy_loss on sequences of the sampler; π_old = π_θ."""
     mu_lp = sampler.log_probs().detach()
     return estimator_moments(PI, sampler, lambda i: policy_loss(
-        LP[i], LP[i], mu_lp[i], A[i], MASK[i], config, LossConfig(aggregation=SUM, **options))[0], batch).mean
+        LP[i], LP[i], mu_lp[i], A[i], MASK[i], config, LossConfig(aggregation=SUM, **options))[0],
+                             batch).mean
 
 
 def kl_mean(kind, sampler=PI, ratio=None):
@@ -80,7 +83,8 @@ def weight_applied_twice():
         lp[i], old[i], r[i], 1.0, 1e9)).sum()).mean
     config = Config("token", math.inf, bypass_mode=True)
     once = estimator_moments(pi, mu, lambda i: policy_loss(
-        lp[i], old[i], old[i], r[i], pi.mask[i], config, LossConfig(clip_low=1.0, clip_high=1e9))[0]).mean
+        lp[i], old[i], old[i], r[i], pi.mask[i], config,
+        LossConfig(clip_low=1.0, clip_high=1e9))[0]).mean
     return twice, once, -grad_J(pi, r)
 
 
@@ -90,7 +94,8 @@ def old_policy_taken_for_the_sampler():
     return mean(reinforce_loss(LP, A)), ours(Config("sequence", math.inf)), UP
 
 
-@exhibit("unsloth-zoo, found in review: https://github.com/unslothai/unsloth-zoo/pull/870", "eq:levels")
+@exhibit("unsloth-zoo, found in review: https://github.com/unslothai/unsloth-zoo/pull/870",
+         "eq:levels")
 def sequence_ratio_as_a_sum_of_exps():
     """Σ_t ρ_t instead of Π_t ρ_t: E_μ of the product is 1, of the sum the mean length."""
     right = exp_ratio(aggregate_log_ratio(LP - MU_LP, MASK, "sequence"))[:, 0]
@@ -103,7 +108,7 @@ def reinforce_in_name_alone():
     """bypass_mode=True loss_type=reinforce without a loss_mode: verl sets old_log_prob to
     rollout_log_prob, and its default loss_mode is PPO's clip around π_rollout, without a weight.
     The expected loss is 0.951 instead of −0.349; the gradient misses ∇J by 95 % of its length."""
-    clip = ppo_clip_loss(LP, MU_LP, A, 0.2, 0.2, dual_clip=3.0)     # verl's clip_ratio, clip_ratio_c
+    clip = ppo_clip_loss(LP, MU_LP, A, 0.2, 0.2, dual_clip=3.0)  # verl's clip_ratio, clip_ratio_c
     wrong = expectation(MU, (clip * MASK).sum(-1))
     right = expectation(MU, torch.stack([policy_loss(
         LP[[i]], None, MU_LP[[i]], A[[i]], MASK[[i]], SEQUENCE_IS, LossConfig(aggregation=SUM))[0]
@@ -132,12 +137,14 @@ def product_of_truncated_token_weights():
             correct(LP, MU_LP, MASK, Config.decoupled_geo_rs_token_tis(1.2)).weights, exact)
 
 
-@exhibit("verl's preset bypass_ppo_clip over rounded rollouts: docs/algo/rollout_corr_math.md", "eq:bypass")
+@exhibit("verl's preset bypass_ppo_clip over rounded rollouts: docs/algo/rollout_corr_math.md",
+         "eq:bypass")
 def clip_around_a_damaged_sampler():
-    """π errs by 0.025, a rounded μ by 0.2: the clip drops the wrong token where A < 0, the right one
-    where A > 0, and blames the right one for what fails later. The sign is reversed. (T = 1)"""
-    pi, mu = Policy(3, 1), Policy(3, 1)                 # wrong; right, as is the rest; right, the rest is not
-    pi.logits, mu.logits = f64([[0.025, 0.4875, 0.4875]]).log().requires_grad_(), f64([[0.2, 0.4, 0.4]]).log()
+    """π errs by 0.025, a rounded μ by 0.2: the clip drops the wrong token where A < 0, the right
+    one where A > 0, and blames the right one for what fails later. The sign is reversed. (T = 1)"""
+    pi, mu = Policy(3, 1), Policy(3, 1)  # wrong; right, as is the rest; right, the rest is not
+    pi.logits, mu.logits = f64([[0.025, 0.4875,
+                                 0.4875]]).log().requires_grad_(), f64([[0.2, 0.4, 0.4]]).log()
     r, lp, mu_lp = f64([[0.0], [1.0], [0.0]]), pi.log_probs(), mu.log_probs()
     a = r - expectation(mu, r)
     bypass, tokens = (estimator_moments(pi, mu, lambda i, c=config: policy_loss(
@@ -162,7 +169,10 @@ def k1_bounds_on_minus_log_rho():
          "https://github.com/verl-project/verl/issues/5859",
          "eq:rejection")
 def nothing_survives_and_the_mean_is_0_over_0():
-    """All rejected: AssertionError, RuntimeError, or 0/0 in the loss. Here 0, with the graph attached."""
+    """All rejected: AssertionError, RuntimeError, or 0/0 in the loss.
+
+    Here 0, with the graph attached.
+    """
     config = Config(rollout_rs={"token_k1": (1e6, None)})
     right = policy_loss(LP, LP, MU_LP, A, MASK, config, LossConfig(denominator="kept"))[0]
     kept = correct(LP, MU_LP, MASK, config).mask
@@ -223,8 +233,10 @@ def mean_of_micro_batch_means():
 
 @exhibit("verl 0.9.1's bypass mode: AggregationType.MEAN, verl/workers/utils/losses.py", "eq:merge")
 def mean_of_the_parts_deviations():
-    """Metrics averaged over micro-batches and ranks: the mean of deviations is not the deviation."""
-    first, second = (Statistics.of([(Tokens.of(ROWS[i]).sums(VALUES[i]), {"std": "std"})]) for i in ([0], [1]))
+    """Metrics averaged over micro-batches and ranks: the mean of deviations is not the deviation.
+    """
+    first, second = (Statistics.of([(Tokens.of(ROWS[i]).sums(VALUES[i]), {"std": "std"})])
+                     for i in ([0], [1]))
     std = torch.stack([*first.metrics().values(), *second.metrics().values()]).mean()
     return std, first.merge([second]).metrics()["rollout_corr/std"], SPREAD
 

@@ -33,8 +33,8 @@ def broken(owner, name):
             if fault == "hang": signal.pause()
         return real(*args, **kwargs)
     setattr(owner, name, call)
-watched = run.watched                              # two seconds for the call that hangs, and for no other, which may be slow
-run.watched = lambda engine, seconds: watched(engine, 2 if rank == 1 and len(calls) == 4 else seconds)
+watch_engine = run.watch_engine                              # two seconds for the call that hangs, and for no other, which may be slow
+run.watch_engine = lambda engine, seconds: watch_engine(engine, 2 if rank == 1 and len(calls) == 4 else seconds)
 if not fault: in_float64()
 if fault: broken(*(rollout.TransformersEngine, "generate") if fault == "hang" else (trainer, "score"))
 sys.exit(trainer.main(sys.argv[2:]))

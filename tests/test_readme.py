@@ -1,7 +1,7 @@
 """The README's commands and settings exist, word for word.
 
-Each `python trainer.py …` or `torchrun … trainer.py …` in it is checked as the trainer would check it,
-before anything is loaded; test_trainer.py runs what can be run. The tables between markers are
+Each `python trainer.py …` or `torchrun … trainer.py …` in it is checked as the trainer would check
+it, before anything is loaded; test_trainer.py runs what can be run. The tables between markers are
 test_math.py's.
 """
 
@@ -22,14 +22,16 @@ from plumbing.settings import Config, leaves, load_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS = sorted({command for command in re.findall(r"(?:python |torchrun [^`\n]*?)trainer\.py[^`\n#|]*", README)
+COMMANDS = sorted({command for command in re.findall(
+                       r"(?:python |torchrun [^`\n]*?)trainer\.py[^`\n#|]*", README)
                    if "NAME" not in command and "…" not in command and "--help" not in command})
 
 
 def test_the_two_commands_come_first():
     first_block = re.search(r"```bash\n(.*?)```", README, re.DOTALL).group(1)
     assert [line.split("#")[0].strip() for line in first_block.strip().splitlines()] == [
-        "pip install -r requirements.txt && python trainer.py", "pip install -r requirements.txt && pytest"]
+        "pip install -r requirements.txt && python trainer.py",
+        "pip install -r requirements.txt && pytest"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -44,7 +46,10 @@ def test_commands_were_found():
 
 
 def test_the_sample_of_the_readme_corrects_once_and_is_right(monkeypatch):
-    """eq:decoupled-ppo: what it computes is `policy_loss` on its own, without a second `correct`."""
+    """eq:decoupled-ppo: what it computes is `policy_loss` on its own.
+
+    There is no second `correct`.
+    """
     (sample,) = re.findall("```python\n(from correction.*?)```", README, re.DOTALL)
     old, mu = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)).double()
     given = dict(log_prob=old.clone().requires_grad_(), old_log_prob=old, rollout_log_prob=mu,
@@ -60,7 +65,8 @@ def test_the_sample_of_the_readme_corrects_once_and_is_right(monkeypatch):
 
 
 def test_the_written_out_correction_is_valid():
-    block = OmegaConf.to_container(OmegaConf.create(re.search(r"```yaml\n(correction:.*?)```", README, re.DOTALL).group(1)))
+    block = OmegaConf.to_container(OmegaConf.create(
+        re.search(r"```yaml\n(correction:.*?)```", README, re.DOTALL).group(1)))
     assert from_dialect(block["correction"]).rollout_rs["seq_max_k1"] == (1e-4, None)
 
 
@@ -76,7 +82,7 @@ def test_requirements_named_in_the_readme_exist():
 
 
 def test_a_package_name_may_be_put_before_the_files(tmp_path):
-    """eq:correction: by the README's own commands, away from the repository."""
+    """eq:correction: it works by the README's own commands, away from the repository."""
     (commands,) = re.findall("```bash\n(mkdir three_policies.*?)```", README, re.DOTALL)
     ignore = shutil.ignore_patterns(".*", "runs", "tests", "math", "__pycache__")
     shutil.copytree(ROOT, tmp_path / "clone", ignore=ignore)
@@ -88,6 +94,8 @@ from three_policies.adapters.dialects import from_dialect
 from three_policies.losses import policy_loss
 x = torch.zeros(2, 3)
 loss, _ = policy_loss(x, x, x, x + 1, x + 1, from_dialect({"preset": "decoupled_token_is"}))
-assert loss == -1 and not {"losses", "surrogates", "rejection", "correction", "metrics", "estimators", "adapters"} & sys.modules.keys()
+assert loss == -1 and not {
+    "losses", "surrogates", "rejection", "correction", "metrics", "estimators", "adapters",
+} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)

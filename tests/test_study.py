@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def load(name):
     """A script of math/ by its path: nothing there is importable by name."""
-    spec = importlib.util.spec_from_file_location(f"three_policies_{name}", ROOT / "math" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"three_policies_{name}", ROOT / "math" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -34,7 +35,7 @@ def load(name):
 contrasts, study = load("contrasts"), load("study")
 
 
-# -------------------------------------------------------------------------------------------- brackets
+# ----------------------------------------------------------------------------------------- brackets
 
 def words(length, depth):
     """All of them, by the grammar: a word is empty or ( word of smaller depth ) word."""
@@ -64,7 +65,8 @@ def test_a_beginning_goes_on_in_every_way_that_is_right_and_in_no_other(start):
 def test_the_reward_of_brackets_is_the_checker_on_the_whole_word():
     task = tasks.make_task(TaskConfig(kind="dyck", length=6, depth=3, eval_size=50), seed=1)
     asked = [p.question for p in (*task.train, *task.held_out)]
-    assert len(set(asked)) == len(asked) == 1597 and len(task.held_out) == 50      # Fibonacci's 17th
+    # 1597 is Fibonacci's 17th.
+    assert len(set(asked)) == len(asked) == 1597 and len(task.held_out) == 50
     assert all(task.reward(p, p.answer) == 1 for p in (*task.train, *task.held_out))
     for problem in task.held_out[:5]:
         for end in map("".join, itertools.product("()", repeat=6)):
@@ -74,21 +76,25 @@ def test_the_reward_of_brackets_is_the_checker_on_the_whole_word():
 
 
 def test_a_wrong_lesson_has_one_forced_bracket_wrong():
-    task, rng = tasks.make_task(TaskConfig(kind="dyck", length=12, eval_size=50), seed=1), random.Random(2)
+    task, rng = (tasks.make_task(TaskConfig(kind="dyck", length=12, eval_size=50), seed=1),
+                 random.Random(2))
     for problem in task.train[:200]:
         word, right = problem.question[:-1], tasks.lesson(task, problem, False, rng)
         wrong = tasks.unbalanced(word, right, 3, rng)
         [at] = [i for i in range(12) if wrong[i] != right[i]]
         assert len(tasks.next_brackets(word + right[:at], 12 - at, 3)) == 1
-        assert task.reward(problem, right) == 1 and task.reward(problem, tasks.lesson(task, problem, True, rng)) == 0
+        assert (task.reward(problem, right) == 1
+                and task.reward(problem, tasks.lesson(task, problem, True, rng)) == 0)
     lessons = [tasks.lesson(task, task.train[0], False, rng) for _ in range(50)]
     assert len(set(lessons)) > 10                      # not the one that the problem came with
 
 
 @pytest.mark.parametrize("given, said", [
-    (["task.length=63", "rollout.max_tokens=65"], "task.length must be even, as brackets come in pairs, not 63"),
+    (["task.length=63", "rollout.max_tokens=65"],
+     "task.length must be even, as brackets come in pairs, not 63"),
     (["task.length=64"],
-     "rollout.max_tokens must be at least 65, for the brackets of task.length and the end token, not 10"),
+     "rollout.max_tokens must be at least 65, for the brackets of task.length and the end token, "
+     "not 10"),
     (["task.depth=1", "rollout.max_tokens=65"], "task.depth must be 2 to 9, not 1")])
 def test_brackets_that_cannot_be_asked_for_are_one_sentence(given, said):
     with pytest.raises(UserError) as found:
@@ -98,14 +104,18 @@ def test_brackets_that_cannot_be_asked_for_are_one_sentence(given, said):
 
 @pytest.fixture(scope="module")
 def untaught(tmp_path_factory):
-    """A directory with a model that knows brackets and no rules: of two, it is right now and then."""
+    """A directory with a model that knows brackets and no rules.
+
+    Of two brackets it is right now and then.
+    """
     directory, tokenizer = tmp_path_factory.mktemp("untaught"), tasks.character_tokenizer("()>")
     with torch.random.fork_rng():
         torch.manual_seed(0)
         transformers.LlamaForCausalLM(transformers.LlamaConfig(
-            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=2, head_dim=32, max_position_embeddings=64, tie_word_embeddings=True,
-            initializer_range=0.1, dtype="float32", bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
+            tie_word_embeddings=True, initializer_range=0.1, dtype="float32", bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id)).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
@@ -118,10 +128,12 @@ def brackets(untaught, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "evaluate", trainer.evaluate)       # put back after the test
 
     def call(name, *overrides):
-        assert trainer.main(["task.kind=dyck", "task.length=2", "task.depth=4", "task.eval_size=64", "train.steps=1",
-                             "rollout.prompts=4", "rollout.samples=2", "rollout.max_tokens=3", "train.mini_batches=1",
-                             f"policy.path={untaught}", f"run={name}", *overrides]) == 0
-        return [json.loads(line) for line in Path(f"runs/{name}/eval.jsonl").read_text().splitlines()]
+        assert trainer.main([
+            "task.kind=dyck", "task.length=2", "task.depth=4", "task.eval_size=64", "train.steps=1",
+            "rollout.prompts=4", "rollout.samples=2", "rollout.max_tokens=3",
+            "train.mini_batches=1", f"policy.path={untaught}", f"run={name}", *overrides]) == 0
+        return [json.loads(line)
+                for line in Path(f"runs/{name}/eval.jsonl").read_text().splitlines()]
     return call
 
 
@@ -132,27 +144,33 @@ def is_right(answer):
 
 def test_brackets_are_answered_and_checked(brackets):
     answers = brackets("x", "rollout.engine=transformers", "task.eval_size=700")
-    assert [a["reward"] for a in answers] == [is_right(a) for a in answers] and any(map(is_right, answers))
+    assert ([a["reward"] for a in answers] == [is_right(a) for a in answers]
+            and any(map(is_right, answers)))
 
 
 def test_brackets_with_vllm(brackets, vllm_required):
     answers = brackets("v", "rollout.engine=vllm", "task.eval_size=700")
-    assert [a["reward"] for a in answers] == [is_right(a) for a in answers] and any(map(is_right, answers))
+    assert ([a["reward"] for a in answers] == [is_right(a) for a in answers]
+            and any(map(is_right, answers)))
 
 
 def test_one_evaluator_judges_all_arms_in_float32(brackets):
-    exact, coarse = ["rollout.engine=transformers", "train.lr=0"], ["rollout.dtype=bfloat16", "task.eval_size=512"]
+    exact, coarse = (["rollout.engine=transformers", "train.lr=0"],
+                     ["rollout.dtype=bfloat16", "task.eval_size=512"])
     as_it_is = brackets("full", *exact, "task.eval_size=512")
     assert brackets("half", *exact, *coarse) != as_it_is            # bfloat16 does answer otherwise
     trainer.evaluate = study.in_float32(trainer.evaluate)
     assert brackets("judged", *exact, *coarse) == as_it_is
 
 
-# ---------------------------------------------------------------------------------------- declarations
+# ------------------------------------------------------------------------------------- declarations
 
 @pytest.mark.parametrize("name", ["study", "study-64"])
 def test_every_method_is_explained_in_the_chapter(name):
-    """A preset explains itself; what a file declares beside them has a row in the chapter, and rounding a sentence."""
+    """A preset explains itself; what a file declares beside them has a row in the chapter.
+
+    Rounding has a sentence.
+    """
     chapter = (ROOT / "math" / "10-evidence.md").read_text()
     declared = study.declared(ROOT / "math" / f"{name}.yaml")["methods"]
     table = chapter.split("## Names")[1].split("## Tables")[0].split("\n")
@@ -169,11 +187,13 @@ def test_every_declared_cell_is_a_run_and_every_line_was_declared(name):
             assert study.config_of(declared, regime, method, seed).seed == seed
     rows = study.read(ROOT / "math" / f"{name}.csv")
     assert {(row["regime"], row["method"], int(row["seed"])) for row in rows} == cells
-    assert len(rows) == len(cells) == {"study": 564, "study-64": 520}[name]           # run to their end
+    # Each study was run to its end.
+    assert len(rows) == len(cells) == {"study": 564, "study-64": 520}[name]
 
 
 def test_matched_is_six_bits_on_time_in_the_first_study_and_equal_weights_in_the_second():
-    first, second = (study.declared(ROOT / "math" / f"{name}.yaml") for name in ("study", "study-64"))
+    first, second = (
+        study.declared(ROOT / "math" / f"{name}.yaml") for name in ("study", "study-64"))
     assert study.config_of(first, "matched", "naive", 1).rollout.quantize_bits == 6
     for regime in second["regimes"]:
         rollout = study.config_of(second, regime, "matched", 101).rollout
@@ -192,14 +212,17 @@ def test_the_second_study_judges_what_it_runs_on_seeds_of_its_own():
 def test_the_second_family_is_of_other_contrasts_and_all_of_them_are_among_the_cells():
     declared = study.declared(ROOT / "math" / "study-64.yaml")
     cells, seeds = set(study.wanted(declared)), declared["judged"]["seeds"]
-    first, later = ([(regime, one, other) for part in family for regime in part["regimes"] for one, other in part["contrasts"]]
+    first, later = ([(regime, one, other) for part in family for regime in part["regimes"]
+                     for one, other in part["contrasts"]]
                     for family in ([declared["judged"]], declared["judged_later"]))
     assert len(later) == 23 and not set(first) & set(later)
-    assert {(regime, arm, seed) for regime, *arms in later for arm in arms for seed in seeds} <= cells
+    assert {(regime, arm, seed)
+            for regime, *arms in later for arm in arms for seed in seeds} <= cells
 
 
 def test_the_area_is_by_trapezoids_and_a_table_keeps_its_columns(tmp_path):
-    assert study.area([0.0, 1.0, 0.0]) == 0.5 and study.area([0.3, 0.5]) == 0.4 and study.area([0.7]) == 0.7
+    assert (study.area([0.0, 1.0, 0.0]) == 0.5 and study.area([0.3, 0.5]) == 0.4
+            and study.area([0.7]) == 0.7)
     old = [{"seed": "1", "final_accuracy": "0.5"}]
     study.write(tmp_path / "x.csv", [*old, {"seed": 2, "final_accuracy": 0.6, "area": 0.4}])
     assert study.read(tmp_path / "x.csv") == [*old, {"seed": "2", "final_accuracy": "0.6"}]
@@ -207,24 +230,30 @@ def test_the_area_is_by_trapezoids_and_a_table_keeps_its_columns(tmp_path):
 
 def cells(arm, areas, final=0.5):
     """Lines of study-64.csv: an area for each seed from 101."""
-    return {arm: {101 + i: {"area": str(a), "final_accuracy": str(final)} for i, a in enumerate(areas)}}
+    return {arm: {101 + i: {"area": str(a), "final_accuracy": str(final)}
+                  for i, a in enumerate(areas)}}
 
 
 def verdicts(tables, monkeypatch, arms):
     monkeypatch.setattr(tables, "runs", lambda name: {"int4_fast": arms})
-    rows = [[x.strip() for x in line.split("|")[1:-1]] for line in tables.TABLES["study-64-contrasts"]().split("\n")[2:]]
+    rows = [[x.strip() for x in line.split("|")[1:-1]]
+            for line in tables.TABLES["study-64-contrasts"]().split("\n")[2:]]
     return {(row[0].strip("`"), row[1]): row[2:] for row in rows}
 
 
-def test_a_contrast_has_a_verdict_when_all_its_seeds_are_there_and_is_adjusted_for_all_eighteen(monkeypatch):
-    tables, low, high = load("tables"), [0.1 + 0.01 * i for i in range(10)], [0.3 + 0.02 * i for i in range(10)]
+def test_a_contrast_has_a_verdict_when_all_its_seeds_are_there_and_is_adjusted_for_all_eighteen(
+        monkeypatch):
+    tables, low, high = (load("tables"), [0.1 + 0.01 * i for i in range(10)],
+                         [0.3 + 0.02 * i for i in range(10)])
     token, naive = "`decoupled_token_is` − `naive`", cells("naive", low)
     found = verdicts(tables, monkeypatch, naive | cells("decoupled_token_is", high, final=0.0))
     assert len(found) == 18 and found["int4_fast", token] == [
         "10", "+0.245 ± 0.022", "10 : 0", "0.0020", f"{18 * 2 / 1024:.3f}", "separable"]
-    assert found["int4_fast", "`matched` − `decoupled_token_is`"][-1] == found["int4_slow", token][-1] == "not run"
+    assert (found["int4_fast", "`matched` − `decoupled_token_is`"][-1]
+            == found["int4_slow", token][-1] == "not run")
     found = verdicts(tables, monkeypatch, naive | cells("decoupled_token_is", high[:9]))
-    assert found["int4_fast", token][0] == "9" and found["int4_fast", token][3:] == [""] * 2 + ["not run to the end"]
+    assert (found["int4_fast", token][0] == "9"
+            and found["int4_fast", token][3:] == [""] * 2 + ["not run to the end"])
     found = verdicts(tables, monkeypatch, naive | cells("decoupled_token_is", low[::-1]))
     assert found["int4_fast", token][-1] == "not separable"
 
@@ -242,16 +271,16 @@ def test_the_quick_picture_is_drawn_of_what_was_run(tmp_path, monkeypatch):
     assert len(asked) == 3 and (tmp_path / "runs/quick.png").stat().st_size > 1000
 
 
-# ----------------------------------------------------------------------------------------- exact tests
+# -------------------------------------------------------------------------------------- exact tests
 
 def test_sign_flips_by_hand_and_by_counting_in_another_way():
-    assert contrasts.sign_flip([0.2, 0.1, 0.3]) == 2 / 8                # all of one sign: ± all
-    assert contrasts.sign_flip([3.0, -1.0]) == 1                         # |2| ≤ |±3 ± 1|: all four
+    assert contrasts.sign_flip([0.2, 0.1, 0.3]) == 2 / 8           # all of one sign: ± all
+    assert contrasts.sign_flip([3.0, -1.0]) == 1                   # |2| ≤ |±3 ± 1|: all four
     assert contrasts.sign_flip([0.3] * 10) == 2 / 1024
-    assert contrasts.sign_flip([0.1, 0.2, -0.2]) == 1                   # 0.1 in another order of rounding
+    assert contrasts.sign_flip([0.1, 0.2, -0.2]) == 1              # 0.1, rounded in another order
     rng = random.Random(0)
     values = [rng.randrange(-9, 10) for _ in range(10)]
-    ways = {0: 1}                                                       # sum → number of signs that give it
+    ways = {0: 1}                                                  # sum → number of signs for it
     for v in values:
         steps = [(s + e * v, n) for s, n in ways.items() for e in (1, -1)]
         ways = {s: sum(n for t, n in steps if t == s) for s, _ in steps}
@@ -260,7 +289,7 @@ def test_sign_flips_by_hand_and_by_counting_in_another_way():
 
 
 def test_holm_on_the_worked_example():
-    """0.01, 0.04, 0.03, 0.005: sorted × 4, 3, 2, 1 and never falling."""
+    """0.01, 0.04, 0.03, 0.005 are sorted, multiplied by 4, 3, 2, 1, and never fall."""
     found = contrasts.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})
     assert found == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
     assert contrasts.holm({"a": 0.01, "b": 0.4}, family=5) == pytest.approx({"a": 0.05, "b": 1.0})
@@ -269,21 +298,27 @@ def test_holm_on_the_worked_example():
 def test_mcnemar_is_the_tails_of_a_fair_coin():
     for n in range(13):
         for more in range(n + 1):
-            one, other = [True] * more + [False] * (n - more) + [True], [False] * more + [True] * (n - more) + [True]
-            as_far = sum(abs(sum(x) - n / 2) >= abs(more - n / 2) for x in itertools.product((0, 1), repeat=n))
+            one, other = ([True] * more + [False] * (n - more) + [True],
+                          [False] * more + [True] * (n - more) + [True])
+            as_far = sum(abs(sum(x) - n / 2) >= abs(more - n / 2)
+                         for x in itertools.product((0, 1), repeat=n))
             assert contrasts.mcnemar(one, other) == pytest.approx(as_far / 2 ** n)
     assert contrasts.mcnemar([True] * 10, [False] * 10) == 2 / 1024
 
 
-# ------------------------------------------------------------------------ brackets in the oracle's world
+# ------------------------------------------------------------------- brackets in the oracle's world
 
 words_of = load("words")
 
 
-@pytest.mark.parametrize("name", ["naive", "decoupled_token_is", "decoupled_seq_is", "token_is_opsm", "bypass_ppo_clip",
-                                  "bypass_low_open", "bypass_high_open", "bypass_open", "bypass_pg_is"])
+@pytest.mark.parametrize("name", [
+    "naive", "decoupled_token_is", "decoupled_seq_is", "token_is_opsm", "bypass_ppo_clip",
+    "bypass_low_open", "bypass_high_open", "bypass_open", "bypass_pg_is"])
 def test_what_an_arm_does_in_expectation_is_the_oracles(name):
-    """All strings in one call, by the homogeneity of the loss, against the oracle's, string by string."""
+    """All strings are in one call, by the homogeneity of the loss.
+
+    It is held against the oracle's, string by string.
+    """
     config, clip = words_of.arm(name)
     pi = words_of.Words(1)
     mu = pi.moved(0.8 * words_of.damage(1))
@@ -291,7 +326,8 @@ def test_what_an_arm_does_in_expectation_is_the_oracles(name):
     advantages = (pi.reward - mu.probs().detach() @ pi.reward)[:, None].expand(-1, words_of.LENGTH)
     lp, mu_lp = pi.log_probs(), mu.log_probs().detach()
     slow = estimator_moments(pi, mu, lambda i: policy_loss(
-        lp[i], lp[i], mu_lp[i], advantages[i], pi.mask[i], config, LossConfig(aggregation="seq-mean-token-sum", **clip))[0])
+        lp[i], lp[i], mu_lp[i], advantages[i], pi.mask[i], config,
+        LossConfig(aggregation="seq-mean-token-sum", **clip))[0])
     assert close(mean[0], -slow.mean) and close(deviation[0] ** 2, slow.variance)
     assert close(words_of.true_gradient(pi)[0], grad_J(pi, pi.reward[:, None]))
     assert pi.reward.sum() == len(words(8, 3)) == 13
@@ -299,28 +335,39 @@ def test_what_an_arm_does_in_expectation_is_the_oracles(name):
 
 def test_with_the_clip_open_bypass_is_exact_and_its_ends_are_where_they_are_said_to_be():
     error, reversed_at = 0.025, 1 - (1 - 0.025) / 1.2
-    for of_mu in (0.0126, 0.05, 0.2, 0.5):               # above half of π's, where a cap of 2 does not bind
-        assert all(close(words_of.push(name, error, of_mu), 1.0) for name in ("bypass_open", "decoupled_token_is"))
+    for of_mu in (0.0126, 0.05, 0.2, 0.5):           # above half of π's: a cap of 2 does not bind
+        assert all(close(words_of.push(name, error, of_mu), 1.0)
+                   for name in ("bypass_open", "decoupled_token_is"))
     assert close(words_of.push("bypass_ppo_clip", error, error / 0.8 - 1e-6), 1.0)
-    for of_mu in (error / 0.8 + 1e-6, 0.1, reversed_at - 1e-6):      # wrong is never blamed, right still earns
+    # Wrong is never blamed, right still earns.
+    for of_mu in (error / 0.8 + 1e-6, 0.1, reversed_at - 1e-6):
         assert close(words_of.push("bypass_ppo_clip", error, of_mu), of_mu)
     assert words_of.push("bypass_ppo_clip", error, reversed_at + 1e-6) < -0.3
 
 
 @pytest.mark.parametrize("end, sign", [("clip_low", -1.0), ("clip_high", 1.0)])
 def test_each_end_of_a_clip_around_the_sampler_pulls_towards_it(end, sign):
-    """eq:clip-pull, at every state: what the end changes in the gradient has a positive product with log μ − log π."""
+    """eq:clip-pull holds at every state.
+
+    What the end changes in the gradient has a positive product with log μ − log π.
+    """
     config = RolloutCorrectionConfig.bypass_ppo_clip()
     for seed in range(20):
         pi = Policy(4, 3, seed)
         mu = pi.perturbed(seed + 50, 0.3)
         lp, mu_lp = pi.log_probs(), mu.log_probs().detach()
-        weights = sign * mu.probs().detach()[:, None].expand_as(lp) * (1 + rewards(pi, seed).abs())    # one sign of A
+        # One sign of A.
+        weights = (sign * mu.probs().detach()[:, None].expand_as(lp)
+                   * (1 + rewards(pi, seed).abs()))
         both_open = {"clip_low": 1.0, "clip_high": 1e9}
-        ascent = [-exact_gradient(pi, policy_loss(lp, lp.detach(), mu_lp, weights, pi.mask, config, LossConfig(aggregation="seq-mean-token-sum", **(both_open | closed)))[0]).reshape(-1, 4)
-                  for closed in ({}, {end: 0.2})]
+        ascent = [
+            -exact_gradient(pi, policy_loss(
+                lp, lp.detach(), mu_lp, weights, pi.mask, config,
+                LossConfig(aggregation="seq-mean-token-sum", **(both_open | closed)))[0]
+            ).reshape(-1, 4)
+            for closed in ({}, {end: 0.2})]
         towards = (mu.step_log_probs() - pi.step_log_probs()).detach()
-        divergence = -(pi.step_log_probs().exp() * towards).sum(-1)                              # KL(π‖μ) of each state
+        divergence = -(pi.step_log_probs().exp() * towards).sum(-1)      # KL(π‖μ) of each state
         near = divergence < (math.inf if end == "clip_low" else math.log(1.2))
         pull = ((ascent[1] - ascent[0]) * towards).sum(-1)[near]
         assert (pull > -1e-12).all() and (pull > 1e-6).any()

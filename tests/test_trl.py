@@ -1,8 +1,9 @@
 """adapters/trl.py against TRL's own trainer, in TRL 1.16.0; vLLM's place is taken by a stub.
 
 The stub answers as TRL's VLLMGeneration does: tokens drawn from a seed, and log-probs that differ
-from the trainer's by noise, some of them missing. The model is float64, so that nothing depends on the
-processor or its threads but the loss, which TRL forms in float32: its tolerance is that of its sum.
+from the trainer's by noise, some of them missing. The model is float64, so that nothing depends on
+the processor or its threads but the loss, which TRL forms in float32: its tolerance is that of its
+sum.
 """
 
 import pytest
@@ -62,16 +63,20 @@ def trainer(tiny_model, tmp_path, monkeypatch):
                     "learning_rate": 1e-2, "max_steps": 4, "lr_scheduler_type": "constant",
                     "mask_truncated_completions": True, "logging_steps": 1}
         args = trl.GRPOConfig(
-            output_dir=str(tmp_path), report_to="none", save_strategy="no", use_cpu=True, bf16=False,
+            output_dir=str(tmp_path), report_to="none", save_strategy="no", use_cpu=True,
+            bf16=False,
             disable_tqdm=True, seed=1, vllm_importance_sampling_mode=mode,
             vllm_importance_sampling_clip_max=2.0,
             vllm_importance_sampling_clip_min=0.5 if mode.endswith("mask") else None,
             **defaults | settings)
-        rows = datasets.Dataset.from_list([{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)])
+        rows = datasets.Dataset.from_list(
+            [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)])
         given = {} if correction is None else {"correction": correction}
-        return kind(model=transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64),
+        return kind(model=transformers.AutoModelForCausalLM.from_pretrained(
+                        tiny_model, dtype=torch.float64),
                     processing_class=transformers.AutoTokenizer.from_pretrained(tiny_model),
-                    reward_funcs=reward, args=args, train_dataset=rows, rollout_func=rollout_func, **given)
+                    reward_funcs=reward, args=args, train_dataset=rows, rollout_func=rollout_func,
+                    **given)
 
     return make
 
@@ -88,16 +93,18 @@ def gradient(trainer, loss):
 
 
 def both_losses(trainer, inputs):
-    """(loss, gradient) by TRL and by the trainer itself, with weights that have moved; how far the losses may be apart.
+    """(loss, gradient) by TRL and by the trainer itself, with weights that have moved.
 
-    A loss is a float32 sum over the tokens. Each term is in one of the two losses with A = ±|A|, each of which has
-    terms of one sign: they add up to Σ|term| at least. Before it is added a term is rounded less than 24 times: twelve
-    for a weight that is a product of ten ratios, three for r, and the rest for products and denominators.
+    And how far the losses may be apart: a loss is a float32 sum over the tokens. Each term is in
+    one of the two losses with A = ±|A|, each of which has terms of one sign: they add up to Σ|term|
+    at least. Before it is added a term is rounded less than 24 times: twelve for a weight that is
+    a product of ten ratios, three for r, and the rest for products and denominators.
     """
     from trl import GRPOTrainer
     results, A = [], inputs["advantages"].abs()
     with torch.no_grad():
-        size = sum(trainer._compute_loss(trainer.model, inputs | {"advantages": a}).abs().item() for a in (A, -A))
+        size = sum(trainer._compute_loss(
+            trainer.model, inputs | {"advantages": a}).abs().item() for a in (A, -A))
     for compute in (GRPOTrainer._compute_loss, type(trainer)._compute_loss):
         loss = compute(trainer, trainer.model, inputs)
         results.append((loss.item(), gradient(trainer, loss)))
@@ -120,16 +127,21 @@ def first_batches(trainer, number):
 
 # ------------------------------------------------------------------------------- the loss is ours
 
-SCHEDULES = (2, 2, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2)     # accumulation, steps per generation, iterations
+# Accumulation, steps per generation, iterations; each loss is in every mode and every schedule.
+SCHEDULES = (2, 2, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2)
 SQUARE = [(loss, list(MODES)[(i + j) % 4], schedule) for i, loss in enumerate(LOSSES)
-          for j, schedule in enumerate(SCHEDULES)]         # each loss in every mode and every schedule
+          for j, schedule in enumerate(SCHEDULES)]
 
 
 @pytest.mark.parametrize("loss, mode, schedule", SQUARE, ids=str)
 def test_the_loss_is_trls(trainer, loss, mode, schedule):
-    """eq:decoupled-ppo: value to rounding and gradient exactly, on every micro-batch; some rows empty."""
+    """eq:decoupled-ppo: value to rounding and gradient exactly, on every micro-batch.
+
+    Some rows are empty.
+    """
     from adapters.trl import PolicyLossGRPOTrainer
-    names = dict(zip(("gradient_accumulation_steps", "steps_per_generation", "num_iterations"), schedule))
+    names = dict(zip(
+        ("gradient_accumulation_steps", "steps_per_generation", "num_iterations"), schedule))
     ours = trainer(PolicyLossGRPOTrainer, mode, config(mode), loss_type=loss.split()[0], **names,
                    **LOSSES[loss])
     empty = moved = 0
@@ -144,7 +156,8 @@ def test_the_loss_is_trls(trainer, loss, mode, schedule):
 def test_evaluation_divides_by_the_batch(trainer):
     """eq:aggregation: nothing is accumulated there, and the batch is its own generation batch."""
     from adapters.trl import PolicyLossGRPOTrainer
-    ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), steps_per_generation=4)
+    ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"),
+                   steps_per_generation=4)
     inputs = next(first_batches(ours, 1))
     ours.model.eval()
     (theirs, expected), (mine, found), apart = both_losses(ours, inputs)
@@ -169,7 +182,8 @@ def test_without_vllm_nothing_is_known_of_the_sampler(trainer):
 def environment(prompts, trainer):
     """A rollout_func: the stub's tokens, of which every third is a tool's."""
     ids = trainer.processing_class(text=prompts)["input_ids"]
-    engine = Engine(model=trainer.model, processing_class=trainer.processing_class, max_completion_length=10)
+    engine = Engine(model=trainer.model, processing_class=trainer.processing_class,
+                    max_completion_length=10)
     _, responses, log_probs, _ = engine.generate(ids, 2)
     return {"prompt_ids": ids, "completion_ids": responses,
             "logprobs": [[x[0] for x in row] for row in log_probs],
@@ -178,7 +192,7 @@ def environment(prompts, trainer):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_tools_tokens_are_masked(trainer, mode):
-    """eq:aggregation: in the loss, in the weights and in what divides."""
+    """eq:aggregation: they are masked in the loss, in the weights and in what divides."""
     from adapters.trl import PolicyLossGRPOTrainer
     ours = trainer(PolicyLossGRPOTrainer, mode, config(mode), environment, loss_type="bnpo")
     for inputs in first_batches(ours, 2):
@@ -188,7 +202,7 @@ def test_tools_tokens_are_masked(trainer, mode):
 
 
 def test_a_rollout_func_without_vllm(trainer):
-    """eq:decoupled-ppo: it gives log-probs (NaN: none), TRL no π_old: ρ is from this forward pass."""
+    """eq:decoupled-ppo: it gives log-probs (NaN: none), TRL no π_old: ρ is of this forward pass."""
     from adapters.trl import PolicyLossGRPOTrainer
     ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), use_vllm=False,
                    rollout_func=environment)
@@ -220,17 +234,20 @@ def test_bypass_and_reinforce(trainer):
     mask, A = inputs["completion_mask"], inputs["advantages"][:, None]
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     attention = torch.cat([inputs["prompt_mask"], mask], 1)
-    log_prob = ours._get_per_token_logps_and_entropies(ours.model, ids, attention, mask.shape[1])[0].detach()
+    log_prob = ours._get_per_token_logps_and_entropies(
+        ours.model, ids, attention, mask.shape[1])[0].detach()
     mu = inputs["sampling_per_token_logps"]
     r = torch.where(mu.isnan(), 0.0, log_prob - mu).exp()
     terms = {"bypass_ppo_clip": -torch.minimum(r * A, r.clamp(0.8, 1.2) * A),
-             "bypass_pg_is": -(r.log() * mask).sum(1, keepdim=True).exp().clamp(max=2.0) * A * log_prob}
+             "bypass_pg_is": (-(r.log() * mask).sum(1, keepdim=True).exp().clamp(max=2.0)
+                              * A * log_prob)}
     for preset, values in terms.items():
         ours.correction = PRESETS[preset]()
         expected = ((values * mask).sum(1) / mask.sum(1).clamp(min=1)).mean() / 2
         size = ((values.abs() * mask).sum(1) / mask.sum(1).clamp(min=1)).mean().item() / 2
         apart = 2 * of_sum(size, mask.numel(), before=24)                   # as in both_losses
-        assert torch.allclose(ours._compute_loss(ours.model, inputs), expected, rtol=0, atol=apart) and expected != 0
+        assert (torch.allclose(ours._compute_loss(ours.model, inputs), expected, rtol=0, atol=apart)
+                and expected != 0)
 
 
 # --------------------------------------------------------------------------------- what TRL logs
@@ -238,25 +255,36 @@ def test_bypass_and_reinforce(trainer):
 TOKEN_MEANS = "loss/ratio", "loss/approx_kl", "loss/clip_fraction"
 
 
-@pytest.mark.parametrize("loss, schedule", [("grpo", (2, 2, 1)), ("dapo", (4, 2, 1)), ("dapo", (2, 4, 1))], ids=str)
+@pytest.mark.parametrize(
+    "loss, schedule", [("grpo", (2, 2, 1)), ("dapo", (4, 2, 1)), ("dapo", (2, 4, 1))], ids=str)
 def test_a_ratio_of_one_is_logged_as_one(trainer, loss, schedule):
-    """eq:aggregation: with a learning rate of 0 every r is 1, and loss/policy is the loss that TRL logs."""
+    """eq:aggregation: with a learning rate of 0 every r is 1.
+
+    And loss/policy is the loss that TRL logs.
+    """
     from adapters.trl import PolicyLossGRPOTrainer
     accumulated, steps, _ = schedule
-    ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), loss_type=loss, learning_rate=0.0,
-                   gradient_accumulation_steps=accumulated, steps_per_generation=steps)
+    ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), loss_type=loss,
+                   learning_rate=0.0, gradient_accumulation_steps=accumulated,
+                   steps_per_generation=steps)
     ours.train()
     rows = [row for row in ours.state.log_history if "loss" in row]
     assert len(rows) == 4
     for row in rows:
-        # log π is rounded to float32 twice, and is below 20; a loss of weights up to 2 and |A| = 0.71 is below 2
-        assert [row[name] for name in TOKEN_MEANS] == pytest.approx([1.0, 0.0, 0.0], rel=0, abs=2 * gamma(1) * 20)
-        assert row["loss/policy"] == pytest.approx(row["loss"], rel=0, abs=2 * of_sum(2.0, 4, before=3)) and row["loss"] != 0
+        # log π is rounded to float32 twice, and is below 20; a loss of weights up to 2 and
+        # |A| = 0.71 is below 2
+        assert [row[name] for name in TOKEN_MEANS] == pytest.approx(
+            [1.0, 0.0, 0.0], rel=0, abs=2 * gamma(1) * 20)
+        assert (row["loss/policy"] == pytest.approx(
+            row["loss"], rel=0, abs=2 * of_sum(2.0, 4, before=3)) and row["loss"] != 0)
         assert "loss/kept_tokens" not in row
 
 
 def test_logged_means_are_over_all_kept_tokens(trainer, monkeypatch):
-    """eq:aggregation, eq:merge: of everything since the last log, not a mean of the micro-batches' means."""
+    """eq:aggregation, eq:merge: they are of everything since the last log.
+
+    The mean of the micro-batches' means is another number.
+    """
     import adapters.trl
     from correction import correct
     from losses import policy_loss
@@ -269,7 +297,8 @@ def test_logged_means_are_over_all_kept_tokens(trainer, monkeypatch):
         return loss, sums
 
     monkeypatch.setattr(adapters.trl, "policy_loss", remember)
-    monkeypatch.setattr(adapters.trl, "correct", lambda *args: corrections.append(correct(*args)) or corrections[-1])
+    monkeypatch.setattr(adapters.trl, "correct", lambda *args:
+                        corrections.append(correct(*args)) or corrections[-1])
     correction = config("token_truncate", rollout_rs={"token_k1": (0.7, 1.4)}, bypass_mode=True)
     ours = trainer(adapters.trl.PolicyLossGRPOTrainer, correction=correction, logging_steps=2)
     ours.train()
@@ -280,7 +309,8 @@ def test_logged_means_are_over_all_kept_tokens(trainer, monkeypatch):
         assert len(set(kept)) > 1
         for name in (*TOKEN_MEANS, "loss/bypass_clip_fraction"):
             size = sum(abs(x[name]) for x in calls) / sum(kept)
-            assert row[name] == pytest.approx(sum(x[name] for x in calls) / sum(kept), rel=0, abs=of_sum(size, 4, before=1))
+            assert row[name] == pytest.approx(
+                sum(x[name] for x in calls) / sum(kept), rel=0, abs=of_sum(size, 4, before=1))
         unweighted = sum(x["loss/ratio"] / max(x["loss/kept_tokens"], 1) for x in calls) / 4
         assert abs(row["loss/ratio"] - unweighted) > 1e-4
         for name, expected in to_host(merge(parts)).items():
@@ -288,13 +318,17 @@ def test_logged_means_are_over_all_kept_tokens(trainer, monkeypatch):
 
 
 def test_logged_means_over_two_ranks(trainer, monkeypatch):
-    """eq:aggregation: two micro-batches on two ranks are logged as one after the other on one rank."""
+    """eq:aggregation: two micro-batches on two ranks are logged as they are on one rank.
+
+    There they come one after the other.
+    """
     from adapters.trl import PolicyLossGRPOTrainer
     ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), loss_type="grpo")
     batches, sent = list(first_batches(ours, 2)), []
 
     def logged(batches, elsewhere=0.0):
-        monkeypatch.setattr(ours.accelerator, "reduce", lambda x, _: sent.append(x) or x + elsewhere)
+        monkeypatch.setattr(
+            ours.accelerator, "reduce", lambda x, _: sent.append(x) or x + elsewhere)
         for inputs in batches:
             ours._compute_loss(ours.model, inputs)
         ours.log(row := {})
@@ -304,7 +338,8 @@ def test_logged_means_over_two_ranks(trainer, monkeypatch):
     logged(batches[:1])
     two_ranks = logged(batches[1:], sent[-1])
     for name in (*TOKEN_MEANS, "loss/policy"):
-        assert two_ranks[name] == pytest.approx(one_rank[name], rel=1e-12, abs=1e-12)       # a + b = b + a, to the bit
+        # a + b = b + a, to the bit
+        assert two_ranks[name] == pytest.approx(one_rank[name], rel=1e-12, abs=1e-12)
     assert abs(one_rank["loss/ratio"] - 1) > 1e-3
 
 
@@ -312,7 +347,7 @@ def test_logged_means_over_two_ranks(trainer, monkeypatch):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_alone(trainer, monkeypatch, mode):
-    """eq:tis, eq:mis: in place of importance_sampling_ratio, whatever TRL's own mode is."""
+    """eq:tis, eq:mis: they stand in place of importance_sampling_ratio, whatever TRL's mode is."""
     from trl import GRPOTrainer
 
     from adapters.trl import WeightedGRPOTrainer
@@ -325,7 +360,8 @@ def test_weights_alone(trainer, monkeypatch, mode):
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", remember)
     ours = trainer(WeightedGRPOTrainer, mode, config(mode))
     ours.model.train()
-    batch = ours._generate_and_score_completions([{"prompt": f"{i}="} for i in range(8) for _ in range(2)])
+    batch = ours._generate_and_score_completions(
+        [{"prompt": f"{i}="} for i in range(8) for _ in range(2)])
     ratio = seen[0]["importance_sampling_ratio"] * batch["completion_mask"]
     assert torch.allclose(batch["importance_sampling_ratio"], ratio, rtol=2 * gamma(24), atol=0)
     assert batch["importance_sampling_ratio"].unique().numel() > 3
@@ -333,12 +369,16 @@ def test_weights_alone(trainer, monkeypatch, mode):
 
 
 def test_rejection_alone(trainer):
-    """eq:rejection: the ratio is 1 where a token is kept and 0 where it is not; NaN agrees with all."""
+    """eq:rejection: the ratio is 1 where a token is kept and 0 where it is not.
+
+    NaN agrees with all.
+    """
     from adapters.trl import WeightedGRPOTrainer
     from correction import RolloutCorrectionConfig
     correction = RolloutCorrectionConfig(rollout_rs={"token_k1": (0.8, 1.2), "opsm": 1e-3})
     ours = trainer(WeightedGRPOTrainer, correction=correction)
-    batch = ours._generate_and_score_completions([{"prompt": f"{i}="} for i in range(8) for _ in range(2)])
+    batch = ours._generate_and_score_completions(
+        [{"prompt": f"{i}="} for i in range(8) for _ in range(2)])
     log_rho = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).nan_to_num(0.0)
     log_rho, mask = log_rho * batch["completion_mask"], batch["completion_mask"].bool()
     drift = -log_rho.sum(1) / mask.sum(1).clamp(min=1)
@@ -349,7 +389,10 @@ def test_rejection_alone(trainer):
 
 @pytest.mark.parametrize("loss, mode", [("dapo", "token_truncate"), ("dr_grpo", "sequence_mask")])
 def test_training_ends_with_trls_weights(trainer, loss, mode):
-    """eq:decoupled-ppo: ten steps of TRL's own loop, by its loss, by our weights and by our loss."""
+    """eq:decoupled-ppo: ten steps of TRL's own loop end alike.
+
+    They go by its loss, by our weights and by our loss.
+    """
     from trl import GRPOTrainer
 
     from adapters.trl import PolicyLossGRPOTrainer, WeightedGRPOTrainer
@@ -373,7 +416,7 @@ def test_training_ends_with_trls_weights(trainer, loss, mode):
     ({"importance_sampling_level": "sequence"}, "importance_sampling_level"),
     ({"loss_type": "vespo"}, "loss_type vespo"), ({"delta": 1.1}, "delta below 1 . epsilon_high")])
 def test_what_the_loss_does_not_carry_is_named(trainer, settings, words):
-    """eq:correction: rather than trained without."""
+    """eq:correction: it is named rather than trained without."""
     from adapters.trl import PolicyLossGRPOTrainer
     with pytest.raises(ValueError, match=f"PolicyLossGRPOTrainer does not carry {words}$"):
         trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), **settings)
@@ -382,7 +425,8 @@ def test_what_the_loss_does_not_carry_is_named(trainer, settings, words):
 @pytest.mark.parametrize("options, settings, words", [
     ({"rollout_is_batch_normalize": True}, {}, "rollout_is_batch_normalize"),
     ({"rollout_rs": {"second_moment": 0.04}}, {}, "rollout_rs second_moment"),
-    ({"score_centering": True, "bypass_mode": True, "loss_type": "reinforce"}, {}, "score_centering"),
+    ({"score_centering": True, "bypass_mode": True, "loss_type": "reinforce"}, {},
+     "score_centering"),
     ({"loss_type": "gspo"}, {"loss_type": "sapo"}, "loss_type gspo under sapo")])
 def test_corrections_that_the_loss_does_not_carry(trainer, options, settings, words):
     """eq:correction."""
@@ -394,7 +438,8 @@ def test_corrections_that_the_loss_does_not_carry(trainer, options, settings, wo
 @pytest.mark.parametrize("options, settings, words", [
     ({"bypass_mode": True}, {}, "bypass_mode"), ({"loss_type": "gspo"}, {}, "loss_type gspo"),
     ({}, {"loss_type": "vespo"}, "vespo"), ({}, {"use_vllm": False}, "use_vllm=False"),
-    ({}, {"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction=False")])
+    ({}, {"vllm_importance_sampling_correction": False},
+     "vllm_importance_sampling_correction=False")])
 def test_what_the_weights_do_not_carry_is_named(trainer, options, settings, words):
     """eq:correction: TRL would leave them out, or does not have the weights' place."""
     from adapters.trl import WeightedGRPOTrainer

@@ -1,7 +1,7 @@
 """`update` itself, by enumeration: a tabular policy, every response, float64, no model.
 
-The gradient that the trainer's optimizer is given, averaged over all responses of μ, is the row of chapter 7's table
-that the settings name; and a mini-batch of which nothing is kept takes no step.
+The gradient that the trainer's optimizer is given, averaged over all responses of μ, is the row of
+chapter 7's table that the settings name; and a mini-batch of which nothing is kept takes no step.
 """
 
 import math
@@ -21,16 +21,20 @@ from plumbing.settings import correction_of, load_config, remarks
 PI = Policy(3, 3, seed=0)
 MU, REF = PI.perturbed(1, 0.5), PI.perturbed(3, 0.5)
 FULL = exact_gradient(PI, kl(PI, REF))
-OF_TOKENS = exact_gradient(PI, token_kl(PI, REF, visits=MU))           # per token, in the states that μ visits
+# per token, in the states that μ visits
+OF_TOKENS = exact_gradient(PI, token_kl(PI, REF, visits=MU))
 OF_TOKENS_ON_POLICY = exact_gradient(PI, token_kl(PI, REF, visits=PI))
 EXACT = "{rollout_is: sequence, rollout_is_threshold: .inf}"
 MODES = {
-    "no weights": "{preset: disabled}", "token weights": "{rollout_is: token, rollout_is_threshold: .inf}",
+    "no weights": "{preset: disabled}",
+    "token weights": "{rollout_is: token, rollout_is_threshold: .inf}",
     "sequence weights": EXACT, "truncated": "{rollout_is: token, rollout_is_threshold: 1.1}",
     "normalised": "{rollout_is: token, rollout_is_batch_normalize: true}",
     "bypass": "{bypass_mode: true}", "bypass gspo": "{bypass_mode: true, loss_type: gspo}",
-    "bypass sapo": "{bypass_mode: true, loss_type: sapo}", "bypass reinforce": "{bypass_mode: true, loss_type: reinforce}",
-    "bypass reinforce, sequence weights": "{bypass_mode: true, loss_type: reinforce, rollout_is: sequence}"}
+    "bypass sapo": "{bypass_mode: true, loss_type: sapo}",
+    "bypass reinforce": "{bypass_mode: true, loss_type: reinforce}",
+    "bypass reinforce, sequence weights":
+        "{bypass_mode: true, loss_type: reinforce, rollout_is: sequence}"}
 
 
 class Table(nn.Module):
@@ -39,22 +43,27 @@ class Table(nn.Module):
     def __init__(self, policy):
         super().__init__()
         self.logits, self.states = nn.Parameter(policy.logits.detach().clone()), {}
-        for tokens, states, mask in zip(policy.tokens.tolist(), policy.states, policy.mask, strict=True):
+        for tokens, states, mask in zip(policy.tokens.tolist(), policy.states, policy.mask,
+                                        strict=True):
             self.states[tuple(tokens)] = states, mask
 
     def forward(self, tokens, attention, width, shape=None, kept=None):
-        states, masks = (torch.stack(x) for x in zip(*(self.states[tuple(row)] for row in tokens[:, 1:].tolist())))
+        states, masks = (torch.stack(x)
+                         for x in zip(*(self.states[tuple(row)] for row in tokens[:, 1:].tolist())))
         chosen = self.logits.log_softmax(-1)[states].gather(-1, tokens[:, 1:, None])[..., 0]
         return torch.where(masks, chosen, 0.0)
 
 
 @pytest.fixture
 def run():
-    """run(*overrides): settings, a sharded table, and the gradients that its optimizer is asked to step along."""
+    """run(*overrides): settings, a sharded table, and the gradients that its optimizer is asked to
+    step along."""
     with process_group() as device:
         def opened(*overrides, pi=PI):
-            config = load_config(["task.size=1", "train.max_grad_norm=1e9", "loss.aggregation=seq-mean-token-sum",
-                                  "loss.clip_low=1", "loss.clip_high=1e9", "rollout.samples=1", *overrides])
+            config = load_config(["task.size=1", "train.max_grad_norm=1e9",
+                                  "loss.aggregation=seq-mean-token-sum",
+                                  "loss.clip_low=1", "loss.clip_high=1e9", "rollout.samples=1",
+                                  *overrides])
             mesh = torch.distributed.init_device_mesh(device.type, (1,))
             policy: Any = fully_shard(Table(pi), mesh=mesh)
             found = []
@@ -77,7 +86,8 @@ def of_response(i, advantages, ref=None):
 
 
 def mean_gradient(run, advantages):
-    """E_μ of the gradient of one response's update, as `train` prepares it, and the number of steps taken."""
+    """E_μ of the gradient of one response's update, as `train` prepares it, and the number of steps
+    taken."""
     config, options, gradients = run.config, correction_of(run.config), []
     for i in range(len(PI.tokens)):
         batch = of_response([i], advantages, REF if config.loss.kl_coef else None)
@@ -85,20 +95,23 @@ def mean_gradient(run, advantages):
             batch = batch._replace(old_log_prob=trainer.score(run.policy, batch, config))
         batch = trainer.with_kl_in_reward(batch, config)
         correction = None if options.bypass_mode else trainer.correct(
-            batch.old_log_prob, batch.rollout_log_prob, batch.response_mask, options, batch.advantages)
+            batch.old_log_prob, batch.rollout_log_prob, batch.response_mask, options,
+            batch.advantages)
         trainer.update(run, batch, options, correction)
         gradients.append(run.found[-1])
     return expectation(MU, torch.stack(gradients))
 
 
-# --------------------------------------------------------------------------------------- the KL's rows
+# --------------------------------------------------------------------------------------- the KL's
+# rows
 
 NOTHING = torch.zeros(len(PI.tokens), 3, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind, level, target", [
-    ("k3+", "token", OF_TOKENS), ("k2", "token", OF_TOKENS), ("k3", "token", OF_TOKENS), ("k1", "token", OF_TOKENS),
+    ("k3+", "token", OF_TOKENS), ("k2", "token", OF_TOKENS), ("k3", "token", OF_TOKENS),
+    ("k1", "token", OF_TOKENS),
     ("k1", "prefix", FULL), ("k3", "prefix", FULL), ("k3+", "prefix", OF_TOKENS_ON_POLICY),
     ("k2", "prefix", OF_TOKENS_ON_POLICY), (None, None, OF_TOKENS)])
 def test_the_kl_in_the_loss_is_its_row_of_the_table(mode, kind, level, target, run):
@@ -111,14 +124,17 @@ def test_the_kl_in_the_loss_is_its_row_of_the_table(mode, kind, level, target, r
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "bypass sapo"])
 @pytest.mark.parametrize("level, target", [("token", OF_TOKENS), ("prefix", FULL)])
 def test_the_kl_in_the_reward_is_its_row_of_the_table(mode, level, target, run):
-    """eq:kl-gradient, eq:prefix: the loss's own weights are divided out of the penalty, so they act once."""
-    opened = run(f"correction={MODES[mode]}", "loss.kl_coef=1", "loss.kl_in=reward", f"loss.kl_correction={level}")
+    """eq:kl-gradient, eq:prefix: the loss's own weights are divided out of the penalty, so they act
+    once."""
+    opened = run(f"correction={MODES[mode]}", "loss.kl_coef=1", "loss.kl_in=reward",
+                 f"loss.kl_correction={level}")
     assert close(mean_gradient(opened, NOTHING), target)
 
 
 @pytest.mark.parametrize("mode, exact", [(mode, mode == "sequence weights") for mode in MODES])
 def test_without_ratios_a_penalty_is_weighted_as_the_reward_is(mode, exact, run):
-    """Off-policy the default is as good as the weights: sequence weights alone, without a cap, give all of ∇KL."""
+    """Off-policy the default is as good as the weights: sequence weights alone, without a cap, give
+    all of ∇KL."""
     opened = run(f"correction={MODES[mode]}", "loss.kl_coef=1", "loss.kl_in=reward")
     error = ((mean_gradient(opened, NOTHING) - FULL).norm() / FULL.norm()).item()
     print(f"{mode}: {error:.3f}")
@@ -127,7 +143,8 @@ def test_without_ratios_a_penalty_is_weighted_as_the_reward_is(mode, exact, run)
 
 def test_uncorrected_the_kl_is_another(run):
     """The row of k3+ without a ratio: 0.59 of ‖∇KL‖ away from the gradient per token."""
-    found = mean_gradient(run("correction={preset: disabled}", "loss.kl_coef=1", "loss.kl_correction=none"), NOTHING)
+    found = mean_gradient(run("correction={preset: disabled}", "loss.kl_coef=1",
+                              "loss.kl_correction=none"), NOTHING)
     assert f"{((found - OF_TOKENS).norm() / FULL.norm()).item():.2f}" == "0.59"
 
 
@@ -149,7 +166,8 @@ def test_in_bypass_mode_the_penalty_is_of_the_trainers_policy(run):
 
 @pytest.mark.parametrize("loss", ["sapo", "cispo"])
 def test_a_loss_whose_ratio_cannot_be_divided_out_says_so(loss, run):
-    opened = run(f"correction={{bypass_mode: true, loss_type: {loss}}}", "loss.kl_coef=1", "loss.kl_in=reward",
+    opened = run(f"correction={{bypass_mode: true, loss_type: {loss}}}", "loss.kl_coef=1",
+                 "loss.kl_in=reward",
                  "loss.kl_correction=prefix", "loss.clip_high=0.2")
     error = ((mean_gradient(opened, NOTHING) - FULL).norm() / FULL.norm()).item()
     print(f"{loss}: {error:.3f}")
@@ -157,16 +175,20 @@ def test_a_loss_whose_ratio_cannot_be_divided_out_says_so(loss, run):
 
 
 @pytest.mark.parametrize("given, said", [
-    (["loss.kl_in=reward", "loss.kl_kind=k3"], "loss.kl_kind=k3 in the reward has another gradient than the KL"),
-    (["loss.kl_kind=kl", "loss.kl_correction=none"], "loss.kl_kind=k1 in the loss has a gradient of 0 on average"),
-    (["loss.kl_kind=k1"], None), (["loss.kl_in=reward"], None), (["loss.kl_kind=k3"], None), ([], None)])
+    (["loss.kl_in=reward", "loss.kl_kind=k3"],
+     "loss.kl_kind=k3 in the reward has another gradient than the KL"),
+    (["loss.kl_kind=kl", "loss.kl_correction=none"],
+     "loss.kl_kind=k1 in the loss has a gradient of 0 on average"),
+    (["loss.kl_kind=k1"], None), (["loss.kl_in=reward"], None), (["loss.kl_kind=k3"], None),
+    ([], None)])
 def test_what_cannot_be_right_is_said(given, said):
     found = remarks(load_config(["loss.kl_coef=0.1", *given]))
     assert found == [] if said is None else found[0].startswith(said)
-    assert remarks(load_config(given)) == []                                       # no KL term at all
+    assert remarks(load_config(given)) == []  # no KL term at all
 
 
-# ----------------------------------------------------------------------------------- nothing to learn from
+# ----------------------------------------------------------------------------------- nothing to
+# learn from
 
 def updated(opened, advantages, rows=None):
     """How many steps one update of these rows takes, and how many empty updates it counts."""
@@ -174,7 +196,8 @@ def updated(opened, advantages, rows=None):
     batch = of_response(list(range(len(PI.tokens))) if rows is None else rows, advantages,
                         REF if config.loss.kl_coef else None)
     batch = batch._replace(old_log_prob=trainer.score(opened.policy, batch, config))
-    correction = trainer.correct(batch.old_log_prob, batch.rollout_log_prob, batch.response_mask, options,
+    correction = trainer.correct(batch.old_log_prob, batch.rollout_log_prob, batch.response_mask,
+                                 options,
                                  batch.advantages)
     found = trainer.update(opened, batch, options, None if options.bypass_mode else correction)
     assert all(math.isfinite(value) for value in found.metrics.values())
@@ -186,18 +209,22 @@ ONES = torch.ones(len(PI.tokens), 3, dtype=torch.float64)
 
 @pytest.mark.parametrize("settings, steps", [
     (["correction={rollout_rs: {seq_max_k1: [1e9, null]}}"], 0),
-    (["correction={rollout_is: token, rollout_is_threshold: [1e9, 1e10]}"], 0),               # all weights are 0
+    (["correction={rollout_is: token, rollout_is_threshold: [1e9, 1e10]}"], 0),  # all weights are 0
     (["correction={rollout_rs: {seq_max_k1: [1e9, null]}}", "loss.denominator=kept"], 0),
-    (["correction={bypass_mode: true, loss_type: reinforce, rollout_rs: {token_k1: [1e9, null]}}"], 0),
-    (["correction={rollout_rs: {seq_max_k1: [1e9, null]}}", "loss.kl_coef=0.1"], 1),       # the KL is of all tokens
-    (["correction={rollout_rs: {seq_max_k1: [1e9, null]}}", "loss.kl_coef=0.1", "loss.kl_in=reward"], 0),
+    (["correction={bypass_mode: true, loss_type: reinforce, rollout_rs: {token_k1: [1e9, null]}}"],
+     0),
+    # the KL is of all tokens
+    (["correction={rollout_rs: {seq_max_k1: [1e9, null]}}", "loss.kl_coef=0.1"], 1),
+    (["correction={rollout_rs: {seq_max_k1: [1e9, null]}}", "loss.kl_coef=0.1",
+      "loss.kl_in=reward"], 0),
     (["correction={preset: decoupled_token_is}"], 1)])
 def test_a_mini_batch_of_which_nothing_is_kept_takes_no_step(settings, steps, run):
     assert updated(run(*settings), ONES) == (steps, 1 - steps)
 
 
 def test_adam_would_have_moved_the_weights(run):
-    """What the rule is for: after one real step, AdamW with a gradient of 0 goes on by 0.67 of it, by momentum alone."""
+    """What the rule is for: after one real step, AdamW with a gradient of 0 goes on by 0.67 of it,
+    by momentum alone."""
     weight = nn.Parameter(torch.zeros(1))
     optimizer, places = torch.optim.AdamW([weight], lr=1e-3, weight_decay=0.0), [0.0]
     for gradient in (1.0, 0.0):
@@ -207,19 +234,24 @@ def test_adam_would_have_moved_the_weights(run):
     assert f"{(places[2] - places[1]) / (places[1] - places[0]):.2f}" == "0.67"
 
 
-# ----------------------------------------------------------------------------------------- the losses' own numbers
+# ----------------------------------------------------------------------------------------- the
+# losses' own numbers
 
 def test_each_loss_has_its_own_clip_unless_one_is_given(run):
-    """A run with GSPO: at its own 4e-4 the clip holds tokens of a policy that has moved, at PPO's 0.2 it never acts."""
+    """A run with GSPO: at its own 4e-4 the clip holds tokens of a policy that has moved, at PPO's
+    0.2 it never acts."""
     for given, acts in (([], True), (["loss.clip_low=0.2", "loss.clip_high=0.2"], False)):
-        opened = run("correction={loss_type: gspo}", *(given or ["loss.clip_low=null", "loss.clip_high=null"]),
+        opened = run("correction={loss_type: gspo}",
+                     *(given or ["loss.clip_low=null", "loss.clip_high=null"]),
                      pi=PI.perturbed(7, 0.05))
         batch = of_response(list(range(len(PI.tokens))), rewards(PI).expand(-1, 3))
         batch = batch._replace(old_log_prob=PI.log_probs().detach())
-        correction = trainer.correct(batch.old_log_prob, batch.rollout_log_prob, batch.response_mask,
+        correction = trainer.correct(batch.old_log_prob, batch.rollout_log_prob,
+                                     batch.response_mask,
                                      correction_of(opened.config))
         found = trainer.update(opened, batch, correction_of(opened.config), correction).metrics
-        assert (found["loss/clip_fraction"] > 0.2) == acts and (found["loss/clip_fraction"] == 0) != acts
+        assert (found["loss/clip_fraction"] > 0.2) == acts and (found["loss/clip_fraction"]
+                                                                == 0) != acts
 
 
 def test_sapos_gates_can_be_set(run):

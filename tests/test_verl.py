@@ -12,7 +12,8 @@ import torch
 
 pytestmark = pytest.mark.usefixtures("verl_required")
 VERL = 2e-8      # verl adds 1e-8 to each number of tokens that it divides by; the rest is float64
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
+                "seq-mean-token-sum-norm")
 TOKEN, SEQUENCE = {"rollout_is": "token"}, {"rollout_is": "sequence"}
 BYPASS, REINFORCE = {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}
 K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.03}
@@ -21,7 +22,8 @@ CASES = {                                           # verl's loss, the block of 
     "nothing": ("vanilla", {"rollout_is": None}),
     "token weights": ("vanilla", TOKEN),
     "sequence weights, rejection": ("vanilla", SEQUENCE | RATIO),
-    "icepop, normalised": ("vanilla", TOKEN | {"rollout_is_threshold": "0.5_5.0", "rollout_is_batch_normalize": True}),
+    "icepop, normalised": ("vanilla", TOKEN | {"rollout_is_threshold": "0.5_5.0",
+                                               "rollout_is_batch_normalize": True}),
     "rejection alone": ("vanilla", {"rollout_is": None} | K3),
     "gspo": ("gspo", SEQUENCE | K3 | {"loss_type": "gspo"}),
     "cispo": ("cispo", TOKEN | {"loss_type": "cispo"}),
@@ -34,7 +36,8 @@ CASES = {                                           # verl's loss, the block of 
 
 def actor_config(loss_mode, block, whole, **options):
     from verl.workers.config import ActorConfig, PolicyLossConfig
-    loss = PolicyLossConfig(loss_mode=loss_mode, rollout_correction=dict(block))       # Hydra's is a dict
+    # Hydra's rollout_correction is a dict.
+    loss = PolicyLossConfig(loss_mode=loss_mode, rollout_correction=dict(block))
     return ActorConfig(strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, policy_loss=loss,
                        global_batch_info=whole, clip_ratio_low=0.1, clip_ratio_high=0.15, **options)
 
@@ -45,7 +48,8 @@ def batch(seed):
     base, *noise = torch.randn(4, 8, 12, generator=generator, dtype=torch.float64)
     log_prob, old, rollout = (base - 3 + 0.2 * x for x in noise)
     lengths = torch.randint(1, 13, (8, 1), generator=generator) * (torch.arange(8) != seed)[:, None]
-    advantages = torch.randn(8, 1, generator=generator, dtype=torch.float64).expand(8, 12).contiguous()
+    advantages = torch.randn(8, 1, generator=generator,
+                             dtype=torch.float64).expand(8, 12).contiguous()
     return log_prob.requires_grad_(), old, rollout, advantages, torch.arange(12) < lengths
 
 
@@ -54,9 +58,11 @@ def driver(block, old, rollout, mask):
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
     if block.get("bypass_mode"):
         return rollout, mask, None
-    options = {name: block.get(name) for name in ("rollout_is", "rollout_rs", "rollout_rs_threshold")}
+    options = {name: block.get(name)
+               for name in ("rollout_is", "rollout_rs", "rollout_rs_threshold")}
     weights, kept, _ = compute_rollout_correction_and_rejection_mask(
-        old, rollout, mask.float(), **options, rollout_is_threshold=block.get("rollout_is_threshold", 2.0),
+        old, rollout, mask.float(), **options,
+        rollout_is_threshold=block.get("rollout_is_threshold", 2.0),
         rollout_is_batch_normalize=block.get("rollout_is_batch_normalize", False))
     return old, kept.bool(), None if weights is None else weights.batch["rollout_is_weights"]
 
@@ -72,8 +78,9 @@ def compare(case, mode, seed, whole, **options):
     results = []
     for name in (loss_mode, "three_policies"):
         loss, metrics = get_policy_loss_fn(name)(
-            old_log_prob=old, log_prob=log_prob, advantages=advantages, response_mask=kept, loss_agg_mode=mode,
-            config=actor_config(name, block, dict(whole), **options), rollout_is_weights=weights)
+            old_log_prob=old, log_prob=log_prob, advantages=advantages, response_mask=kept,
+            loss_agg_mode=mode, config=actor_config(name, block, dict(whole), **options),
+            rollout_is_weights=weights)
         results.append((loss.item(), torch.autograd.grad(loss, log_prob)[0], metrics))
     return results
 
@@ -82,28 +89,37 @@ def compare(case, mode, seed, whole, **options):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:.*verl 0.9 bounds 1/ρ")
 def test_the_loss_is_verls(case, mode):
-    """eq:decoupled-ppo, eq:bypass: to verl's own 1e-8 on five batches, with and without counts from outside."""
-    outside = {"dp_size": 2, "batch_num_tokens": 90, "global_batch_size": 16, "loss_scale_factor": 20}
+    """eq:decoupled-ppo, eq:bypass: they agree to verl's own 1e-8 on five batches.
+
+    They do with and without counts from outside.
+    """
+    outside = {"dp_size": 2, "batch_num_tokens": 90, "global_batch_size": 16,
+               "loss_scale_factor": 20}
     for seed in range(5):
         for whole in ({}, outside):
             (theirs, expected, metrics), (mine, found, ours) = compare(case, mode, seed, whole)
             scale = max(1.0, abs(theirs))                           # token-sum is in the tens
             assert abs(theirs - mine) <= VERL * scale and theirs != 0
             assert torch.allclose(found, expected, rtol=VERL, atol=VERL)
-            assert math.isclose(metrics["actor/ppo_kl"], ours["actor/ppo_kl"], rel_tol=1e-9, abs_tol=1e-9)
+            assert math.isclose(metrics["actor/ppo_kl"], ours["actor/ppo_kl"],
+                                rel_tol=1e-9, abs_tol=1e-9)
             assert ("rollout_corr/kl" in ours) == (CASES[case][0] == "bypass_mode")
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_sapo_is_verls(seed):
-    """eq:sapo: with its own temperatures, in the one aggregation that verl's has."""
+    """eq:sapo: it is verl's with its own temperatures, in the one aggregation that verl's has."""
     CASES["sapo"] = "sapo", TOKEN | {"loss_type": "sapo"}
-    (theirs, expected, _), (mine, found, _) = compare("sapo", "seq-mean-token-mean", seed, {}, tau_pos=0.8, tau_neg=2.0)
+    (theirs, expected, _), (mine, found, _) = compare(
+        "sapo", "seq-mean-token-mean", seed, {}, tau_pos=0.8, tau_neg=2.0)
     assert abs(theirs - mine) <= VERL and torch.allclose(found, expected, rtol=VERL, atol=VERL)
 
 
 def test_dual_clip_is_verls():
-    """eq:dual-clip: clip_ratio_c bounds the loss of A < 0 with PPO's clip, and with no other loss."""
+    """eq:dual-clip: clip_ratio_c bounds the loss of A < 0 with PPO's clip.
+
+    It does with no other loss.
+    """
     for case, c in (("nothing", 1.2), ("nothing", 3.0), ("gspo", 1.001)):
         (theirs, expected, _), (mine, found, _) = compare(case, "token-mean", 0, {}, clip_ratio_c=c)
         assert abs(theirs - mine) <= VERL and torch.allclose(found, expected, rtol=VERL, atol=VERL)
@@ -113,7 +129,7 @@ def test_dual_clip_is_verls():
 
 
 def test_one_clip_ratio_for_both_ends():
-    """eq:ppo-clip: clip_ratio where clip_ratio_low and _high are null."""
+    """eq:ppo-clip: clip_ratio is taken where clip_ratio_low and _high are null."""
     import adapters.verl
     log_prob, old, _, advantages, mask = batch(0)
     given = actor_config("three_policies", {}, {}, clip_ratio=0.05)
@@ -122,7 +138,8 @@ def test_one_clip_ratio_for_both_ends():
     from losses import LossConfig, policy_loss
     from correction import RolloutCorrectionConfig
     loss, _ = adapters.verl.three_policies(old, log_prob, advantages, mask, config=given)
-    expected = policy_loss(log_prob, old, None, advantages, mask, RolloutCorrectionConfig(), LossConfig(clip_low=0.05, clip_high=0.05, dual_clip=3.0))[0]
+    expected = policy_loss(log_prob, old, None, advantages, mask, RolloutCorrectionConfig(),
+                           LossConfig(clip_low=0.05, clip_high=0.05, dual_clip=3.0))[0]
     assert torch.equal(loss, expected)
 
 
@@ -160,20 +177,28 @@ def test_verls_dataclass_is_a_dialect():
 # ------------------------------------------------------------------------------ what is not carried
 
 BLOCK, LOSS = "algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss"
-SETTINGS = ("actor_rollout_ref.model.external_lib=adapters.verl", f"{LOSS}.loss_mode=three_policies",
-            f"+{LOSS}.rollout_correction=${{{BLOCK}}}")                  # as adapters/verl.py has them
-OWN = {name: {"rollout_is": None, **REINFORCE, "rollout_rs": {name: (0.5, 2.0) if name.endswith("k1") else 0.3}}
-       for name in ("token_k1", "seq_max_k1", "seq_mean_k3", "opsm", "token_tv", "token_tv_outward", "second_moment")}
+# As adapters/verl.py has them.
+SETTINGS = ("actor_rollout_ref.model.external_lib=adapters.verl",
+            f"{LOSS}.loss_mode=three_policies", f"+{LOSS}.rollout_correction=${{{BLOCK}}}")
+OWN = {name: {"rollout_is": None, **REINFORCE,
+              "rollout_rs": {name: (0.5, 2.0) if name.endswith("k1") else 0.3}}
+       for name in ("token_k1", "seq_max_k1", "seq_mean_k3", "opsm", "token_tv",
+                    "token_tv_outward", "second_moment")}
 OWN |= {"batch_normalize": REINFORCE | TOKEN | {"rollout_is_batch_normalize": True},
-        "score_centering": REINFORCE | {"preset": "bypass_pg_is", "rollout_is": "token", "score_centering": True}}
+        "score_centering": REINFORCE | {"preset": "bypass_pg_is", "rollout_is": "token",
+                                        "score_centering": True}}
 REFUSED = {"second_moment": "rollout_rs second_moment: .* use criteria of tokens or sequences",
-           "batch_normalize": "rollout_is_batch_normalize in bypass mode: .* or use bypass_mode=false",
+           "batch_normalize":
+               "rollout_is_batch_normalize in bypass mode: .* or use bypass_mode=false",
            "score_centering": "score_centering: .* set it to false"}
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_micro_batch_is_corrected_alone_or_refused(name):
-    """eq:correction: two halves of a mini-batch have the gradient of the whole, or a sentence says why not."""
+    """eq:correction: two halves of a mini-batch have the gradient of the whole.
+
+    Or a sentence says why not.
+    """
     import adapters.verl
     from adapters.dialects import from_dialect
     log_prob, _, rollout, advantages, mask = batch(0)
@@ -181,8 +206,8 @@ def test_a_micro_batch_is_corrected_alone_or_refused(name):
     config = actor_config("three_policies", OWN[name], whole)
 
     def gradient(*parts):
-        loss = sum(adapters.verl.three_policies(rollout[i], log_prob[i], advantages[i], mask[i], "token-sum",
-                                                config=config)[0] for i in parts)
+        loss = sum(adapters.verl.three_policies(rollout[i], log_prob[i], advantages[i], mask[i],
+                                                "token-sum", config=config)[0] for i in parts)
         return torch.autograd.grad(loss, log_prob)[0]
 
     ours = from_dialect(OWN[name])
@@ -196,7 +221,7 @@ def test_a_micro_batch_is_corrected_alone_or_refused(name):
 
 
 def as_the_worker_has_it(*settings):
-    """verl's ActorConfig for these overrides, made as verl's ActorRolloutRefWorker.init_model makes it."""
+    """verl's ActorConfig for these overrides, made as ActorRolloutRefWorker.init_model makes it."""
     from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
     from verl_worker import configuration
@@ -205,47 +230,61 @@ def as_the_worker_has_it(*settings):
     return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 
 
-@pytest.mark.parametrize("block", [(), ("rollout_is=token",), ("rollout_is=sequence",), ("bypass_mode=true",),
-                                   ("bypass_mode=true", "loss_type=reinforce"), ("loss_type=gspo",)])
+@pytest.mark.parametrize("block", [
+    (), ("rollout_is=token",), ("rollout_is=sequence",), ("bypass_mode=true",),
+    ("bypass_mode=true", "loss_type=reinforce"), ("loss_type=gspo",)])
 def test_the_third_override_must_be_there(block):
-    """eq:bypass: without it REINFORCE, or gspo, would be PPO's clip in silence; with it every block works."""
+    """eq:bypass: without it REINFORCE, or gspo, would be PPO's clip in silence.
+
+    With it every block works.
+    """
     import adapters.verl
     log_prob, old, _, advantages, mask = batch(0)
     block = [f"{BLOCK}.{setting}" for setting in block]
     loss, _ = adapters.verl.three_policies(old, log_prob, advantages, mask,
                                            config=as_the_worker_has_it(*SETTINGS, *block))
     assert loss != 0
-    with pytest.raises(ValueError, match=r"would train with PPO's clip .* add '\+actor_rollout_ref\.actor\."
-                                         r"policy_loss\.rollout_correction=\$\{algorithm\.rollout_correction\}'$"):
+    with pytest.raises(ValueError, match=r"would train with PPO's clip .* add "
+                                         r"'\+actor_rollout_ref\.actor\."
+                                         r"policy_loss\.rollout_correction="
+                                         r"\$\{algorithm\.rollout_correction\}'$"):
         adapters.verl.three_policies(old, log_prob, advantages, mask,
                                      config=as_the_worker_has_it(*SETTINGS[:2], *block))
 
 
 def test_verl_itself_leaves_the_loss_to_the_user():
-    """eq:off-policy: an exhibit of the museum, in verl's own code: REINFORCE in name, PPO's clip in fact."""
+    """eq:off-policy: this is an exhibit of the museum, in verl's own code.
+
+    It is REINFORCE in name, PPO's clip in fact.
+    """
     import verl
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
     from losses import aggregate_loss, ppo_clip_loss
-    trainer = (Path(verl.__file__).parent / "trainer" / "ppo" / "v1" / "trainer_base.py").read_text()
+    trainer = (Path(verl.__file__).parent
+               / "trainer" / "ppo" / "v1" / "trainer_base.py").read_text()
     assert "def _compute_old_log_prob" in trainer and "bypass_mode" in trainer
     assert "apply_bypass_mode" not in trainer and "loss_mode" not in trainer
-    config = as_the_worker_has_it(f"{BLOCK}.bypass_mode=true", f"{BLOCK}.loss_type=reinforce", f"{BLOCK}.rollout_is=token")
-    assert config.policy_loss.loss_mode == "vanilla" and config.policy_loss.rollout_correction.loss_type == "ppo_clip"
+    config = as_the_worker_has_it(
+        f"{BLOCK}.bypass_mode=true", f"{BLOCK}.loss_type=reinforce", f"{BLOCK}.rollout_is=token")
+    assert (config.policy_loss.loss_mode == "vanilla"
+            and config.policy_loss.rollout_correction.loss_type == "ppo_clip")
     log_prob, _, rollout, advantages, mask = batch(0)
-    loss, metrics = get_policy_loss_fn("vanilla")(rollout, log_prob, advantages, mask, config=config)
+    loss, metrics = get_policy_loss_fn("vanilla")(
+        rollout, log_prob, advantages, mask, config=config)
     clip = ppo_clip_loss(log_prob, rollout, advantages, dual_clip=3.0)
     assert torch.allclose(loss, aggregate_loss(clip, mask, "token-mean"), rtol=VERL, atol=0)
     assert not any(name.startswith("rollout_corr/") for name in metrics)
 
 
-# ------------------------------------------------------------------------------- in verl's own worker
+# ----------------------------------------------------------------------------- in verl's own worker
 
 RUNS = {"token": ("vanilla", ["rollout_is=token"]),
         "sequence, rejection": ("vanilla", ["rollout_is=sequence", "rollout_rs=seq_mean_k3",
                                             "rollout_rs_threshold=0.05"]),
         "bypass ppo": ("bypass_mode", ["bypass_mode=true"]),
-        "bypass reinforce": ("bypass_mode", ["bypass_mode=true", "loss_type=reinforce", "rollout_is=sequence"])}
+        "bypass reinforce": ("bypass_mode", ["bypass_mode=true", "loss_type=reinforce",
+                                             "rollout_is=sequence"])}
 
 
 @pytest.fixture(scope="module")
@@ -254,10 +293,12 @@ def ended(tiny_model):
     lines = []
     for loss_mode, block in RUNS.values():
         theirs = [f"{LOSS}.loss_mode={loss_mode}", SETTINGS[2]]
-        lines += [" ".join([*settings, *(f"{BLOCK}.{x}" for x in block)]) for settings in (theirs, SETTINGS)]
+        lines += [" ".join([*settings, *(f"{BLOCK}.{x}" for x in block)])
+                  for settings in (theirs, SETTINGS)]
     root = Path(__file__).resolve().parent.parent
-    done = subprocess.run([sys.executable, root / "tests" / "verl_worker.py", tiny_model, "20"], cwd=root, text=True,
-                          input="\n".join(lines), capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        [sys.executable, root / "tests" / "verl_worker.py", tiny_model, "20"], cwd=root, text=True,
+        input="\n".join(lines), capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[\"")]
     assert done.returncode == 0 and len(results) == len(lines), done.stderr[-3000:]
     return dict(zip(RUNS, zip(results[::2], results[1::2])))
@@ -265,11 +306,14 @@ def ended(tiny_model):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_verls_worker_ends_with_verls_weights(ended, run):
-    """eq:decoupled-ppo, eq:bypass: bit for bit, after 40 updates in ActorRolloutRefWorker (FSDP2, gloo).
+    """eq:decoupled-ppo, eq:bypass: they are verl's, bit for bit.
+
+    They are it after 40 updates in ActorRolloutRefWorker (FSDP2, gloo).
 
     Both digests are of one run on one machine; they depend on its processor, and none is recorded.
     """
     theirs, ours = ended[run]
     assert theirs[:2] == ours[:2] and theirs[0] != theirs[1]
-    assert "actor/ratio" in ours[2] and "actor/ratio" not in theirs[2]             # whose loss it was
+    # Whose loss it was.
+    assert "actor/ratio" in ours[2] and "actor/ratio" not in theirs[2]
     assert len({digest for pair in ended.values() for _, digest, _ in pair}) == len(RUNS)

@@ -1,4 +1,7 @@
-"""A model is whole or refused, by name and at once: weights, dropout, vocabulary, tokenizer, place."""
+"""A model is whole or refused, by name and at once.
+
+This holds for its weights, dropout, vocabulary, tokenizer and place.
+"""
 
 import json
 import shutil
@@ -28,13 +31,17 @@ def spoiled(tiny_model, place, change):
 @pytest.mark.parametrize("change, said", [
     (lambda w: w.pop(UP), f"weights are missing: {UP}"),
     (lambda w: w.update(extra=torch.zeros(3)), "weights are unknown to this architecture: extra"),
-    (lambda w: w.update({UP: torch.zeros(3, 64)}), f"weights have another shape: {UP} [3, 64] instead of [128, 64]"),
-    (lambda w: w["model.norm.weight"].fill_(torch.nan), "weights are not finite: model.norm.weight"),
-    (lambda w: w["model.norm.weight"][:1].fill_(torch.inf), "weights are not finite: model.norm.weight"),
+    (lambda w: w.update({UP: torch.zeros(3, 64)}),
+     f"weights have another shape: {UP} [3, 64] instead of [128, 64]"),
+    (lambda w: w["model.norm.weight"].fill_(torch.nan),
+     "weights are not finite: model.norm.weight"),
+    (lambda w: w["model.norm.weight"][:1].fill_(torch.inf),
+     "weights are not finite: model.norm.weight"),
     (lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"] + 1}),
      "weights differ from the embeddings that config.json ties them to: lm_head"),
     (lambda w: [w.pop(name) for name in list(w) if ".0." in name], " and 7 more"),
-    (lambda w: (w.pop(UP), w.update(extra=torch.zeros(3))), f"missing: {UP}; weights are unknown to this architecture: extra"),
+    (lambda w: (w.pop(UP), w.update(extra=torch.zeros(3))),
+     f"missing: {UP}; weights are unknown to this architecture: extra"),
 ])
 def test_weights_that_are_not_right_are_named(change, said, tiny_model, tmp_path, run, capsys):
     code, lines = run(f"policy.path={spoiled(tiny_model, tmp_path / 'spoiled', change)}")
@@ -51,15 +58,20 @@ def test_a_head_that_is_saved_beside_its_embeddings_is_no_other_weight(tiny_mode
 
 SIZES = dict(vocab_size=26, eos_token_id=1, bos_token_id=None, pad_token_id=0)
 DRAWING = {
-    "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config, dict(n_embd=32, n_layer=2, n_head=2, attn_pdrop=0.0),
-             {"resid_pdrop", "embd_pdrop", "summary_first_dropout"}),
-    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, dict(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, attention_dropout=0.1),
+    "gpt2": (
+        transformers.GPT2LMHeadModel, transformers.GPT2Config,
+        dict(n_embd=32, n_layer=2, n_head=2, attn_pdrop=0.0),
+        {"resid_pdrop", "embd_pdrop", "summary_first_dropout"}),
+    "llama": (
+        transformers.LlamaForCausalLM, transformers.LlamaConfig,
+        dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+             attention_dropout=0.1),
         {"attention_dropout"}),
-    "mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig, dict(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        num_local_experts=2, router_jitter_noise=0.1), {"router_jitter_noise"})}
-
+    "mixtral": (
+        transformers.MixtralForCausalLM, transformers.MixtralConfig,
+        dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+             num_key_value_heads=1, num_local_experts=2, router_jitter_noise=0.1),
+        {"router_jitter_noise"})}
 
 @pytest.mark.parametrize("name", DRAWING)
 def test_nothing_is_drawn_at_random_in_training(name, tmp_path):
@@ -74,12 +86,16 @@ def test_nothing_is_drawn_at_random_in_training(name, tmp_path):
 
 
 def test_a_run_with_dropout_says_so_and_its_policies_agree(tiny_model, tmp_path, run, capsys):
-    """k3 is the rounding of float32 where nothing else differs, as in test_trainer.py; dropout gave 4.6e-5."""
+    """k3 is the rounding of float32 where nothing else differs, as in test_trainer.py.
+
+    Dropout gave 4.6e-5.
+    """
     place = shutil.copytree(tiny_model, tmp_path / "dropout")
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
     code, lines = run(f"policy.path={place}", "rollout.quantize_bits=null", "train.steps=1")
-    assert code == 0 and abs(lines[0]["rollout_corr/k3_kl"]) < gamma(16) and lines[0]["grad_norm"] > 0
+    assert (code == 0 and abs(lines[0]["rollout_corr/k3_kl"]) < gamma(16)
+            and lines[0]["grad_norm"] > 0)
     assert "policy.path: attention_dropout=0.1 of config.json is 0 here" in capsys.readouterr().err
 
 
@@ -111,7 +127,8 @@ def test_no_tokenizer_is_a_sentence(tiny_model, tmp_path, run, capsys):
 
 
 @pytest.mark.parametrize("vocabulary, code", [(9, 2), (25, 0)])
-def test_a_token_beyond_the_vocabulary_is_named(vocabulary, code, tiny_model, tmp_path, run, capsys):
+def test_a_token_beyond_the_vocabulary_is_named(
+        vocabulary, code, tiny_model, tmp_path, run, capsys):
     """The questions have digits and "+" (3 to 13) and "=", number 17, of 26 tokens."""
     place = smaller(tiny_model, tmp_path / "small", vocabulary)
     assert run(f"policy.path={place}")[0] == code
@@ -122,12 +139,17 @@ def test_a_token_beyond_the_vocabulary_is_named(vocabulary, code, tiny_model, tm
 
 
 @pytest.mark.parametrize("path, said", [
-    ("./nowhere", "is no directory, and no name on the hub"), ("/no/where", "is no directory, and no name on the hub"),
-    ("a/b/c", "is no directory, and no name on the hub"), ("", "is no model: it has no config.json"),
+    ("./nowhere", "is no directory, and no name on the hub"),
+    ("/no/where", "is no directory, and no name on the hub"),
+    ("a/b/c", "is no directory, and no name on the hub"),
+    ("", "is no model: it has no config.json"),
     ("nowhere/at-all", "is no directory here, and the hub was asked for it in vain"),
     ("empty", "is no model: it has no config.json")])
 def test_a_place_without_a_model_is_asked_for_once(path, said, tmp_path, monkeypatch):
-    """No retries: of huggingface_hub's functions the one that makes a single request is called, once."""
+    """There are no retries.
+
+    Of huggingface_hub's functions the one that makes a single request is called, once.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -2,9 +2,10 @@
 
     echo "hydra overrides of one run" | python tests/verl_worker.py MODEL BATCHES
 
-For every line: a digest of the actor's weights before and after two updates on each of BATCHES batches of
-made-up rollouts, and the names of the metrics. Two things that verl asks for are stood in for: a platform
-that is a CPU, and a class of TRL that it patches wherever TRL is installed and that TRL 1.16 no longer has.
+For every line: a digest of the actor's weights before and after two updates on each of BATCHES
+batches of made-up rollouts, and the names of the metrics. Two things that verl asks for are stood
+in for: a platform that is a CPU, and a class of TRL that it patches wherever TRL is installed and
+that TRL 1.16 no longer has.
 """
 
 import contextlib
@@ -24,15 +25,19 @@ def stand_ins():
     from verl.plugin.platform.platform_manager import set_platform
 
     nothing = {name: lambda *_, **__: None for name in PlatformBase.__abstractmethods__}
-    no_memory = {f"{most}memory_{kind}": lambda *_: 0 for most in ("", "max_") for kind in ("allocated", "reserved")}
+    no_memory = {f"{most}memory_{kind}": lambda *_: 0
+                 for most in ("", "max_") for kind in ("allocated", "reserved")}
     device = types.SimpleNamespace(**nothing | no_memory | {
-        "current_device": lambda: "cpu", "get_device_name": lambda: "CPU", "mem_get_info": lambda *_: (0, 1)})
+        "current_device": lambda: "cpu", "get_device_name": lambda: "CPU",
+        "mem_get_info": lambda *_: (0, 1)})
     values = {"device_name": "cpu", "vendor_name": "cpu", "device_module": device, "cudart": None}
     platform = type("PlatformCPU", (PlatformBase,), nothing | values | {
-        "is_available": lambda self: True, "current_device": lambda self: "cpu", "device_count": lambda self: 1,
-        "communication_backend_name": lambda self: "gloo", "is_ipc_supported": lambda self: False,
-        "visible_devices_envvar": lambda self: "NO_DEVICES", "ray_resource_name": lambda self: "CPU",
-        "ray_noset_envvars": lambda self: [], "nvtx_range": lambda self, _: contextlib.nullcontext()})
+        "is_available": lambda self: True, "current_device": lambda self: "cpu",
+        "device_count": lambda self: 1, "communication_backend_name": lambda self: "gloo",
+        "is_ipc_supported": lambda self: False,
+        "visible_devices_envvar": lambda self: "NO_DEVICES",
+        "ray_resource_name": lambda self: "CPU", "ray_noset_envvars": lambda self: [],
+        "nvtx_range": lambda self, _: contextlib.nullcontext()})
     set_platform(platform())
     value_head: Any = types.ModuleType("trl.experimental.ppo")
     value_head.AutoModelForCausalLMWithValueHead = type("AutoModelForCausalLMWithValueHead", (), {})
@@ -43,17 +48,23 @@ def configuration(model, overrides):
     import hydra
     with hydra.initialize_config_module("verl.trainer.config", version_base=None):
         return hydra.compose("ppo_trainer", [
-            f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.model.use_remove_padding=False",
+            f"actor_rollout_ref.model.path={model}",
+            "actor_rollout_ref.model.use_remove_padding=False",
             "+actor_rollout_ref.model.override_config.attn_implementation=eager",
-            "actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "actor_rollout_ref.rollout.name=vllm",
+            "actor_rollout_ref.actor.strategy=fsdp2",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+            "actor_rollout_ref.rollout.name=vllm",
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
-            "actor_rollout_ref.actor.use_torch_compile=False", "actor_rollout_ref.actor.optim.lr=1e-3",
+            "actor_rollout_ref.actor.use_torch_compile=False",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
             "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
             "actor_rollout_ref.actor.fsdp_config.model_dtype=fp32",
             "actor_rollout_ref.actor.fsdp_config.dtype=float32",
-            # verl's default, bfloat16, forms π_θ/π_old in bfloat16 too; policy_loss widens the log-probs first.
-            "++actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
+            # verl's default, bfloat16, forms π_θ/π_old in bfloat16 too; policy_loss widens the
+            # log-probs first.
+            "++actor_rollout_ref.actor.fsdp_config.mixed_precision="
+            "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
             *overrides])
 
 
@@ -64,7 +75,8 @@ def rollouts(module, generator):
         return torch.randint(low, high, size, generator=generator)
     prompts, responses = draw(4, 26, 16, 4), draw(4, 26, 16, 8)
     mask = (torch.arange(8) < draw(1, 9, 16, 1)).long()
-    ids, attention = torch.cat([prompts, responses], 1), torch.cat([torch.ones_like(prompts), mask], 1)
+    ids, attention = (torch.cat([prompts, responses], 1),
+                      torch.cat([torch.ones_like(prompts), mask], 1))
     with torch.no_grad():
         logits = module(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, 3:-1]
     old = logits.log_softmax(-1).gather(-1, responses[..., None]).squeeze(-1) * mask
@@ -89,13 +101,15 @@ def update(worker, config, batch):
     batch.meta_info["temperature"] = 1.0
     data = left_right_2_no_padding(batch.to_tensordict())
     rows = actor.ppo_mini_batch_size
-    tu.assign_non_tensor(data, calculate_entropy=False, global_batch_size=rows, mini_batch_size=rows,
-                         epochs=actor.ppo_epochs, seed=0, dataloader_kwargs={"shuffle": False}, compute_loss=True)
+    tu.assign_non_tensor(data, calculate_entropy=False, global_batch_size=rows,
+                         mini_batch_size=rows, epochs=actor.ppo_epochs, seed=0,
+                         dataloader_kwargs={"shuffle": False}, compute_loss=True)
     return tu.get(worker.update_actor(data), "metrics")
 
 
 def digest(module):
-    whole = [p.detach().full_tensor() if hasattr(p, "full_tensor") else p for p in module.parameters()]
+    whole = [p.detach().full_tensor() if hasattr(p, "full_tensor") else p
+             for p in module.parameters()]
     return hashlib.sha256(b"".join(p.numpy().tobytes() for p in whole)).hexdigest()
 
 
@@ -116,9 +130,11 @@ def run(model, batches, overrides):
 def main(model, batches):
     stand_ins()
     from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
-    store = torch.distributed.HashStore()               # verl itself would ask for the CPU's gloo twice
+    # verl itself would ask for the CPU's gloo twice.
+    store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    EngineRegistry.register("language_model", ["fsdp2"], device="cpu", vendor="cpu")(FSDPEngineWithLMHead)
+    EngineRegistry.register(
+        "language_model", ["fsdp2"], device="cpu", vendor="cpu")(FSDPEngineWithLMHead)
     for line in sys.stdin:
         print(json.dumps(run(model, int(batches), line.split())), flush=True)
     torch.distributed.destroy_process_group()
@@ -127,5 +143,6 @@ def main(model, batches):
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     # What Ray would have set; nothing is opened there.
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
+                   "MASTER_PORT": "0"}
     main(*sys.argv[1:])

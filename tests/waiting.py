@@ -1,6 +1,7 @@
-"""Tests wait for an event, never for a clock: a loaded machine is slow, and nothing is wrong with it.
+"""Tests wait for an event, never for a clock.
 
-HANG is the one limit in seconds. Only what hangs forever reaches it, and it ends the test with a failure.
+A loaded machine is slow, and nothing is wrong with it. HANG is the one limit in seconds. Only what
+hangs forever reaches it, and it ends the test with a failure.
 """
 
 import time
@@ -9,9 +10,13 @@ HANG = 1800
 
 
 def until(happened, process=None):
-    """Wait until `happened()` is true; fail if the process that should make it true has ended, or at a hang."""
+    """Wait until `happened()` is true.
+
+    Fail if the process that should make it true has ended, or at a hang.
+    """
     end = time.monotonic() + HANG
     while not happened():
-        assert process is None or process.poll() is None or happened(), "the process ended before it happened"
+        assert (process is None or process.poll() is None
+                or happened()), "the process ended before it happened"
         assert time.monotonic() < end, f"it has not happened within {HANG} seconds"
         time.sleep(0.02)

@@ -94,7 +94,7 @@ def one_step(run, step: int, options) -> tuple[dict[str, Took], Any]:
         trainer.update(run, batch, options, correction)
 
     parts = {"rollout": rollout, "π_old": log_probs, "update": update,
-             "sync": lambda: run.update_engine(run.sync.push),
+             "sync": run.push_weights,
              "checkpoint": lambda: run.checkpoints.save(run, step)}
     return {name: timed(part) for name, part in parts.items()}, kept["batch"]
 
@@ -192,7 +192,7 @@ def unused() -> float:
     return mallinfo2().fordblks / 2 ** 30
 
 
-def held(run, batch, engine: float, start: float, peak: float) -> list[list[str]]:
+def hold_directory(run, batch, engine: float, start: float, peak: float) -> list[list[str]]:
     """GB of what the process must hold in the update, and what it did hold."""
     import trainer
     weights = 4 * sum(p.numel() for p in run.policy.parameters()) / 2 ** 30
@@ -236,17 +236,17 @@ def bench_size(table) -> None:
         os.chdir(directory)
         config = load_config([*SETTINGS, f"policy.path={make_model('model', **SHAPE)}"])
         options = correction_of(config)
-        with plumbing.run.opened(config) as run:
+        with plumbing.run.open_run(config) as run:
             assert run is not None             # it is not finished: its directory was empty
             run.before = 0.0
-            run.update_engine(run.sync.push)
+            run.push_weights()
             for step in run.steps():
                 took, batch = one_step(run, step, options)
             shards: Any = run.policy.parameters()
             weights = [p.to_local().detach() for p in shards]
             n, floor = sum(w.numel() for w in weights), floors(run, batch, weights)
             between = causes(run, batch, weights, took, floor)
-            memories = held(run, batch, engine[0], start, took["update"].peak)
+            memories = hold_directory(run, batch, engine[0], start, took["update"].peak)
         rows = []
         for name, t in took.items():
             least, ratio = "–", "–"

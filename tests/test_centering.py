@@ -1,0 +1,263 @@
+"""centering.py: score centering is its equation, by enumeration, with any token weights and criteria.
+
+Responses come from μ = MU. Expected values are written out as sums over states and tokens, not
+through the code under test. Run with -s to see the biases.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from oracle import (Policy, close, estimator_moments, exact_gradient, f64, grad_J, rewards)
+from examples import (MASK, PI, R, SUM, reinforce)
+
+from correction import Correction, correct
+from correction import RolloutCorrectionConfig as Config
+from losses import (Counts, LossConfig, policy_loss)
+
+MU = PI.perturbed(1, 0.8)
+LP, MU_LP = PI.log_probs(), MU.log_probs().detach()
+EVERY = PI.step_log_probs(), MU.step_log_probs().detach()           # log π(v|s), log μ(v|s): [S, V]
+CANDIDATES = tuple(x[PI.states] for x in EVERY)                     # [N, T, V]
+
+
+def mean_gradient(config, advantages, candidates=CANDIDATES, pi=PI, mu=MU, lp=LP, mu_lp=MU_LP):
+    """Return −E_μ[∇policy_loss], which is to be compared with ∇J."""
+    def loss(i):
+        given = None if candidates is None else tuple(x[i] for x in candidates)
+        return policy_loss(lp[i], mu_lp[i], mu_lp[i], advantages[i].expand(-1, pi.T), pi.mask[i],
+                           config, LossConfig(aggregation=SUM),
+                           candidates=given)[0]
+    return -estimator_moments(pi, mu, loss).mean
+
+
+# --------------------------------------------------------------------- the gradient, token by token
+
+CENTERED = [reinforce(None, 2.0), reinforce("token", 0.9), reinforce("token", (0.7, 1.4)),
+            reinforce(None, 2.0, rollout_rs={"token_k1": (0.8, 1.2)}),
+            reinforce("token", math.inf, rollout_rs={"token_tv": 0.05}),
+            reinforce("token", 2.0, rollout_rs={"token_tv_outward": 0.05, "token_k3": 0.2})]
+
+
+@pytest.mark.parametrize("config", CENTERED, ids=str)
+def test_a_constant_advantage_moves_nothing_once_scores_are_centered(config):
+    """eq:score-centering: E_μ[w g − E_μ[w g | s]] = 0 in every state.
+
+    Without it only the untruncated ρ has that.
+    """
+    for constant in (1.0, -2.0):
+        advantages = torch.full_like(R, constant)
+        drift = mean_gradient(config, advantages, None).norm().item()
+        print(f"{config.rollout_is} {config.rollout_is_threshold} {config.rollout_rs}: "
+              f"drift {drift:.3f}")
+        assert drift > 1e-2
+        assert mean_gradient(replace(config, score_centering=True), advantages).abs().max() < 1e-12
+    assert mean_gradient(reinforce("token", math.inf), torch.ones_like(R), None).abs().max() < 1e-12
+
+
+def weight_of(config, log_rho, log_mu, advantage):
+    """Return w(v) of one token, from its definition."""
+    rho, mu, keep = math.exp(log_rho), math.exp(log_mu), True
+    for name, bound in config.rollout_rs.items():
+        if name == "token_k1":
+            keep &= bound[0] <= rho <= bound[1]
+        elif name == "token_k3":
+            keep &= rho - 1 - log_rho <= bound
+        elif name == "token_tv":
+            keep &= abs(mu * rho - mu) <= bound
+        elif name == "token_tv_outward":
+            keep &= not ((advantage > 0 and mu * rho - mu > bound)
+                         or (advantage < 0 and mu - mu * rho > bound))
+    if config.rollout_is is None:
+        return float(keep)
+    bound = config.rollout_is_threshold
+    return keep * (rho * (bound[0] <= rho <= bound[1]) if isinstance(bound, tuple)
+                   else min(rho, bound))
+
+
+def by_hand(config, advantages, centered):
+    """Return Σ_y μ(y) Σ_t A (w g − Σ_v μ(v) w(v) ∇log π(v)), token by token."""
+    log_pi, log_mu = EVERY[0].detach(), EVERY[1]
+    total = torch.zeros_like(PI.logits)
+    for row in range(len(MASK)):
+        for t in range(PI.T):
+            if not MASK[row, t]:
+                continue
+            state, token = PI.states[row, t].item(), PI.tokens[row, t].item()
+            advantage = advantages[row].item()
+            for v in range(PI.V):
+                log_rho = (log_pi - log_mu)[state, v].item()
+                w = weight_of(config, log_rho, log_mu[state, v].item(), advantage)
+                share = float(v == token) - (log_mu[state, v].exp().item() if centered else 0.0)
+                score = -log_pi[state].exp()
+                score[v] += 1.0
+                total[state] += MU.probs()[row].item() * advantage * share * w * score
+    return total.flatten().detach()
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("config", CENTERED, ids=str)
+def test_the_centered_gradient_is_its_formula(config, centered):
+    """eq:score-centering, with advantages of both signs."""
+    advantages = R - R.mean()
+    found = mean_gradient(replace(config, score_centering=centered), advantages)
+    assert close(found, by_hand(config, advantages, centered))
+
+
+def test_centering_subtracts_the_mean_of_whatever_is_done_to_a_sampled_token():
+    """Rejection by tokens leaves the subtracted mean: it is that of the state, not of the token."""
+    config = reinforce("token", 2.0, rollout_rs={"token_k1": (50.0, None)}, score_centering=True)
+    assert not correct(LP, MU_LP, MASK, config).mask.any()
+    assert close(mean_gradient(config, R), by_hand(config, R, True))
+
+
+@pytest.mark.parametrize("name", ["token_tv", "token_tv_outward"])
+@pytest.mark.parametrize("bound", [0.02, 0.1, 0.3])
+def test_ipo_and_dppo_are_their_formulas(name, bound):
+    """E_μ[Σ ρ A 1[kept] g] holds token by token; what the token surrogate has beyond it was cut."""
+    config, advantages = reinforce("token", math.inf, rollout_rs={name: bound}), R - R.mean()
+    found = mean_gradient(config, advantages, None)
+    assert close(found, by_hand(config, advantages, False))
+    whole = mean_gradient(reinforce("token", math.inf), advantages, None)
+    share = (found - whole).norm() / grad_J(PI, R).norm()
+    print(f"{name} ≤ {bound}: {share:.3f} of |∇J| is masked away")
+    assert (found - whole).norm() > 1e-4
+
+
+# --------------------------------------------------------------------- what no candidate stands for
+
+@pytest.mark.parametrize("level", [None, "token"])
+def test_what_no_candidate_stands_for_is_taken_in_proportion(level):
+    """eq:score-centering from μ's likeliest tokens is exact where μ's rest is in proportion to π's."""
+    V, K = 5, 2
+    pi = Policy(V, 2, seed=3)
+    tilted, head = pi.logits.detach().clone(), pi.logits.detach().topk(K).indices           # [S, K]
+    noise = torch.randn(head.shape, generator=torch.Generator().manual_seed(4)).double()
+    tilted.scatter_add_(1, head, noise)
+    biases = []
+    for logits in (tilted, pi.perturbed(5, 0.8).logits.detach()):
+        mu = pi.perturbed(5, 0.8)
+        mu.logits = logits.clone().requires_grad_()
+        lp, mu_lp = pi.log_probs(), mu.log_probs().detach()
+        few = tuple(x.gather(1, head)[pi.states]
+                    for x in (pi.step_log_probs(), mu.step_log_probs().detach()))
+        config = reinforce(level, 0.9, score_centering=True)
+        drift = mean_gradient(config, torch.ones_like(rewards(pi)), few, pi, mu, lp, mu_lp)
+        biases.append(drift.norm().item())
+    print(f"{level}: drift with {K} of {V} tokens {biases}")
+    assert biases[0] < 1e-12 < 1e-3 < biases[1]
+
+
+@pytest.mark.parametrize("name", ["token_tv", "token_tv_outward"])
+def test_a_tail_of_many_tokens_is_not_judged_as_one(name):
+    """eq:total-variation of the lump is |Σπ − Σμ| = 0.2, of each of its ten tokens 0.02.
+
+    The tokens stay, and so does the lump.
+    """
+    logits = f64([[0.7] + [0.03] * 10]).log(), f64([[0.5] + [0.05] * 10]).log()
+    pi, mu = Policy(11, 1), Policy(11, 1)
+    pi.logits, mu.logits = (x.clone().requires_grad_() for x in logits)
+    lp, mu_lp = pi.log_probs(), mu.log_probs().detach()
+    one = tuple(x[:, :1].expand(len(lp), 1, 1)
+                for x in (pi.step_log_probs(), mu.step_log_probs().detach()))
+    for level in (None, "token"):
+        config = reinforce(level, rollout_rs={name: 0.1})
+        ones = torch.ones(len(lp), 1).double()
+        plain, centered = (
+            mean_gradient(replace(config, score_centering=on), ones, one, pi, mu, lp, mu_lp).norm()
+            for on in (False, True))
+        assert plain > 0.05 and centered < 1e-12
+
+
+@pytest.mark.parametrize("rest", [0.3, 0.01, 1e-5])
+def test_a_small_tail_is_a_tail_all_the_same(rest):
+    """Its probability is not limited until it is below 1e-6, nor is the gradient of its log π."""
+    share = f64([[0.6, 0.4 - rest, rest]])
+    pi, mu = Policy(3, 1), Policy(3, 1)
+    of_mu = f64([[0.5, 0.5 - 2 * rest / 3, 2 * rest / 3]])
+    pi.logits, mu.logits = share.log().requires_grad_(), of_mu.log().requires_grad_()
+    few = tuple(x[:, :2].expand(3, 1, 2)
+                for x in (pi.step_log_probs(), mu.step_log_probs().detach()))
+    whole = tuple(x.expand(3, 1, 3) for x in (pi.step_log_probs(), mu.step_log_probs().detach()))
+    config, ones = reinforce(score_centering=True), torch.ones(3, 1, dtype=torch.float64)
+    lp, mu_lp = pi.log_probs(), mu.log_probs().detach()
+    found, expected = (mean_gradient(config, ones, given, pi, mu, lp, mu_lp)
+                       for given in (few, whole))
+    assert found.abs().max() < 1e-12 and expected.abs().max() < 1e-12
+
+
+# ----------------------------------------------------------------------- dtypes, padding and errors
+
+def test_candidates_in_half_precision_are_promoted_before_they_are_subtracted():
+    """1 − Σπ of bfloat16 log-probs is formed in float32: only their own rounding remains."""
+    config, ones = reinforce("token", 0.9, score_centering=True), torch.ones_like(R).expand(-1, 3)
+    halves = tuple(x[..., :2].detach().bfloat16() for x in CANDIDATES)
+    gradients = []
+    for given in (halves, tuple(x.double() for x in halves)):
+        log_pi = given[0].clone().requires_grad_()
+        loss, _ = policy_loss(LP.detach(), MU_LP, MU_LP, ones, MASK, config,
+                              LossConfig(aggregation=SUM), candidates=(log_pi, given[1]))
+        gradients.append(torch.autograd.grad(loss, log_pi)[0].double())
+    # only the gradient itself is rounded to bfloat16; before that, a few roundings of float32
+    off, size = (gradients[0] - gradients[1]).abs(), gradients[1].abs()
+    assert (off <= 2 ** -8 * size + 2 ** -18 * size.max()).all()
+
+
+def test_with_kept_counts_a_rejected_row_is_divided_by_its_own_length():
+    """eq:aggregation: also where nothing of a response is kept, its centering is a mean of tokens."""
+    rows, config = MASK.sum(-1) == 3, reinforce(score_centering=True)
+    nothing = Correction(None, torch.zeros_like(MASK[rows]))
+
+    def loss(mode):
+        return policy_loss(LP[rows], MU_LP[rows], MU_LP[rows], R[rows].expand(-1, 3), MASK[rows],
+                           config, LossConfig(aggregation=mode, denominator="kept"),
+                           candidates=tuple(x[rows] for x in CANDIDATES), correction=nothing,
+                           counts=Counts(torch.tensor(1.0), torch.tensor(1.0)))[0]
+    total = loss("seq-mean-token-sum")
+    assert abs(total) > 1e-3 and close(loss("seq-mean-token-mean"), total / 3)
+
+
+def test_missing_candidates_are_no_tokens():
+    """−∞ in log μ fills a row that has fewer candidates: two fillers change nothing."""
+    config, filled = reinforce("token", 0.9, score_centering=True), []
+    for fillers in (0, 2):
+        log_pi, log_mu = (torch.nn.functional.pad(x[..., :2], (0, fillers), value=y)
+                          for x, y in zip(CANDIDATES, (-0.1, -math.inf)))
+        filled.append(mean_gradient(config, R, (log_pi, log_mu)))
+    assert torch.equal(*filled)
+
+
+@pytest.mark.parametrize("there", [math.nan, 1e30])
+def test_centering_of_padding_is_nothing(there):
+    """Padding adds neither value nor gradient, whatever stands there."""
+    config = reinforce("token", 0.9, score_centering=True)
+    junk = torch.where(MASK, 0.0, there)[..., None]
+    losses = []
+    for x in (CANDIDATES, (CANDIDATES[0] + junk, CANDIDATES[1] + junk)):
+        loss, _ = policy_loss(LP, MU_LP, MU_LP, R.expand(-1, 3), MASK, config,
+                              LossConfig(aggregation=SUM), candidates=x)
+        losses.append((loss, exact_gradient(PI, loss)))
+    assert torch.equal(losses[0][0], losses[1][0]) and torch.equal(losses[0][1], losses[1][1])
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(loss_type="ppo_clip"), "score_centering needs loss_type reinforce"),
+    (dict(rollout_is="sequence"), "rollout_is null or token"),
+    (dict(rollout_is="prefix"), "rollout_is null or token"),
+    (dict(rollout_is="token", rollout_is_batch_normalize=True), "no rollout_is_batch_normalize"),
+    (dict(rollout_rs={"seq_mean_k3": 0.1}), "criteria token_*"),
+    (dict(rollout_rs={"second_moment": 0.1}), "criteria token_*"),
+    (dict(score_centering="yes"), "score_centering must be true or false")])
+def test_what_cannot_be_centered_is_one_sentence(options, words):
+    settings = dict(bypass_mode=True, loss_type="reinforce", score_centering=True) | options
+    with pytest.raises(ValueError) as error:
+        Config(**settings)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("candidates", [None, (LP, MU_LP[:2])])
+def test_centering_without_candidates_is_an_error(candidates):
+    with pytest.raises(ValueError, match="score_centering needs candidates"):
+        policy_loss(LP, MU_LP, MU_LP, R.expand(-1, 3), MASK, reinforce(score_centering=True),
+                    candidates=candidates)

@@ -1,0 +1,123 @@
+"""doctor.py: what `diagnose` says, and of what it keeps silent.
+
+What a whole run says is tested in test_lessons.py.
+"""
+
+import math
+
+import pytest
+import torch
+
+from correction import correct
+from correction import RolloutCorrectionConfig as Config
+from doctor import HEALTHY, diagnose
+from estimators import (sampling_log_probs)
+from losses import (policy_loss)
+from metrics import offpolicy_metrics, to_host
+
+
+def test_diagnose_is_silent_when_nothing_is_wrong_and_names_metric_and_knob_otherwise():
+    x = torch.full((2, 3), -1.0)
+    assert diagnose(correct(x, x, x.bool(), Config.decoupled_token_is()).metrics) == []
+    assert diagnose({}) == []
+    for name, low, high, _, remedy in HEALTHY:
+        for value in (low - 1.5, high + 1.5):               # neither severe
+            sentence, = diagnose({f"rollout_corr/{name}": value})
+            assert sentence.startswith(name) and remedy in sentence and sentence.endswith(".")
+        highest = torch.tensor(high, dtype=torch.float64)
+        assert diagnose({name: low}) == diagnose({name: highest}) == []
+    assert "not finite" in diagnose({"rollout_corr/kl": math.nan})[0]
+    assert len(diagnose({"kl": math.nan, "k3_kl": math.nan})) == 2          # each once
+
+
+@pytest.mark.parametrize("name, well, ill", [
+    ("all_rejected", 0, 1), ("rollout_is_mean", 0.11, 0.09), ("rollout_is_mean", 1.99, 2.01),
+    ("rollout_is_raw_eff_sample_size", 0.006, 0.004), ("rollout_is_std", 0.99, 1.01),
+    ("rollout_is_catastrophic_token_fraction", 0.009, 0.011),
+    ("rollout_is_veto_fraction", 0.09, 0.11), ("rollout_rs_seq_masked_fraction", 0.49, 0.51),
+    ("k3_kl", 0.149, 0.151), ("chi2_token", 4.99, 5.01),
+    ("chi2_token", -0.9, -1.1), ("ppl_ratio", 0.81, 0.79), ("ppl_ratio", 1.24, 1.26),
+    ("rollout_is_masked_fraction", 0.49, 0.99), ("rollout_rs_masked_fraction", 0.89, 0.91),
+    ("loss/bypass_clip_fraction", 0.004, 0.006), ("k3_kl", -1e-9, -1e-3),
+])
+def test_the_limits_of_health(name, well, ill):
+    assert diagnose({name: well}) == [] and len(diagnose({name: ill})) == 1
+
+
+def sampled(seed, rows=64, length=50, noise=0.3, temperature=1.0, keep=None):
+    """Return log π and log μ of tokens that μ drew.
+
+    μ is π with noise on its logits, at another temperature, cut to its `keep` likeliest tokens.
+    """
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, length, 12, generator=g, dtype=torch.float64)
+    log_pi = logits.log_softmax(-1)
+    noisy = logits + noise * torch.randn(logits.shape, generator=g, dtype=torch.float64)
+    log_mu, _ = sampling_log_probs(noisy, temperature, top_k=keep or 0)
+    drawn = torch.multinomial(log_mu.exp().flatten(0, 1), 1, generator=g).view(rows, length, 1)
+    return [x.gather(-1, drawn)[..., 0] for x in (log_pi, log_mu)]
+
+
+def test_an_honest_record_is_standard_normal():
+    """eq:martingale: over 200 batches of 3 200 tokens z has mean 0 and variance 1.
+
+    No batch is named improper.
+    """
+    found = [to_host(offpolicy_metrics(*sampled(seed), torch.ones(64, 50))) for seed in range(200)]
+    z = torch.tensor([x["rollout_corr/is_ratio_z"] for x in found], dtype=torch.float64)
+    print(f"mean {z.mean():.2f} ± {z.std() / 200 ** 0.5:.2f}, deviation {z.std():.2f}, "
+          f"largest {z.abs().max():.1f}")
+    assert abs(z.mean()) < 4 / 200 ** 0.5 and abs(z.std() - 1) < 4 / 400 ** 0.5
+    assert z.abs().max() < 5
+    assert all(x["rollout_corr/kl_z"] > 5 for x in found)          # KL(μ‖π) > 0, and it is seen
+    assert not any("is_ratio_mean" in s or s.startswith("kl ") for x in found for s in diagnose(x))
+
+
+@pytest.mark.parametrize("wrong, word", [
+    (lambda: sampled(0, noise=0, keep=6), "is_ratio_mean is 0.8"),      # a cut that is not replayed
+    (lambda: sampled(0, noise=0, temperature=0.7)[::-1], "kl is -0.")])
+def test_an_improper_pair_is_named(wrong, word):
+    """eq:martingale: π uncut under a cut μ has E[ρ] < 1; at another temperature E[log ρ] > 0."""
+    log_pi, log_mu = wrong()
+    sentences = diagnose(offpolicy_metrics(log_pi, log_mu, torch.ones(log_pi.shape)))
+    assert any(sentence.startswith(word) for sentence in sentences)
+    assert all(sentence.endswith(".") for sentence in sentences)
+
+
+def test_the_cap_and_the_tail_are_not_blamed_on_rho():
+    """Over 2 000 tokens at a usual k3 of 2e-3 sequence weights have a mean far below 1.
+
+    Nothing is wrong with ρ then.
+    """
+    g = torch.Generator().manual_seed(0)
+    noise = torch.randn(64, 2000, generator=g, dtype=torch.float64)
+    log_rho, mask = 0.063 * noise - 0.063 ** 2 / 2, torch.ones(64, 2000)            # E[ρ] = 1
+    metrics = correct(log_rho, torch.zeros_like(log_rho), mask, Config("sequence")).metrics
+    found = to_host(metrics)
+    assert 1.5e-3 < found["rollout_corr/k3_kl"] < 2.5e-3
+    assert found["rollout_corr/rollout_is_mean"] < 0.5
+    assert not any("ratio_mean" in s or "is_mean" in s for s in diagnose(metrics))
+    [sentence] = diagnose({"rollout_is_mean": 0.05})
+    assert "a cap takes the rest" in sentence and "temperature" not in sentence
+
+
+def test_a_mismatch_that_nothing_corrects_is_named():
+    x = torch.zeros(4, 50, dtype=torch.float64)
+    train = x + torch.where(torch.arange(50) % 2 == 0, 0.1, -0.1)                      # k3 = 0.005
+    configs = (Config.disabled(), Config.decoupled_token_is(),
+               Config(rollout_rs={"token_k1": (0.95, 2.0)}))
+    found = [diagnose(correct(train, x, torch.ones(4, 50), config).metrics) for config in configs]
+    named = [any("nothing corrects it" in sentence for sentence in said) for said in found]
+    assert named == [True, False, False]
+    ones = torch.ones(4, 50)
+    assert diagnose(offpolicy_metrics(train, x, ones)) == []    # who knows what is done about it
+    _, metrics = policy_loss(train, None, x, ones, ones, Config.bypass_ppo_clip())
+    assert not any("nothing corrects it" in s for s in diagnose(metrics))
+
+
+@pytest.mark.parametrize("chi2, word", [
+    (5.5, "a large shift"), (9.99, "a large shift"),
+    (10.0, "a severe shift"), (99.0, "a severe shift")])
+def test_a_severe_shift_has_a_sentence_of_its_own(chi2, word):
+    sentence, = diagnose({"chi2_token": chi2})
+    assert word in sentence and ("sample anew" in sentence) == (chi2 >= 10)

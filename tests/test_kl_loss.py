@@ -1,0 +1,54 @@
+"""losses.py: the KL term as a loss, its expected gradient, its aggregation."""
+
+import math
+
+import pytest
+import torch
+from oracle import (close, estimator_moments, exact_gradient, f64, token_kl)
+from examples import (MU, PI, REF, MASK, SUM, batch, by_loops, every_aggregation)
+
+from losses import (Counts, count, kl_loss)
+
+
+def kl_moments(kind, mu=PI, ratio=None):
+    lp, ref = PI.log_probs(), REF.log_probs().detach()
+    live = (PI.log_probs() - mu.log_probs().detach()).exp()
+    ratio = {"detached": live.detach(), "live": live, None: None}[ratio]
+    return estimator_moments(PI, mu, lambda i: kl_loss(
+        lp[i], ref[i], MASK[i], kind, SUM, ratio=None if ratio is None else ratio[i]))
+
+
+@pytest.mark.parametrize("kind, mu, ratio, target", [
+    *((kind, PI, None, (PI, REF, PI)) for kind in ("k2", "k1+", "k2+", "k3+", "abs+")),
+    ("k3", PI, None, (REF, PI, PI)), ("k3", MU, "detached", (REF, PI, MU)),
+    *((kind, MU, "detached", (PI, REF, MU)) for kind in ("k2", "k1+", "k3+")),
+    *((kind, MU, "live", (PI, REF, MU)) for kind in ("k1", "k3"))])
+def test_kl_loss_gradients(kind, mu, ratio, target):
+    """eq:kl-gradient, eq:kl-ratio: (p, q, visits) of the per-token KL(p‖q) whose gradient it is."""
+    assert close(kl_moments(kind, mu, ratio).mean, exact_gradient(PI, token_kl(*target)))
+
+
+def test_kl_loss_of_k1_has_no_gradient_and_ratio_times_k2_the_wrong_one():
+    """eq:kl-gradient: E_π[∇k1] = 0; eq:kl-ratio: ratio·k2 with its graph is off."""
+    assert close(kl_moments("k1").mean, torch.zeros(PI.logits.numel()))
+    wrong = kl_moments("k2", MU, "live").bias(exact_gradient(PI, token_kl(PI, REF, MU)))
+    print(f"\nbias of ratio·k2, not detached: {wrong.norm():.3f}")
+    assert wrong.norm() > 0.02
+
+
+@every_aggregation
+@pytest.mark.parametrize("junk", [0.0, math.nan])
+def test_kl_loss_value_aggregation_and_padding(how, junk):
+    """eq:aggregation: k3+ and token-mean are the defaults; ratio, horizon and counts are used."""
+    lp, ref, _, _, mask = batch(4, junk=junk)
+    ell = torch.where(mask, lp - ref, 0.0).detach()
+    ratio = torch.where(mask, f64(1.7), junk)
+    value = (-ell).exp() - 1 + ell
+    assert close(kl_loss(lp, ref, mask, mode=how, horizon=8), by_loops(value, mask, how, mask, 8))
+    weighted = kl_loss(lp, ref, mask, mode=how, ratio=ratio)
+    assert close(weighted, by_loops(1.7 * value, mask, how, mask, None))
+    assert torch.autograd.grad(weighted, lp)[0].isfinite().all()
+    tenth = kl_loss(lp, ref, mask, mode=how, counts=Counts(*(10 * n for n in count(mask))))
+    assert close((1 if how == "token-sum" else 10) * tenth, kl_loss(lp, ref, mask, mode=how))
+    assert close(kl_loss(lp, ref, mask), by_loops(value, mask, "token-mean", mask, None))
+    assert close(torch.autograd.grad(kl_loss(lp, ref, mask), lp)[0], ell / mask.sum())
