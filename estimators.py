@@ -158,13 +158,13 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
     return kish(mask.bool().sum(), weights.sum(), weights.square().sum())
 
 
-def chi_square(log_ratio: Tensor, mask: Tensor) -> Tensor:
+def chi_square(n: Tensor, squares: Tensor) -> Tensor:
     """χ²(π‖μ) = E_μ[ρ²] − 1, the variance of the weights, from samples of μ.  (eq:chi2)
 
-    `log_ratio`, `mask`: any one shape → scalar. expm1 keeps a χ² of 1e-6 from drowning in the 1.
+    `n`, `squares`: the number of samples and their Σρ², of any one shape; of none it is 0. Give
+    them in float64: beside the 1 a χ² of 1e-6 drowns in float32.
     """
-    log_ratio = torch.where(mask.bool(), log_ratio, 0.0).clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    return torch.expm1(2 * log_ratio).sum() / mask.bool().sum().clamp(min=1)
+    return torch.where(n > 0, squares / n.clamp(min=1) - 1, 0.0)
 
 
 def perplexity(log_prob: Tensor, response_mask: Tensor) -> Tensor:

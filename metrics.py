@@ -190,13 +190,13 @@ def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quant
 
     (eq:martingale)
     """
-    log_rho, (mask, n, rows), of_log, of_rho = ratios
+    _, (mask, n, rows), of_log, of_rho = ratios
     log_mu = torch.where(mask, rollout_log_prob, 0.0).sum(-1) / n       # mean over a sequence, [B]
     mean, any_token = of_log.total / n, (n > 0)[:, None]
     means = [
         (n, of_rho.total / n - 1 - mean, {"k3_kl": "mean"}),
-        (n, chi_square(log_rho, mask).expand_as(n), {"chi2_token": "mean"}),
-        (rows, chi_square(of_log.total, n > 0).expand_as(n), {"chi2_seq": "mean"}),
+        (n, chi_square(n, of_rho.squares), {"chi2_token": "mean"}),
+        (rows, chi_square(rows, exp_ratio(of_log.total).square()), {"chi2_seq": "mean"}),
         (rows, perplexity((log_mu + mean)[:, None], any_token), {"training_ppl": "mean"}),
         (rows, -log_mu - mean, {"training_log_ppl": "mean"}),
         (rows, perplexity(log_mu[:, None], any_token), {"rollout_ppl": "mean"}),

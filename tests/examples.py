@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from oracle import (Policy, estimator_moments, f64, rewards)
 
 from correction import RolloutCorrectionConfig as Config
-from losses import (AGGREGATIONS, LossConfig, policy_loss)
+from losses import AGGREGATIONS, LossConfig, policy_loss
 
 # The same examples on every run, and no verdict about the speed of the machine.
 STEADY = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -52,7 +52,7 @@ every_denominator = pytest.mark.parametrize("denominator", ["fixed", "kept"])
 
 
 def reinforce(level=None, threshold=PLAIN, **options):
-    """Return a config of REINFORCE with weights of a level, truncated at the threshold or zeroed."""
+    """Return a config of REINFORCE with weights of a level, truncated at the threshold."""
     return Config(level, threshold, bypass_mode=True, loss_type="reinforce", **options)
 
 

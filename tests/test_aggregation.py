@@ -3,8 +3,8 @@
 
 import pytest
 import torch
-from oracle import (close)
-from examples import (batch, by_loops, config_of, every_aggregation, every_denominator, every_mode)
+from oracle import close
+from examples import batch, by_loops, config_of, every_aggregation, every_denominator, every_mode
 
 from correction import correct
 from losses import (AGGREGATIONS, Counts, LossConfig, aggregate_loss, count, loss_means,
@@ -76,8 +76,7 @@ def test_micro_batches_add_up_to_the_full_batch(mode, denominator, how):
 
 @every_mode
 def test_means_beside_a_summed_loss(mode):
-    """eq:aggregation: with `counts` everything is a summand; `loss_means` makes means of all but
-    the loss."""
+    """eq:aggregation: with `counts` all are summands; `loss_means` divides all but the loss."""
     lp, old, mu, advantages, mask = batch(10)
     how = LossConfig(clip_low=0.1, clip_high=0.1)
     inputs = lp, old, mu, advantages, mask, config_of(mode, "token", 1.5)

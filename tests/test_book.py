@@ -152,8 +152,8 @@ def test_every_page_opens_from_disk_at_three_widths(book, open_page):
         # KaTeX's red: a command it does not know.
         failed = page.locator(".katex-error, .katex [style*='#cc0000']")
         assert not failed.count() and not page.complaints, (name, page.complaints)
-        assert page.asked and all(
-            url.startswith(("file:", "data:")) for url in page.asked), (name, page.asked)
+        assert page.asked and all(url.startswith(("file:", "data:")) for url in page.asked), (
+            name, page.asked)
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 900})
             page.evaluate(
@@ -200,10 +200,10 @@ def test_every_equation_reaches_its_function_and_its_tests_and_they_reach_it(boo
         html = (OUT / name).read_text()
         panel = html.split(f'<aside class="panel" data-eq="{label}">')[1].split("</aside>")[0]
         shown, tests = panel.split('<details class="tests"')
-        assert (f'id="{label}"' in html
-                and 'class="l code"' in shown), f"{label} has no code beside it"
-        assert re.search(r'href="tests-test_\w+\.py\.html#L\d+"',
-                         tests), f"{label} has no test beside it"
+        assert f'id="{label}"' in html and 'class="l code"' in shown, (
+            f"{label} has no code beside it")
+        assert re.search(r'href="tests-test_\w+\.py\.html#L\d+"', tests), (
+            f"{label} has no test beside it")
         for href in re.findall(r'class="where" href="([^"]+)"', panel):
             source, line = href.split("#")
             row = re.search(rf'id="{line}" data-n="\d+">(.*?)\n<span class="l"',
@@ -225,8 +225,8 @@ def test_what_stands_beside_an_equation_is_the_code_itself(book, open_page):
         return [row.locator(part).bounding_box() for part in ("> .panel", "> .before")]
 
     wide, text = places()
-    assert (wide["x"] > text["x"] + text["width"]
-            and abs(wide["y"] - text["y"]) < 60), "not side by side at 1400"
+    assert wide["x"] > text["x"] + text["width"] and abs(wide["y"] - text["y"]) < 60, (
+        "not side by side at 1400")
     page.set_viewport_size({"width": 800, "height": 900})
     below, text = places()
     assert below["y"] >= text["y"] + text["height"], "not one below the other at 800"
@@ -373,8 +373,8 @@ def test_the_batch_is_stepped_through(book, open_page):
     assert rho == pytest.approx(
         math.exp(recorded["old"][0][0] - recorded["rollout"][0][0]), abs=0.005)
     page.locator("[name=step]").press("End")
-    assert (0 < page.locator('[data-widget="batch"] td.out').count()
-            < cells.count()), "nothing, or all, is rejected"
+    assert 0 < page.locator('[data-widget="batch"] td.out').count() < cells.count(), (
+        "nothing, or all, is rejected")
 
 
 def test_without_javascript_the_figures_stand(book, open_page):

@@ -1,4 +1,4 @@
-"""centering.py: score centering is its equation, by enumeration, with any token weights and criteria.
+"""centering.py: score centering is its equation, by enumeration, with any criteria of tokens.
 
 Responses come from μ = MU. Expected values are written out as sums over states and tokens, not
 through the code under test. Run with -s to see the biases.
@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 from oracle import (Policy, close, estimator_moments, exact_gradient, f64, grad_J, rewards)
-from examples import (MASK, PI, R, SUM, reinforce)
+from examples import MASK, PI, R, SUM, reinforce
 
 from correction import Correction, correct
 from correction import RolloutCorrectionConfig as Config
-from losses import (Counts, LossConfig, policy_loss)
+from losses import Counts, LossConfig, policy_loss
 
 MU = PI.perturbed(1, 0.8)
 LP, MU_LP = PI.log_probs(), MU.log_probs().detach()
@@ -129,7 +129,7 @@ def test_ipo_and_dppo_are_their_formulas(name, bound):
 
 @pytest.mark.parametrize("level", [None, "token"])
 def test_what_no_candidate_stands_for_is_taken_in_proportion(level):
-    """eq:score-centering from μ's likeliest tokens is exact where μ's rest is in proportion to π's."""
+    """eq:score-centering from few tokens is exact where the rest of μ is in proportion to π's."""
     V, K = 5, 2
     pi = Policy(V, 2, seed=3)
     tilted, head = pi.logits.detach().clone(), pi.logits.detach().topk(K).indices           # [S, K]
@@ -205,7 +205,7 @@ def test_candidates_in_half_precision_are_promoted_before_they_are_subtracted():
 
 
 def test_with_kept_counts_a_rejected_row_is_divided_by_its_own_length():
-    """eq:aggregation: also where nothing of a response is kept, its centering is a mean of tokens."""
+    """eq:aggregation: where nothing of a response is kept, its centering is a mean of tokens."""
     rows, config = MASK.sum(-1) == 3, reinforce(score_centering=True)
     nothing = Correction(None, torch.zeros_like(MASK[rows]))
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import gamma
-from examples import (RATIOS)
+from examples import RATIOS
 
 from correction import correct, importance_weights
 from correction import RolloutCorrectionConfig as Config

@@ -1,6 +1,6 @@
 """`python math/figures.py runs`: which runs are one line, and what its numbers are.
 
-And what is said of mistakes.
+It also tests what is said of mistakes.
 """
 
 import importlib.util

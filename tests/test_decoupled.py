@@ -3,18 +3,18 @@
 import math
 
 import pytest
-from oracle import (Policy, close, estimator_moments, exact_gradient, grad_J, kl, rewards)
-from examples import (A, LOSS_TYPES, MASK, MU, OLD, PI, PLAIN, R, REF, moments, reinforce)
+from oracle import Policy, close, estimator_moments, exact_gradient, grad_J, kl, rewards
+from examples import A, LOSS_TYPES, MASK, MU, OLD, PI, PLAIN, R, REF, moments, reinforce
 
 from correction import correct
 from correction import RolloutCorrectionConfig as Config
-from losses import (policy_loss)
-from surrogates import (ppo_clip_loss)
+from losses import policy_loss
+from surrogates import ppo_clip_loss
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_decoupled_loss_does_not_depend_on_mu(loss_type):
-    """eq:batch-size, eq:decoupled-ppo: E_μ[w·L(π_θ/π_old)] = E_old[L] with the full product alone."""
+    """eq:batch-size, eq:decoupled-ppo: E_μ[w·L(π_θ/π_old)] = E_old[L] with the full product."""
     full = Config("sequence", PLAIN, loss_type=loss_type)
     clip = {"clip_low": 0.1, "clip_high": 0.15}
     on_policy = moments(Config(loss_type=loss_type), mu=OLD, **clip).mean

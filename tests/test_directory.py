@@ -40,9 +40,9 @@ def as_from_a_terminal():
 
 def start(arguments, cwd):
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, str(HERE / "trainer.py"), *arguments],  # noqa: PLW1509
+    return subprocess.Popen([sys.executable, str(HERE / "trainer.py"), *arguments],
                             cwd=cwd, env=environment, stderr=subprocess.PIPE, text=True,
-                            preexec_fn=as_from_a_terminal)
+                            preexec_fn=as_from_a_terminal)  # noqa: PLW1509
 
 
 def said_until(process, words):
@@ -275,9 +275,9 @@ WORDS = {"SIGINT": "interrupted", "SIGTERM": "ended by SIGTERM", "SIGHUP": "ende
 
 @pytest.mark.parametrize("name", CODES)
 def test_a_signal_while_python_imports_is_one_sentence(name, tmp_path):
-    """The first import after the handlers are there sends it.
+    """It is sent by the first import after the handlers are there.
 
-    That is torch's, which stands for all that takes long.
+    torch stands for all that takes long.
     """
     (tmp_path / "torch.py").write_text(
         f"import os, signal, time\nos.kill(os.getpid(), signal.{name})\ntime.sleep(60)")

@@ -11,8 +11,8 @@ import torch
 from correction import correct
 from correction import RolloutCorrectionConfig as Config
 from doctor import HEALTHY, diagnose
-from estimators import (sampling_log_probs)
-from losses import (policy_loss)
+from estimators import sampling_log_probs
+from losses import policy_loss
 from metrics import offpolicy_metrics, to_host
 
 

@@ -1,7 +1,7 @@
 """estimators.py is the mathematics it claims: exact sums over all sequences, no sampling.
 
-Each test names its claim, and its docstring the equation. Run with -s to see the biases' sizes. The
-KL is in test_kl_estimate.py, the sampling distribution in test_sampling.py.
+Each test names its claim, and its docstring the equation. Run with -s to see the biases' sizes.
+The KL is in test_kl_estimate.py, the sampling distribution in test_sampling.py.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 from oracle import (Policy, close, estimator_moments, exact_gradient, expectation, f64, grad_J, kl,
                     rewards, scores, token_kl)
 from tolerances import gamma
-from examples import (GOOD, X)
+from examples import GOOD, X
 
 from estimators import (SAFETY_BOUND, aggregate_log_ratio, chi_square, effective_sample_size,
                         exp_ratio, grpo_advantages, kl_estimate, masked_log_ratio, perplexity,
@@ -97,7 +97,7 @@ def test_sequence_ratio_has_mean_one_and_the_other_levels_do_not():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_one_token_makes_all_levels_equal(level):
-    """eq:levels at T = 1."""
+    """eq:levels: at T = 1 each is the token's own log-ratio."""
     first = torch.where(GOOD, X, 0.0)[:, :1]
     assert close(aggregate_log_ratio(X[:, :1], GOOD[:, :1], level), first)
 
@@ -111,8 +111,8 @@ def test_ess_by_hand():
     assert close(effective_sample_size(f64([0.0, 5.0, 0.0]), torch.ones(3)), 1 / 3)
     assert close(effective_sample_size(torch.full((7,), 0.3).double(), torch.ones(7)), 1.0)
     for scale in (1e-30, 1e30, SAFETY_BOUND):
-        # 11 in (Σw)², 8 in Σw², 2 after
-        assert close(effective_sample_size((w * scale).float(), on), 36 / 42, gamma(21))
+        single = effective_sample_size((w * scale).float(), on)
+        assert close(single, 36 / 42, gamma(21))                # 11 in (Σw)², 8 in Σw², 2 after
     for empty in (effective_sample_size(0 * w, on), effective_sample_size(w, 0 * on)):
         assert empty.item() == 0
 
@@ -161,8 +161,7 @@ GROUPS = torch.tensor([0, 0, 0, 5, 5, 9])                           # the last i
 
 
 def test_advantages_by_hand():
-    """eq:baseline: group mean, deviation + 1e-6, leave-one-out, batch mean; alone in a group: A =
-    R."""
+    """eq:baseline: group mean, deviation + 1e-6, leave-one-out, batch mean; alone: A = R."""
     centred = f64([-2.0, -1.0, 3.0, 0.0, 0.0, 7.0])
     assert close(grpo_advantages(REWARDS, GROUPS, normalize_std=False), centred)
     std = f64([7.0 ** 0.5 + 1e-6] * 3 + [1e-6] * 2 + [1.0])
@@ -204,7 +203,7 @@ def test_a_rejected_or_foreign_reward_does_not_poison_the_baseline(junk):
 
 
 def advantage_moments(advantages):
-    """Of REINFORCE on all pairs of sequences of π, as one group."""
+    """Return the moments of REINFORCE on all pairs of sequences of π, as one group."""
     def loss(i):
         return -(advantages(R[i, 0], torch.zeros(len(i)))[:, None] * LP[i] * MASK[i]).sum() / len(i)
     return estimator_moments(PI, PI, loss, batch=2)
@@ -238,8 +237,7 @@ def test_rewards_that_do_not_fit_their_groups_are_one_sentence(call):
 
 
 def test_one_kept_row_is_its_own_mean():
-    """eq:baseline: R − mean(R) of a batch with one row that counts is 0 for that row, as
-    documented."""
+    """eq:baseline: R − mean(R) of a batch with one row that counts is 0 for that row."""
     assert reinforce_advantages(f64([3, 5]), torch.tensor([True, False])).tolist() == [0, 2]
     assert reinforce_advantages(f64([3])).tolist() == [0]
 

@@ -225,8 +225,8 @@ def answered(name, call) -> None:
         contract = UserError if "dialect" not in str(name) else (ValueError, TypeError)
         if not isinstance(error, contract) or isinstance(error, UnicodeError):
             raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error
-        assert (str(error).strip()
-                and "\n" not in str(error)), f"{name}: not one sentence: {error!s:.300}"
+        assert str(error).strip() and "\n" not in str(error), (
+            f"{name}: not one sentence: {error!s:.300}")
     except (Exception, RecursionError) as error:
         raise AssertionError(f"{name}: {type(error).__name__}: {error!s:.300}") from error
     finally:

@@ -1,6 +1,6 @@
 """The house: what stands where, and who imports whom.
 
-And that the equations which read are those which run.
+It also tests that the equations which read are those which run.
 """
 
 import ast
@@ -109,8 +109,8 @@ def test_plumbing_has_no_circle():
 def test_the_core_and_the_kernels_need_torch_alone():
     for path in [*(ROOT / f"{name}.py" for name in CORE), *ROOT.glob("kernels/*.py")]:
         outside = {module.split(".")[0] for module in imported(path)} - set(CORE)
-        assert outside <= {*sys.stdlib_module_names,
-                           "torch"}, f"{path.relative_to(ROOT)} imports {outside}"
+        assert outside <= {*sys.stdlib_module_names, "torch"}, (
+            f"{path.relative_to(ROOT)} imports {outside}")
 
 
 # ------------------------------------------------------------------ what reads is what runs
@@ -145,7 +145,7 @@ RUNS = [
 def entered(tiny_model, tmp_path_factory):
     """Every (module, function) of this repository that short runs of the trainer enter.
 
-    They are the calls, in order.
+    The calls are in order.
     """
     import trainer
     from plumbing.tasks import Task

@@ -11,7 +11,7 @@ from oracle import (Policy, close, estimator_moments, exact_gradient, expectatio
                     scores, token_kl)
 from tolerances import gamma
 
-from estimators import (aggregate_log_ratio, kl_estimate, masked_log_ratio)
+from estimators import aggregate_log_ratio, kl_estimate, masked_log_ratio
 
 PI = Policy(3, 3, seed=0)
 MU, REF, R = PI.perturbed(1, 0.5), PI.perturbed(3, 0.7), rewards(PI)
@@ -25,7 +25,7 @@ LEVELS, KINDS = ("token", "sequence", "geometric"), ("k1", "k2", "k3", "abs")
 
 
 def moments(loss, sampler=PI):
-    """Of ∇ Σ_t loss[i, t], the sequence i drawn from the sampler."""
+    """Return the moments of ∇ Σ_t loss[i, t], the sequence i drawn from the sampler."""
     return estimator_moments(PI, sampler, lambda i: (loss[i] * MASK[i]).sum())
 
 
@@ -71,8 +71,8 @@ def test_half_precision_is_widened_before_the_subtraction(kind):
     """eq:kl-estimators: −2.3 − (−0.013) is −2.28387 in bfloat16's own numbers, and not −2.28125."""
     log_prob, ref = torch.tensor([[-2.3]]).bfloat16(), torch.tensor([[-0.013]]).bfloat16()
     exact = kl_estimate(log_prob.double(), ref.double(), kind)
-    torch.testing.assert_close(kl_estimate(log_prob, ref, kind).double(), exact, rtol=gamma(16),
-                               atol=0)
+    widened = kl_estimate(log_prob, ref, kind).double()
+    torch.testing.assert_close(widened, exact, rtol=gamma(16), atol=0)
 
 
 def test_half_precision_is_widened_before_it_overflows():

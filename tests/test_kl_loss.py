@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 from oracle import (close, estimator_moments, exact_gradient, f64, token_kl)
-from examples import (MU, PI, REF, MASK, SUM, batch, by_loops, every_aggregation)
+from examples import MU, PI, REF, MASK, SUM, batch, by_loops, every_aggregation
 
-from losses import (Counts, count, kl_loss)
+from losses import Counts, count, kl_loss
 
 
 def kl_moments(kind, mu=PI, ratio=None):

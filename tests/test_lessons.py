@@ -1,5 +1,4 @@
-"""A run that cannot learn says so, at the step at which it is sure, with its own reason; and its
-end says what was gained."""
+"""A run that cannot learn says so, with the reason; its end says what was gained."""
 
 import math
 import re
@@ -33,7 +32,7 @@ LEARNS = {"response/learned_fraction": 1.0, "response/truncated_fraction": 0.1,
     ({"reward/mean": 0.0}, "reward/mean is 0, and was 0.6: the policy has collapsed"),
     ({"reward/mean": 0.05}, "reward/mean is 0.05, and was 0.6: the policy has collapsed"),
     ({"reward/mean": 0.07}, None),                                     # above a tenth
-    ({"reward/mean": 0.0, "response/count": 41}, None),  # 24.6 right ones were to be expected
+    ({"reward/mean": 0.0, "response/count": 41}, None),              # 24.6 right ones expected
     ({"reward/mean": 0.0, "response/count": 42}, "has collapsed")])
 def test_each_reason_has_its_sentence(metrics, said):
     found = diagnose(LEARNS | metrics)
@@ -41,23 +40,25 @@ def test_each_reason_has_its_sentence(metrics, said):
 
 
 def test_of_nothing_nothing_else_is_judged():
-    """A step without tokens has means of nothing, 0 or NaN, which were taken for a wrong
-    temperature."""
+    """A step without tokens has means of nothing, 0 or NaN, once taken for a wrong temperature."""
     strange = {"rollout_corr/ppl_ratio": 0.0, "rollout_corr/kl": math.nan,
                "rollout_corr/k3_kl": 9.0}
-    [sentence] = diagnose(LEARNS | strange | {"response/learned_fraction": 0.0,
-                                              "response/truncated_fraction": 1.0})
+    cut = {"response/learned_fraction": 0.0, "response/truncated_fraction": 1.0}
+    [sentence] = diagnose(LEARNS | strange | cut)
     assert "temperature" not in sentence and "raise rollout.max_tokens" in sentence
 
 
-CASES = {"a token is no answer": (["rollout.max_tokens=1"],
-                                  "every response was cut at rollout.max_tokens"),
-         "all are masked": (["rollout.mask_truncated=true", "rollout.max_tokens=1"],
-                            "rollout.mask_truncated leaves out those"),
-         "all wrong": ([], "no response was right"), "all right": ([], "every response was right"),
-         "equal in groups": ([], "in each group all rewards are equal"),
-         "all rejected": (["correction={rollout_rs: {token_k1: [1.0e6, null]}}"],
-                          "every token was rejected")}
+CASES = {
+    "a token is no answer":
+        (["rollout.max_tokens=1"], "every response was cut at rollout.max_tokens"),
+    "all are masked":
+        (["rollout.mask_truncated=true", "rollout.max_tokens=1"],
+         "rollout.mask_truncated leaves out those"),
+    "all wrong": ([], "no response was right"),
+    "all right": ([], "every response was right"),
+    "equal in groups": ([], "in each group all rewards are equal"),
+    "all rejected":
+        (["correction={rollout_rs: {token_k1: [1.0e6, null]}}"], "every token was rejected")}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -97,15 +98,19 @@ def test_reinforce_has_a_signal_where_groups_have_none(run, monkeypatch, capsys)
 def test_a_policy_that_collapses_is_named_when_it_does(run, monkeypatch, capsys):
     """Also after a restart: the best reward is read from the metrics of the steps before."""
     calls = []
-    monkeypatch.setattr(Task, "reward", lambda *_: calls.append(1)
-                        or float(len(calls) < 8 + 3 * 64 and len(calls) % 2))
+
+    def reward(*_):
+        calls.append(1)
+        return float(len(calls) < 8 + 3 * 64 and len(calls) % 2)
+
+    monkeypatch.setattr(Task, "reward", reward)
     settings = ["rollout.prompts=16", "train.eval_every=100", "train.save_every=2"]
     run(*settings, "train.steps=2")
     assert "collapsed" not in capsys.readouterr().err
     calls[:] = [0] * (8 + 3 * 64)
     _, lines = run(*settings, "train.steps=3")
-    assert [line["reward/best"] for line in lines] == [max(line["reward/mean"]
-                                                           for line in lines[:2])] * 3
+    best = max(line["reward/mean"] for line in lines[:2])
+    assert [line["reward/best"] for line in lines] == [best] * 3
     said = capsys.readouterr().err
     assert "* step 3: reward/mean is 0, and was 0.5: the policy has collapsed" in said
 
@@ -114,7 +119,8 @@ def test_a_policy_that_collapses_is_named_when_it_does(run, monkeypatch, capsys)
     (0.58, 0.95, 1024, "rose by 0.370, and two standard errors are 0.034"),
     (0.95, 0.58, 1024, "FELL by 0.370"),
     (0.50, 0.53, 1024,
-     "changed by 0.030, and two standard errors are 0.044: this run shows neither a rise nor a fall"),
+     "changed by 0.030, and two standard errors are 0.044: "
+     "this run shows neither a rise nor a fall"),
     (0.0, 0.0, 8, "changed by 0.000, and two standard errors are 0.300"),
     (0.0, 1.0, 8, "rose by 1.000"),
     (0.5, 0.5, 1, "changed by 0.000")])
@@ -123,8 +129,7 @@ def test_the_last_line_says_whether_more_than_chance_changed(before, after, n, s
 
 
 def test_a_verdict_of_a_rise_is_rarely_wrong():
-    """Enumerate two independent samples of n answers with one accuracy: at most one verdict in 17
-    is false."""
+    """Enumerate two samples of n answers with one accuracy: at most one verdict in 17 is false."""
     n = 30
     for accuracy in (0.02, 0.1, 0.5, 0.9):
         chance = [math.comb(n, k) * accuracy ** k * (1 - accuracy) ** (n - k) for k in range(n + 1)]
@@ -134,8 +139,7 @@ def test_a_verdict_of_a_rise_is_rarely_wrong():
 
 
 def test_the_closing_table_keeps_its_columns_apart(run, capsys):
-    """k3 of two equal policies is rounding, of either sign: −1.755e-18 once stood right behind
-    another number."""
+    """k3 of two equal policies is rounding: −1.755e-18 once stood right behind another number."""
     run("rollout.quantize_bits=null", "train.lr=0")
     said = capsys.readouterr().err
     [row] = [line for line in said.splitlines() if line.startswith("rollout_corr/k3_kl")]

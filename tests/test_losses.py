@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import (close)
+from oracle import close
 from tolerances import gamma
 from examples import (LOSS_TYPES, MODES, batch, by_loops, config_of, every_aggregation,
                       every_denominator, every_mode)
@@ -19,9 +19,9 @@ from examples import (LOSS_TYPES, MODES, batch, by_loops, config_of, every_aggre
 from correction import Correction, correct
 from correction import RolloutCorrectionConfig as Config
 from doctor import diagnose
-from estimators import (aggregate_log_ratio)
-from losses import (AGGREGATIONS, LossConfig, kl_loss, policy_loss)
-from surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss, sapo_loss)
+from estimators import aggregate_log_ratio
+from losses import AGGREGATIONS, LossConfig, kl_loss, policy_loss
+from surrogates import cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss, sapo_loss
 
 
 # --------------------------------------------------------------------------- the whole is its parts
@@ -49,13 +49,13 @@ def test_policy_loss_is_its_parts(mode, denominator, how):
                                 LossConfig(**clip, dual_clip=1.2, aggregation=how,
                                            denominator=denominator, horizon=9))
     assert close(loss, by_loops(terms, kept, how, counted, 9))
-    s = aggregate_log_ratio(ratio.log(), mask,
-                            "geometric").exp() if config.loss_type == "gspo" else ratio
+    level = "geometric" if config.loss_type == "gspo" else "token"
+    s = aggregate_log_ratio(ratio.log(), mask, level).exp()
     held = torch.where(advantages > 0, s > 1.3, (s < 0.9) | (s > 1.2))  # 1.2: the dual clip
     held = {"cispo": (ratio > 1.3) | (ratio < 0.9), "sapo": torch.zeros_like(mask),
             "reinforce": torch.zeros_like(mask)}.get(config.loss_type, held)
     by_hand = {"ratio": ratio, "approx_kl": -ratio.log(), "clip_fraction": held.double()}
-    for name, values in by_hand.items():  # over what is kept, whatever is counted
+    for name, values in by_hand.items():            # over what is kept, whatever is counted
         assert close(metrics[f"loss/{name}"], by_loops(values, kept, "token-mean", kept, None))
     assert close(metrics["loss/policy"], loss) and not metrics["loss/policy"].requires_grad
     assert (metrics["loss/clip_fraction"] > 0) == held[kept].any() and "rollout_corr/kl" in metrics
@@ -66,9 +66,9 @@ def test_default_options_of_policy_loss():
     lp, old, mu, advantages, mask = batch(5)
     config = Config(rollout_rs={"token_k1": (0.5, 1.5)})
     inputs = lp, old, mu, advantages, mask, config
-    explicit = policy_loss(*inputs, how=LossConfig(clip_low=0.2, clip_high=0.2, dual_clip=None,
-                                                   aggregation="token-mean",
-                                                   denominator="fixed"))[0]
+    explicit = policy_loss(*inputs, how=LossConfig(
+        clip_low=0.2, clip_high=0.2, dual_clip=None, aggregation="token-mean",
+        denominator="fixed"))[0]
     assert close(policy_loss(*inputs)[0], explicit)
     assert not close(policy_loss(*inputs, how=LossConfig(denominator="kept"))[0], explicit)
 
@@ -86,21 +86,23 @@ def test_clip_fraction_counts_the_sides_without_gradient(advantage, ratio, left)
 
 @pytest.mark.parametrize("options, clips", [({}, True), ({"clip_low": 1, "clip_high": 1e9}, False)])
 def test_bypass_mode_says_what_its_clip_does_to_mismatch_before_any_update(options, clips):
-    """eq:bypass: π_θ has not moved, so what PPO's clip around μ holds is μ's error; decoupled,
-    nothing."""
+    """eq:bypass: π_θ has not moved, so what PPO's clip around μ holds is μ's error.
+
+    In decoupled mode it holds nothing.
+    """
     lp, _, mu, advantages, mask = batch(6)
     inputs = lp, lp.detach(), mu, advantages, mask
     metrics = policy_loss(*inputs, Config.bypass_ppo_clip(), LossConfig(**options))[1]
     warned = [x for x in diagnose(metrics) if x.startswith("loss/bypass_clip_fraction")]
     assert metrics["loss/bypass_clip_fraction"] == metrics["loss/clip_fraction"]
-    assert (metrics["loss/clip_fraction"] > 0) == clips == any("bypass_mode false" in x
-                                                               for x in warned)
+    advised = any("bypass_mode false" in x for x in warned)
+    assert (metrics["loss/clip_fraction"] > 0) == clips == advised
     on_time = policy_loss(lp, None, lp.detach(), advantages, mask, Config.bypass_ppo_clip(),
                           LossConfig(**options))[1]
     assert on_time["loss/bypass_clip_fraction"] == 0 and diagnose(on_time) == []
     for config in (Config.decoupled_token_is(), Config.bypass_pg_is()):
-        assert "loss/bypass_clip_fraction" not in policy_loss(*inputs, config,
-                                                              LossConfig(**options))[1]
+        metrics = policy_loss(*inputs, config, LossConfig(**options))[1]
+        assert "loss/bypass_clip_fraction" not in metrics
 
 
 def test_at_the_edge_of_the_interval_nothing_is_clipped():
@@ -181,15 +183,14 @@ def test_metrics_of_the_loss_are_not_diluted_by_rejection(denominator):
 
 
 def test_half_precision_is_widened_before_the_ratio():
-    """eq:gspo: bfloat16 cannot tell e^{2⁻⁷} from 1.0078125; the gradient returns in its own type.
-    """
+    """eq:gspo: bfloat16 cannot tell e^{2⁻⁷} from 1.0078125; the gradient has its type again."""
     lp = torch.tensor([[-2.0, -1.9921875]]).bfloat16().requires_grad_()
     old = torch.tensor([[-2.0, -2.0]]).bfloat16()
     one = torch.ones(1, 2)
     loss, metrics = policy_loss(lp, old, old, one.bfloat16(), one, Config(loss_type="gspo"))
     assert loss.dtype == torch.float32
-    # e^x, two sums, a quotient
-    assert metrics["loss/ratio"].item() == pytest.approx((1 + math.exp(2 ** -7)) / 2, rel=gamma(5))
+    exact, five = (1 + math.exp(2 ** -7)) / 2, gamma(5)            # e^x, two sums, a quotient
+    assert metrics["loss/ratio"].item() == pytest.approx(exact, rel=five)
     assert torch.autograd.grad(loss, lp)[0].dtype == torch.bfloat16
 
 
@@ -200,7 +201,7 @@ def test_half_precision_is_widened_before_the_ratio():
      "aggregation cannot be 'token-means'; did you mean 'token-mean'?"),
     ({"denominator": "all"}, "denominator cannot be 'all'; allowed: fixed, kept")])
 def test_a_wrong_option_is_one_sentence(options, words):
-    """eq:aggregation."""
+    """eq:aggregation: the option's name, its value, and the nearest allowed word."""
     with pytest.raises(ValueError, match=re.escape(words)):
         LossConfig(**options)
 
@@ -229,7 +230,7 @@ def test_a_missing_tensor_is_an_error_that_names_it(missing, config):
 # ------------------------------------------------------------------ what other trainers do not have
 
 def same(one, other, lp):
-    """Loss, gradient and metrics of two results of policy_loss are equal."""
+    """Return whether two results of policy_loss have the same loss, gradient and metrics."""
     gradients = [torch.autograd.grad(loss, lp, retain_graph=True)[0] for loss, _ in (one, other)]
     return (close(one[0], other[0]) and close(*gradients) and one[1].keys() == other[1].keys()
             and all(close(one[1][name], other[1][name]) for name in one[1]))
@@ -291,16 +292,18 @@ def test_an_advantage_for_each_time_step_is_no_advantage_of_sequences():
 
 @every_mode
 def test_a_missing_sampling_log_prob_is_not_hidden(mode):
-    """eq:ratio: NaN is NaN in the metrics, and in a loss that it weights; a criterion rejects what
-    is not a number."""
+    """eq:ratio: NaN is NaN in the metrics, and in a loss that it weights.
+
+    A criterion rejects what is not a number.
+    """
     lp, old, mu, advantages, mask = batch(11)
     gaps = mask & (torch.arange(5) % 2 == 0)
     assert 0 < gaps.sum() < mask.sum()
     for level in ("token", "sequence", "geometric"):
         config = config_of(mode, level, 1.3, False, {"seq_mean_k1": (0.5, 1.5)})
         holes, everything = torch.where(gaps, math.nan, mu), config_of(mode, level, 1.3, False, {})
-        assert policy_loss(lp, old, holes, advantages, mask,
-                           everything)[0].isnan() or not config.applies_weights
+        loss, _ = policy_loss(lp, old, holes, advantages, mask, everything)
+        assert loss.isnan() or not config.applies_weights
         assert policy_loss(lp, old, holes, advantages, mask, config)[1]["rollout_corr/kl"].isnan()
 
 

@@ -1,7 +1,7 @@
 """The book in math/: labels lead both ways, links exist, tables are what the code computes.
 
-The chapters themselves run as doctests, collected by pyproject.toml's settings; one alone: `pytest
-math/7-kl.md`.
+The chapters themselves run as doctests, collected by pyproject.toml's settings.
+One alone: `pytest math/7-kl.md`.
 """
 
 import ast
@@ -36,7 +36,7 @@ def cited(path):
 
 
 def public_docstrings(path):
-    """name → docstring of every public function and class at the top of a module."""
+    """Return name → docstring of every public function and class at the top of a module."""
     return {
         node.name: ast.get_docstring(node) or ""
         for node in ast.parse(path.read_text()).body
@@ -105,14 +105,14 @@ def test_quoted_differences_are_between_lines_of_the_code():
 
 
 def test_chapters_are_complete_and_lead_from_one_to_the_next():
-    assert [int(chapter.name.split("-")[0])
-            for chapter in CHAPTERS] == list(range(1, len(CHAPTERS) + 1))
+    numbers = [int(chapter.name.split("-")[0]) for chapter in CHAPTERS]
+    assert numbers == list(range(1, len(CHAPTERS) + 1))
     for chapter, following in pairwise(CHAPTERS):
         assert f"]({following.name})" in chapter.read_text(), (
             f"{chapter.name} does not lead to {following.name}"
         )
-    assert not (ROOT / "math"
-                / "__init__.py").exists(), "a package named math would shadow Python's own"
+    package = ROOT / "math" / "__init__.py"
+    assert not package.exists(), "a package named math would shadow Python's own"
 
 
 def test_generated_tables_are_up_to_date():
@@ -129,34 +129,32 @@ def test_generated_tables_are_up_to_date():
 
 @pytest.fixture(scope="module")
 def tables():
-    """math/tables.py, loaded by its path: nothing under math/ is importable by name."""
-    spec = importlib.util.spec_from_file_location("three_policies_tables",
-                                                  ROOT / "math" / "tables.py")
+    """Load math/tables.py by its path: nothing under math/ is importable by name."""
+    spec = importlib.util.spec_from_file_location(
+        "three_policies_tables", ROOT / "math" / "tables.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-@pytest.mark.parametrize("name", ["decoupled_seq_is_rs", "decoupled_token_icepop",
-                                  "bypass_ppo_clip"])
+@pytest.mark.parametrize("name", [
+    "decoupled_seq_is_rs", "decoupled_token_icepop", "bypass_ppo_clip"])
 def test_tables_take_all_responses_in_one_call(tables, name):
-    """What the tables compute in one call is the oracle's mean and variance, response by response.
-    """
+    """What the tables compute in one call is the oracle's mean and variance, by response."""
     pi = Policy(V=3, T=3, seed=0)
     theta, mu, config = pi.perturbed(2, 0.2), pi.perturbed(1, 0.5), tables.PRESETS[name]()
     advantages = (rewards(pi) - J(pi, rewards(pi)).detach()).expand(-1, 3)
     mean, variance, _ = tables.moments(config, theta, pi, mu, advantages)
     lp, old_lp, mu_lp = theta.log_probs(), pi.log_probs().detach(), mu.log_probs().detach()
+    how = tables.LossConfig(aggregation=tables.SUM)
     slow = estimator_moments(theta, mu, lambda i: tables.policy_loss(
-        lp[i], old_lp[i], mu_lp[i], advantages[i], pi.mask[i], config,
-        tables.LossConfig(aggregation=tables.SUM))[0])
-    assert torch.allclose(mean, -slow.mean, rtol=0,
-                          atol=1e-12) and abs(variance - slow.variance) < 1e-12
+        lp[i], old_lp[i], mu_lp[i], advantages[i], pi.mask[i], config, how)[0])
+    assert torch.allclose(mean, -slow.mean, rtol=0, atol=1e-12)
+    assert abs(variance - slow.variance) < 1e-12
 
 
 def test_gradient_field_reaches_the_optimum_with_the_exact_weight(tables):
-    """Studies side by side do not disturb one another, and the exact weight ends at π*, whoever
-    samples."""
+    """Studies side by side disturb nothing; the exact weight ends at π* for any sampler."""
     start = [Policy(V=3, T=2, seed=seed) for seed in (0, 1)]
     reward, lagging = torch.stack([rewards(p) for p in start]), torch.tensor([False, True])
     noise = [(p.perturbed(5, 0.3).logits - p.logits).detach() for p in start]
@@ -169,7 +167,7 @@ def test_gradient_field_reaches_the_optimum_with_the_exact_weight(tables):
 
 def test_every_figure_is_shown_and_small():
     documents = [*CHAPTERS, *ROOT.glob("*.md")]
-    shown = {name for path in documents for name in re.findall(r"figures/([\w.-]+)\)",
-                                                               path.read_text())}
+    shown = {name for path in documents
+             for name in re.findall(r"figures/([\w.-]+)\)", path.read_text())}
     figures = {path.name: path.stat().st_size for path in (ROOT / "math" / "figures").iterdir()}
     assert set(figures) <= shown and max(figures.values()) < 100_000

@@ -12,7 +12,7 @@ import pytest
 import torch
 from oracle import (close, f64)
 from tolerances import gamma
-from examples import (GOOD, X)
+from examples import GOOD, X
 
 from correction import correct
 from correction import RolloutCorrectionConfig as Config
@@ -174,7 +174,7 @@ def share(rows, of_rows=False):
 
 
 def of_ratio(prefixes, logs, applied, bounds, by_row):
-    """Return the metrics of ρ, then of the weights that are applied: shares beyond the bounds, too."""
+    """Return the metrics of ρ and of the applied weights, with shares beyond the bounds."""
     lo, hi = 0 if bounds[0] is None else bounds[0], math.inf if bounds[1] is None else bounds[1]
     rho, found = [[exp(x) for x in row] for row in logs], {}
     for prefix, rows in zip(prefixes, (rho, applied), strict=False):

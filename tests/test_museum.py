@@ -1,5 +1,4 @@
-"""The museum: wrong forms that shipped or were proposed, each in a line or two beside the right
-one.
+"""The museum: wrong forms that shipped or were proposed, each beside the right one.
 
 An exhibit returns (wrong, right, exact): `wrong` as it shipped, `right` from this project's public
 functions, `exact` from the oracle or by hand. The one test demands right = exact, and of wrong an
@@ -35,21 +34,20 @@ EXHIBITS = {}
 
 
 def exhibit(where, equation):
-    """Files a function under its name, with its source and the equation it violates."""
+    """File a function under its name, with its source and the equation it violates."""
     return lambda f: EXHIBITS.setdefault(f.__name__, (f, where, equation))
 
 
 def mean(per_token, sampler=MU):
-    """The expected gradient of Σ_t per_token[t] over sequences of the sampler."""
+    """Return the expected gradient of Σ_t per_token[t] over sequences of the sampler."""
     return estimator_moments(PI, sampler, lambda i: (per_token[i] * MASK[i]).sum()).mean
 
 
 def ours(config, sampler=MU, batch=1, **options):
-    """The expected gradient of policy_loss on sequences of the sampler; π_old = π_θ."""
-    mu_lp = sampler.log_probs().detach()
+    """Return the expected gradient of policy_loss on sequences of the sampler; π_old = π_θ."""
+    mu_lp, how = sampler.log_probs().detach(), LossConfig(aggregation=SUM, **options)
     return estimator_moments(PI, sampler, lambda i: policy_loss(
-        LP[i], LP[i], mu_lp[i], A[i], MASK[i], config, LossConfig(aggregation=SUM, **options))[0],
-                             batch).mean
+        LP[i], LP[i], mu_lp[i], A[i], MASK[i], config, how)[0], batch).mean
 
 
 def kl_mean(kind, sampler=PI, ratio=None):
@@ -58,7 +56,7 @@ def kl_mean(kind, sampler=PI, ratio=None):
 
 
 def attempt(f):
-    """What f gives, or NaN when it raises: a crash is an error of any size."""
+    """Return what f gives, or NaN when it raises: a crash is an error of any size."""
     try:
         return f()
     except (ArithmeticError, AssertionError, ValueError):
@@ -82,9 +80,9 @@ def weight_applied_twice():
     twice = estimator_moments(pi, mu, lambda i: ((lp - old).exp().detach()[i] * ppo_clip_loss(
         lp[i], old[i], r[i], 1.0, 1e9)).sum()).mean
     config = Config("token", math.inf, bypass_mode=True)
+    how = LossConfig(clip_low=1.0, clip_high=1e9)
     once = estimator_moments(pi, mu, lambda i: policy_loss(
-        lp[i], old[i], old[i], r[i], pi.mask[i], config,
-        LossConfig(clip_low=1.0, clip_high=1e9))[0]).mean
+        lp[i], old[i], old[i], r[i], pi.mask[i], config, how)[0]).mean
     return twice, once, -grad_J(pi, r)
 
 
@@ -108,7 +106,7 @@ def reinforce_in_name_alone():
     """bypass_mode=True loss_type=reinforce without a loss_mode: verl sets old_log_prob to
     rollout_log_prob, and its default loss_mode is PPO's clip around π_rollout, without a weight.
     The expected loss is 0.951 instead of −0.349; the gradient misses ∇J by 95 % of its length."""
-    clip = ppo_clip_loss(LP, MU_LP, A, 0.2, 0.2, dual_clip=3.0)  # verl's clip_ratio, clip_ratio_c
+    clip = ppo_clip_loss(LP, MU_LP, A, 0.2, 0.2, dual_clip=3.0)     # verl's clip_ratio, _c
     wrong = expectation(MU, (clip * MASK).sum(-1))
     right = expectation(MU, torch.stack([policy_loss(
         LP[[i]], None, MU_LP[[i]], A[[i]], MASK[[i]], SEQUENCE_IS, LossConfig(aggregation=SUM))[0]
@@ -142,9 +140,9 @@ def product_of_truncated_token_weights():
 def clip_around_a_damaged_sampler():
     """π errs by 0.025, a rounded μ by 0.2: the clip drops the wrong token where A < 0, the right
     one where A > 0, and blames the right one for what fails later. The sign is reversed. (T = 1)"""
-    pi, mu = Policy(3, 1), Policy(3, 1)  # wrong; right, as is the rest; right, the rest is not
-    pi.logits, mu.logits = f64([[0.025, 0.4875,
-                                 0.4875]]).log().requires_grad_(), f64([[0.2, 0.4, 0.4]]).log()
+    pi, mu = Policy(3, 1), Policy(3, 1)      # tokens: wrong; all right; right, the rest not
+    pi.logits = f64([[0.025, 0.4875, 0.4875]]).log().requires_grad_()
+    mu.logits = f64([[0.2, 0.4, 0.4]]).log()
     r, lp, mu_lp = f64([[0.0], [1.0], [0.0]]), pi.log_probs(), mu.log_probs()
     a = r - expectation(mu, r)
     bypass, tokens = (estimator_moments(pi, mu, lambda i, c=config: policy_loss(
@@ -169,10 +167,7 @@ def k1_bounds_on_minus_log_rho():
          "https://github.com/verl-project/verl/issues/5859",
          "eq:rejection")
 def nothing_survives_and_the_mean_is_0_over_0():
-    """All rejected: AssertionError, RuntimeError, or 0/0 in the loss.
-
-    Here 0, with the graph attached.
-    """
+    """All rejected gave AssertionError, RuntimeError, or 0/0; here 0 with the graph attached."""
     config = Config(rollout_rs={"token_k1": (1e6, None)})
     right = policy_loss(LP, LP, MU_LP, A, MASK, config, LossConfig(denominator="kept"))[0]
     kept = correct(LP, MU_LP, MASK, config).mask
@@ -233,8 +228,7 @@ def mean_of_micro_batch_means():
 
 @exhibit("verl 0.9.1's bypass mode: AggregationType.MEAN, verl/workers/utils/losses.py", "eq:merge")
 def mean_of_the_parts_deviations():
-    """Metrics averaged over micro-batches and ranks: the mean of deviations is not the deviation.
-    """
+    """Metrics were averaged over micro-batches: a mean of deviations is not the deviation."""
     first, second = (Statistics.of([(Tokens.of(ROWS[i]).sums(VALUES[i]), {"std": "std"})])
                      for i in ([0], [1]))
     std = torch.stack([*first.metrics().values(), *second.metrics().values()]).mean()

@@ -19,8 +19,8 @@ from adapters import names
 from adapters.dialects import from_dialect
 from correction import correct, importance_weights
 from correction import RolloutCorrectionConfig as Config
-from estimators import (aggregate_log_ratio, effective_sample_size, exp_ratio, kl_estimate)
-from losses import (aggregate_loss)
+from estimators import aggregate_log_ratio, effective_sample_size, exp_ratio, kl_estimate
+from losses import aggregate_loss
 from metrics import to_host
 
 K1 = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from oracle import (close, f64)
 from tolerances import gamma
-from examples import (RATIOS)
+from examples import RATIOS
 
 from correction import correct
 from correction import RolloutCorrectionConfig as Config

@@ -7,14 +7,14 @@ import pytest
 import torch
 from oracle import (close, f64)
 
-from estimators import (sampling_log_probs)
+from estimators import sampling_log_probs
 
 
 def slow_sampling(logits, temperature, top_k, top_p, min_p):
-    """The same by lists: the kept tokens in order of probability, then renormalised."""
+    """Return the same by lists: the kept tokens in order of probability, then renormalised."""
     q = torch.softmax(f64(logits) / temperature, -1).tolist()
-    order = sorted((v for v in range(len(q)) if q[v] >= min_p * max(q)),
-                   key=lambda v: -q[v])[:top_k or None]
+    likely = (v for v in range(len(q)) if q[v] >= min_p * max(q))
+    order = sorted(likely, key=lambda v: -q[v])[:top_k or None]
     total, running, kept = sum(q[v] for v in order), 0.0, []
     for v in order:
         kept.append(v)
@@ -58,14 +58,12 @@ def test_top_p_stops_as_soon_as_the_mass_is_reached():
 
 
 def test_min_p_cuts_before_top_p_and_after_the_temperature():
-    """eq:sampling, by hand: the share that top-p asks for is of what min-p left; q is already at
-    the temperature."""
+    """eq:sampling, by hand: top-p asks for a share of what min-p left, at the temperature."""
     logits = f64([0.5, 0.3, 0.15, 0.05]).log()
-    for settings, n in (({"min_p": 0.2}, 3), ({"top_p": 0.82}, 3), ({"min_p": 0.2, "top_p": 0.82},
-                                                                    2),
-                        ({"min_p": 0.2, "temperature": 0.5}, 2),
-                        ({"min_p": 0.2, "temperature": 2.0}, 4),
-                        ({"min_p": 0.2, "top_k": 2}, 2), ({"min_p": 0.7, "top_k": 2}, 1)):
+    for settings, n in (
+            ({"min_p": 0.2}, 3), ({"top_p": 0.82}, 3), ({"min_p": 0.2, "top_p": 0.82}, 2),
+            ({"min_p": 0.2, "temperature": 0.5}, 2), ({"min_p": 0.2, "temperature": 2.0}, 4),
+            ({"min_p": 0.2, "top_k": 2}, 2), ({"min_p": 0.7, "top_k": 2}, 1)):
         log_mu, mass = sampling_log_probs(logits, **settings)
         assert (log_mu > -math.inf).tolist() == [True] * n + [False] * (4 - n), settings
         q = (logits / settings.get("temperature", 1.0)).softmax(-1)[:n]
@@ -73,8 +71,7 @@ def test_min_p_cuts_before_top_p_and_after_the_temperature():
 
 
 def test_what_ties_with_min_p_of_the_likeliest_is_kept():
-    """eq:sampling: ≥ and not >; so 1 keeps the likeliest and its ties, and min-p bounds no number
-    of tokens."""
+    """eq:sampling: min-p is ≥ and not >, so 1 keeps the likeliest and its ties, however many."""
     log_mu, _ = sampling_log_probs(f64([0.0, math.log(0.5), math.log(0.5) - 1e-9]), min_p=0.5)
     assert (log_mu > -math.inf).tolist() == [True, True, False]
     log_mu, _ = sampling_log_probs(f64([1.0, 2.0, 2.0, 0.0]), min_p=1.0)

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 from oracle import (close, estimator_moments, expectation, f64, scores)
-from examples import (MASK, PI, R, batch)
+from examples import MASK, PI, R, batch
 
 from correction import RolloutCorrectionConfig as Config
-from estimators import (aggregate_log_ratio)
-from losses import (LossConfig, aggregate_loss, policy_loss)
-from surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, sapo_loss)
+from estimators import aggregate_log_ratio
+from losses import LossConfig, aggregate_loss, policy_loss
+from surrogates import cispo_loss, gspo_loss, ppo_clip_loss, sapo_loss
 
 
 # ---------------------------------------------------------------------------------------- pointwise

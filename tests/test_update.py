@@ -21,8 +21,7 @@ from plumbing.settings import correction_of, load_config, remarks
 PI = Policy(3, 3, seed=0)
 MU, REF = PI.perturbed(1, 0.5), PI.perturbed(3, 0.5)
 FULL = exact_gradient(PI, kl(PI, REF))
-# per token, in the states that μ visits
-OF_TOKENS = exact_gradient(PI, token_kl(PI, REF, visits=MU))
+OF_TOKENS = exact_gradient(PI, token_kl(PI, REF, visits=MU))        # in the states that μ visits
 OF_TOKENS_ON_POLICY = exact_gradient(PI, token_kl(PI, REF, visits=PI))
 EXACT = "{rollout_is: sequence, rollout_is_threshold: .inf}"
 MODES = {
@@ -48,22 +47,20 @@ class Table(nn.Module):
             self.states[tuple(tokens)] = states, mask
 
     def forward(self, tokens, attention, width, shape=None, kept=None):
-        states, masks = (torch.stack(x)
-                         for x in zip(*(self.states[tuple(row)] for row in tokens[:, 1:].tolist())))
+        found = (self.states[tuple(row)] for row in tokens[:, 1:].tolist())
+        states, masks = (torch.stack(x) for x in zip(*found))
         chosen = self.logits.log_softmax(-1)[states].gather(-1, tokens[:, 1:, None])[..., 0]
         return torch.where(masks, chosen, 0.0)
 
 
 @pytest.fixture
 def run():
-    """run(*overrides): settings, a sharded table, and the gradients that its optimizer is asked to
-    step along."""
+    """run(*overrides): settings, a sharded table, and the gradients its optimizer steps along."""
     with process_group() as device:
         def opened(*overrides, pi=PI):
-            config = load_config(["task.size=1", "train.max_grad_norm=1e9",
-                                  "loss.aggregation=seq-mean-token-sum",
-                                  "loss.clip_low=1", "loss.clip_high=1e9", "rollout.samples=1",
-                                  *overrides])
+            config = load_config([
+                "task.size=1", "train.max_grad_norm=1e9", "loss.aggregation=seq-mean-token-sum",
+                "loss.clip_low=1", "loss.clip_high=1e9", "rollout.samples=1", *overrides])
             mesh = torch.distributed.init_device_mesh(device.type, (1,))
             policy: Any = fully_shard(Table(pi), mesh=mesh)
             found = []
@@ -78,7 +75,7 @@ def run():
 
 
 def of_response(i, advantages, ref=None):
-    """One response as a batch: all that the trainer would know of it."""
+    """Return responses as a batch: all that the trainer would know of them."""
     tokens = torch.cat([torch.zeros(len(i), 1, dtype=torch.long), PI.tokens[i]], 1)
     attention = torch.cat([torch.ones(len(i), 1, dtype=torch.long), PI.mask[i].long()], 1)
     return trainer.Batch(tokens, attention, PI.mask[i], advantages[i], MU.log_probs().detach()[i],
@@ -86,8 +83,7 @@ def of_response(i, advantages, ref=None):
 
 
 def mean_gradient(run, advantages):
-    """E_μ of the gradient of one response's update, as `train` prepares it, and the number of steps
-    taken."""
+    """Return E_μ of the gradient of one response's update, as `train` prepares it."""
     config, options, gradients = run.config, correction_of(run.config), []
     for i in range(len(PI.tokens)):
         batch = of_response([i], advantages, REF if config.loss.kl_coef else None)
@@ -102,16 +98,15 @@ def mean_gradient(run, advantages):
     return expectation(MU, torch.stack(gradients))
 
 
-# --------------------------------------------------------------------------------------- the KL's
-# rows
+# ----------------------------------------------------------------------------------- the KL's rows
 
 NOTHING = torch.zeros(len(PI.tokens), 3, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind, level, target", [
-    ("k3+", "token", OF_TOKENS), ("k2", "token", OF_TOKENS), ("k3", "token", OF_TOKENS),
-    ("k1", "token", OF_TOKENS),
+    ("k3+", "token", OF_TOKENS), ("k2", "token", OF_TOKENS),
+    ("k3", "token", OF_TOKENS), ("k1", "token", OF_TOKENS),
     ("k1", "prefix", FULL), ("k3", "prefix", FULL), ("k3+", "prefix", OF_TOKENS_ON_POLICY),
     ("k2", "prefix", OF_TOKENS_ON_POLICY), (None, None, OF_TOKENS)])
 def test_the_kl_in_the_loss_is_its_row_of_the_table(mode, kind, level, target, run):
@@ -124,8 +119,7 @@ def test_the_kl_in_the_loss_is_its_row_of_the_table(mode, kind, level, target, r
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "bypass sapo"])
 @pytest.mark.parametrize("level, target", [("token", OF_TOKENS), ("prefix", FULL)])
 def test_the_kl_in_the_reward_is_its_row_of_the_table(mode, level, target, run):
-    """eq:kl-gradient, eq:prefix: the loss's own weights are divided out of the penalty, so they act
-    once."""
+    """eq:kl-gradient, eq:prefix: the loss's own weights are divided out, so they act once."""
     opened = run(f"correction={MODES[mode]}", "loss.kl_coef=1", "loss.kl_in=reward",
                  f"loss.kl_correction={level}")
     assert close(mean_gradient(opened, NOTHING), target)
@@ -133,8 +127,7 @@ def test_the_kl_in_the_reward_is_its_row_of_the_table(mode, level, target, run):
 
 @pytest.mark.parametrize("mode, exact", [(mode, mode == "sequence weights") for mode in MODES])
 def test_without_ratios_a_penalty_is_weighted_as_the_reward_is(mode, exact, run):
-    """Off-policy the default is as good as the weights: sequence weights alone, without a cap, give
-    all of ∇KL."""
+    """Off-policy the default is as good as the weights: uncapped sequence ones give all of ∇KL."""
     opened = run(f"correction={MODES[mode]}", "loss.kl_coef=1", "loss.kl_in=reward")
     error = ((mean_gradient(opened, NOTHING) - FULL).norm() / FULL.norm()).item()
     print(f"{mode}: {error:.3f}")
@@ -143,8 +136,8 @@ def test_without_ratios_a_penalty_is_weighted_as_the_reward_is(mode, exact, run)
 
 def test_uncorrected_the_kl_is_another(run):
     """The row of k3+ without a ratio: 0.59 of ‖∇KL‖ away from the gradient per token."""
-    found = mean_gradient(run("correction={preset: disabled}", "loss.kl_coef=1",
-                              "loss.kl_correction=none"), NOTHING)
+    opened = run("correction={preset: disabled}", "loss.kl_coef=1", "loss.kl_correction=none")
+    found = mean_gradient(opened, NOTHING)
     assert f"{((found - OF_TOKENS).norm() / FULL.norm()).item():.2f}" == "0.59"
 
 
@@ -158,8 +151,8 @@ def test_the_reward_and_its_penalty_together(run):
 
 def test_in_bypass_mode_the_penalty_is_of_the_trainers_policy(run):
     """The sampler's log-prob in its place would have the gradient of KL(π‖π_ref) − KL(π‖μ)."""
-    opened = run("correction={bypass_mode: true, loss_type: reinforce, rollout_is: sequence, rollout_is_threshold: .inf}",
-                 "loss.kl_coef=1", "loss.kl_in=reward")
+    opened = run("correction={bypass_mode: true, loss_type: reinforce, rollout_is: sequence, "
+                 "rollout_is_threshold: .inf}", "loss.kl_coef=1", "loss.kl_in=reward")
     assert close(mean_gradient(opened, NOTHING), FULL)
     assert "does not save its forward pass" in remarks(opened.config)[0]
 
@@ -167,8 +160,7 @@ def test_in_bypass_mode_the_penalty_is_of_the_trainers_policy(run):
 @pytest.mark.parametrize("loss", ["sapo", "cispo"])
 def test_a_loss_whose_ratio_cannot_be_divided_out_says_so(loss, run):
     opened = run(f"correction={{bypass_mode: true, loss_type: {loss}}}", "loss.kl_coef=1",
-                 "loss.kl_in=reward",
-                 "loss.kl_correction=prefix", "loss.clip_high=0.2")
+                 "loss.kl_in=reward", "loss.kl_correction=prefix", "loss.clip_high=0.2")
     error = ((mean_gradient(opened, NOTHING) - FULL).norm() / FULL.norm()).item()
     print(f"{loss}: {error:.3f}")
     assert error > 0.01 and any("only roughly" in sentence for sentence in remarks(opened.config))
@@ -184,21 +176,19 @@ def test_a_loss_whose_ratio_cannot_be_divided_out_says_so(loss, run):
 def test_what_cannot_be_right_is_said(given, said):
     found = remarks(load_config(["loss.kl_coef=0.1", *given]))
     assert found == [] if said is None else found[0].startswith(said)
-    assert remarks(load_config(given)) == []  # no KL term at all
+    assert remarks(load_config(given)) == []                          # no KL term at all
 
 
-# ----------------------------------------------------------------------------------- nothing to
-# learn from
+# --------------------------------------------------------------------------- nothing to learn from
 
 def updated(opened, advantages, rows=None):
-    """How many steps one update of these rows takes, and how many empty updates it counts."""
+    """Return how many steps one update of these rows takes, and how many empty ones it counts."""
     config, options = opened.config, correction_of(opened.config)
     batch = of_response(list(range(len(PI.tokens))) if rows is None else rows, advantages,
                         REF if config.loss.kl_coef else None)
     batch = batch._replace(old_log_prob=trainer.score(opened.policy, batch, config))
     correction = trainer.correct(batch.old_log_prob, batch.rollout_log_prob, batch.response_mask,
-                                 options,
-                                 batch.advantages)
+                                 options, batch.advantages)
     found = trainer.update(opened, batch, options, None if options.bypass_mode else correction)
     assert all(math.isfinite(value) for value in found.metrics.values())
     return len(opened.found), found.empty
@@ -209,12 +199,12 @@ ONES = torch.ones(len(PI.tokens), 3, dtype=torch.float64)
 
 @pytest.mark.parametrize("settings, steps", [
     (["correction={rollout_rs: {seq_max_k1: [1e9, null]}}"], 0),
-    (["correction={rollout_is: token, rollout_is_threshold: [1e9, 1e10]}"], 0),  # all weights are 0
+    (["correction={rollout_is: token, rollout_is_threshold: [1e9, 1e10]}"], 0),  # weights 0
     (["correction={rollout_rs: {seq_max_k1: [1e9, null]}}", "loss.denominator=kept"], 0),
     (["correction={bypass_mode: true, loss_type: reinforce, rollout_rs: {token_k1: [1e9, null]}}"],
      0),
-    # the KL is of all tokens
-    (["correction={rollout_rs: {seq_max_k1: [1e9, null]}}", "loss.kl_coef=0.1"], 1),
+    (["correction={rollout_rs: {seq_max_k1: [1e9, null]}}",
+      "loss.kl_coef=0.1"], 1),                                          # the KL is of all tokens
     (["correction={rollout_rs: {seq_max_k1: [1e9, null]}}", "loss.kl_coef=0.1",
       "loss.kl_in=reward"], 0),
     (["correction={preset: decoupled_token_is}"], 1)])
@@ -223,8 +213,7 @@ def test_a_mini_batch_of_which_nothing_is_kept_takes_no_step(settings, steps, ru
 
 
 def test_adam_would_have_moved_the_weights(run):
-    """What the rule is for: after one real step, AdamW with a gradient of 0 goes on by 0.67 of it,
-    by momentum alone."""
+    """After one real step, AdamW with a gradient of 0 goes on by 0.67 of it, by momentum alone."""
     weight = nn.Parameter(torch.zeros(1))
     optimizer, places = torch.optim.AdamW([weight], lr=1e-3, weight_decay=0.0), [0.0]
     for gradient in (1.0, 0.0):
@@ -234,12 +223,10 @@ def test_adam_would_have_moved_the_weights(run):
     assert f"{(places[2] - places[1]) / (places[1] - places[0]):.2f}" == "0.67"
 
 
-# ----------------------------------------------------------------------------------------- the
-# losses' own numbers
+# ------------------------------------------------------------------------- the losses' own numbers
 
 def test_each_loss_has_its_own_clip_unless_one_is_given(run):
-    """A run with GSPO: at its own 4e-4 the clip holds tokens of a policy that has moved, at PPO's
-    0.2 it never acts."""
+    """GSPO's clip of 4e-4 holds tokens of a policy that has moved; at PPO's 0.2 it never acts."""
     for given, acts in (([], True), (["loss.clip_low=0.2", "loss.clip_high=0.2"], False)):
         opened = run("correction={loss_type: gspo}",
                      *(given or ["loss.clip_low=null", "loss.clip_high=null"]),
@@ -250,8 +237,8 @@ def test_each_loss_has_its_own_clip_unless_one_is_given(run):
                                      batch.response_mask,
                                      correction_of(opened.config))
         found = trainer.update(opened, batch, correction_of(opened.config), correction).metrics
-        assert (found["loss/clip_fraction"] > 0.2) == acts and (found["loss/clip_fraction"]
-                                                                == 0) != acts
+        share = found["loss/clip_fraction"]
+        assert (share > 0.2) == acts and (share == 0) != acts
 
 
 def test_sapos_gates_can_be_set(run):

@@ -11,13 +11,13 @@ import pytest
 import torch
 from oracle import (J, MarkovPolicy, Policy, close, estimator_moments, exact_gradient, expectation,
                     f64, grad_J, rewards, scores)
-from examples import (A, MASK, MU, OLD, PI, PLAIN, R, REF, SUM, moments, reinforce)
+from examples import A, MASK, MU, OLD, PI, PLAIN, R, REF, SUM, moments, reinforce
 
 from correction import correct, importance_weights
 from correction import RolloutCorrectionConfig as Config
-from estimators import (aggregate_log_ratio)
-from losses import (LossConfig, policy_loss)
-from surrogates import (reinforce_loss)
+from estimators import aggregate_log_ratio
+from losses import LossConfig, policy_loss
+from surrogates import reinforce_loss
 
 G = scores(PI)                                                      # ∇log π_t, [N, T, P]
 RHO = (PI.log_probs() - MU.log_probs()).detach().exp()              # ρ_t = π_θ/μ
@@ -199,7 +199,7 @@ def test_prefix_weights_are_exact_for_advantages_of_the_past():
 
 
 def test_with_one_reward_at_the_end_the_past_is_right_and_the_future_is_not():
-    """E_μ[Σ ρ_{1:t} R g_t] = Σ_s d_π(s) Σ_v ∇π(v|s) Q^μ(s, v): the visits are π's, the returns μ's.
+    """E_μ[Σ ρ_{1:t} R g_t] = Σ_s d_π(s) Σ_v ∇π(v|s) Q^μ(s, v): visits are π's, returns μ's.
 
     With token weights both are μ's.
     """

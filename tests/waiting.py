@@ -16,7 +16,7 @@ def until(happened, process=None):
     """
     end = time.monotonic() + HANG
     while not happened():
-        assert (process is None or process.poll() is None
-                or happened()), "the process ended before it happened"
+        assert process is None or process.poll() is None or happened(), (
+            "the process ended before it happened")
         assert time.monotonic() < end, f"it has not happened within {HANG} seconds"
         time.sleep(0.02)

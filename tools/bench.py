@@ -122,19 +122,22 @@ def bench_correct():
     outputs = [torch.empty_like(data[0]) for _ in range(2)]
     for name, (config, verls) in SETTINGS.items():
         candidates = {"ours": lambda: correct(*data, config).metrics,
+                      "decided": lambda: correct(*data, config),
                       "floor": lambda: floor(*data, *outputs)}
         if verl_correct:
             candidates["verl"] = lambda: verl_correct(*data, **verls)
         took = paired(candidates)
-        verl = ["not installed"] * 3
+        verl = ["not installed"] * 4
         if verl_correct:
             verl = [ms(took["verl"]), ratio(took["ours"], took["verl"]),
+                    ratio(took["decided"], took["verl"]),
                     f"{peak(candidates['verl']) / unit:.1f}"]
-        rows.append([name, ms(took["ours"]), verl[0], verl[1],
+        rows.append([name, ms(took["ours"]), *verl[:3],
                      ms(took["floor"]), ratio(took["ours"], took["floor"]),
-                     f"{peak(candidates['ours']) / unit:.1f}", verl[2]])
+                     f"{peak(candidates['ours']) / unit:.1f}", verl[3]])
     table("`correct` with all metrics, [512, 4096], float32",
-          "setting | ms | verl 0.9.1, ms | ours/verl | floor, ms | passes over memory: ours/floor "
+          "setting | ms | verl 0.9.1, ms | ours/verl | without metrics/verl | floor, ms "
+          "| passes over memory: ours/floor "
           "| peak, [B, T] tensors | verl's peak", rows)
 
 
