@@ -131,7 +131,8 @@ class Statistics:
 
     def all_reduce(self, group: ProcessGroup) -> "Statistics":
         """The same over the ranks of a process group: one sum and one maximum for everything."""
-        sums, peaks = self.table[:, :3].contiguous(), self.table[:, 3:].contiguous()
+        sums, peaks = (x.clone(memory_format=torch.contiguous_format)      # in place: a copy
+                       for x in (self.table[:, :3], self.table[:, 3:]))
         dist.all_reduce(sums, group=group)
         dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
         return Statistics(self.names, torch.cat([sums, peaks], -1))

@@ -1,4 +1,5 @@
-"""Fixtures shared by the test files: a tiny model from a seed, and the guard of the vLLM tests.
+"""Fixtures shared by the test files: a tiny model from a seed, runs of it, forks, and the guards of
+the tests that need vLLM, TRL or verl.
 
 `pyproject.toml` puts the repository root on `sys.path`; nothing here needs a download or a GPU.
 """
@@ -11,6 +12,36 @@ import pytest
 import torch
 
 CHARACTERS = "0123456789+-*/=?() abcd"
+LONGEST = ["demo", "trainer", "gpu", "ranks", "directory", "faults", "math", "nonfinite", "update",
+           "study", "split"]           # the files that take longest, in the order of how long
+WORKERS = 4                            # more would have nothing left to do
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Let a worker for each core share the whole suite, file by file, where pytest-xdist is.
+
+    What is named on the command line runs in this process, for it may be looked into; so does all
+    of it with `-n 0`, `-s` or `--pdb`. A file stays with one worker: models, engines and runs are
+    made once for all of its tests.
+    """
+    chosen, cores = config.option, os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):           # on Linux: those that this process may use
+        cores = len(os.sched_getaffinity(0))
+    if hasattr(config, "workerinput"):             # a worker, which would start workers without end
+        return
+    whole = config.args_source == config.ArgsSource.TESTPATHS
+    watched = chosen.capture == "no" or chosen.usepdb or chosen.collectonly
+    if whole and not watched and cores > 1 and getattr(chosen, "numprocesses", 0) is None:
+        chosen.numprocesses, chosen.dist = min(cores, WORKERS), "loadfile"
+        chosen.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(config, items):
+    """Sort for workers: the longest files first, so that none is left to one of them in the end."""
+    if hasattr(config, "workerinput"):
+        rank = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 
 
 def make_tiny_model(directory):
@@ -43,27 +74,54 @@ def tiny_model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("tiny_model"))
 
 
-SMALL = ["task.size=1", "task.eval_size=8", "rollout.prompts=4", "rollout.samples=4", "rollout.max_tokens=5",
-         "rollout.quantize_bits=4", "train.mini_batches=2", "train.micro_batch_size=4", "train.steps=2"]
+@pytest.fixture(scope="session")
+def forks():
+    """What begins a command of which the program is to run in a fork: see launching.py."""
+    from launching import serving
+    with serving() as begin:
+        yield begin
+
+
+SMALL = ["task.size=1", "task.eval_size=8", "rollout.prompts=4", "rollout.samples=4",
+         "rollout.max_tokens=5", "rollout.quantize_bits=4", "train.mini_batches=2",
+         "train.micro_batch_size=4", "train.steps=2"]
 
 
 @pytest.fixture
 def run(tiny_model, tmp_path, monkeypatch):
     """run("key=value" …) trains the tiny model in an empty directory: (exit code, metrics lines).
 
-    The reward is one that an untaught model earns half of the time: a response of odd length.
+    The reward is one that an untaught model earns half of the time: a response of odd length. The
+    curves are set up and not drawn, which would take longer than all the rest; the runs of
+    test_faults.py, and the default command, do draw them.
     """
+    import matplotlib.figure
+
     import trainer
     from plumbing import checkpoints, tasks
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tasks.Task, "reward", lambda self, problem, response: float(len(response) % 2))
+    monkeypatch.setattr(tasks.Task, "reward",
+                        lambda self, problem, response: float(len(response) % 2))
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda *_, **__: None)
 
     def call(*overrides, engine="transformers", name="x"):
-        code = trainer.main([*SMALL, f"policy.path={tiny_model}", f"rollout.engine={engine}", f"run={name}",
-                             *overrides])
+        code = trainer.main([*SMALL, f"policy.path={tiny_model}", f"rollout.engine={engine}",
+                             f"run={name}", *overrides])
         path = Path("runs") / name / "metrics.jsonl"
         return code, checkpoints.read_metrics(path) if path.exists() else []
     return call
+
+
+def steady(lines):
+    """Metrics without what a clock or the memory says."""
+    return [{key: x for key, x in line.items()
+             if not key.startswith(("time/", "tokens_per", "memory/"))} for line in lines]
+
+
+def weights(name):
+    """The finished model of a run."""
+    from safetensors.torch import load_file
+    return load_file(f"runs/{name}/model/model.safetensors")
 
 
 def required(package, what, switch):

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from oracle import (Policy, estimator_moments, f64, rewards)
 
 from correction import RolloutCorrectionConfig as Config
+from estimators import chi_square, exp_ratio
 from losses import AGGREGATIONS, LossConfig, policy_loss
 
 # The same examples on every run, and no verdict about the speed of the machine.
@@ -84,6 +85,12 @@ def batch(seed=0, rows=6, T=5, junk=0.0):
     mask = torch.arange(T) < torch.randint(1, T + 1, (rows, 1), generator=generator)
     policies = [torch.where(mask, base - 2 + 0.4 * x, junk) for x in noise]
     return policies[0].requires_grad_(), *policies[1:], torch.where(mask, advantages, junk), mask
+
+
+def chi_square_of(log_rho, mask):
+    """Return χ² of the log-ratios that a mask leaves, by `chi_square` of their two moments."""
+    rho = torch.where(mask.bool(), exp_ratio(log_rho.double()), 0.0)
+    return chi_square(mask.bool().sum(), rho.square().sum())
 
 
 # ---------------------------------------------------------------------------- aggregation, by lists

@@ -3,8 +3,8 @@
 
 import pytest
 import torch
-from oracle import close
 from examples import batch, by_loops, config_of, every_aggregation, every_denominator, every_mode
+from oracle import close
 
 from correction import correct
 from losses import (AGGREGATIONS, Counts, LossConfig, aggregate_loss, count, loss_means,

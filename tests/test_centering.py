@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import (Policy, close, estimator_moments, exact_gradient, f64, grad_J, rewards)
 from examples import MASK, PI, R, SUM, reinforce
+from oracle import (Policy, close, estimator_moments, exact_gradient, f64, grad_J, rewards)
 
 from correction import Correction, correct
 from correction import RolloutCorrectionConfig as Config

@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from examples import RATIOS, chi_square_of
 from tolerances import gamma
-from examples import RATIOS
 
 from correction import correct, importance_weights
 from correction import RolloutCorrectionConfig as Config
-from estimators import (SAFETY_BOUND, aggregate_log_ratio, chi_square, effective_sample_size,
-                        kl_estimate, perplexity)
+from estimators import (SAFETY_BOUND, aggregate_log_ratio, effective_sample_size, kl_estimate,
+                        perplexity)
 from metrics import merge, offpolicy_metrics, to_host
 from rejection import CRITERIA
 
@@ -229,9 +229,9 @@ def test_metrics_agree_with_the_estimators_of_the_same_name():
     metrics = {k.removeprefix("rollout_corr/"): v
                for k, v in to_host(offpolicy_metrics(train, rollout, mask)).items()}
     rows = mask.any(-1)
-    assert metrics["chi2_token"] == pytest.approx(chi_square(train - rollout, mask).item())
+    assert metrics["chi2_token"] == pytest.approx(chi_square_of(train - rollout, mask).item())
     total = torch.where(mask, train - rollout, 0.0).sum(-1)
-    assert metrics["chi2_seq"] == pytest.approx(chi_square(total, rows).item())
+    assert metrics["chi2_seq"] == pytest.approx(chi_square_of(total, rows).item())
     assert metrics["training_ppl"] == pytest.approx(perplexity(train, mask)[rows].mean().item())
     ratio = perplexity(train, mask) / perplexity(rollout, mask)
     assert metrics["ppl_ratio"] == pytest.approx(ratio[rows].mean().item())

@@ -3,8 +3,8 @@
 import math
 
 import pytest
-from oracle import Policy, close, estimator_moments, exact_gradient, grad_J, kl, rewards
 from examples import A, LOSS_TYPES, MASK, MU, OLD, PI, PLAIN, R, REF, moments, reinforce
+from oracle import Policy, close, estimator_moments, exact_gradient, grad_J, kl, rewards
 
 from correction import correct
 from correction import RolloutCorrectionConfig as Config

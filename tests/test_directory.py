@@ -28,7 +28,7 @@ from waiting import HANG, until
 
 from plumbing import signals
 from plumbing.checkpoints import read_metrics
-from plumbing.directory import locked
+from plumbing.directory import lock_file
 
 LONG = [*SMALL, "rollout.engine=transformers", "train.steps=100000", "train.save_every=2", "run=x"]
 
@@ -149,11 +149,11 @@ def test_a_lock_that_was_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):
             path.unlink()
         return real(*given)
     monkeypatch.setattr("fcntl.lockf", lockf)
-    file = locked(path)
+    file = lock_file(path)
     assert len(calls) == 2 and path.stat().st_ino == os.fstat(file.fileno()).st_ino
     asking = subprocess.run(
         [sys.executable, "-c", "import sys; from pathlib import Path; "
-         "from plumbing.directory import locked; locked(Path(sys.argv[1]))", str(path)],
+         "from plumbing.directory import lock_file; lock_file(Path(sys.argv[1]))", str(path)],
         cwd=HERE, capture_output=True, text=True)
     assert f"BlockingIOError: process {os.getpid()} on " in asking.stderr
     file.close()
@@ -372,7 +372,7 @@ def test_a_step_that_outlasts_its_grace_is_ended(monkeypatch):
     monkeypatch.setattr(signal, "setitimer", lambda which, seconds: armed.append(seconds))
     monkeypatch.setattr(signal, "signal", lambda number, handler: armed.append((number, handler)))
     signals.listen()
-    with pytest.raises(signals.Ended, match="ended by SIGTERM"), signals.saved_first(7.0):
+    with pytest.raises(signals.Ended, match="ended by SIGTERM"), signals.save_first(7.0):
         signals.answer(signal.SIGTERM, None)
         signals.answer(signal.SIGTERM, None)       # a launcher may send it twice
         (number, handler), seconds = armed
@@ -380,7 +380,7 @@ def test_a_step_that_outlasts_its_grace_is_ended(monkeypatch):
         handler(number, None)
     assert armed[-1] == 0
     # The same where a library has caught it.
-    with pytest.raises(signals.Ended), signals.saved_first(7.0):
+    with pytest.raises(signals.Ended), signals.save_first(7.0):
         pytest.fail("a further step")
     signals.listen()
 

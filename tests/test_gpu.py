@@ -1,12 +1,10 @@
-"""On an accelerator: the real trainer on a pretend one (tools/pretend_gpu.py), in its configurations.
+"""On an accelerator: the real trainer, in its configurations, on a pretend one.
 
-One process trains them all, since a device is registered once and for good; a test reads its part.
-The host waits of a step are printed (`pytest -s`) and bounded.
+That is tools/pretend_gpu.py. One process trains them all, since a device is registered once and
+for good; a test reads its part. The host waits of a step are printed (`pytest -s`) and bounded.
 """
 
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launching import ROOT, shell
 from safetensors.torch import load_file
-from waiting import HANG
 
 import rollout
 import trainer
@@ -24,27 +22,30 @@ from plumbing.engines import make_engine
 from plumbing.faults import process_group
 from policy import load_policy
 
-HERE = Path(__file__).resolve().parent.parent
-SMALL = ["task.size=1", "task.eval_size=4", "rollout.engine=transformers", "rollout.prompts=4", "rollout.samples=4",
-         "rollout.max_tokens=4", "rollout.quantize_bits=4", "train.mini_batches=2", "train.micro_batch_size=4",
-         "train.lr=0.01", "train.steps=2", "train.eval_every=2"]
+SMALL = ["task.size=1", "task.eval_size=4", "rollout.engine=transformers", "rollout.prompts=4",
+         "rollout.samples=4", "rollout.max_tokens=4", "rollout.quantize_bits=4",
+         "train.mini_batches=2", "train.micro_batch_size=4", "train.lr=0.01", "train.steps=2",
+         "train.eval_every=2"]
 CASES = {                          # name: overrides
     "demo": ["train.steps=3", "train.save_every=2"],
     "checkpointing": ["policy.gradient_checkpointing=true"],
     "kl in loss": ["loss.kl_coef=0.1"],
     "kl in reward": ["loss.kl_coef=0.1", "loss.kl_in=reward"],
-    "bypass": ["correction.preset=bypass_ppo_clip_k3_rs", "rollout.staleness=1", "train.save_every=1", "train.steps=3"],
+    "bypass": ["correction.preset=bypass_ppo_clip_k3_rs", "rollout.staleness=1",
+               "train.save_every=1", "train.steps=3"],
     "kept": ["correction.preset=decoupled_seq_is_rs", "loss.denominator=kept"],
     "kept bypass": ["correction.preset=bypass_pg_geo_rs_token_tis", "loss.denominator=kept",
                     "correction.rollout_is_batch_normalize=true"],
     "bfloat16": ["policy.dtype=bfloat16", "rollout.dtype=bfloat16"],
     "gspo": ["correction={loss_type: gspo, rollout_is: sequence}", "advantage.kind=rloo"],
-    "reinforce": ["correction.preset=bypass_pg_is", "advantage.kind=reinforce", "loss.aggregation=seq-mean-token-mean"],
+    "reinforce": ["correction.preset=bypass_pg_is", "advantage.kind=reinforce",
+                  "loss.aggregation=seq-mean-token-mean"],
     "cut": ["rollout.top_p=0.9", "rollout.top_k=8", "loss.kl_coef=0.1", "rollout.staleness=1"],
-    "centered": ["correction={score_centering: true, rollout_is: token, bypass_mode: true, loss_type: reinforce}",
-                 "rollout.candidates=6"],
+    "centered": ["correction={score_centering: true, rollout_is: token, bypass_mode: true, "
+                 "loss_type: reinforce}", "rollout.candidates=6"],
     "second moment": ["correction={rollout_is: prefix, rollout_rs: {second_moment: 0.001}}"],
-    "opsm": ["correction={rollout_is: token, rollout_is_batch_normalize: true, rollout_rs: {opsm: 0.1}}"],
+    "opsm": ["correction={rollout_is: token, rollout_is_batch_normalize: true, "
+             "rollout_rs: {opsm: 0.1}}"],
     "veto": ["correction.preset=geo_mis", "train.epochs=2"],
     "nan raise": ["train.on_nonfinite=raise"],
     "nan skip": ["train.on_nonfinite=skip"],
@@ -55,18 +56,22 @@ import contextlib, json, sys, traceback, torch, torch.distributed as dist
 import pretend_gpu
 import policy, trainer, plumbing.run
 from plumbing import faults, tasks
-tasks.Task.reward = lambda self, problem, response: float(len(response) % 2)     # untaught models earn it
+# A reward that untaught models earn; and the curves are not drawn.
+tasks.Task.reward = lambda self, problem, response: float(len(response) % 2)
+plumbing.run.plot = lambda *_: None
 real = faults.process_group
 @contextlib.contextmanager
 def process_group():
     with real(): yield pretend_gpu.DEVICE
 plumbing.run.process_group = process_group
 
-forwards, phases, updates = [0, {}], {}, []       # calls and waits of forward passes; waits of a step's phases
+# Calls and waits of forward passes; waits of a step's phases.
+forwards, phases, updates = [0, {}], {}, []
 
 def since(before, into):
     for key, n in pretend_gpu.WAITS.items():
-        if n > before.get(key, 0): into[" ".join(key)] = into.get(" ".join(key), 0) + n - before.get(key, 0)
+        name, more = " ".join(key), n - before.get(key, 0)
+        if more > 0: into[name] = into.get(name, 0) + more
 
 forward, timed, update = policy.Policy.forward, plumbing.run.Run.time_part, trainer.update
 def counted(*args):
@@ -97,7 +102,8 @@ SMALL, CASES, results = *map(json.loads, sys.argv[1:]), {}
 for case, overrides in CASES.items():
     forwards[:], code, error = [0, {}], None, ""
     phases.clear(), updates.clear()
-    undo, name = spoil() if case.startswith("nan") else lambda: None, f"run={case.replace(' ', '-')}"
+    name = f"run={case.replace(' ', '-')}"
+    undo = spoil() if case.startswith("nan") else lambda: None
     try:
         code = trainer.main([*SMALL, *overrides, name])
         if code == 0 and "train.save_every" in str(overrides):                     # and goes on
@@ -106,16 +112,15 @@ for case, overrides in CASES.items():
         error = traceback.format_exc()
         if dist.is_initialized(): dist.destroy_process_group()
     undo()
-    results[case] = dict(code=code, error=error, forwards=forwards, phases=phases, updates=len(updates))
+    results[case] = dict(code=code, error=error, forwards=forwards, phases=phases,
+                         updates=len(updates))
     print(json.dumps({case: results[case]}), flush=True)
 """
 
 
 def drive(directory: Path, model: Path, cases: dict) -> dict:
     settings = json.dumps([*SMALL, f"policy.path={model}"])
-    result = subprocess.run([sys.executable, "-c", DRIVER, settings, json.dumps(cases)], cwd=directory, timeout=HANG,
-                            capture_output=True, text=True,
-                            env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'tests'}:{HERE / 'tools'}"})
+    result = shell([sys.executable, "-c", DRIVER, settings, json.dumps(cases)], directory)
     found = {}
     for line in result.stdout.splitlines():
         found |= json.loads(line) if line.startswith("{") else {}
@@ -133,14 +138,16 @@ def pretended(tiny_model, tmp_path_factory):
 def test_the_trainer_runs_on_an_accelerator(case, pretended):
     found = pretended[case]
     code = 2 if case == "nan raise" else 0
-    assert found["error"] == "" and found["code"] == code, found["error"] + pretended["said"][-2000:]
+    said = found["error"] + pretended["said"][-2000:]
+    assert found["error"] == "" and found["code"] == code, said
     assert (pretended["runs"] / case.replace(" ", "-") / "model").is_dir() == (case != "nan raise")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("nan")])
 def test_host_waits_are_few(case, pretended):
     """Of scoring and updating: at most one in a forward pass, and two a mini-batch beside those."""
-    (passes, inside), phases, updates = (pretended[case][name] for name in ("forwards", "phases", "updates"))
+    (passes, inside), phases, updates = (
+        pretended[case][name] for name in ("forwards", "phases", "updates"))
     all_of_them = Counter(phases["log_probs"]) + Counter(phases["update"])
     beside = all_of_them - Counter(inside)
     print(f"{case}: host waits {sum(inside.values()) / passes:.2f} a forward pass and "
@@ -151,12 +158,16 @@ def test_host_waits_are_few(case, pretended):
 DEVICE = """
 import pretend_gpu, pytest, torch
 there, here = torch.ones(3).to(pretend_gpu.DEVICE, non_blocking=True), torch.ones(3)
-assert pretend_gpu.WAITS.total() == 0 and (there + 1 + torch.tensor(1.0)).device == pretend_gpu.DEVICE
-for mixed in (lambda: there + here, lambda: here * there, lambda: torch.cat([here, there]), lambda: torch.where(there > 0, there, here),
-              lambda: torch.stack([there.sum(), here.sum()]), lambda: there.add_(here), lambda: torch.mm(there[None], here[:, None])):
+assert pretend_gpu.WAITS.total() == 0
+assert (there + 1 + torch.tensor(1.0)).device == pretend_gpu.DEVICE
+for mixed in (lambda: there + here, lambda: here * there, lambda: torch.cat([here, there]),
+              lambda: torch.where(there > 0, there, here),
+              lambda: torch.stack([there.sum(), here.sum()]), lambda: there.add_(here),
+              lambda: torch.mm(there[None], here[:, None])):
     with pytest.raises(RuntimeError, match="on the same device"): mixed()
-waiting = [lambda: there[0].item(), lambda: bool(there[0] > 0), lambda: there.tolist(), lambda: there.cpu(), lambda: here.to(there.device),
-           lambda: there[there > 0], lambda: there.nonzero(), lambda: there[torch.tensor([0])], lambda: here.copy_(there),
+waiting = [lambda: there[0].item(), lambda: bool(there[0] > 0), lambda: there.tolist(),
+           lambda: there.cpu(), lambda: here.to(there.device), lambda: there[there > 0],
+           lambda: there.nonzero(), lambda: there[torch.tensor([0])], lambda: here.copy_(there),
            lambda: there.unique(), lambda: there.to("cpu", non_blocking=True)]
 for n, call in enumerate(waiting, 1):
     call()
@@ -167,15 +178,15 @@ assert pretend_gpu.WAITS.total() == len(waiting)
 """
 
 
-def test_the_pretended_device_refuses_what_is_mixed_and_counts_what_waits():
-    result = subprocess.run([sys.executable, "-c", DEVICE], capture_output=True, text=True, timeout=HANG,
-                            env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'tests'}:{HERE / 'tools'}"})
+def test_the_pretended_device_refuses_what_is_mixed_and_counts_what_waits(tmp_path):
+    result = shell([sys.executable, "-c", DEVICE], tmp_path)
     assert result.returncode == 0, result.stderr
 
 
-# ------------------------------------------------------------------------- what a GPU would be asked for
+# ----------------------------------------------------------------------- what a GPU is asked for
 
-def test_the_process_group_splits_no_communicator_and_attention_is_not_cudnns(tiny_model, monkeypatch):
+def test_the_process_group_splits_no_communicator_and_attention_is_not_cudnns(
+        tiny_model, monkeypatch):
     asked = []
 
     def asking(*args, **kwargs):
@@ -188,7 +199,8 @@ def test_the_process_group_splits_no_communicator_and_attention_is_not_cudnns(ti
         with pytest.raises(InterruptedError), process_group():
             pass
     device, (backends, settings) = asked
-    assert device == torch.device("cuda", 0) and backends == ("cpu:gloo,cuda:nccl",) and "device_id" not in settings
+    assert device == torch.device("cuda", 0) and backends == ("cpu:gloo,cuda:nccl",)
+    assert "device_id" not in settings
     torch.backends.cuda.enable_cudnn_sdp(True)
     with process_group() as device:
         load_policy(str(tiny_model), 1.0, "float32", device)
@@ -196,7 +208,7 @@ def test_the_process_group_splits_no_communicator_and_attention_is_not_cudnns(ti
 
 
 class PretendVllm:
-    """vLLM's `LLM` as far as the engine asks it for something on a GPU: what was asked, in order."""
+    """vLLM's `LLM`, as far as the engine asks it for something on a GPU: what was, in order."""
 
     def __init__(self, path, **settings):
         self.settings, self.asked, self.llm_engine = settings, [], SimpleNamespace(engine_core=self)
@@ -215,9 +227,11 @@ class PretendVllm:
     def generate(self, requests, params, use_tqdm):
         self.asked.append(f"generate {torch._dynamo.eval_frame._stance.stance}")
         self.params = params
-        kept = SimpleNamespace(token_ids=[[7, 5], [9]]) if self.settings["return_sampling_mask"] else None
-        made = SimpleNamespace(token_ids=[5, 9], finish_reason="stop", sampling_mask=kept, logprobs=[
-            {5: SimpleNamespace(logprob=-0.5)}, {9: SimpleNamespace(logprob=0.0)}])
+        sets = SimpleNamespace(token_ids=[[7, 5], [9]])
+        kept = sets if self.settings["return_sampling_mask"] else None
+        logprobs = [{5: SimpleNamespace(logprob=-0.5)}, {9: SimpleNamespace(logprob=0.0)}]
+        made = SimpleNamespace(token_ids=[5, 9], finish_reason="stop", sampling_mask=kept,
+                               logprobs=logprobs)
         return [SimpleNamespace(outputs=[made]) for _ in requests]
 
     def shutdown(self):
@@ -230,13 +244,15 @@ def gpu_engine(tiny_model, monkeypatch):
         monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
         for place in ("adapters.vllm", "plumbing.engines"):
             monkeypatch.setattr(f"{place}.import_vllm", lambda: (PretendVllm, dict))
-        return make_engine("vllm", tiny_model, dtype="bfloat16", max_model_len=64, device=device, **settings)
+        return make_engine("vllm", tiny_model, dtype="bfloat16", max_model_len=64, device=device,
+                           **settings)
     return make
 
 
-@pytest.mark.parametrize("device, asked, eager", [("cpu", None, True), ("cuda", None, False), ("cuda", True, True),
-                                                  ("cpu", False, False)])
-def test_graphs_are_off_on_a_cpu_and_on_on_a_gpu_unless_asked_otherwise(device, asked, eager, gpu_engine):
+@pytest.mark.parametrize("device, asked, eager", [
+    ("cpu", None, True), ("cuda", None, False), ("cuda", True, True), ("cpu", False, False)])
+def test_graphs_are_off_on_a_cpu_and_on_on_a_gpu_unless_asked_otherwise(
+        device, asked, eager, gpu_engine):
     engine = gpu_engine(device, enforce_eager=asked)
     assert engine.llm.settings["enforce_eager"] == eager
     engine.generate([], [], temperature=1.0, max_tokens=2, eos_ids=[])
@@ -248,9 +264,10 @@ def test_on_a_gpu_vllm_is_asked_for_the_sets_and_for_one_log_prob(gpu_engine):
     for cut, k in (dict(top_p=0.9), 26), (dict(top_k=4), 4), ({}, 0):
         engine = gpu_engine(**cut)
         [s] = engine.generate([[3]], [0], temperature=1.0, max_tokens=2, eos_ids=[])
-        asked = engine.llm.params[0]
-        assert engine.llm.settings["return_sampling_mask"] == bool(cut) and engine.llm.settings["max_logprobs"] == 0
-        assert (asked["logprobs"], asked["top_p"], asked["top_k"], asked["min_p"]) == (0, cut.get("top_p", 1), k, 0)
+        asked, settings = engine.llm.params[0], engine.llm.settings
+        assert settings["return_sampling_mask"] == bool(cut) and settings["max_logprobs"] == 0
+        found = [asked[name] for name in ("logprobs", "top_p", "top_k", "min_p")]
+        assert found == [0, cut.get("top_p", 1), k, 0]
         assert s == rollout.Sample([5, 9], [-0.5, 0.0], True, [[7, 5], [9]] if cut else None)
 
 
@@ -261,8 +278,8 @@ def test_a_sleeping_engine_gets_its_weights_before_its_cache_is_there(gpu_engine
     engine.update_weights(weights.items())
     engine.generate([], [], temperature=1.0, max_tokens=2, eos_ids=[])
     engine.update_weights(weights.items())
-    assert engine.llm.asked == ["sleep 1", "wake weights", "reload_weights 26", "wake kv_cache", "generate default",
-                                "reload_weights 26"]
+    assert engine.llm.asked == ["sleep 1", "wake weights", "reload_weights 26", "wake kv_cache",
+                                "generate default", "reload_weights 26"]
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -279,7 +296,8 @@ def test_a_sleeping_engine_is_woken_before_it_is_closed(broken, gpu_engine):
 @pytest.mark.parametrize("bits", [None, 4])
 def test_weights_that_wait_are_in_the_engines_dtype_and_it_gets_the_same(bits, tiny_model):
     held = []
-    engine = SimpleNamespace(update_weights=lambda named: held.append({n: x.bfloat16() for n, x in named}))
+    engine = SimpleNamespace(
+        update_weights=lambda named: held.append({n: x.bfloat16() for n, x in named}))
     weights = load_file(tiny_model / "model.safetensors")
     now, late = rollout.WeightSync(engine, 0, bits), rollout.WeightSync(engine, 1, bits, "bfloat16")
     now.push(weights.items())
@@ -292,7 +310,7 @@ def test_weights_that_wait_are_in_the_engines_dtype_and_it_gets_the_same(bits, t
 def test_a_prompts_samples_stay_in_one_micro_batch_where_it_holds_whole_groups():
     config = trainer.Config()
     config.rollout.samples, config.train.micro_batch_size = 4, 8
-    lengths = [1, 9, 2, 8, 5, 5, 5, 5, 7, 1, 1, 1, 3, 3, 3, 4]                            # of four prompts' samples
+    lengths = [1, 9, 2, 8, 5, 5, 5, 5, 7, 1, 1, 1, 3, 3, 3, 4]     # of four prompts' samples
     samples = [rollout.Sample([3] * n, [-1.0] * n, True) for n in lengths]
     batch = trainer.pad([[3, 4 + i // 4] for i in range(16)], samples, torch.zeros(16), "cpu")
     parts = trainer.micro_batches(batch, config, together=True)
@@ -305,10 +323,11 @@ def test_a_prompts_samples_stay_in_one_micro_batch_where_it_holds_whole_groups()
     assert [len({i // 4 for i in part.tolist()}) for part in scattered] == [3, 4]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="takes up to half an hour on a GPU: run it by hand")
+@pytest.mark.skipif(torch.cuda.is_available(),
+                    reason="takes up to half an hour on a GPU: run it by hand")
 def test_the_report_runs_tiny_without_a_gpu_and_says_so(tmp_path):
-    result = subprocess.run([sys.executable, str(HERE / "tools/gpu_report.py")], cwd=tmp_path, timeout=HANG,
-                            capture_output=True, text=True)
+    result = shell([sys.executable, str(ROOT / "tools/gpu_report.py")], tmp_path, env=None)
     assert result.returncode == 0, result.stderr
-    assert "NO GPU: tiny shapes" in result.stdout and "one that did not | the same bits |" in result.stdout
+    assert "NO GPU: tiny shapes" in result.stdout
+    assert "one that did not | the same bits |" in result.stdout
     assert result.stdout.count("left out: ") >= 2

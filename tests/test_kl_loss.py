@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from oracle import (close, estimator_moments, exact_gradient, f64, token_kl)
 from examples import MU, PI, REF, MASK, SUM, batch, by_loops, every_aggregation
+from oracle import (close, estimator_moments, exact_gradient, f64, token_kl)
 
 from losses import Counts, count, kl_loss
 

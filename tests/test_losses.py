@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import close
-from tolerances import gamma
 from examples import (LOSS_TYPES, MODES, batch, by_loops, config_of, every_aggregation,
                       every_denominator, every_mode)
+from oracle import close
+from tolerances import gamma
 
 from correction import Correction, correct
 from correction import RolloutCorrectionConfig as Config

@@ -10,9 +10,9 @@ import random
 
 import pytest
 import torch
+from examples import GOOD, X
 from oracle import (close, f64)
 from tolerances import gamma
-from examples import GOOD, X
 
 from correction import correct
 from correction import RolloutCorrectionConfig as Config

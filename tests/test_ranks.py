@@ -1,21 +1,22 @@
-"""Ranks: a run goes on with another number of them, two agents are one node, and one failure is one message."""
+"""Ranks: a run goes on with another number of them, two agents are one node, and one failure is
+one message."""
 
 import json
 import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import steady
+from launching import PATH, shell, torchrun
 from safetensors.torch import load_file
 from waiting import HANG
 
-HERE = Path(__file__).resolve().parent.parent
-SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "rollout.prompts=8", "rollout.samples=4",
-         "rollout.max_tokens=5", "rollout.staleness=1", "train.mini_batches=2", "train.micro_batch_size=4",
-         "train.lr=0.01", "train.eval_every=2"]
+SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "rollout.prompts=8",
+         "rollout.samples=4", "rollout.max_tokens=5", "rollout.staleness=1",
+         "train.mini_batches=2", "train.micro_batch_size=4", "train.lr=0.01", "train.eval_every=2"]
 DRIVER = """
 import os, signal, sys, torch, rollout, trainer
 from plumbing import run
@@ -29,38 +30,46 @@ def broken(owner, name):
         calls.append(name)
         if rank == 1 and len(calls) == 5:          # not before the first checkpoint
             if fault == "bug": raise ValueError("a bug of rank 1")
-            if fault == "memory": raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            if fault == "memory": raise torch.OutOfMemoryError("CUDA out of memory.")
             if fault == "hang": signal.pause()
         return real(*args, **kwargs)
     setattr(owner, name, call)
-watch_engine = run.watch_engine                              # two seconds for the call that hangs, and for no other, which may be slow
-run.watch_engine = lambda engine, seconds: watch_engine(engine, 2 if rank == 1 and len(calls) == 4 else seconds)
+run.plot = lambda *_: None             # the curves are no ranks' business
+watch_engine = run.watch_engine        # two seconds for the call that hangs; another may be slow
+run.watch_engine = lambda engine, seconds: watch_engine(
+    engine, 2 if rank == 1 and len(calls) == 4 else seconds)
 if not fault: in_float64()
-if fault: broken(*(rollout.TransformersEngine, "generate") if fault == "hang" else (trainer, "score"))
+if fault == "hang": broken(rollout.TransformersEngine, "generate")
+elif fault: broken(trainer, "score")
 sys.exit(trainer.main(sys.argv[2:]))
 """
 
 
 @pytest.fixture(scope="module")
-def train(tiny_model, tmp_path_factory):
-    """train(ranks, "key=value" …) from a driver that can break rank 1; agents: torchrun's, perhaps in places apart."""
+def train(tiny_model, forks, tmp_path_factory):
+    """train(ranks, "key=value" …) from a driver that can break rank 1: what all of them said.
+
+    agents: torchrun's, perhaps in places apart. begin: what is put before the driver.
+    """
     directory = tmp_path_factory.mktemp("ranks")
     (directory / "driver.py").write_text(DRIVER)
 
-    def call(ranks, *overrides, fault="", agents=1, apart=False):
+    def call(ranks, *overrides, fault="", agents=1, apart=False, begin=forks):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks // agents),
-                    "--nnodes", str(agents), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-        commands = [[*torchrun, "--node-rank", str(i)] for i in range(agents)] if ranks > 1 else [[sys.executable]]
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks // agents),
+                    "--nnodes", str(agents), "--master-addr", "127.0.0.1",
+                    "--master-port", str(port), "--node-rank"]
+        commands = [[sys.executable, *([*launcher, str(i)] if ranks > 1 else []), *begin]
+                    for i in range(agents)]
         places = [directory / f"node-{i}" if apart else directory for i in range(agents)]
         for place in places:
             place.mkdir(exist_ok=True)
         given = [directory / "driver.py", fault, *SMALL, f"policy.path={tiny_model}", *overrides]
-        environment = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'tests'}", "OMP_NUM_THREADS": "1"}
-        started = [subprocess.Popen([*command, *given], cwd=place, env=environment, text=True, stdout=subprocess.PIPE,
-                                    stderr=subprocess.STDOUT)
+        environment = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
+        started = [subprocess.Popen([*command, *given], cwd=place, env=environment, text=True,
+                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
                    for command, place in zip(commands, places)]
         said = "".join(process.communicate(timeout=HANG)[0] for process in started)
         assert fault or not any(process.returncode for process in started), said
@@ -70,24 +79,27 @@ def train(tiny_model, tmp_path_factory):
 
 
 def curve(directory):
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "tokens_per", "memory/"))} for line in lines]
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return steady([json.loads(line) for line in lines])
 
 
 def assert_same(directory, other, tolerance=1e-9):
-    """All is float64: what is left is its rounding, multiplied by AdamW where a gradient is nearly 0."""
+    """All is float64: what is left is its rounding, multiplied by AdamW where a gradient is nearly
+    0."""
     lines, expected = curve(directory), curve(other)
     assert [line["step"] for line in lines] == [line["step"] for line in expected]
     for line, right in zip(lines, expected):
         assert line == pytest.approx(right, rel=tolerance, abs=tolerance)
     weights, right = (load_file(d / "model/model.safetensors") for d in (directory, other))
-    assert all(torch.allclose(weights[name], right[name], rtol=0, atol=tolerance) for name in right)
+    assert all(torch.allclose(weights[name], right[name], rtol=0, atol=tolerance)
+               for name in right)
 
 
-def test_a_run_goes_on_with_fewer_ranks_and_with_more(train):
+def test_a_run_goes_on_with_fewer_ranks_and_with_more(train, forks):
+    """The first two ranks are processes that torchrun itself has made a trainer, no forks."""
     train(1, "run=whole", "train.steps=6")
-    for ranks, steps in [(2, 2), (1, 4), (2, 6)]:
-        said = train(ranks, "run=parts", f"train.steps={steps}")
+    for ranks, steps, begin in [(2, 2, []), (1, 4, forks), (2, 6, forks)]:
+        said = train(ranks, "run=parts", f"train.steps={steps}", begin=begin)
         assert steps == 2 or f"continuing after step {steps - 2}" in said
     assert_same(train.runs / "parts", train.runs / "whole")
 
@@ -100,9 +112,11 @@ def test_two_agents_on_one_machine_train_as_one_node_with_four_ranks(train):
 
 def test_two_agents_without_a_shared_directory_are_told_before_anything_is_trained(train):
     said = train(2, "run=apart", fault="none", agents=2, apart=True)
-    assert said.count("trainer.py: 1 of 2 ranks do not see what the first one writes to ") == 1, said
-    assert said.count("trainer.py: ") == 1 and "start all nodes in one shared directory" in said
-    assert not list(train.runs.parent.glob("node-*/runs/*"))             # and nothing is left behind
+    unseen = "trainer.py: 1 of 2 ranks do not see what the first one writes to "
+    assert said.count(unseen) == said.count("trainer.py: ") == 1, said
+    assert "start all nodes in one shared directory" in said
+    left = list(train.runs.parent.glob("node-*/runs/*"))
+    assert not left                                                    # nothing is left behind
 
 
 LOAD = """
@@ -111,9 +125,9 @@ from plumbing.faults import process_group
 from policy import full_weights, load_policy
 from tolerances import in_float64
 in_float64()                                                                # whatever the threads
+def forbidden(*_, **__): raise AssertionError("a rank that is not the first reads the model")
 with process_group() as device:
     if dist.get_rank() > 0:
-        def forbidden(*_, **__): raise AssertionError("a rank that is not the first reads the model")
         transformers.AutoModelForCausalLM.from_pretrained = forbidden
     for frozen in True, False:
         policy = load_policy(sys.argv[1], 0.7, "float32", device, frozen=frozen)
@@ -129,13 +143,12 @@ with process_group() as device:
 """
 
 
-def test_one_rank_reads_the_model_and_all_have_it(tiny_model, tmp_path):
+def test_one_rank_reads_the_model_and_all_have_it(tiny_model, forks, tmp_path):
     found = []
+    (tmp_path / "load.py").write_text(LOAD)
     for ranks in 1, 3:
-        (tmp_path / "load.py").write_text(LOAD)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        subprocess.run([*torchrun, "load.py", str(tiny_model)], cwd=tmp_path, check=True, timeout=HANG,
-                       env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'tests'}"})
+        result = shell(torchrun(ranks, *forks, "load.py", str(tiny_model)), tmp_path)
+        assert result.returncode == 0, result.stderr
         found.append(torch.load(tmp_path / "loaded.pt", weights_only=True))
     alone, together = found
     first = load_file(tiny_model / "model.safetensors")
@@ -144,12 +157,35 @@ def test_one_rank_reads_the_model_and_all_have_it(tiny_model, tmp_path):
     assert torch.allclose(alone["log_prob"], together["log_prob"], rtol=0, atol=1e-12)
 
 
+NO_ANSWER = "rollout.engine=transformers has not answered for rollout.timeout=2 seconds, in call "
+
+
 @pytest.mark.parametrize("fault, said", [
     ("bug", "ValueError: a bug of rank 1"),
     ("memory", "trainer.py: out of memory: lower train.micro_batch_size, rollout.batch_size"),
-    ("hang", "trainer.py: rollout.engine=transformers has not answered for rollout.timeout=2 seconds, in call "),
-])
+    ("hang", "trainer.py: " + NO_ANSWER)])
 def test_one_rank_that_fails_ends_all_of_them_with_one_message(fault, said, train):
     output = train(2, f"run={fault}", "train.steps=40", "train.save_every=1", fault=fault)
-    assert output.count(said) == 1 and output.count("trainer.py: ") == (fault != "bug"), output
+    assert output.count(said) == 1, output
+    assert output.count("trainer.py: ") == (fault != "bug"), output
     assert (train.runs / fault / "checkpoints/step-000002/state.json").exists()
+
+
+PROGRAM = """
+import os, signal, sys
+print(sys.argv[1:], os.getcwd(), os.environ["GIVEN"], sys.path[0], __name__, flush=True)
+if sys.argv[1] == "exits": sys.exit(7)
+if sys.argv[1] == "fails": raise ValueError("a bug")
+if sys.argv[1] == "is killed": os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("end, code", [
+    ("returns", 0), ("exits", 7), ("fails", 1), ("is killed", -9)])
+def test_a_program_in_a_fork_is_as_in_a_process_of_its_own(end, code, forks, tmp_path):
+    """The forks of these tests, launching.py's: arguments, place, environment, streams and end."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    own, forked = (shell(torchrun(1, *begin, "program.py", end, "π"), tmp_path,
+                         env={**os.environ, "GIVEN": "x"}) for begin in ([], forks))
+    assert own.returncode == forked.returncode == code and own.stdout == forked.stdout != ""
+    assert ("ValueError: a bug" in own.stderr) == ("ValueError: a bug" in forked.stderr)

@@ -8,9 +8,9 @@ import random
 
 import pytest
 import torch
+from examples import RATIOS
 from oracle import (close, f64)
 from tolerances import gamma
-from examples import RATIOS
 
 from correction import correct
 from correction import RolloutCorrectionConfig as Config

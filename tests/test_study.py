@@ -80,7 +80,7 @@ def test_a_wrong_lesson_has_one_forced_bracket_wrong():
                  random.Random(2))
     for problem in task.train[:200]:
         word, right = problem.question[:-1], tasks.lesson(task, problem, False, rng)
-        wrong = tasks.unbalanced(word, right, 3, rng)
+        wrong = tasks.unbalance(word, right, 3, rng)
         [at] = [i for i in range(12) if wrong[i] != right[i]]
         assert len(tasks.next_brackets(word + right[:at], 12 - at, 3)) == 1
         assert (task.reward(problem, right) == 1

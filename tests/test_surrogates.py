@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from oracle import (close, estimator_moments, expectation, f64, scores)
 from examples import MASK, PI, R, batch
+from oracle import (close, estimator_moments, expectation, f64, scores)
 
 from correction import RolloutCorrectionConfig as Config
 from estimators import aggregate_log_ratio

@@ -1,4 +1,4 @@
-"""tolerances.py: every order of a float32 sum keeps to its bound; an error that matters does not."""
+"""tolerances.py: every order of a float32 sum keeps to its bound; a real error does not."""
 
 import math
 

@@ -9,9 +9,9 @@ import math
 
 import pytest
 import torch
+from examples import A, MASK, MU, OLD, PI, PLAIN, R, REF, SUM, moments, reinforce
 from oracle import (J, MarkovPolicy, Policy, close, estimator_moments, exact_gradient, expectation,
                     f64, grad_J, rewards, scores)
-from examples import A, MASK, MU, OLD, PI, PLAIN, R, REF, SUM, moments, reinforce
 
 from correction import correct, importance_weights
 from correction import RolloutCorrectionConfig as Config

@@ -1,4 +1,4 @@
-"""Plants one-line errors in the four core files and counts those the core tests notice.
+"""Plants one-line errors in the core files and counts those the core tests notice.
 
     python tools/mutate.py [N] [SEED]       # N mutants drawn at random (300), of all there are
 
@@ -23,11 +23,18 @@ import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
-OWN_TESTS = {"estimators.py": "test_estimators.py", "metrics.py": "test_metrics.py",
-             "rejection.py": "test_ideas_of_2026.py", "correction.py": "test_correction.py",
-             "surrogates.py": "test_losses.py", "centering.py": "test_ideas_of_2026.py",
-             "losses.py": "test_losses.py", "doctor.py": "test_metrics.py"}
-TESTS = [*dict.fromkeys(OWN_TESTS.values()), "test_museum.py"]
+OWN_TESTS = {
+    "estimators.py": ("estimators", "kl_estimate", "sampling"),
+    "surrogates.py": ("surrogates", "rows", "decoupled"),
+    "rejection.py": ("rejection", "rows", "correction"),
+    "correction.py": ("correction", "weights", "presets"),
+    "metrics.py": ("metrics", "rows"), "centering.py": ("centering",),
+    "losses.py": ("losses", "aggregation", "kl_loss", "decoupled"), "doctor.py": ("doctor",)}
+TESTS = [*dict.fromkeys(name for names in OWN_TESTS.values() for name in names),
+         "peers", "dialects", "museum"]
+BESIDE = ("tests/oracle.py", "tests/examples.py", "tests/conftest.py", "tests/tolerances.py",
+          "tests/peers.json.gz", "adapters/dialects.py", "adapters/names.py",
+          "plumbing/settings.py", "pyproject.toml")             # what the tests need
 OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.BitAnd: "|",
              ast.BitOr: "&", ast.And: "or", ast.Or: "and"}
 COMPARISONS = {ast.Lt: ("<=", ">"), ast.Gt: (">=", "<"), ast.LtE: ("<", ">"), ast.GtE: (">", "<"),
@@ -112,6 +119,10 @@ def mutants(source: str) -> list[tuple[int, str, str]]:
     return found
 
 
+def path_of(test: str) -> str:
+    return f"tests/test_{test}.py"
+
+
 def caught(copy: Path, files: list[str], seconds: float) -> bool:
     """Whether a test fails; the first failure ends it. Too slow is caught, too."""
     child = os.fork()                               # torch and pytest are imported already
@@ -137,14 +148,11 @@ def main(n: int, seed: int) -> None:
     sys.dont_write_bytecode = True
     with tempfile.TemporaryDirectory() as place:
         copy = Path(place)
-        (copy / "tests").mkdir()
-        (copy / "adapters").mkdir()
-        for name in [*OWN_TESTS, *(f"tests/{name}" for name in TESTS), "tests/oracle.py",
-                     "tests/conftest.py", "tests/tolerances.py", "tests/peers.json.gz",
-                     "adapters/dialects.py"]:
+        for name in ("tests", "adapters", "plumbing"):
+            (copy / name).mkdir()
+        for name in [*OWN_TESTS, *map(path_of, TESTS), *BESIDE]:
             shutil.copy(ROOT / name, copy / name)
-        shutil.copy(ROOT / "pyproject.toml", copy / "pyproject.toml")          # pytest's settings
-        if caught(copy, [f"tests/{name}" for name in TESTS], 600):
+        if caught(copy, [*map(path_of, TESTS)], 600):
             sys.exit("the tests fail without any mutant")
         sources = {name: (ROOT / name).read_text() for name in OWN_TESTS}
         every = [(name, *m) for name, source in sources.items() for m in mutants(source)]
@@ -153,8 +161,8 @@ def main(n: int, seed: int) -> None:
         for name, line, what, mutated in tqdm(drawn, mininterval=5):
             first = OWN_TESTS[name]
             (copy / name).write_text(mutated)
-            for files in ([first], [other for other in TESTS if other != first]):
-                if found := caught(copy, [f"tests/{f}" for f in files], 300):
+            for names in (first, [other for other in TESTS if other not in first]):
+                if found := caught(copy, [*map(path_of, names)], 300):
                     break
             (copy / name).write_text(sources[name])
             if not found:

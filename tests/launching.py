@@ -1,0 +1,131 @@
+"""Programs in processes of their own, alone or as ranks; the trainer need not be imported for each.
+
+A processor takes five seconds to import torch, transformers and the trainer, and a test of four
+ranks pays them four times. So one process imports all once, and forks. What a test starts, by
+itself or by torchrun, is this file: a Python that has imported nothing, hands its directory,
+environment and streams to a fork in which the program runs, passes signals on and ends as it ends.
+
+    python launching.py SOCKET program.py arguments …          # the socket is that of `Forks`
+"""
+
+import contextlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from waiting import HANG
+
+HERE = Path(__file__).resolve()
+ROOT = HERE.parent.parent
+PATH = os.pathsep.join(str(ROOT / name) for name in ("", "tests", "tools"))
+IMPORTED = "import trainer, tolerances, transformers.models.qwen2.modeling_qwen2"
+
+
+def shell(command, cwd, **options):
+    """Run a command to its end, with the project's modules on the path: what it said is kept."""
+    given = {"env": {**os.environ, "PYTHONPATH": PATH}, "capture_output": True, "text": True}
+    return subprocess.run(command, cwd=cwd, timeout=HANG, **given | options)
+
+
+def torchrun(ranks, *more):
+    """The command that starts so many ranks; none for a single one. At a port that is free."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, *(launcher if ranks > 1 else []), *more]
+
+
+@contextlib.contextmanager
+def serving():
+    """The beginning of a command whose program runs in a fork: this file and its socket."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = f"{directory}/socket"
+        program = f"{IMPORTED}, launching; launching.serve({path!r})"
+        server = subprocess.Popen(
+            [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": PATH}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            assert server.stdout.readline() == "ready\n", "the trainer cannot be imported"
+            yield [str(HERE), path]
+        finally:
+            server.communicate(timeout=HANG)                   # it ends with its input
+
+
+def serve(path):
+    """Answer every connection by a fork, until the standard input ends."""
+    import torch
+    torch.set_num_threads(1)                                   # no thread is there before a fork
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(64)
+        print("ready", flush=True)
+        while listener in select.select([listener, sys.stdin], [], [])[0]:
+            with contextlib.suppress(ChildProcessError):       # those that have ended since
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                return keep(connection)
+            connection.close()
+
+
+def keep(connection):
+    """Run what is asked for in another fork and say how it ended; it does not outlive who asked."""
+    size, streams, *_ = socket.recv_fds(connection, 8, 3)
+    request = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+    child = os.fork()
+    if child == 0:
+        connection.close()
+        return run(*json.loads(request), streams)
+    connection.sendall(child.to_bytes(8, "big"))
+    ended, status = 0, 0
+    while not ended:
+        if select.select([connection], [], [], 0.02)[0]:       # it says nothing more: it has ended
+            os.kill(child, signal.SIGKILL)
+        ended, status = os.waitpid(child, os.WNOHANG)
+    with contextlib.suppress(BrokenPipeError):
+        connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(8, "big", signed=True))
+    os._exit(0)
+
+
+def run(argv, cwd, environment, streams):
+    """Be the program: a Python that was started with these arguments, and has imported much."""
+    import torch
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    sys.argv = argv
+    sys.path[:0] = [str(Path(argv[0]).parent.resolve())]
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def main(path, argv):
+    """Have the program run, and end as it ends."""
+    request = json.dumps([argv, os.getcwd(), dict(os.environ)]).encode()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        socket.send_fds(connection, [len(request).to_bytes(8, "big")], [0, 1, 2])
+        connection.sendall(request)
+        child = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "big")
+        for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
+            signal.signal(number, lambda number, _: os.kill(child, number))
+        code = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "big", signed=True)
+    if code < 0:
+        with contextlib.suppress(OSError):                     # SIGKILL has no handler to replace
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

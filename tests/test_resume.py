@@ -1,0 +1,128 @@
+"""A run that stopped goes on as if it had not: after a full disk, Control-C, a dead engine."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SMALL, steady, weights
+from launching import ROOT
+from tolerances import gamma
+from waiting import HANG, until
+
+from plumbing import checkpoints
+from plumbing.settings import TrainConfig
+from rollout import TransformersEngine
+
+
+@pytest.mark.parametrize("cut", [[], ["rollout.top_p=0.9", "rollout.top_k=8"]])
+def test_resumed_is_uninterrupted(cut, run):
+    settings = [*cut, "train.save_every=2", "rollout.staleness=2", "train.lr=0.01", "train.keep=2",
+                "train.eval_every=9"]
+    _, whole = run(*settings, "train.steps=6", name="whole")
+    run(*settings, "train.steps=4", name="parts")
+    with open("runs/parts/metrics.jsonl", "a") as file:      # killed in the fifth step, mid-line
+        file.write(json.dumps({"step": 5, "reward/mean": 9}) + '\n{"step": 6')
+    code, lines = run(*settings, "train.steps=6", name="parts")
+    assert code == 0 and [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert steady(lines)[4:] == steady(whole)[4:]
+    assert all(torch.equal(x, weights("parts")[name]) for name, x in weights("whole").items())
+    left = sorted(path.name for path in Path("runs/parts/checkpoints").iterdir())
+    assert left == ["step-000004", "step-000006"]
+
+
+def test_finished_run_says_so_and_another_configuration_is_refused(run, capsys):
+    run()
+    before = weights("x")
+    code, lines = run()
+    assert code == 0 and len(lines) == 2 and "is finished" in capsys.readouterr().err
+    code, _ = run("train.lr=0.5", "seed=3")
+    said = capsys.readouterr().err
+    assert code == 2 and "seed=0 (now 3)" in said
+    assert f"train.lr={TrainConfig.lr} (now 0.5)" in said
+    assert all(torch.equal(x, weights("x")[name]) for name, x in before.items())
+
+
+def test_a_run_that_took_no_step_yet_is_continued(run):
+    """AdamW has no moments then, and a checkpoint without them is whole all the same."""
+    nothing = "correction={rollout_rs: {seq_max_k1: [1e9, null]}}"
+    assert run(nothing, "train.save_every=1")[0] == 0
+    code, lines = run(nothing, "train.save_every=1", "train.steps=3")
+    assert code == 0 and [line["step"] for line in lines] == [1, 2, 3]
+
+
+def test_metrics_are_tensorboard_scalars_where_that_is_installed(run):
+    """And nothing of steps that a resumed run does again."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    run("train.save_every=1")
+    shutil.rmtree("runs/x/checkpoints/step-000002")
+    shutil.rmtree("runs/x/model")
+    _, lines = run("train.save_every=1", "train.steps=3")
+    events = EventAccumulator("runs/x/tensorboard")
+    events.Reload()
+    for name in ("reward/mean", "loss/policy", "rollout_corr/k3_kl"):
+        scalars = events.Scalars(name)
+        assert [event.step for event in scalars] == [1, 2, 3]
+        expected = pytest.approx([line[name] for line in lines], rel=gamma(1))     # float32
+        assert [event.value for event in scalars] == expected
+
+
+def test_full_disk_is_one_sentence_and_the_last_checkpoint_remains(run, monkeypatch, capsys):
+    write = checkpoints.write
+
+    def full(path, text):
+        if path.name == "state.json" and "step-000002" in str(path):
+            raise OSError(28, "No space left on device")
+        write(path, text)
+    monkeypatch.setattr(checkpoints, "write", full)
+    code, _ = run("train.save_every=1")
+    said = capsys.readouterr().err
+    assert code == 1 and "the disk is full" in said and "Traceback" not in said
+    assert [p.name for p in Path("runs/x/checkpoints").iterdir()] == ["step-000001"]
+    monkeypatch.undo()
+
+
+def test_control_c(tiny_model, tmp_path):
+    command = [sys.executable, str(ROOT / "trainer.py"), *SMALL, f"policy.path={tiny_model}",
+               "run=x", "rollout.engine=transformers", "train.steps=100000", "train.save_every=2"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    until((tmp_path / "runs/x/checkpoints/step-000002").exists, process)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=HANG)[1]
+    assert process.returncode == 130 and "Traceback" not in said
+    assert said.strip().splitlines()[-1].startswith("trainer.py: interrupted")
+    assert list((tmp_path / "runs/x/checkpoints").glob("step-*/state.json"))
+
+
+MEMORY = "out of memory: lower "
+
+
+@pytest.mark.parametrize("error, said", [
+    (RuntimeError("EngineCore encountered an issue.\nSee stack"),
+     "rollout.engine=transformers failed with RuntimeError: EngineCore encountered an issue."),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+     MEMORY + "train.micro_batch_size, rollout.batch_size"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+     MEMORY),
+    (MemoryError(), MEMORY),
+])
+@pytest.mark.parametrize("where", ["generate", "update_weights"])
+def test_an_engine_that_dies_has_its_last_words_and_leaves_the_checkpoint(
+        where, error, said, run, monkeypatch, capsys):
+    real, calls = getattr(TransformersEngine, where), []
+
+    def dying(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 6:
+            raise error
+        return real(*args, **kwargs)
+    monkeypatch.setattr(TransformersEngine, where, dying)
+    code, _ = run("train.save_every=1", "train.steps=9", "train.eval_every=99")
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert code == 1 and last.startswith(f"trainer.py: {said}"), last
+    assert list(Path("runs/x/checkpoints").glob("step-*/state.json"))

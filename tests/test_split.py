@@ -1,0 +1,262 @@
+"""The work may be split over ranks, micro-batches and slices of the vocabulary: nothing changes.
+
+And the trainer computes what its engine sampled from, of the whole vocabulary and of what was kept.
+"""
+
+import math
+
+import oracle
+import pytest
+import torch
+import transformers
+from launching import shell, torchrun
+from tolerances import norm
+
+import trainer
+from estimators import sampling_log_probs
+from kernels.log_probs import TokenLogProbs
+from plumbing.engines import make_engine
+from plumbing.faults import process_group
+from policy import Policy, full_weights, load_policy
+from rollout import WeightSync
+
+GRADIENT = """
+import itertools, sys, torch, torch.distributed as dist, trainer
+from dataclasses import replace
+from types import SimpleNamespace
+from correction import PRESETS, RolloutCorrectionConfig, correct
+from metrics import merge
+from plumbing.faults import process_group
+from policy import load_policy
+from tolerances import in_float64
+in_float64()
+path, out, results = sys.argv[1], sys.argv[2], {}
+with process_group() as device:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config = trainer.Config()
+    config.train.max_grad_norm = 1e9
+    generator = torch.Generator().manual_seed(0)
+    def draw(*shape): return torch.randn(*shape, generator=generator).double()
+    prompts = [[3 + (i * j) % 20 for j in range(1 + i % 3)] for i in range(8)]
+    lengths = [6, 1, 3, 2, 6, 5, 4, 1]
+    samples = [trainer.Sample([3 + (i + t) % 20 for t in range(n)], (-3 + 0.3 * draw(n)).tolist(),
+                              True, [[t, 3 + (i + t) % 20, 9][i % 2:] for t in range(n)])
+               for i, n in enumerate(lengths)]
+    advantages, noise = draw(8), 0.3 * draw(8, 6)
+    mine = slice(rank, None, world)
+    cases = [("decoupled_seq_is_rs", "token-mean", "fixed", False),
+             ("decoupled_seq_is_rs", "seq-mean-token-mean", "kept", True),
+             ("bypass_pg_rs", "token-mean", "kept", True),
+             ("bypass_pg_is", "seq-mean-token-sum-norm", "fixed", False)]
+    for parts, case in itertools.product([1, 2, 4, 8][:4 - world // 2], cases):
+        preset, aggregation, denominator, normalize = case
+        config.train.micro_batch_size = 8 // world // parts
+        policy = load_policy(path, 1.0, "float32", device)
+        rejecting = RolloutCorrectionConfig("token", 2.0, normalize, {"seq_sum_k1": [0.01, 1.0]},
+                                            True, "reinforce")
+        options = rejecting if preset == "bypass_pg_rs" else PRESETS[preset]()
+        options = replace(options, rollout_is_batch_normalize=normalize)
+        config.loss.aggregation, config.loss.denominator = aggregation, denominator
+        batch = trainer.pad(prompts[mine], samples[mine], advantages[mine], device)
+        if preset != "bypass_pg_is":                   # in which μ was cut
+            batch = batch._replace(kept=None)
+        # every rank pads to its own longest response
+        current = trainer.score(policy, batch, config)
+        near = torch.nn.functional.pad(noise[mine], (0, 0))[:, :current.shape[1]]
+        batch = batch._replace(rollout_log_prob=current + near, old_log_prob=current + near / 2)
+        given = None if options.bypass_mode else correct(
+            batch.old_log_prob, batch.rollout_log_prob, batch.response_mask, options,
+            batch.advantages, dist.group.WORLD)
+        gradient = {}
+        class Recorder:
+            def step(self):
+                for name, parameter in policy.named_parameters():
+                    gradient[name] = parameter.grad.full_tensor().clone()
+            def zero_grad(self): policy.zero_grad()
+        run = SimpleNamespace(config=config, policy=policy, optimizer=Recorder())
+        made = trainer.update(run, batch, options, given)
+        merged = merge(made.corrections, dist.group.WORLD)
+        results.setdefault(parts, {})[preset, denominator] = (gradient, {**made.metrics, **merged})
+    if rank == 0: torch.save(results, out)
+"""
+
+
+@pytest.fixture(scope="module")
+def gradients(tiny_model, forks, tmp_path_factory):
+    """One update's gradients and metrics for (ranks, micro-batches of each); of 8 rows some are
+    rejected."""
+    directory, found = tmp_path_factory.mktemp("gradients"), {}
+    (directory / "gradient.py").write_text(GRADIENT)
+    for ranks in (1, 2, 4):
+        command = torchrun(ranks, *forks, "gradient.py", str(tiny_model), "out.pt")
+        result = shell(command, directory)
+        assert result.returncode == 0, result.stderr
+        cases = torch.load(directory / "out.pt", weights_only=True)
+        found |= {(ranks, parts): case for parts, case in cases.items()}
+    return found
+
+
+@pytest.mark.parametrize("split", [(1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)])
+def test_ranks_and_micro_batches_change_nothing(gradients, split):
+    for case, (expected, metrics) in gradients[1, 1].items():
+        gradient, other = gradients[split][case]
+        scale = max(g.abs().max() for g in expected.values())
+        assert scale > 1e-4
+        for name, g in expected.items():
+            assert g.dtype == torch.float64
+            assert (gradient[name] - g).abs().max() <= 1e-12 * scale, (case, name)
+        for name, value in metrics.items():
+            found, value = other[name].double(), value.double()
+            assert torch.isclose(found, value, rtol=1e-12, atol=1e-12), (case, name)
+    _, metrics = gradients[1, 1]["decoupled_seq_is_rs", "fixed"]
+    assert 0 < metrics["rollout_corr/rollout_rs_seq_masked_fraction"] < 1
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_shared_prompts_and_slices_give_the_log_probs_of_the_whole_logits(
+        checkpointing, tiny_model, monkeypatch):
+    """Rows 0 and 2 share a prompt; the last has the same numbers, but its first is a token and no
+    padding."""
+    tokens = torch.tensor([[0, 5, 6, 7, 8, 9], [3, 4, 5, 6, 7, 0], [0, 5, 6, 9, 0, 0],
+                           [5, 5, 6, 9, 3, 1], [0, 5, 6, 7, 8, 0]])
+    attention = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0],
+                              [1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+    monkeypatch.setattr("transformers.models.qwen2.modeling_qwen2.Qwen2RMSNorm.forward", norm)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model).double().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    positions = (attention.cumsum(-1) - 1).clamp(min=0)
+    logits = model(input_ids=tokens, attention_mask=attention, position_ids=positions).logits
+    logits = logits[:, 2:-1] / 0.7
+    whole = logits.log_softmax(-1).gather(-1, tokens[:, 3:, None]).squeeze(-1)        # [5, 3]
+    mask = attention[:, 3:].bool()
+    whole[:4][mask[:4]].square().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    policy = Policy(model, 0.7)
+    # Of 5 × 3 tokens' 26 logits: 10, 10 and 6.
+    monkeypatch.setattr("kernels.log_probs.CHUNK", 15 * 10)
+    sliced = policy(tokens, attention, 3)
+    sliced[:4][mask[:4]].square().sum().backward()
+    assert torch.allclose(sliced[mask], whole[mask], rtol=1e-12, atol=1e-12)
+    assert all(torch.allclose(p.grad, g, rtol=1e-10, atol=1e-10)
+               for p, g in zip(model.parameters(), expected))
+
+
+@pytest.mark.parametrize("chunk", [1, 7 * 4, 7 * 11, 2 ** 20])     # slices of 1, 4, 11 and all
+@pytest.mark.parametrize("with_bias, temperature, softcap", [
+    (False, 1.0, None), (True, 0.7, None), (True, 1.3, 2.0)])
+@pytest.mark.parametrize("cut", [False, True])
+def test_slices_of_the_vocabulary_change_nothing(
+        cut, with_bias, temperature, softcap, chunk, monkeypatch):
+    """Value and gradients, against the same thing written out and left to autograd.
+
+    Of the whole vocabulary, and of sets that differ from token to token: from one alone to all, in
+    any order, filled up with the token itself.
+    """
+    monkeypatch.setattr("kernels.log_probs.CHUNK", chunk)
+    g = torch.Generator().manual_seed(0)
+    drawn = dict(generator=g, dtype=torch.float64, requires_grad=True)
+    hidden, weight, bias = (torch.randn(*shape, **drawn) for shape in ((7, 5), (11, 5), (11,)))
+    given = [hidden, weight, bias][:2 + with_bias]
+    targets = torch.tensor([0, 3, 4, 10, 7, 3, 8])[:, None]
+    if not cut:            # and of two candidates in the place of each, here and there itself
+        candidates = [[1, 2], [3, 5], [4, 4], [0, 10], [6, 7], [9, 9], [0, 8]]
+        targets = torch.cat([targets, torch.tensor(candidates)], 1)
+    upstream = torch.randn(targets.shape, generator=g, dtype=torch.float64)
+    z = torch.nn.functional.linear(*given)
+    z = (softcap * torch.tanh(z / softcap) if softcap else z) / temperature
+    kept = None
+    if cut:
+        sets = [[0], [3, 10], [9, 4, 0, 1], list(range(10, -1, -1)), [7, 8, 6], [3, 0], [8, 7]]
+        kept = torch.tensor([[*ids, *[y] * (11 - len(ids))]
+                             for ids, [y] in zip(sets, targets.tolist())], dtype=torch.int)
+        left_out = torch.tensor([[v not in ids for v in range(11)] for ids in sets])
+        z = z.masked_fill(left_out, -math.inf)
+    plain = z.log_softmax(-1).gather(-1, targets)
+    ours = TokenLogProbs.apply(*given[:2], bias if with_bias else None, targets, temperature,
+                               softcap, kept)
+    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+    for a, b in zip(torch.autograd.grad(ours, given, upstream),
+                    torch.autograd.grad(plain, given, upstream)):
+        assert (a - b).norm() <= 1e-12 * b.norm()
+    assert not cut or (ours[0] == 0 and ours[1:].max() < 0)        # one alone is certain
+    sizes = [z.shape[1] for _, z, *_ in TokenLogProbs.slices(
+        hidden.detach(), weight.detach(), None, targets, 1.0, None)]
+    assert sum(sizes) == 11 and max(sizes) == max(1, min(11, chunk // 7))
+
+
+def replayed(policy, kept):
+    """log π of every sequence of the oracle, [N, T], by the code that trains; kept [S, V], or None
+    for all."""
+    rows, (S, V) = policy.states.flatten(), policy.logits.shape
+    ids = None
+    if kept is not None:               # the places of other tokens hold the token itself
+        ids = torch.where(kept[rows], torch.arange(V), policy.tokens.flatten()[:, None])
+    hidden = torch.eye(S, dtype=torch.float64)[rows]
+    targets = policy.tokens.flatten()[:, None]
+    log_probs = TokenLogProbs.apply(hidden, policy.logits.T, None, targets, 1.0, None, ids)
+    return torch.where(policy.mask, log_probs.view(policy.tokens.shape), 0.0)
+
+
+@pytest.mark.parametrize("top_p, top_k, min_p", [
+    (0.8, 0, 0.0), (1.0, 2, 0.0), (0.9, 3, 0.0), (1.0, 0, 0.5)])
+@pytest.mark.parametrize("size", [0.0, 0.5])       # μ is π_old but for the cut, or far from it
+def test_over_the_set_that_mu_kept_the_mean_ratio_is_one(size, top_p, top_k, min_p):
+    """eq:sampling, by enumeration: E_μ[Πρ] = 1 and E_μ[Πρ Σg] = 0; without the sets neither is."""
+    old = oracle.Policy(V=4, T=3)
+    mu = old.perturbed(size=size)
+    log_mu, mass = sampling_log_probs(mu.logits.detach(), top_k=top_k, top_p=top_p, min_p=min_p)
+    kept = log_mu > -math.inf
+    of_mu = torch.where(mu.mask, log_mu[mu.states, mu.tokens], 0.0)                      # [N, T]
+    prob = of_mu.sum(-1).exp()                                                           # [N]
+    drawn = prob > 0
+    assert oracle.close(prob.sum(), 1.0) and not drawn.all()
+    of_mu = of_mu[drawn]
+    for sets in kept, None:
+        log_prob = replayed(old, sets)[drawn]                                            # [N, T]
+        weighted = (log_prob - of_mu).sum(-1).exp().detach() * prob[drawn]               # μ(y) Πρ
+        drift = oracle.exact_gradient(old, weighted @ log_prob.sum(-1))
+        if sets is None:
+            assert weighted.sum() < 0.95 and drift.norm() > 0.01
+        else:
+            assert oracle.close(weighted.sum(), 1.0)
+            assert oracle.close(drift, torch.zeros_like(drift))
+        if size == 0:                  # token by token it is μ itself, or the mass is missing
+            lost = mass[mu.states].log() if sets is None else 0 * mass[mu.states]
+            missing = torch.where(mu.mask, lost, 0.0)
+            assert oracle.close(log_prob - of_mu, missing[drawn])
+
+
+@pytest.mark.parametrize("cut", [{}, dict(top_p=0.9), dict(top_p=0.9, top_k=8), dict(top_k=5)])
+@pytest.mark.parametrize("kind", ["transformers", "vllm"])
+def test_engine_and_trainer_agree_before_and_after_a_sync(kind, cut, tiny_model, request):
+    if kind == "vllm":
+        request.getfixturevalue("vllm_required")
+    config = trainer.Config()
+    config.rollout.temperature = 0.7
+    prompts = [[3 + i, 5, 7][:1 + i % 3] for i in range(12)]
+    with process_group() as device:
+        policy = load_policy(str(tiny_model), 0.7, "float32", device)
+        engine = make_engine(kind, str(tiny_model), dtype="float32", max_model_len=64,
+                             device=device, batch_size=16, **cut)
+
+        def gap(batch):
+            return trainer.score(policy, batch, config) - batch.rollout_log_prob
+        try:
+            for seed in range(2):
+                samples = engine.generate(prompts, list(range(12)), temperature=0.7, max_tokens=40,
+                                          eos_ids=[1])
+                batch = trainer.pad(prompts, samples, torch.zeros(12), device)
+                mask = batch.response_mask
+                assert mask.sum() > 100 and gap(batch)[mask].abs().max() < 1e-4
+                if cut:                            # without the sets the mass is missing
+                    missing = gap(batch._replace(kept=None))[mask]
+                    assert missing.max() < 1e-4 and missing.min() < -0.05
+                with torch.no_grad():
+                    for parameter in policy.parameters():
+                        parameter.mul_(1.05)
+                assert seed or gap(batch).abs().max() > 1e-2
+                WeightSync(engine, 0, None).push(full_weights(policy))
+        finally:
+            engine.close()
