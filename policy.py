@@ -41,12 +41,12 @@ class Policy(nn.Module):
         self.softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def forward(self, tokens: Tensor, attention: Tensor, width: int, shape: Shape | None = None,
-                kept: Tensor | None = None, candidates: Tensor | None = None
+                kept_ids: Tensor | None = None, candidates: Tensor | None = None
                 ) -> Tensor | tuple[Tensor, Tensor]:
         """Return log π(y_t | x, y_<t), float32, [B, T]; 0 beyond the rows' longest response.
 
         tokens, attention [B, P + T]: prompts padded left, responses, T = width, padded right.
-        kept [B, T, K]: the ids over which each token's π is renormalised, itself among them.
+        kept_ids [B, T, K]: the ids over which each token's π is renormalised, itself among them.
         candidates [B, T, K]: ids of other tokens. With them the log-probs that these would have in
         the place of y_t are returned too: [B, T, K].
         """
@@ -58,8 +58,8 @@ class Policy(nn.Module):
         if candidates is not None:
             targets = torch.cat([targets, candidates[:, :t]], -1)
         targets = targets.flatten(0, 1)                                                 # [B·t, M]
-        kept = None if kept is None else kept[:, :t].flatten(0, 1)                      # [B·t, K]
-        log_prob = self.log_probs(hidden, targets, kept).unflatten(0, (-1, t))
+        kept_ids = None if kept_ids is None else kept_ids[:, :t].flatten(0, 1)          # [B·t, K]
+        log_prob = self.log_probs(hidden, targets, kept_ids).unflatten(0, (-1, t))
         own = F.pad(log_prob[..., 0], (0, width - t))                                   # [B, T]
         if candidates is None:
             return own
@@ -81,14 +81,14 @@ class Policy(nn.Module):
         last = before.last_hidden_state[shape.which, -1:]                               # [B, 1, D]
         return torch.cat([last, after.last_hidden_state], 1)
 
-    def log_probs(self, hidden: Tensor, targets: Tensor, kept: Tensor | None = None) -> Tensor:
+    def log_probs(self, hidden: Tensor, targets: Tensor, kept_ids: Tensor | None = None) -> Tensor:
         """Return log π of each target, in float32 at least.  (eq:sampling)
 
         [B·t, D], [B·t, M], [B·t, K] → [B·t, M].
         """
         head: Any = self.model.get_output_embeddings()
         return TokenLogProbs.apply(hidden, head.weight, getattr(head, "bias", None), targets,
-                                   self.temperature, self.softcap, kept)
+                                   self.temperature, self.softcap, kept_ids)
 
 
 def load_policy(path: str, temperature: float, dtype: str, device: torch.device, *,

@@ -47,7 +47,7 @@ class Sample:
     tokens: list[int]  # |y| ids; when the end token was sampled, it is the last of them
     log_probs: list[float]  # |y| values of log μ(y_t | x, y_<t), in nats
     finished: bool  # False: cut at max_tokens
-    kept: list[list[int]] | None = None  # |y| sets of ids, what μ was cut to; None: all
+    kept_ids: list[list[int]] | None = None  # |y| sets of ids, what μ was cut to; None: all
     candidates: list[dict[int, float]] | None = None  # |y| tables {id: log μ}, of all kept
     # or of the likeliest; None: not asked for
 
@@ -77,12 +77,12 @@ class Cut(NamedTuple):
                              "and rollout.min_p=0 without it.")
         return Cut(top_p, k, min_p, 2 * k + 16)
 
-    def check(self, kept: list[list[int]]) -> list[list[int]]:
+    def check(self, kept_ids: list[list[int]]) -> list[list[int]]:
         """Return the sets of one response; raise ValueError where one has more than `most` ids."""
-        if max(map(len, kept)) > self.most:
+        if max(map(len, kept_ids)) > self.most:
             raise ValueError(f"rollout.top_k={self.top_k} keeps more than {self.most} tokens, for "
                              "as many tie with the last; rollout.dtype=float32 ties fewer.")
-        return kept
+        return kept_ids
 
 
 class Engine(Protocol):
@@ -158,14 +158,14 @@ class TransformersEngine:
                                      logits_processor=[sampler], **prefilled)
         tokens, log_probs = output[:, width:], torch.stack(sampler.log_probs, dim=1)  # [B, T]
         samples, none = [], [None] * len(tokens)
-        kept: list[Any] = [*zip(*sampler.kept)] or none
+        kept_ids: list[Any] = [*zip(*sampler.kept_ids)] or none
         tables: list[Any] = [*zip(*sampler.tables)] or none
-        for row, values, sets, table in zip(tokens.tolist(), log_probs.tolist(), kept, tables,
+        for row, values, sets, table in zip(tokens.tolist(), log_probs.tolist(), kept_ids, tables,
                                             strict=True):
             ends = [t for t, token in enumerate(row) if token in eos_ids]
             length = ends[0] + 1 if ends else len(row)  # what follows the end token is padding
             samples.append(Sample(row[:length], values[:length], finished=bool(ends),
-                                  kept=sets and self.cut.check(list(sets[:length])),
+                                  kept_ids=sets and self.cut.check(list(sets[:length])),
                                   candidates=table and list(table[:length])))
         return samples
 
@@ -195,7 +195,7 @@ class GumbelMax(LogitsProcessor):
         self.temperature, self.cut, self.candidates = temperature, cut, candidates
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         self.log_probs: list[Tensor] = []  # one [B] per position
-        self.kept: list[list[list[int]]] = []  # B sets of ids per position, where something is cut
+        self.kept_ids: list[list[list[int]]] = []  # B sets per position, where something is cut
         self.tables: list[list[dict[int, float]]] = []  # B tables {id: log μ} per position, where
         # candidates are asked for
 
@@ -214,7 +214,7 @@ class GumbelMax(LogitsProcessor):
         if self.cut.most:
             kept = log_mu > -math.inf
             ids = kept.nonzero()[:, 1].cpu().split(kept.sum(-1).tolist())
-            self.kept.append([x.tolist() for x in ids])
+            self.kept_ids.append([x.tolist() for x in ids])
         if self.candidates:
             likeliest = log_mu.topk(min(self.cut.most or self.candidates, log_mu.shape[-1]))
             self.tables.append([{v: x for v, x in zip(*row) if x > -math.inf} for row in zip(

@@ -61,7 +61,7 @@ class Batch(NamedTuple):
     rollout_log_prob: Tensor                        # [B, T]  π_rollout
     old_log_prob: Tensor | None = None              # [B, T]  π_old
     ref_log_prob: Tensor | None = None              # [B, T]  π_ref
-    kept: Tensor | None = None                      # [B, T, K]  of each token, what μ was cut to
+    kept_ids: Tensor | None = None                  # [B, T, K]  of each token, what μ was cut to
     candidates: Tensor | None = None                # [B, T, K]  other tokens in its place,
     candidate_log_prob: Tensor | None = None        # [B, T, K]  π_rollout of these; −∞: none
 
@@ -135,14 +135,14 @@ def sample(run: Run, step: int) -> tuple[Batch, dict]:
     dist.all_gather(everyone, own)
     rewards, lengths, finished, empty = torch.stack(
         [x.view(-1, n, 4) for x in everyone], 1).view(-1, 4).T                # 4 × [N]
-    kept, known = own[:, 0].isfinite(), rewards.isfinite()                  # [B], [N]
+    usable, known = own[:, 0].isfinite(), rewards.isfinite()                  # [B], [N]
     if not known.all():
         run.nonfinite("samples", [
             f"the reward of {text!r} for {task.train[chosen[rows[i][0]]].where} is {own[i, 0]:g}"
-            for i, text in enumerate(texts) if not kept[i]])
+            for i, text in enumerate(texts) if not usable[i]])
         rewards = torch.where(known, rewards, 0.0)
     if config.rollout.mask_truncated:
-        kept &= own[:, 2].bool()
+        usable &= own[:, 2].bool()
     learned = known & (lengths > 0) & (finished.bool() | (not config.rollout.mask_truncated))
     groups = torch.arange(size).repeat_interleave(n)
     advantages = {
@@ -154,7 +154,7 @@ def sample(run: Run, step: int) -> tuple[Batch, dict]:
     worst = torch.where(known, rewards, math.inf).view(-1, n).amin(1)
     mine = advantages.view(-1, n)[rank::world].flatten()                                # [B]
     batch = pad(prompts, samples, mine, run.device)
-    mask = batch.response_mask & to_device(run.device, kept)[0][:, None]                # [B, T]
+    mask = batch.response_mask & to_device(run.device, usable)[0][:, None]              # [B, T]
     return batch._replace(response_mask=mask), {
         "reward/mean": rewards.sum() / known.sum().clamp(min=1),
         "reward/std": rewards[known].std(correction=0) if known.any() else torch.tensor(0.0),
@@ -173,9 +173,9 @@ def pad(prompts: list[list[int]], samples: list[Sample], advantages: Tensor, dev
     batch = Batch(torch.cat([before, after], 1), torch.cat([prompt_mask, mask], 1),
                   *to_device(device, mask.bool(), advantages[:, None].expand_as(mask),
                              rollout_log_prob.float()))
-    if samples[0].kept is not None:
-        [kept] = to_device(device, kept_ids(samples, after))
-        batch = batch._replace(kept=kept)
+    if samples[0].kept_ids is not None:
+        [ids] = to_device(device, gather_kept_ids(samples, after))
+        batch = batch._replace(kept_ids=ids)
     if samples[0].candidates is not None:
         tables = [table for s in samples for table in s.candidates or []]
         ids, log_mu = to_device(device, *candidate_tables(tables, mask.bool()))
@@ -183,12 +183,12 @@ def pad(prompts: list[list[int]], samples: list[Sample], advantages: Tensor, dev
     return batch
 
 
-def kept_ids(samples: list[Sample], tokens: Tensor) -> Tensor:
+def gather_kept_ids(samples: list[Sample], tokens: Tensor) -> Tensor:
     """[B, T, K] of what μ kept: each set is filled up with its token of [B, T], which is in it."""
-    sizes, _ = pad_rows([[len(ids) for ids in s.kept or []] for s in samples], "right", least=1)
+    sizes, _ = pad_rows([[len(ids) for ids in s.kept_ids or []] for s in samples], "right", least=1)
     kept = tokens[:, :, None].repeat(1, 1, max(1, int(sizes.max()))).int()
     kept[torch.arange(kept.shape[-1]) < sizes[:, :, None]] = torch.tensor(
-        [v for s in samples for ids in s.kept or [] for v in ids], dtype=torch.int)
+        [v for s in samples for ids in s.kept_ids or [] for v in ids], dtype=torch.int)
     return kept
 
 
@@ -214,7 +214,7 @@ def log_probs(policy: Policy, batch: Batch, candidates: Tensor | None = None
     """
     width, device = batch.response_mask.shape[1], batch.response_mask.device
     given = (*to_device(device, batch.tokens, batch.attention), width,
-             Shape.of(batch.tokens, batch.attention, width, device), batch.kept)
+             Shape.of(batch.tokens, batch.attention, width, device), batch.kept_ids)
     return (policy(*given), None) if candidates is None else policy(*given, candidates)
 
 

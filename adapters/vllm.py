@@ -89,7 +89,7 @@ class VllmEngine:
         return [
             Sample(list(o.token_ids),
                    [step[t].logprob for t, step in zip(o.token_ids, o.logprobs, strict=True)],
-                   finished=o.finish_reason == "stop", kept=self._read_kept(o),
+                   finished=o.finish_reason == "stop", kept_ids=self._read_kept(o),
                    candidates=self._read_candidates(o) if self.candidates else None)
             for o in (request.outputs[0] for request in outputs)
         ]

@@ -22,14 +22,14 @@ class TokenLogProbs(torch.autograd.Function):
     time, and the backward pass computes it again, so that memory does not grow with B·t·V. It
     reuses one result of the forward pass, log Σ_v e^{z_v}: [B·t].
 
-    hidden [B·t, D] and M targets y each, [B·t, M], give [B·t, M], in float32 at least. With `kept`
-    [B·t, K], ids of which some may repeat, v is one of them. Elsewhere z = −∞, as in
+    hidden [B·t, D] and M targets y each, [B·t, M], give [B·t, M], in float32 at least. With
+    `kept_ids` [B·t, K], ids of which some may repeat, v is one of them. Elsewhere z = −∞, as in
     `sampling_log_probs`, whatever π itself would have kept.
     """
 
     @staticmethod
     def slices(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
-               temperature: float, softcap: float | None, kept: Tensor | None = None
+               temperature: float, softcap: float | None, kept_ids: Tensor | None = None
                ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Yield for each slice of the vocabulary W's rows, z [B·t, slice], places and inside.
 
@@ -52,8 +52,8 @@ class TokenLogProbs(torch.autograd.Function):
                 z.div_(softcap).tanh_().mul_(softcap)
             if temperature != 1:
                 z.div_(temperature)
-            if kept is not None:               # columns 0 and −1 take what is of other slices
-                place = (kept - first).clamp(-1, z.shape[1]) + 1                      # [B·t, K]
+            if kept_ids is not None:               # columns 0 and −1 take what is of other slices
+                place = (kept_ids - first).clamp(-1, z.shape[1]) + 1                      # [B·t, K]
                 cut = z.new_ones(len(z), z.shape[1] + 2, dtype=torch.bool)
                 z.masked_fill_(cut.scatter_(-1, place.long(), False)[:, 1:-1], -math.inf)
             place = targets - first
@@ -62,26 +62,27 @@ class TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
-                temperature: float, softcap: float | None, kept: Tensor | None = None) -> Tensor:
+                temperature: float, softcap: float | None,
+                kept_ids: Tensor | None = None) -> Tensor:
         chosen, log_sum = (hidden.new_full(shape, -math.inf)                    # z is wider
                            for shape in (targets.shape, targets.shape[:1]))
-        given = weight, bias, targets, temperature, softcap, kept
+        given = weight, bias, targets, temperature, softcap, kept_ids
         for _, z, place, inside in TokenLogProbs.slices(hidden, *given):
             log_sum = torch.logaddexp(log_sum, z.logsumexp(-1))
             chosen = torch.where(inside, z.gather(-1, place), chosen)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_sum, kept)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sum, kept_ids)
         ctx.settings = temperature, softcap
         return chosen - log_sum[:, None]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_sum, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, log_sum, kept_ids = ctx.saved_tensors
         (temperature, softcap), total = ctx.settings, gradient.sum(-1, keepdim=True)
         of_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype)
         of_weight = torch.empty_like(weight)
         of_bias = None if bias is None else torch.empty_like(bias)
-        given = weight, bias, targets, temperature, softcap, kept
+        given = weight, bias, targets, temperature, softcap, kept_ids
         for rows, z, place, inside in TokenLogProbs.slices(hidden, *given):
             if softcap:                                                # of tanh; 0 where z = −∞
                 slope = (1 - (z * (temperature / softcap)).square()).clamp(min=0)

@@ -252,12 +252,12 @@ class Run:
             self.directory.mkdir(parents=True, exist_ok=True)
             OmegaConf.save(OmegaConf.structured(config), self.directory / "config.yaml")
             lines = read_metrics(self.metrics) if self.metrics.exists() else []
-            kept = [line for line in lines if line["step"] <= self.done]
-            write(self.metrics, kept)
-            self.best = max((line["reward/mean"] for line in kept), default=0.0)
-            if len(lines) > len(kept):
+            done = [line for line in lines if line["step"] <= self.done]
+            write(self.metrics, done)
+            self.best = max((line["reward/mean"] for line in done), default=0.0)
+            if len(lines) > len(done):
                 self.say(f"* done anew, since the last checkpoint is older: "
-                         f"{len(lines) - len(kept)} steps")
+                         f"{len(lines) - len(done)} steps")
         with tqdm(total=config.train.steps, initial=self.done, disable=not self.main,
                   desc=config.run, mininterval=1) as self.bar, self.tensorboard() as self.scalars:
             for step in range(self.done + 1, config.train.steps + 1):

@@ -120,7 +120,7 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_batch(engine):
     assert [s.tokens for s in sample(engine, prompts, seeds=seeds)] == [s.tokens for s in samples]
     for i in (0, 2, 7, 199):
         [alone] = sample(engine, [prompts[i]], seeds=[seeds[i]])
-        assert (alone.tokens, alone.kept) == (samples[i].tokens, samples[i].kept)
+        assert (alone.tokens, alone.kept_ids) == (samples[i].tokens, samples[i].kept_ids)
         assert alone.log_probs == pytest.approx(samples[i].log_probs, abs=1e-4)
     others = sample(engine, prompts, seeds=[s + 1000 for s in seeds])
     same = sum(a.tokens == b.tokens for a, b in zip(samples, others))
@@ -192,7 +192,7 @@ def test_a_cut_sample_has_the_set_and_the_log_probs_of_the_trainers_cut(engine, 
         for prompt, s in zip(PROMPTS * 8, sample(engine, PROMPTS * 8)):
             logits = trainer_log_probs(model, prompt, s.tokens, 1.0)  # the same up to a constant
             log_mu, mass = cut_by_the_book(engine, logits)
-            assert [sorted(ids) for ids in s.kept] == [
+            assert [sorted(ids) for ids in s.kept_ids] == [
                 row.nonzero().flatten().tolist() for row in log_mu > -torch.inf]
             chosen = log_mu[range(len(s.tokens)), s.tokens]
             assert s.log_probs == pytest.approx(chosen.tolist(), abs=1e-4)
@@ -222,7 +222,7 @@ def test_ties_with_the_last_token_are_kept_and_too_many_are_a_sentence(engine, m
     weights["model.embed_tokens.weight"][:21, 0] = 1.0
     engine.update_weights(weights.items())
     [s] = sample(engine, [[5]], max_tokens=1)
-    assert len(s.kept[0]) == 19 and set(s.kept[0]) < set(range(21))
+    assert len(s.kept_ids[0]) == 19 and set(s.kept_ids[0]) < set(range(21))
     assert s.log_probs == pytest.approx([-math.log(19)], abs=1e-4)
 
 
@@ -289,7 +289,7 @@ def test_without_a_cut_no_sample_carries_a_set_and_no_digit_changes(engine):
     logits = torch.randn(50, 26, generator=torch.Generator().manual_seed(0)) * 9
     plain = (logits / 0.7).log_softmax(-1)
     assert all(torch.equal(sampling_log_probs(logits, 0.7, k)[0], plain) for k in (0, 26, 99))
-    assert {s.kept for s in sample(engine, PROMPTS)} == {None}
+    assert {s.kept_ids for s in sample(engine, PROMPTS)} == {None}
 
 
 @pytest.mark.parametrize("started", [(k, "bfloat16") for k in KINDS], indirect=True)

@@ -59,7 +59,7 @@ with process_group() as device:
         config.loss.aggregation, config.loss.denominator = aggregation, denominator
         batch = trainer.pad(prompts[mine], samples[mine], advantages[mine], device)
         if preset != "bypass_pg_is":                   # in which μ was cut
-            batch = batch._replace(kept=None)
+            batch = batch._replace(kept_ids=None)
         # every rank pads to its own longest response
         current = trainer.score(policy, batch, config)
         near = torch.nn.functional.pad(noise[mine], (0, 0))[:, :current.shape[1]]
@@ -251,7 +251,7 @@ def test_engine_and_trainer_agree_before_and_after_a_sync(kind, cut, tiny_model,
                 mask = batch.response_mask
                 assert mask.sum() > 100 and gap(batch)[mask].abs().max() < 1e-4
                 if cut:                            # without the sets the mass is missing
-                    missing = gap(batch._replace(kept=None))[mask]
+                    missing = gap(batch._replace(kept_ids=None))[mask]
                     assert missing.max() < 1e-4 and missing.min() < -0.05
                 with torch.no_grad():
                     for parameter in policy.parameters():

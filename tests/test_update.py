@@ -46,7 +46,7 @@ class Table(nn.Module):
                                         strict=True):
             self.states[tuple(tokens)] = states, mask
 
-    def forward(self, tokens, attention, width, shape=None, kept=None):
+    def forward(self, tokens, attention, width, shape=None, kept_ids=None):
         found = (self.states[tuple(row)] for row in tokens[:, 1:].tolist())
         states, masks = (torch.stack(x) for x in zip(*found))
         chosen = self.logits.log_softmax(-1)[states].gather(-1, tokens[:, 1:, None])[..., 0]
