@@ -65,7 +65,7 @@ class Batch(NamedTuple):
     candidates: Tensor | None = None                # [B, T, K]  other tokens in its place,
     candidate_log_prob: Tensor | None = None        # [B, T, K]  π_rollout of these; −∞: none
 
-    def rows(self, index, there) -> "Batch":
+    def rows(self, index: Any, there: Any) -> "Batch":
         """Some of them, by an index that is on the host and on the device: nobody waits for it."""
         beside: Any = (None if x is None else x[there] for x in self[2:])
         return Batch(self.tokens[index], self.attention[index], *beside)
@@ -166,7 +166,8 @@ def sample(run: Run, step: int) -> tuple[Batch, dict]:
         "response/empty_fraction": empty.mean()}
 
 
-def pad(prompts: list[list[int]], samples: list[Sample], advantages: Tensor, device) -> Batch:
+def pad(prompts: list[list[int]], samples: list[Sample], advantages: Tensor,
+        device: torch.device) -> Batch:
     (before, prompt_mask), (after, mask) = (
         pad_rows(prompts, "left"), pad_rows([s.tokens for s in samples], "right", least=1))
     rollout_log_prob, _ = pad_rows([s.log_probs for s in samples], "right", least=1)
@@ -279,7 +280,8 @@ class Update(NamedTuple):
     empty: bool = False                # nothing was kept, and no step taken
 
 
-def update(run: Run, batch: Batch, options: RolloutCorrectionConfig, correction=None) -> Update:
+def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
+           correction: Correction | None = None) -> Update:
     """One optimizer step on one mini-batch, of which these are this rank's rows.
 
     A mini-batch of which nothing is kept takes no step: with a gradient of 0 AdamW would still move

@@ -10,8 +10,10 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +69,7 @@ class Checkpoints:
             raise UserError(f"{self.directory.parent} is a run with {', '.join(differing)}: choose "
                             "another run=NAME, or delete that directory")
 
-    def state(self, run, waiting: list[dict]) -> dict[str, Tensor]:
+    def state(self, run: Any, waiting: list[dict]) -> dict[str, Tensor]:
         """All that a later step reads, by name: this rank's part of it."""
         state = {f"waiting.{i}.{name}": x for i, snapshot in enumerate(waiting)
                  for name, x in snapshot.items()}          # the engine's weights that are due later
@@ -76,7 +78,7 @@ class Checkpoints:
             state |= {f"{key}.{name}": x for key, x in {"policy": parameter, **moments}.items()}
         return {name: x.detach() for name, x in state.items()}
 
-    def save(self, run, step: int) -> None:
+    def save(self, run: Any, step: int) -> None:
         with write_aside(self.directory / f"step-{step:06d}") as path:
             dcp.save(self.state(run, run.sync.state_dict()["waiting"]),
                      storage_writer=TensorByTensor(str(path), save_distributed=True))
@@ -87,13 +89,13 @@ class Checkpoints:
                     "data": run.task.digest, "settings": self.settings}])
         self.prune(run)
 
-    def prune(self, run) -> None:
+    def prune(self, run: Any) -> None:
         """Down to train.keep, and nothing half written: a run may have been killed meanwhile."""
         old = self.whole()[:-self.keep]
         for path in [*old, *self.directory.glob(".step-*.part")] * run.main:
             shutil.rmtree(path, ignore_errors=True)         # no link; NFS keeps what is open
 
-    def load(self, run) -> None:
+    def load(self, run: Any) -> None:
         if (engine := self.saved.get("engine")) != run.engine.name:
             raise UserError(f"this run was sampled by rollout.engine={engine}, and auto is now "
                             f"{run.engine.name}: name the engine")
@@ -116,13 +118,13 @@ class Checkpoints:
         self.prune(run)
 
 
-def unreadable(path) -> UserError:
+def unreadable(path: Path | str) -> UserError:
     return UserError(f"{path} is damaged, or no checkpoint of this program: delete it, and the "
                      "same command goes on from the one before it")
 
 
 @contextlib.contextmanager
-def write_aside(place: Path):
+def write_aside(place: Path) -> Iterator[Path]:
     """A directory for all ranks to write into, renamed into its place when they are through.
 
     Where a link stands at that place, the files go one by one to what it points to: it stays.

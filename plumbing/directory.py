@@ -12,7 +12,9 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import torch.distributed as dist
 from tqdm import tqdm
@@ -21,7 +23,7 @@ from plumbing.settings import UserError
 
 
 @contextlib.contextmanager
-def hold_directory(place: Path):
+def hold_directory(place: Path) -> Iterator[None]:
     """The directory, made if need be, for this process alone; without a trace if nothing is left.
 
     Of several ranks the first one holds it. Raises UserError where another process does, or where
@@ -53,7 +55,7 @@ def hold_directory(place: Path):
 
 
 @contextlib.contextmanager
-def take_turns(path: Path):
+def take_turns(path: Path) -> Iterator[None]:
     """One process after the other, for what several runs may want to make at the same time."""
     file = None
     if dist.get_rank() == 0:
@@ -70,7 +72,7 @@ def take_turns(path: Path):
             file.close()
 
 
-def lock_file(path: Path, wait: bool = False):
+def lock_file(path: Path, wait: bool = False) -> IO[str]:
     """The open file `path`, locked, and in it who holds it; closing it or dying gives it back.
 
     POSIX's locks: NFS has them too, and no child of this process inherits them. Without `wait` a

@@ -14,8 +14,10 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +33,7 @@ LOST = "connection (closed|reset) by peer|broken pipe|remote process exited"
 
 
 @contextlib.contextmanager
-def process_group():
+def process_group() -> Iterator[torch.device]:
     """The device of this rank, inside a process group: torchrun's, or one of a single process."""
     local, on_gpu = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.is_available()
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
@@ -89,13 +91,13 @@ class EngineError(RuntimeError):
 
 
 @contextlib.contextmanager
-def watch_engine(engine, seconds):
+def watch_engine(engine: Any, seconds: float) -> Iterator[None]:
     """One call of an engine. Whatever it raises becomes an EngineError; after `seconds` of it,
     a sentence is printed and the process ends: nothing can be raised into a call that hangs.
     """
     caller = threading.get_ident()
 
-    def end():
+    def end() -> None:
         at = traceback.extract_stack(sys._current_frames()[caller])[-1]
         if first_to_fail():
             print(f"trainer.py: rollout.engine={engine.name} has not answered for rollout.timeout="
@@ -117,7 +119,7 @@ def watch_engine(engine, seconds):
 
 
 @contextlib.contextmanager
-def report_errors():
+def report_errors() -> Iterator[Any]:
     """Yields .code, the exit code. A failure in here is its sentence; a bug is raised."""
     outcome = SimpleNamespace(code=0)
     try:

@@ -37,7 +37,7 @@ def require_place(path: str) -> None:
                             f"it in vain: {type(error).__name__}, {reason}") from None
 
 
-def configuration(path: str):
+def configuration(path: str) -> tuple[Any, dict[str, float]]:
     """The model's config.json without dropout, and what was turned off, by name.
 
     With dropout, or a router's jitter, π_old and π_θ would differ at equal weights.
@@ -48,7 +48,7 @@ def configuration(path: str):
     return load(**dict.fromkeys(drawn, 0.0)), drawn
 
 
-def read_model(path: str):
+def read_model(path: str) -> Any:
     """The model in float32; raises ValueError with the names of the weights that are not right."""
     config, _ = configuration(path)
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -76,7 +76,7 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def empty_model(path: str):
+def empty_model(path: str) -> Any:
     """The model that `read_model` returns, without weights and their memory."""
     config, _ = configuration(path)
     with torch.device("meta"):
@@ -106,7 +106,7 @@ def avoid_host_waits(model: transformers.PreTrainedModel) -> None:
         model.set_attn_implementation("sdpa_unseen")
 
 
-def read_tokenizer(path: str):
+def read_tokenizer(path: str) -> Any:
     """The model's tokenizer. Without its files some classes make an empty one: that is refused."""
     missing = ValueError("it has no tokenizer: tokenizer.json, which save_pretrained of its "
                          "tokenizer writes, is not there")
@@ -121,7 +121,7 @@ def read_tokenizer(path: str):
     return tokenizer
 
 
-def require_vocabulary(tokenizer, vocabulary: int, ids: set[int]) -> list[str]:
+def require_vocabulary(tokenizer: Any, vocabulary: int, ids: set[int]) -> list[str]:
     """Refuse a model without a row for each of the `ids` that a run will give it.
 
     Returns a sentence where the tokenizer has further tokens, which the run does not meet.

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from rollout import Cut, Sample, WeightSync
 
 
 @contextlib.contextmanager
-def open_run(config: Config):
+def open_run(config: Config) -> Iterator["Run | None"]:
     """The run of a configuration, in its process group; None if it is finished already."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers.logging.set_verbosity_error()
@@ -189,7 +190,7 @@ class Run:
         self.sync = WeightSync(self.engine, config.rollout.staleness, config.rollout.quantize_bits,
                                config.rollout.dtype)
 
-    def encode(self, model) -> tuple[list[list[int]], list[list[int]]]:
+    def encode(self, model: Any) -> tuple[list[list[int]], list[list[int]]]:
         """Token ids of every prompt, of train and held out; what is no prompt leaves the task."""
         task, config = self.task, self.config
         context = getattr(model.get_text_config(), "max_position_embeddings", None) or math.inf
@@ -245,7 +246,7 @@ class Run:
                 else ""))
         signals.Received.where = self.checkpoints.resumption
 
-    def steps(self):
+    def steps(self) -> Iterator[int]:
         """The numbers of the steps still to do, under a progress bar."""
         config, self.accuracy = self.config, self.before
         if self.main:              # the metrics are cut back to the last checkpoint
@@ -267,7 +268,7 @@ class Run:
                 with signals.save_first(config.train.grace):
                     yield step
 
-    def tensorboard(self):
+    def tensorboard(self) -> Any:
         """A writer of the same metrics for TensorBoard, where that is installed; else None."""
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -288,7 +289,7 @@ class Run:
         self.skipped[f"train/skipped_{what}"] += len(found) if what == "samples" else 1
         self.say(f"* {sentence}")
 
-    def nonfinite_rows(self, batch, policies: dict[str, Tensor]) -> list[str]:
+    def nonfinite_rows(self, batch: Any, policies: dict[str, Tensor]) -> list[str]:
         """Policy, token and prompt of the first log-prob that is not finite, for each such row."""
         found, width = {}, batch.response_mask.shape[1]
         for policy, log_prob in policies.items():
@@ -300,7 +301,7 @@ class Run:
         return list(found.values())
 
     @contextlib.contextmanager
-    def time_part(self, name: str):
+    def time_part(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
         if self.device.type == "cuda":
@@ -390,7 +391,7 @@ class Run:
             self.engine.close()
 
 
-def ends_of(path: str, model, tokenizer) -> list[int]:
+def ends_of(path: str, model: Any, tokenizer: Any) -> list[int]:
     """The ids that end a response: the model's in generation_config.json, and the tokenizer's."""
     try:
         ends = transformers.GenerationConfig.from_pretrained(path).eos_token_id

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
 from adapters.dialects import WRAPPERS, from_dialect, kl_kind
-from correction import HISTORICAL, PRESETS
+from correction import HISTORICAL, PRESETS, RolloutCorrectionConfig
 from rejection import CRITERIA, interval
 from surrogates import LOSSES
 
@@ -40,7 +40,7 @@ class UserError(Exception):
 
 # -------------------------------------------------------------------------------- what there is
 
-def setting(default, meaning: str, low: float | None = None, high: float = 2 ** 31) -> Any:
+def setting(default: Any, meaning: str, low: float | None = None, high: float = 2 ** 31) -> Any:
     """A field with what it means, and the smallest and largest value that make sense."""
     return field(default=default, metadata={"meaning": meaning, "low": low, "high": high})
 
@@ -290,7 +290,7 @@ def check_keys(settings: dict[str, Any], known: dict[str, Any]) -> None:
             raise UserError(f"{key} must be {describe(known[key])}, not {value!r}")
 
 
-def leaves(cls, prefix="") -> Iterator[tuple[str, Any, Any]]:
+def leaves(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """("train", TrainConfig, field), ("train.steps", int, field) … for all there is."""
     kinds = typing.get_type_hints(cls)
     for of in fields(cls):
@@ -299,7 +299,7 @@ def leaves(cls, prefix="") -> Iterator[tuple[str, Any, Any]]:
             yield from leaves(kinds[of.name], f"{prefix}{of.name}.")
 
 
-def flat(settings: dict, prefix="") -> dict[str, Any]:
+def flat(settings: dict, prefix: str = "") -> dict[str, Any]:
     """{"train": {"lr": 1}} → {"train.lr": 1}"""
     found = {}
     for key, value in settings.items():
@@ -310,7 +310,7 @@ def flat(settings: dict, prefix="") -> dict[str, Any]:
     return found
 
 
-def describe(hint) -> str:
+def describe(hint: Any) -> str:
     choices = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(choices)}"
@@ -320,7 +320,7 @@ def describe(hint) -> str:
     return words.get(hint, "a section of settings")
 
 
-def allowed(low, high) -> str:
+def allowed(low: Any, high: Any) -> str:
     return f"{low} to {high}" if high < 2 ** 31 else f"at least {low}"
 
 
@@ -367,7 +367,7 @@ def check_run(name: str) -> None:
                         f"it is a directory inside runs/, not {name!r}")
 
 
-def correction_of(config: Config):
+def correction_of(config: Config) -> RolloutCorrectionConfig:
     """The RolloutCorrectionConfig of `correction: {preset: NAME, field: value …}`, or a dialect."""
     try:
         return from_dialect(config.correction)

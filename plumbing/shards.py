@@ -7,7 +7,7 @@ memory, which more than doubles a process; its reader reads this one, on any num
 import json
 import math
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
@@ -22,7 +22,7 @@ class TensorByTensor(HuggingFaceStorageWriter):
     The format: the length of the header in 8 bytes, the header in JSON, the tensors' bytes.
     """
 
-    def write_data(self, plan, planner) -> Future:
+    def write_data(self, plan: Any, planner: Any) -> Future:
         rank = plan.storage_data["shard_index"]
         with open(Path(self.path) / f"rank-{rank:05d}.safetensors", "wb") as file:
             text = json.dumps(header(plan.items)).encode()
@@ -36,7 +36,7 @@ class TensorByTensor(HuggingFaceStorageWriter):
         return written
 
 
-def header(items) -> dict:
+def header(items: Any) -> dict:
     """Type, shape and place of each tensor in the file, and of each shard in its whole tensor."""
     found, offsets, place = {}, {}, 0
     for item in items:

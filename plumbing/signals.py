@@ -10,8 +10,9 @@ It imports nothing of the others, since trainer.py imports it before all else.
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from signal import SIGALRM, SIGHUP, SIGINT, SIGTERM
+from typing import Any
 
 CODES: dict[int, int] = {SIGINT: 130, SIGTERM: 143, SIGHUP: 129}
 WORDS: dict[int, str] = {
@@ -62,7 +63,7 @@ def done() -> None:
     Received.where, Received.listening = lambda: "the run had ended", False
 
 
-def answer(number: int, _) -> None:
+def answer(number: int, _: Any) -> None:
     if not Received.listening or Received.ended:
         if int(os.environ.get("RANK", "0")) == 0:
             with contextlib.suppress(OSError):                 # the terminal may be gone
@@ -84,7 +85,7 @@ def end(number: int) -> None:
 
 
 @contextlib.contextmanager
-def save_first(grace: float):
+def save_first(grace: float) -> Iterator[None]:
     """A step: on SIGTERM it has so many seconds to end and to be saved."""
     if Received.ended:             # and somebody has caught it
         raise Received.ended

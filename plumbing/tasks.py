@@ -240,7 +240,7 @@ def read_problems(kind: str, path: str) -> tuple[list[Problem], list[str]]:
     return problems, bad
 
 
-def problem_of(row, where: str) -> Problem:
+def problem_of(row: Any, where: str) -> Problem:
     """Read a row in GSM8K's shape: the last line of its `answer` may be '#### 42'."""
     try:
         row = json.loads(row) if isinstance(row, str) else row
@@ -335,7 +335,7 @@ def sizes(config: Config) -> str:
             f"seed={config.seed}")
 
 
-def character_tokenizer(characters: str):
+def character_tokenizer(characters: str) -> Any:
     """One token per character, saved and loaded like any other Hugging Face tokenizer."""
     special = ["<pad>", "<eos>", "<unk>"]
     ids = {token: i for i, token in enumerate([*special, *characters])}
