@@ -387,6 +387,11 @@ def remarks(config: Config) -> list[str]:
     found, kind = kl_remarks(config), config.advantage.kind
     if config.train.lr == 0:
         found.append("train.lr=0 moves nothing")
+    options = correction_of(config)
+    for key in ("clip_low", "clip_high", "dual_clip"):
+        if getattr(config.loss, key) is not None and key not in options.loss.own:
+            found.append(f"loss.{key} acts on nothing: correction.loss_type={options.loss_type} "
+                         "has no such number")
     if config.rollout.samples == 1 and kind != "reinforce":
         found.append(f"rollout.samples=1 leaves advantage.kind={kind} no baseline, which is made "
                      "of a group's other samples: every advantage is the reward itself; take "

@@ -428,3 +428,12 @@ def test_groups_of_one_have_no_baseline_and_it_is_said(kind, samples, said):
         f"rollout.samples=1 leaves advantage.kind={kind} no baseline, which is made of a group's "
         "other samples: every advantage is the reward itself; take advantage.kind=reinforce, whose "
         "baseline is the batch's mean"] * said
+
+
+@pytest.mark.parametrize("loss, key, said", [
+    ("ppo_clip", "clip_low", False), ("gspo", "dual_clip", False), ("cispo", "dual_clip", True),
+    ("sapo", "clip_high", True)])
+def test_a_number_that_the_loss_does_not_take_is_named(loss, key, said):
+    found = remarks(load_config([f"correction.loss_type={loss}", f"loss.{key}=1"]))
+    assert found == [f"loss.{key} acts on nothing: correction.loss_type={loss} has no such "
+                     "number"] * said

@@ -115,8 +115,8 @@ def test_sampling_cut_by_top_p_and_top_k_trains(engine, settings, run, request, 
     """On time ρ is 1 to rounding at every step: what is trained is what was sampled from."""
     if engine == "vllm":
         request.getfixturevalue("vllm_required")
-    sets, kept_ids = [], trainer.kept_ids
-    monkeypatch.setattr(trainer, "kept_ids",
+    sets, kept_ids = [], trainer.gather_kept_ids
+    monkeypatch.setattr(trainer, "gather_kept_ids",
                         lambda *args: sets.append(kept_ids(*args)) or sets[-1])
     code, lines = run("rollout.quantize_bits=null", *CUT, *settings, engine=engine)
     assert code == 0 and len(lines) == 10
@@ -136,8 +136,8 @@ def test_sampling_cut_by_min_p_trains(engine, run, request, monkeypatch):
     """
     if engine == "vllm":
         request.getfixturevalue("vllm_required")
-    sets, kept_ids = [], trainer.kept_ids
-    monkeypatch.setattr(trainer, "kept_ids",
+    sets, kept_ids = [], trainer.gather_kept_ids
+    monkeypatch.setattr(trainer, "gather_kept_ids",
                         lambda *args: sets.append(kept_ids(*args)) or sets[-1])
     code, lines = run("rollout.quantize_bits=null", "rollout.min_p=0.2", "rollout.temperature=0.7",
                       "loss.kl_coef=0.1", engine=engine)
