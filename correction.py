@@ -214,7 +214,7 @@ class RolloutCorrectionConfig:
 
     def _check_centering(self):
         criteria = [name for name in self.rollout_rs if CRITERIA[name].of != "token"]
-        if self.loss_type != "reinforce":
+        if self.loss.level is not None:
             raise ValueError("score_centering needs loss_type reinforce: a clipped ratio has "
                              "another mean under μ")
         if self.rollout_is not in (None, "token") or self.rollout_is_batch_normalize or criteria:

@@ -275,14 +275,14 @@ def weight_quantities(ratios: Ratios, grounds: Grounds) -> list[Quantity]:
     found = ratio_quantities(ratios, level, bounds, level != "sequence", sums)
     if weights is None:
         return found
-    mean = tokens.sums(weights)
-    one_each = Sums.of_rows(mean.total / tokens.n, tokens.rows)
-    if level not in OF_TOKENS:
-        mean = one_each
-    found.append((Sums.of_rows(tokens.rows * (level not in OF_TOKENS), tokens.rows),
+    per_sequence = level not in OF_TOKENS
+    found.append((Sums.of_rows(tokens.rows * per_sequence, tokens.rows),
                   {"rollout_is_per_sequence": "mean"}))
     if grounds.normalized:
-        found.append((mean, {"rollout_is_batch_norm_factor": "mean"}))
+        divisor = tokens.sums(weights)
+        if per_sequence:
+            divisor = Sums.of_rows(divisor.total / tokens.n, tokens.rows)
+        found.append((divisor, {"rollout_is_batch_norm_factor": "mean"}))
     if pair:
         zero = tokens.count_rows(weights == 0)
         found += tokens.shares(zero, tokens=["rollout_is_masked_fraction"],

@@ -309,7 +309,6 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
             log_prob, part.old_log_prob, part.rollout_log_prob, part.advantages,
             part.response_mask, options, loss_of(config), correction=corrections[-1],
             counts=counts, candidates=candidates)
-        metrics = {k: v for k, v in metrics.items() if k.startswith("loss/")}
         if part.ref_log_prob is not None:
             kind, level = kl_of(how)
             ratio = None if level is None else kl_ratio(

@@ -92,8 +92,8 @@ def run(tiny_model, tmp_path, monkeypatch):
     """run("key=value" …) trains the tiny model in an empty directory: (exit code, metrics lines).
 
     The reward is one that an untaught model earns half of the time: a response of odd length. The
-    curves are set up and not drawn, which would take longer than all the rest; the runs of
-    test_faults.py, and the default command, do draw them.
+    curves take longer than all the rest, so they are set up and drawn only where `draw` asks for
+    it: by the runs of every preset, of test_faults.py, and by the default command.
     """
     import matplotlib.figure
 
@@ -102,11 +102,13 @@ def run(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tasks.Task, "reward",
                         lambda self, problem, response: float(len(response) % 2))
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda *_, **__: None)
 
-    def call(*overrides, engine="transformers", name="x"):
-        code = trainer.main([*SMALL, f"policy.path={tiny_model}", f"rollout.engine={engine}",
-                             f"run={name}", *overrides])
+    def call(*overrides, engine="transformers", name="x", draw=False):
+        with monkeypatch.context() as patches:
+            if not draw:
+                patches.setattr(matplotlib.figure.Figure, "savefig", lambda *_, **__: None)
+            code = trainer.main([*SMALL, f"policy.path={tiny_model}", f"rollout.engine={engine}",
+                                 f"run={name}", *overrides])
         path = Path("runs") / name / "metrics.jsonl"
         return code, checkpoints.read_metrics(path) if path.exists() else []
     return call

@@ -100,6 +100,7 @@ def run(argv, cwd, environment, streams):
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)               # not ignored, as it is under nohup
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)

@@ -24,6 +24,7 @@ HERE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))                      # for the long form
 
 from conftest import SMALL, make_tiny_model
+from launching import shell
 from waiting import HANG, until
 
 from plumbing import signals
@@ -38,9 +39,9 @@ def as_from_a_terminal():
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def start(arguments, cwd):
+def start(arguments, cwd, begin=()):
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, str(HERE / "trainer.py"), *arguments],
+    return subprocess.Popen([sys.executable, *begin, str(HERE / "trainer.py"), *arguments],
                             cwd=cwd, env=environment, stderr=subprocess.PIPE, text=True,
                             preexec_fn=as_from_a_terminal)  # noqa: PLW1509
 
@@ -294,10 +295,10 @@ def test_a_signal_while_python_imports_is_one_sentence(name, tmp_path):
 @pytest.mark.parametrize("name", CODES)
 @pytest.mark.parametrize("moment", ["before a checkpoint", "after a checkpoint"])
 def test_a_signal_is_one_sentence_that_names_the_last_checkpoint(
-        name, moment, tiny_model, tmp_path):
+        name, moment, tiny_model, forks, tmp_path):
     late = moment == "after a checkpoint"
     process = start([*LONG, "train.save_every=4" if late else "train.save_every=100000",
-                     f"policy.path={tiny_model}"], tmp_path)
+                     f"policy.path={tiny_model}"], tmp_path, forks)
     said_until(process, "5 tokens a step")
     until(lambda: not late or (tmp_path / "runs/x/checkpoints/step-000004").exists(), process)
     process.send_signal(getattr(signal, name))
@@ -341,7 +342,7 @@ sys.exit(trainer.main(argv))
     ("save", "SIGINT", 600, 0), ("save", "SIGTERM", 600, 2), ("finish", "SIGTERM", 600, 2),
     ("evaluate", "SIGTERM", 600, 0), ("close", "SIGINT", 600, 2)])
 def test_sigterm_saves_the_step_in_progress_within_its_grace(
-        place, name, grace, saved, tiny_model, tmp_path):
+        place, name, grace, saved, tiny_model, forks, tmp_path):
     """Only a step in progress is worth waiting for.
 
     And what a signal interrupts may wrap it in an error of its own.
@@ -349,9 +350,8 @@ def test_sigterm_saves_the_step_in_progress_within_its_grace(
     arguments = [*SMALL, "rollout.engine=transformers", f"policy.path={tiny_model}", "run=x",
                  f"train.grace={grace}", "train.keep=1",
                  f"train.save_every={1 if place == 'save' else 2}"]
-    result = subprocess.run([sys.executable, "-c", DRIVER, place, name, *arguments], cwd=tmp_path,
-                            capture_output=True, text=True, timeout=HANG,
-                            env={**os.environ, "PYTHONPATH": str(HERE)})
+    (tmp_path / "driver.py").write_text(DRIVER)
+    result = shell([sys.executable, *forks, "driver.py", place, name, *arguments], tmp_path)
     last = result.stderr.strip().splitlines()[-1]
     assert (result.returncode == CODES[name]
             and last.startswith(f"trainer.py: {WORDS[name]}")), result.stderr
@@ -360,9 +360,7 @@ def test_sigterm_saves_the_step_in_progress_within_its_grace(
     assert (found == ([f"step-{saved:06d}"] if saved else [])
             and (f"after step {saved}" in last) == (saved > 0))
     if place == "update" and saved:                # and the run that goes on ends
-        again = subprocess.run([sys.executable, str(HERE / "trainer.py"), *arguments],
-                               cwd=tmp_path, capture_output=True, text=True, timeout=HANG,
-                               env={**os.environ, "PYTHONPATH": str(HERE)})
+        again = shell([sys.executable, *forks, str(HERE / "trainer.py"), *arguments], tmp_path)
         assert again.returncode == 0 and "continuing after step 1" in again.stderr
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from examples import MASK, OLD, PI, A, batch
 from oracle import close
+from tolerances import NO_SPREAD
 
 from correction import RolloutCorrectionConfig as Config, correct
 from estimators import aggregate_log_ratio
@@ -74,7 +75,7 @@ def test_a_tensor_is_an_error_where_the_row_needs_it_and_it_is_not_given(name, t
 def test_micro_batches_merge_to_the_metrics_of_the_whole(name):
     cut = zip(*(x.split([1, 6, 8]) for x in (LP, MU_LP, MASK, DOWN)), strict=True)
     merged, whole = merge([kept_by(name, *x) for x in cut]), kept_by(name, LP, MU_LP).metrics
-    assert to_host(merged) == pytest.approx(to_host(whole), rel=1e-9, abs=1e-7)     # eq:merge
+    assert to_host(merged) == pytest.approx(to_host(whole), rel=1e-9, abs=NO_SPREAD)    # eq:merge
 
 
 def slopes(row, old, numbers):                          # of its terms in log π_θ, at π_θ = PI

@@ -48,10 +48,10 @@ with process_group() as device:
              ("decoupled_seq_is_rs", "seq-mean-token-mean", "kept", True),
              ("bypass_pg_rs", "token-mean", "kept", True),
              ("bypass_pg_is", "seq-mean-token-sum-norm", "fixed", False)]
+    policy = load_policy(path, 1.0, "float32", device)           # no step is taken: for all cases
     for parts, case in itertools.product([1, 2, 4, 8][:4 - world // 2], cases):
         preset, aggregation, denominator, normalize = case
         config.train.micro_batch_size = 8 // world // parts
-        policy = load_policy(path, 1.0, "float32", device)
         rejecting = RolloutCorrectionConfig("token", 2.0, normalize, {"seq_sum_k1": [0.01, 1.0]},
                                             True, "reinforce")
         options = rejecting if preset == "bypass_pg_rs" else PRESETS[preset]()

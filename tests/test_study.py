@@ -1,5 +1,6 @@
 """The study of chapter 10: its task, its exact tests, and what it has declared."""
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -37,6 +38,7 @@ contrasts, study = load("contrasts"), load("study")
 
 # ----------------------------------------------------------------------------------------- brackets
 
+@functools.cache
 def words(length, depth):
     """All of them, by the grammar: a word is empty or ( word of smaller depth ) word."""
     if length == 0:

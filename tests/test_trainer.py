@@ -28,8 +28,9 @@ from plumbing.settings import Config, leaves, load_config
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_runs_two_steps(preset, run):
-    code, lines = run(f"correction.preset={preset}")
+    code, lines = run(f"correction.preset={preset}", draw=True)
     assert code == 0 and [line["step"] for line in lines] == [1, 2]
+    assert Path("runs/x/curves.png").read_bytes().startswith(b"\x89PNG")
     assert all(value == value and abs(value) < 1e30 for line in lines for value in line.values())
     assert lines[0]["rollout_corr/k3_kl"] > 0      # four-bit weights: the two policies do differ
     assert {"reward/mean", "eval/accuracy", "loss/policy", "grad_norm", "tokens_per_second",

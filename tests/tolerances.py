@@ -32,6 +32,11 @@ import math
 import torch
 
 
+# √(8 · 2⁻⁵³): the standard deviation √(Σx²/n − mean²) of numbers of size 1 that do not differ. Each
+# of the two terms has been rounded four times, in float64, before they cancel.
+NO_SPREAD = 3e-8
+
+
 def gamma(roundings: int, dtype: torch.dtype = torch.float32) -> float:
     """Return γ_k = k u / (1 − k u).
 
