@@ -24,7 +24,7 @@ from rejection import CRITERIA, rejection_mask
 
 
 def candidate_tables(tables: Sequence[dict[int, float]], mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and log μ of the candidates of each token, filled up with 0 and −∞: [B, T, K] twice.
+    """Return ids and log μ of each token's candidates, filled up with 0 and −∞: [B, T, K] twice.
 
     `tables`: one for each token of mask [B, T], row by row.
     """

@@ -82,7 +82,7 @@ def batch_normalize(weights: Tensor, response_mask: Tensor, level: str,
 
 @dataclass(frozen=True)
 class Correction:
-    """What `correct` returns; unpacks into weights, mask, metrics.
+    """Hold what `correct` decided; unpacks into weights, mask, metrics.
 
     weights [B, T]: detached, 0 on padding, None when rollout_is is None. mask [B, T]: response_mask
     without the rejected, in its dtype. grounds: what the decision rests on. metrics, measured when
@@ -106,7 +106,7 @@ class Correction:
         return iter((self.weights, self.mask, self.metrics))
 
     def rows(self, index: Any) -> "Correction":
-        """A micro-batch of it. What is measured is still the whole."""
+        """Return a micro-batch of it. What is measured is still the whole."""
         return replace(self, weights=None if self.weights is None else self.weights[index],
                        mask=self.mask[index])
 
@@ -114,7 +114,7 @@ class Correction:
 def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor,
             config: "RolloutCorrectionConfig", advantages: Tensor | None = None,
             group: ProcessGroup | None = None) -> Correction:
-    """Weights and mask of one batch, from ρ = π_train/π_rollout.  (eq:correction)
+    """Decide weights and mask of one batch, from ρ = π_train/π_rollout.  (eq:correction)
 
     `train_log_prob`: π_old in decoupled mode, the current π_θ in bypass mode. It,
     `rollout_log_prob` and `response_mask`: [B, T]. `advantages` [B, T] is what opsm and
@@ -156,7 +156,7 @@ def _check_shapes(train_log_prob: Tensor, rollout_log_prob: Tensor | None,
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
-    """What to correct, and how. Frozen and validated: a wrong value is one ValueError sentence.
+    """Say what to correct, and how. Frozen and validated: a wrong value is one ValueError sentence.
 
     rollout_is                  level of ρ for the weights: None, "token", "prefix", "sequence",
                                 "geometric"
@@ -224,23 +224,23 @@ class RolloutCorrectionConfig:
 
     @property
     def of_whole_batches(self) -> bool:
-        """Whether weights or mask of a token depend on the whole (mini-)batch."""
+        """Say whether weights or mask of a token depend on the whole (mini-)batch."""
         return self.rollout_is_batch_normalize or any(
             CRITERIA[name].of == "batch" for name in self.rollout_rs)
 
     @property
     def loss(self) -> Loss:
-        """The row of the loss."""
+        """Return the row of the loss."""
         return LOSSES[self.loss_type]
 
     @property
     def ratio_is_the_weight(self) -> bool:
-        """Whether the loss's own ratio already is π_θ/π_rollout.  (eq:double-count)"""
+        """Say whether the loss's own ratio already is π_θ/π_rollout.  (eq:double-count)"""
         return self.bypass_mode and self.loss.level is not None
 
     @property
     def applies_weights(self) -> bool:
-        """Whether the loss is multiplied by weights."""
+        """Say whether the loss is multiplied by weights."""
         return self.rollout_is is not None and not self.ratio_is_the_weight
 
     # Presets, with the arguments of verl's documents: `threshold` or `is_threshold` is C of the
@@ -312,25 +312,25 @@ class RolloutCorrectionConfig:
     def bypass_ppo_clip_geo_rs(cls, rs_threshold: Bound = NEAR_ONE,
                                rs_threshold_lower: float | None = None,
                                veto_threshold: float | None = None):
-        """The same, less sequences rejected by the geometric mean of ρ."""
+        """Do the same, and reject sequences by the geometric mean of ρ."""
         return cls(rollout_rs=_geometric(rs_threshold, rs_threshold_lower, veto_threshold),
                    bypass_mode=True)
 
     @classmethod
     def bypass_ppo_clip_k3_rs(cls, rs_threshold: float = 0.01):
-        """The same, less sequences rejected by their mean k3."""
+        """Do the same, and reject sequences by their mean k3."""
         return cls(rollout_rs={"seq_mean_k3": rs_threshold}, bypass_mode=True)
 
     # Two policies, nothing is clipped: ρ = π_θ/π_rollout is an explicit weight.
 
     @classmethod
     def bypass_pg_is(cls, threshold: float = 2.0):
-        """REINFORCE with the truncated product of ρ."""
+        """Take REINFORCE with the truncated product of ρ."""
         return cls("sequence", threshold, bypass_mode=True, loss_type="reinforce")
 
     @classmethod
     def bypass_pg_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5):
-        """REINFORCE with each token's ρ, 0 outside an interval."""
+        """Take REINFORCE with each token's ρ, 0 outside an interval."""
         return cls("token", _bounds(threshold, threshold_lower), bypass_mode=True,
                    loss_type="reinforce")
 
@@ -338,19 +338,19 @@ class RolloutCorrectionConfig:
     def bypass_pg_geo_rs(cls, rs_threshold: Bound = NEAR_ONE,
                          rs_threshold_lower: float | None = None,
                          veto_threshold: float | None = None):
-        """REINFORCE without weights, less sequences rejected by the geometric mean of ρ."""
+        """Take REINFORCE without weights, and reject sequences by the geometric mean of ρ."""
         return cls(rollout_rs=_geometric(rs_threshold, rs_threshold_lower, veto_threshold),
                    bypass_mode=True, loss_type="reinforce")
 
     @classmethod
     def bypass_pg_geo_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: Bound = NEAR_ONE):
-        """The same with the truncated product of ρ as the weight."""
+        """Do the same with the truncated product of ρ as the weight."""
         return cls("sequence", is_threshold, rollout_rs=_geometric(rs_threshold),
                    bypass_mode=True, loss_type="reinforce")
 
     @classmethod
     def bypass_pg_geo_rs_token_tis(cls, is_threshold: float = 2.0, rs_threshold: Bound = NEAR_ONE):
-        """The same with each token's truncated ρ as the weight."""
+        """Do the same with each token's truncated ρ as the weight."""
         return cls("token", is_threshold, rollout_rs=_geometric(rs_threshold), bypass_mode=True,
                    loss_type="reinforce")
 
@@ -364,18 +364,18 @@ class RolloutCorrectionConfig:
     @classmethod
     def geo_rs(cls, rs_threshold: Bound = NEAR_ONE, rs_threshold_lower: float | None = None,
                veto_threshold: float | None = 1e-4):
-        """`decoupled_geo_rs` with the veto."""
+        """Do as `decoupled_geo_rs`, with the veto."""
         return cls.decoupled_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
 
     @classmethod
     def pg_rs(cls, rs_threshold: Bound = NEAR_ONE, rs_threshold_lower: float | None = None,
               veto_threshold: float | None = 1e-4):
-        """`bypass_pg_geo_rs` with the veto."""
+        """Do as `bypass_pg_geo_rs`, with the veto."""
         return cls.bypass_pg_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
 
     @classmethod
     def seq_mis(cls, threshold: float = 2.0):
-        """`decoupled_seq_is_rs` with its first argument under another name."""
+        """Do as `decoupled_seq_is_rs`, with its first argument under another name."""
         return cls.decoupled_seq_is_rs(threshold)
 
     token_is = token_tis = decoupled_token_is
@@ -384,7 +384,7 @@ class RolloutCorrectionConfig:
 
 
 def _bounds(upper: Bound, lower: float | None = None) -> Pair:
-    """A pair as it is, or [lower, upper], or [1/upper, upper]."""
+    """Return a pair as it is, or [lower, upper], or [1/upper, upper]."""
     if isinstance(upper, (tuple, list)):
         low, high = upper
         return low, high

@@ -28,7 +28,7 @@ KL_KINDS = ("k1", "k2", "k3", "abs")
 # ------------------------------------------------------------------------------- log-ratios
 
 def masked_log_ratio(log_prob: Tensor, other_log_prob: Tensor, response_mask: Tensor) -> Tensor:
-    """log(π/π') per token, 0 on padding, in float32 at least.  (eq:ratio)
+    """Return log(π/π') per token, 0 on padding, in float32 at least.  (eq:ratio)
 
     `log_prob`, `other_log_prob`, `response_mask`: [B, T] → [B, T]. NaN or ±inf in the padding
     reach neither the value nor the gradient: a difference has the slope 1 whatever stands there.
@@ -39,12 +39,12 @@ def masked_log_ratio(log_prob: Tensor, other_log_prob: Tensor, response_mask: Te
 
 
 def exp_ratio(log_ratio: Tensor, bound: float = SAFETY_BOUND) -> Tensor:
-    """ρ = exp(log ρ), log ρ limited to ±bound: finite for every finite input.  (eq:ratio)"""
+    """Return ρ = exp(log ρ), log ρ limited to ±bound: finite for every finite input.  (eq:ratio)"""
     return log_ratio.clamp(-bound, bound).exp()
 
 
 def aggregate_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) -> Tensor:
-    """log ρ of a token, of its sequence, or their geometric mean, on every token.  (eq:levels)
+    """Return log ρ at a level: a token's, its prefix's, its sequence's or their mean.  (eq:levels)
 
         token:      log ρ_t
         prefix:     Σ_{s≤t} log ρ_s        what led to the token, and itself (eq:prefix)
@@ -62,7 +62,7 @@ def aggregate_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) ->
 
 
 def sequence_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) -> Tensor:
-    """log ρ of each sequence, or of its geometric mean: [B, T] → [B, 1].
+    """Return log ρ of each sequence, or of its geometric mean: [B, T] → [B, 1].
 
     (eq:levels)
     """
@@ -76,7 +76,7 @@ def sequence_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) -> 
 
 
 def outside(log_rho: Tensor, lo: float | None, hi: float | None) -> tuple[Tensor, Tensor]:
-    """Where ρ < lo, and where ρ > hi; an open end (None) is never crossed.  (eq:mis, eq:rejection)
+    """Find where ρ < lo and where ρ > hi; an open end is never crossed.  (eq:mis, eq:rejection)
 
     Bounds bound ρ and are compared as logarithms: [B, T] → bool [B, T] twice. A bound met exactly
     is inside.
@@ -86,7 +86,7 @@ def outside(log_rho: Tensor, lo: float | None, hi: float | None) -> tuple[Tensor
 
 
 def extremes(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest and smallest x of each row: [B, T] → [B] twice; −∞ and ∞ of none.  (eq:merge)"""
+    """Find the largest and smallest x of each row: [B, T] → [B] twice; ∓∞ of none.  (eq:merge)"""
     if not x.shape[-1]:
         nothing = x.new_full(x.shape[:-1], math.inf)
         return -nothing, nothing
@@ -96,7 +96,7 @@ def extremes(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 # ------------------------------------------------------------------- Kullback–Leibler, per token
 
 def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
-    """Estimates KL(π_θ‖π_ref) per token from tokens sampled from π_θ, in nats.  (eq:kl-estimators)
+    """Estimate KL(π_θ‖π_ref) per token from tokens sampled from π_θ, in nats.  (eq:kl-estimators)
 
     With ℓ = log π_θ − log π_ref:
         k1 = ℓ                  unbiased, may be negative
@@ -139,13 +139,13 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
 # --------------------------------------------------------------- how good are the weights?
 
 def kish(n: Tensor, total: Tensor, squares: Tensor) -> Tensor:
-    """ESS/N from N, Σw and Σw²: any one shape; 0, not NaN, where all weights are 0.  (eq:ess)"""
+    """Return ESS/N from N, Σw and Σw²: any one shape; 0 where all weights are 0.  (eq:ess)"""
     tiny = torch.finfo(squares.dtype).tiny
     return total.square() / (n * squares).clamp(min=tiny)
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
-    """Kish's effective sample size as a share of the N valid entries.  (eq:ess)
+    """Return Kish's effective sample size as a share of the N valid entries.  (eq:ess)
 
         ESS/N = (Σw)² / (N Σw²)  ∈ [1/N, 1];   → 1/(1 + χ²) as N grows
 
@@ -159,7 +159,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
 
 
 def chi_square(n: Tensor, squares: Tensor) -> Tensor:
-    """χ²(π‖μ) = E_μ[ρ²] − 1, the variance of the weights, from samples of μ.  (eq:chi2)
+    """Return χ²(π‖μ) = E_μ[ρ²] − 1, the variance of the weights, from samples of μ.  (eq:chi2)
 
     `n`, `squares`: the number of samples and their Σρ², of any one shape; of none it is 0. Give
     them in float64: beside the 1 a χ² of 1e-6 drowns in float32.
@@ -168,7 +168,7 @@ def chi_square(n: Tensor, squares: Tensor) -> Tensor:
 
 
 def perplexity(log_prob: Tensor, response_mask: Tensor) -> Tensor:
-    """exp(−mean log-prob) of each sequence.  (eq:perplexity)
+    """Return exp(−mean log-prob) of each sequence.  (eq:perplexity)
 
     [B, T] → [B]. Of two policies, ppl_old/ppl_rollout = 1/(geometric mean of ρ).
     """
@@ -223,7 +223,7 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
 # ------------------------------------------------------------------------------- advantages
 
 def _group_sums(values: Tensor, groups: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of each row's group: how many rows count, and the sum of their values; [B] each."""
+    """Return how many rows of each row's group count, and the sum of their values; [B] each."""
     given = [("rewards", values), ("groups", groups), *([] if keep is None else [("keep", keep)])]
     if len({x.shape for _, x in given}) > 1 or values.ndim != 1:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given)
@@ -240,7 +240,7 @@ def _group_sums(values: Tensor, groups: Tensor, keep: Tensor | None) -> tuple[Te
 
 def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
                     keep: Tensor | None = None) -> Tensor:
-    """Group-relative advantages: A_i = (R_i − mean_g) / std_g.  (eq:baseline)
+    """Return group-relative advantages: A_i = (R_i − mean_g) / std_g.  (eq:baseline)
 
     `rewards`: [B]; `groups`: [B], equal for samples of one prompt → [B]. `normalize_std=False` is
     Dr. GRPO's A_i = R_i − mean_g. The standard deviation of a group of n has n − 1 below it and
@@ -260,7 +260,7 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
 
 
 def rloo_advantages(rewards: Tensor, groups: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Leave-one-out: A_i = R_i − mean of the group's other rewards. Unbiased.  (eq:baseline)
+    """Leave one out: A_i = R_i − mean of the group's other rewards. Unbiased.  (eq:baseline)
 
     `rewards`, `groups`: [B] → [B]. No other sample: A = R. With `keep` [B], only those rows count
     as others. Source: Kool et al. 2019; Ahmadian et al. 2402.14740.
@@ -272,7 +272,7 @@ def rloo_advantages(rewards: Tensor, groups: Tensor, keep: Tensor | None = None)
 
 
 def reinforce_advantages(rewards: Tensor, keep: Tensor | None = None) -> Tensor:
-    """REINFORCE with the batch mean for a baseline: A_i = R_i − mean(R).  (eq:baseline)
+    """Take the batch's mean for REINFORCE's baseline: A_i = R_i − mean(R).  (eq:baseline)
 
     `rewards`: [B] → [B]. With `keep` [B], the mean is over those rows. Source: Williams 1992.
     """

@@ -35,7 +35,7 @@ DENOMINATORS = ("fixed", "kept")
 
 @dataclass(frozen=True)
 class LossConfig:
-    """How terms become a loss: the surrogate's own numbers, and the aggregation. Validated.
+    """Say how terms become a loss: the surrogate's own numbers, and the aggregation. Validated.
 
     clip_low, clip_high    ε of the clip; None here and below is the loss's own, by LOSSES
     dual_clip              c > 1 bounds the loss of A < 0 by −cA
@@ -59,7 +59,7 @@ class LossConfig:
         choice("denominator", self.denominator, DENOMINATORS)
 
     def numbers(self, loss: Loss) -> dict[str, float | None]:
-        """The numbers that a loss takes: these, and its own where these are None."""
+        """Return the numbers that a loss takes: these, and its own where these are None."""
         return {name: own if getattr(self, name) is None else getattr(self, name)
                 for name, own in loss.own.items()}
 
@@ -67,14 +67,14 @@ class LossConfig:
 # ---------------------------------------------------------------------------------- aggregation
 
 class Counts(NamedTuple):
-    """Tokens and non-empty sequences, added up over ranks and micro-batches.  (eq:aggregation)"""
+    """Hold the numbers of tokens and of non-empty sequences, over all ranks.  (eq:aggregation)"""
 
     tokens: Tensor
     sequences: Tensor
 
 
 def count(mask: Tensor) -> Counts:
-    """Counts of a mask [B, T], as 0-dim float tensors.  (eq:aggregation)"""
+    """Count the tokens and rows of a mask [B, T], as 0-dim float tensors.  (eq:aggregation)"""
     mask = mask.bool()
     return Counts(mask.sum().float(), mask.any(-1).sum().float())
 
@@ -82,7 +82,7 @@ def count(mask: Tensor) -> Counts:
 def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
                    denominator_mask: Tensor | None = None,
                    counts: Counts | None = None, horizon: int | None = None) -> Tensor:
-    """Per-token values to one scalar.  (eq:aggregation)
+    """Aggregate per-token values to one scalar.  (eq:aggregation)
 
         token-mean               Σ_i Σ_t x / Σ_i |y_i|            every token weighs the same
         token-sum                Σ_i Σ_t x                        for who divides later
@@ -123,7 +123,7 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
                 how: LossConfig = LossConfig(), *, correction: Correction | None = None,
                 counts: Counts | None = None, candidates: tuple[Tensor, Tensor] | None = None,
                 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of one batch in any mode, and its metrics.
+    """Compute the loss of one batch in any mode, and its metrics.
 
     (eq:decoupled-ppo, eq:bypass, eq:off-policy, eq:batch-size)
 
@@ -174,7 +174,7 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
 def _roles(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob: Tensor | None,
            advantages: Tensor | None, response_mask: Tensor, config: RolloutCorrectionConfig,
            correction: Correction | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """π_θ, what is compared with π_rollout, what π_θ is compared with in r, π_rollout, and A.
+    """Return π_θ, what is compared with π_rollout, what r compares π_θ with, π_rollout, and A.
 
     [B, T] each, 0 on padding, in float32 at least: before r is formed.
     """
@@ -210,7 +210,7 @@ def _roles(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob: Tens
 def _sums_over_kept(log_ratio: Tensor, advantages: Tensor, valid: Tensor, kept: Tensor,
                     config: RolloutCorrectionConfig,
                     numbers: Mapping[str, float | None]) -> dict[str, Tensor]:
-    """Σ r, Σ −log r and how many tokens the clip holds, over kept tokens, and their number."""
+    """Sum r, −log r and the tokens that the clip holds, over kept tokens; and count these."""
     row, held = config.loss, torch.zeros_like(valid)
     if row.holds is not None and row.level is not None:
         at_level = aggregate_log_ratio(log_ratio, valid, row.level)
@@ -224,7 +224,7 @@ def _sums_over_kept(log_ratio: Tensor, advantages: Tensor, valid: Tensor, kept: 
 
 
 def loss_means(totals: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Means over kept tokens from the sums of all micro-batches and ranks.  (eq:aggregation)"""
+    """Make means over kept tokens of the sums of all micro-batches and ranks.  (eq:aggregation)"""
     over_kept = ("loss/ratio", "loss/approx_kl", "loss/clip_fraction", "loss/bypass_clip_fraction")
     kept = totals["loss/kept_tokens"].clamp(min=1)
     return {name: x / kept if name in over_kept else x for name, x in totals.items()
@@ -234,7 +234,7 @@ def loss_means(totals: dict[str, Tensor]) -> dict[str, Tensor]:
 def kl_loss(log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, kind: str = "k3+",
             mode: str = "token-mean", *, ratio: Tensor | None = None, counts: Counts | None = None,
             horizon: int | None = None) -> Tensor:
-    """KL(π_θ‖π_ref) as a loss, aggregated.  (eq:kl-gradient, eq:kl-ratio)
+    """Aggregate KL(π_θ‖π_ref) to a loss.  (eq:kl-gradient, eq:kl-ratio)
 
     `log_prob`, `ref_log_prob`, `response_mask`: [B, T]; `kind` as in `kl_estimate`: prefer k2 or a
     "+", whose gradient is the per-token reverse KL's; k1's is zero in expectation and k3's is
@@ -253,7 +253,7 @@ def kl_loss(log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, kind:
 
 def kl_ratio(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, kind: str,
              level: str) -> Tensor:
-    """The `ratio` of `kl_loss` for samples of π_rollout: [B, T].  (eq:kl-ratio, eq:prefix)
+    """Return the `ratio` of `kl_loss` for samples of π_rollout: [B, T].  (eq:kl-ratio, eq:prefix)
 
         token     ρ_t = π_θ/μ                what is left is ∇KL per token, in the states of μ
         prefix    ρ_{1:t} = Π_{s≤t} ρ_s      the states are those of π_θ as well
@@ -269,7 +269,7 @@ def kl_ratio(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, 
 def kl_penalty(old_log_prob: Tensor, ref_log_prob: Tensor, rollout_log_prob: Tensor,
                response_mask: Tensor, kind: str = "k1", level: str | None = None,
                weights: Tensor | None = None) -> Tensor:
-    """What KL(π_θ‖π_ref) in the reward takes from the advantages, [B, T].  (eq:kl-gradient)
+    """Return what KL(π_θ‖π_ref) in the reward takes from the advantages, [B, T].  (eq:kl-gradient)
 
         None      Σ_{s≥t} k_s                    a reward like any other: the loss weights it
         token     ρ_t k_t / w_t                  the token's own: ∇KL per token, in the states of μ

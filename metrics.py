@@ -33,7 +33,7 @@ from rejection import Criterion, Evidence, Verdict, Verdicts
 # ---------------------------------------------------------------------------- sums that merge
 
 class Sums(NamedTuple):
-    """What the mean, the spread and the extremes of x follow from, by sequence.
+    """Hold what the mean, the spread and the extremes of x follow from, by sequence.
 
     The number n of a row's entries that count, their Σx, Σx², max x and min x: [B] each, float64.
     """
@@ -46,13 +46,13 @@ class Sums(NamedTuple):
 
     @classmethod
     def of_rows(cls, x: Tensor, n: Tensor) -> "Sums":
-        """One value, or a mean, x [B] that stands for n [B] entries of each row; n may be 0."""
+        """Make the sums of x [B], a value that stands for n [B] entries of its row; n may be 0."""
         x = torch.where(n > 0, x.double(), 0.0)
         return cls(n, n * x, n * x.square(), x, x)
 
 
 class Tokens(NamedTuple):
-    """The tokens that count, and what is summed over them."""
+    """Know the tokens that count, and sum over them."""
 
     mask: Tensor                                    # [B, T], bool
     n: Tensor                                       # [B], float64: |y|, those that count
@@ -82,14 +82,14 @@ class Tokens(NamedTuple):
         return Sums(self.n, total, squares + mean * (total + rest), top, bottom)
 
     def count_rows(self, found: Tensor) -> Tensor:
-        """How many of each sequence are `found`, [B, T] or [B, 1] bool: [B]"""
+        """Count how many of each sequence are `found`, [B, T] or [B, 1] bool: [B]"""
         if found.shape != self.mask.shape:
             return self.n * found.squeeze(-1)
         return (found & self.mask).sum(-1)
 
     def shares(self, count: Tensor, *, tokens: Sequence[str] = (),
                rows: Sequence[str] = ()) -> "list[Quantity]":
-        """The share of tokens of which a sequence has `count` [B], and of sequences with any."""
+        """Return the share of tokens, `count` [B] of a sequence, and of sequences with any."""
         return [(Sums.of_rows(count / self.n, self.n), dict.fromkeys(tokens, "mean")),
                 (Sums.of_rows(count > 0, self.rows), dict.fromkeys(rows, "mean"))]
 
@@ -99,7 +99,7 @@ Quantity = tuple[Sums, dict[str, str]]      # and the metrics made of it: name �
 
 @dataclass(frozen=True)
 class Statistics:
-    """Means, spreads and extremes of many quantities that merge exactly.  (eq:merge)
+    """Hold means, spreads and extremes of many quantities, and merge them exactly.  (eq:merge)
 
     A mean over micro-batches or ranks is not the mean of their means. What does add up is
     (n, Σx, Σx²), and what does compare is (max x, max −x): these five numbers of every quantity
@@ -124,13 +124,13 @@ class Statistics:
         return cls(tuple(names for _, names in quantities), torch.stack(table, -1))
 
     def merge(self, others: "list[Statistics]") -> "Statistics":
-        """These statistics and those of other parts of the batch, as if computed at once."""
+        """Add those of other parts of the batch, as if all had been computed at once."""
         parts = torch.stack([self.table, *(other.table for other in others)])
         table = torch.cat([parts[..., :3].sum(0), parts[..., 3:].amax(0)], -1)
         return Statistics(self.names, table)
 
     def all_reduce(self, group: ProcessGroup) -> "Statistics":
-        """The same over the ranks of a process group: one sum and one maximum for everything."""
+        """Do the same over the ranks of a process group: one sum and one maximum for everything."""
         sums, peaks = (x.clone(memory_format=torch.contiguous_format)      # in place: a copy
                        for x in (self.table[:, :3], self.table[:, 3:]))
         dist.all_reduce(sums, group=group)
@@ -138,7 +138,7 @@ class Statistics:
         return Statistics(self.names, torch.cat([sums, peaks], -1))
 
     def metrics(self) -> dict[str, Tensor]:
-        """{"rollout_corr/…": 0-dim tensor}, on the device."""
+        """Return {"rollout_corr/…": 0-dim tensor}, on the device."""
         n, total, squares, top, bottom = self.table.unbind(-1)                            # [Q]
         count, nothing = n.clamp(min=1), n <= 0
         mean = total / count
@@ -159,7 +159,7 @@ class Statistics:
 # ----------------------------------------------------------------------- which metrics there are
 
 class Grounds(NamedTuple):
-    """What a decision of `correct` rests on, and what it decided before weights are normalised."""
+    """Hold what a decision of `correct` rests on, and its weights before they are normalised."""
 
     seen: Evidence
     kept: Tensor                                    # [B, T], bool
@@ -171,7 +171,7 @@ class Grounds(NamedTuple):
 
 
 class Ratios(NamedTuple):
-    """ρ of one batch, per token, and its sums by sequence."""
+    """Hold ρ of one batch, per token, and its sums by sequence."""
 
     log_rho: Tensor                                 # [B, T], 0 on padding
     tokens: Tokens
@@ -187,7 +187,7 @@ class Ratios(NamedTuple):
 
 
 def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quantity]:
-    """How far apart two policies are: means over tokens, or over the sequences that have any.
+    """Measure how far apart two policies are, in means over tokens or over sequences with any.
 
     (eq:martingale)
     """
@@ -222,7 +222,7 @@ WEIGHTS = NATS | {"std": "std", "eff_sample_size": "ess"}
 
 
 def _spread(prefix: str, x: Sums, center: float, reductions: dict[str, str]) -> list[Quantity]:
-    """x over all tokens, and its mean in each sequence."""
+    """Measure x over all tokens, and its mean in each sequence."""
     row, rows = x.total / x.n, (x.n > 0).double()
     by_row = {f"{prefix}_seq_{name}": how for name, how in reductions.items()}
     by_row[f"{prefix}_seq_std"] = "sample_std"
@@ -233,7 +233,7 @@ def _spread(prefix: str, x: Sums, center: float, reductions: dict[str, str]) -> 
 
 def ratio_quantities(ratios: Ratios, level: str, bounds: Any, by_token: bool,
                      sums: Mapping[str, Tensor | None]) -> list[Quantity]:
-    """ρ at a level, and what of it is beyond the bounds, counted by token or by sequence.
+    """Measure ρ at a level, and what of it is beyond the bounds, by token or by sequence.
 
     `sums`: under which prefixes; to None belongs ρ itself, to a tensor [B, T] the weights made of
     it. Bounds bound ρ, so what is beyond them is of ρ under every prefix.
@@ -261,7 +261,7 @@ def ratio_quantities(ratios: Ratios, level: str, bounds: Any, by_token: bool,
 
 
 def weight_quantities(ratios: Ratios, grounds: Grounds) -> list[Quantity]:
-    """rollout_is_*: the weights before they are normalised; rollout_is_raw_*: ρ at their level.
+    """Measure weights before they are normalised (rollout_is_*), and their ρ (rollout_is_raw_*).
 
     Without weights that are applied, ρ alone. With a single threshold C, what is outside [1/C, C]
     is counted. rollout_is_per_sequence: 1 where a sequence has one weight, 0 where its tokens have.
@@ -292,7 +292,7 @@ def weight_quantities(ratios: Ratios, grounds: Grounds) -> list[Quantity]:
 
 def criterion_quantities(ratios: Ratios, name: str, row: Criterion, bound: Any,
                          verdict: Verdict) -> list[Quantity]:
-    """rollout_rs_{criterion}_*: its statistic, in its own unit, to be kept within an interval.
+    """Measure a criterion's statistic, in its own unit, within its interval: rollout_rs_{name}_*.
 
     And rollout_rs_{criterion}_rho_*: ρ at its level, where that is what its pair bounds. For
     k1 = −log ρ "high" is a low ρ. The standard deviation is of what is limited to the interval.
@@ -320,7 +320,7 @@ def criterion_quantities(ratios: Ratios, name: str, row: Criterion, bound: Any,
 
 
 def rejection_quantities(ratios: Ratios, grounds: Grounds) -> list[Quantity]:
-    """What each criterion says, and what all of them keep.
+    """Measure what each criterion rejects, and what all of them keep.
 
     The veto is the lower bound of seq_max_k1: which tokens are below it, and their sequences.
     """
@@ -342,7 +342,7 @@ def rejection_quantities(ratios: Ratios, grounds: Grounds) -> list[Quantity]:
 
 
 def measure(grounds: Grounds) -> Statistics:
-    """All metrics of one correction, as sums that merge.  (eq:merge)"""
+    """Measure one correction: all its metrics, as sums that merge.  (eq:merge)"""
     seen = grounds.seen
     assert seen.rollout_log_prob is not None
     ratios = Ratios.of(seen.log_rho, seen.mask)
@@ -353,7 +353,7 @@ def measure(grounds: Grounds) -> Statistics:
 
 def offpolicy_metrics(train_log_prob: Tensor, rollout_log_prob: Tensor,
                       response_mask: Tensor) -> dict[str, Tensor]:
-    """How far π_train is from π_rollout, of a batch that nothing corrects.
+    """Measure how far π_train is from π_rollout, of a batch that nothing corrects.
 
     [B, T] each → {"rollout_corr/kl", "…/k3_kl", "…/chi2_token", "…/chi2_seq", "…/ppl_ratio", …}.
     """
@@ -363,14 +363,14 @@ def offpolicy_metrics(train_log_prob: Tensor, rollout_log_prob: Tensor,
 
 
 def merge(corrections: Sequence[Any], group: ProcessGroup | None = None) -> dict[str, Tensor]:
-    """Metrics of several micro-batches and all ranks of `group`, as of one batch.  (eq:merge)"""
+    """Merge the metrics of several micro-batches and all ranks of `group`.  (eq:merge)"""
     first, *others = (correction.statistics for correction in corrections)
     statistics: Statistics = first.merge(others)
     return (statistics if group is None else statistics.all_reduce(group)).metrics()
 
 
 def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """The metrics as floats, in one transfer for all of them, wherever each is."""
+    """Return the metrics as floats, in one transfer for all of them, wherever each is."""
     tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
     floats: dict[str, float] = {
         name: value for name, value in metrics.items() if not isinstance(value, Tensor)}

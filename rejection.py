@@ -29,7 +29,7 @@ from estimators import SAFETY_BOUND, extremes, kl_estimate, sequence_log_ratio
 # --------------------------------------------------------------- what a criterion sees, and says
 
 class Evidence(NamedTuple):
-    """What a criterion may look at: [B, T] each; the last three where they are known."""
+    """Hold what a criterion may look at: [B, T] each; the last three where they are known."""
 
     log_rho: Tensor                                 # 0 on padding
     mask: Tensor                                    # bool
@@ -39,7 +39,7 @@ class Evidence(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A criterion's statistic, the interval to keep, and what is below and above it.
+    """Hold a criterion's statistic, the interval to keep, and what is below and above it.
 
     [B, T] each for criteria of tokens, [B, 1] for those of sequences.
     """
@@ -60,7 +60,7 @@ def at_most(statistic: Tensor, bound: Any, among: Tensor | bool = True,
 # ---------------------------------------------------------------------------------- the criteria
 
 def over(x: Tensor, mask: Tensor, where: str) -> Tensor:
-    """x per token [B, T], or the sum, mean or largest of each sequence [B, 1]."""
+    """Return x per token [B, T], or the sum, mean or largest of each sequence [B, 1]."""
     if where == "token":
         return x
     if where == "seq_max":
@@ -108,7 +108,7 @@ def opsm(seen: Evidence, bound: Any) -> Verdict:
 
 
 def probability_moved(seen: Evidence) -> Tensor:
-    """π − μ of each sampled token, [B, T].  (eq:total-variation)"""
+    """Return π − μ of each sampled token, [B, T].  (eq:total-variation)"""
     assert seen.rollout_log_prob is not None
     log_mu = torch.where(seen.mask, seen.rollout_log_prob, 0.0).to(seen.log_rho.dtype)
     return (log_mu + seen.log_rho).clamp(max=0).exp() - log_mu.exp()
@@ -140,7 +140,7 @@ def second_moment(seen: Evidence, bound: Any) -> Verdict:
 
 def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float,
                         group: ProcessGroup | None = None) -> Tensor:
-    """The largest (log ρ)² for which the mean of those up to it is ≤ bound: 0-dim, float32.
+    """Find the largest (log ρ)² for which the mean of those up to it is ≤ bound: 0-dim, float32.
 
     (eq:second-moment)
 
@@ -176,7 +176,7 @@ def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float,
 # ----------------------------------------------------------------------------- how a bound is read
 
 def nearest(word: Any, allowed: Any) -> str:
-    """The end of a sentence: the nearest allowed name, or all of them."""
+    """End a sentence with the nearest allowed name, or with all of them."""
     close = difflib.get_close_matches(str(word), [str(a) for a in allowed], n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
@@ -184,7 +184,7 @@ def nearest(word: Any, allowed: Any) -> str:
 
 
 def number(key: str, value: Any) -> float:
-    """A positive number, or one sentence that names the key."""
+    """Return a positive number, or raise one sentence that names the key."""
     with suppress(ValueError, OverflowError):                       # float("0.5_2") would be 0.52
         known = isinstance(value, (int, float, str)) and not isinstance(value, bool)
         if known and "_" not in str(value) and float(value) > 0:
@@ -193,7 +193,7 @@ def number(key: str, value: Any) -> float:
 
 
 def interval(key: str, value: Any) -> tuple[float | None, float | None]:
-    """[lo, hi] with either end open (null), lo ≤ hi, at least one end given."""
+    """Return (lo, hi) with either end open (null), lo ≤ hi, at least one end given."""
     ends: list[Any] = [*value] if isinstance(value, (list, tuple)) else []
     if len(ends) != 2:
         raise ValueError(f"{key} must be a pair [lo, hi] of bounds on ρ, either of which may be "
@@ -213,7 +213,7 @@ def choice(key: str, value: Any, allowed: Any) -> None:
 
 
 def flag(key: str, value: Any) -> bool:
-    """True or false, or one sentence that names the key."""
+    """Return true or false, or raise one sentence that names the key."""
     if not isinstance(value, bool):
         raise ValueError(f"{key} must be true or false, not {value!r}")
     return value
@@ -222,7 +222,7 @@ def flag(key: str, value: Any) -> bool:
 # ------------------------------------------------------------------------------------ the rows
 
 class Criterion(NamedTuple):
-    """One way to reject: what it looks at, how its bound is read, and who judges.
+    """Describe one way to reject: what it looks at, how its bound is read, and who judges.
 
     `of`: what goes or stays, each "token", each "sequence", or tokens of the whole "batch". `read`:
     `interval` for a pair that bounds ρ, `number` for an upper bound. `needs`: other tensors of
@@ -275,7 +275,7 @@ Verdicts = Mapping[str, tuple[Criterion, Any, Verdict]]         # by criterion: 
 
 
 def judge_all(seen: Evidence, criteria: Mapping[str, Any]) -> Verdicts:
-    """What each criterion says, all of them about the original mask.  (eq:rejection)"""
+    """Ask each criterion, all of them about the original mask.  (eq:rejection)"""
     verdicts: dict[str, tuple[Criterion, Any, Verdict]] = {}
     for name, bound in criteria.items():
         row = CRITERIA[name]
@@ -287,7 +287,7 @@ def judge_all(seen: Evidence, criteria: Mapping[str, Any]) -> Verdicts:
 
 
 def keep_all_agree(mask: Tensor, verdicts: Verdicts) -> Tensor:
-    """The tokens of a mask that no criterion rejects: [B, T], bool.  (eq:rejection)"""
+    """Return the tokens of a mask that no criterion rejects: [B, T], bool.  (eq:rejection)"""
     kept = mask.bool()
     for _, _, verdict in verdicts.values():
         kept = kept & ~(verdict.below | verdict.above)
@@ -297,7 +297,7 @@ def keep_all_agree(mask: Tensor, verdicts: Verdicts) -> Tensor:
 def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[str, Any],
                    advantages: Tensor | None = None, rollout_log_prob: Tensor | None = None,
                    group: ProcessGroup | None = None) -> Tensor:
-    """What every criterion keeps, each on the original mask: [B, T], bool.  (eq:rejection)
+    """Keep what every criterion keeps, each on the original mask: [B, T], bool.  (eq:rejection)
 
     `log_ratio`: log ρ, `response_mask`, `advantages`, `rollout_log_prob`: [B, T]. `criteria`: name
     of a row of CRITERIA → bound. A bound met exactly keeps. With `group`, a criterion of the batch

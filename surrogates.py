@@ -91,7 +91,7 @@ def sapo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, tau_po
 
 def clipped_tokens(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float,
                    dual_clip: float | None) -> Tensor:
-    """Tokens whose gradient PPO's clip sets to 0, by r and the sign of A.  (eq:ppo-clip)"""
+    """Find tokens whose gradient PPO's clip sets to 0, by r and the sign of A.  (eq:ppo-clip)"""
     above, below = ratio > 1 + clip_high, ratio < 1 - clip_low
     if dual_clip is not None:
         below = below | (ratio > dual_clip)                                      # (eq:dual-clip)
@@ -99,14 +99,14 @@ def clipped_tokens(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high
 
 
 def clipped_weights(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Tokens whose weight CISPO's clip bounds; each keeps its gradient.  (eq:cispo)"""
+    """Find tokens whose weight CISPO's clip bounds; each keeps its gradient.  (eq:cispo)"""
     return (ratio > 1 + clip_high) | (ratio < 1 - clip_low)
 
 
 # ------------------------------------------------------------------------------------ the rows
 
 class Loss(NamedTuple):
-    """One loss: what it is computed from, its own numbers, and what its clip holds.
+    """Describe one loss: what it is computed from, its own numbers, and what its clip holds.
 
     `function` is called with log_prob, then the tensors that `takes` names, then the numbers of
     `own`, by name; a LossConfig may replace these. `level` is that of the ratio r which the loss

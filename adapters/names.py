@@ -26,7 +26,7 @@ SKYRL = {"token_mask_ratio": "rollout_rs_token_k1_masked_fraction"} | {
 
 
 def verl(metrics: Mapping[str, Tensor | float]) -> Metrics:
-    """The metrics as verl 0.9 logs them.
+    """Return the metrics as verl 0.9 logs them.
 
     Habit: where a sequence has one weight, rollout_is_max and rollout_is_min are the extremes of ρ
     and not of the weights.
@@ -38,7 +38,7 @@ def verl(metrics: Mapping[str, Tensor | float]) -> Metrics:
 
 
 def verl_06(metrics: Mapping[str, Tensor | float]) -> Metrics:
-    """The metrics as verl 0.6 logs them (0.6.0 puts mismatch/ and mismatch_ before its names).
+    """Return the metrics as verl 0.6 logs them (0.6.0: mismatch/ and mismatch_ before each name).
 
     Habits: rollout_is_* are of ρ before it is truncated; rollout_rs_* are of ρ at the level of the
     criterion that bounds it, the first where there are several; and its masked fractions leave the
@@ -58,7 +58,7 @@ def verl_06(metrics: Mapping[str, Tensor | float]) -> Metrics:
 
 
 def skyrl(metrics: Mapping[str, Tensor | float]) -> Metrics:
-    """The metrics as SkyRL logs them, whose tis_… names say what has a weight."""
+    """Return the metrics as SkyRL logs them, whose tis_… names say what has a weight."""
     one = metrics.get(f"{PREFIX}rollout_is_per_sequence", 0.0) > 0
     kind = "seq" if one else "token"
     return _named(metrics, SKYRL | {

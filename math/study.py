@@ -231,8 +231,10 @@ def judged(lines: list[dict]) -> str:
 
 
 def area(values: list[float]) -> float:
-    """Under evenly spaced values by trapezoids, divided by its width: a
-    mean whose ends count half."""
+    """Return the area under evenly spaced values, by trapezoids, divided by its width.
+
+    That is a mean whose ends count half.
+    """
     middles = [(a + b) / 2 for a, b in itertools.pairwise(values)]
     return statistics.mean(middles or values)
 

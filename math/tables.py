@@ -252,8 +252,9 @@ def side_by_side(policies):
 
 
 def moments(config, theta, old, mu, advantages, policies=1):
-    """Of each of the policies side by side: mean [policies, P] and variance (trace) [policies] of
-    the gradient from one response, and the share of tokens that count [policies].
+    """Return mean and variance of the gradient from one response, and the share of tokens kept.
+
+    Of each of the policies side by side: [policies, P], [policies] (the trace) and [policies].
     """
     def of_each(values):
         return (mu.probs().detach() * values).reshape(policies, -1).sum(-1)
@@ -306,8 +307,9 @@ def studies(T, size, update):
 
 
 def bias_and_std(config, T, size, update=0.0):
-    """Over random policies, root mean square in units of |∇J|: bias, its standard error, standard
-    deviation; and the share kept.
+    """Return bias, its standard error, standard deviation and the share of tokens kept.
+
+    The first three are root mean squares over random policies, in units of |∇J|.
     """
     old, mu, theta, advantages, target = studies(T, size, update)
     mean, variance, kept = moments(config, theta, old, mu, advantages, POLICIES)
@@ -528,8 +530,9 @@ def ascend(config, start, noise, reward, lagging, beta=0.3, steps=400, rate=0.1,
 
 
 def gain_reached(logits, start, reward, beta=0.3):
-    """Of the possible gain in J = E[R] − β KL(π‖start), the share that
-    each study reached: [policies].
+    """Return the share of the possible gain in J = E[R] − β KL(π‖start) that each study reached.
+
+    It is one number for each of the policies.
 
     The optimum is known: π* ∝ start·exp(R/β), with J* = β log E_start[exp(R/β)].
     """
@@ -1026,8 +1029,10 @@ def study_64_score(regime="int4_fast"):
 
 
 def study_64_shares():
-    """Of the first update's tokens, by what μ makes of them and by the sign of A:
-    before any arm has moved."""
+    """Write which shares of the first update's tokens there are, before any arm has moved.
+
+    They are told apart by what μ makes of a token and by the sign of A.
+    """
     merged = {}  # regimes that differ by what comes later have the same first update
     for regime, arms in runs("study-64").items():
         if "rollout.quantize_bits" in declared()["regimes"][regime] and "bypass_ppo_clip" in arms:

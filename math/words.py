@@ -155,8 +155,10 @@ MEASURED = 1.0185 ** 65 - 1
 
 
 def first_step(name, size):
-    """Of one update with μ damaged by `size`, in units of |∇J|: what is left of ∇J,
-    bias, deviation of a response."""
+    """Return what one update with μ damaged by `size` leaves of ∇J, its bias and deviation.
+
+    All three are in units of |∇J|; the deviation is that of a single response.
+    """
     (config, clip), pi = arm(name), start(PREDICTED)
     target = true_gradient(pi)
     found, deviation = expected(config, pi, pi, pi.moved(size * damage(PREDICTED)), **clip)
@@ -215,8 +217,10 @@ def push(name, error, of_mu, rest=0.5, **more):
 
 
 def pushes(error=0.025):
-    """Where one bracket is right: how hard an update pushes towards it, by the
-    chance with which μ errs there."""
+    """Write how hard an update pushes towards the one bracket that is right.
+
+    A row is a chance with which μ errs there.
+    """
     rows = [[f"{of_mu:g}", *(f"{push(name, error, of_mu, **more):+.2f}"
                              for name, more in CLIPS.values())]
             for of_mu in (0.005, 0.02, 0.025, 0.03, 0.05, 0.1, 0.15, 0.2, 0.3)]

@@ -15,6 +15,7 @@ import contextlib
 import traceback
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_init
@@ -122,7 +123,7 @@ def leaves(given) -> list[torch.Tensor]:
     return [x for part in parts for x in leaves(part)] if isinstance(given, NESTED) else []
 
 
-def replace(given, kind, by):
+def replace(given: Any, kind: Any, by: Any) -> Any:
     """The same arguments with by(x) for each x that is a `kind`. Many times faster than torch's
     tree_map, which an operation of these tests would spend half of its time in."""
     if isinstance(given, kind):
