@@ -12,11 +12,14 @@ of an optimizer step.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from trl import GRPOTrainer
 
-from correction import correct
+from correction import Correction, RolloutCorrectionConfig, correct
 from losses import Counts, LossConfig, loss_means, policy_loss
 from metrics import merge, to_host
 from rejection import CRITERIA
@@ -28,23 +31,23 @@ IMAGES = ("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask"
           "num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids")
 
 
-def _refuse(trainer, found: dict[str, bool]) -> None:
+def _refuse(trainer: Any, found: dict[str, bool]) -> None:
     if names := [name for name, here in found.items() if here]:
         raise ValueError(f"{type(trainer).__name__} does not carry {', '.join(names)}")
 
 
-def _phase(trainer) -> str:
+def _phase(trainer: Any) -> str:
     return "train" if trainer.model.training else "eval"            # as TRL tells them apart
 
 
-def _group():
+def _group() -> ProcessGroup | None:
     return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
 
 
 class WeightedGRPOTrainer(GRPOTrainer):         # pyright: ignore[reportGeneralTypeIssues]
     """TRL's loss × our weights, on what our mask keeps.  (eq:decoupled-ppo)"""
 
-    def __init__(self, *args, correction, **kwargs):
+    def __init__(self, *args: Any, correction: RolloutCorrectionConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.correction, weighted = correction, self.vllm_importance_sampling_correction
         _refuse(self, {"bypass_mode": correction.bypass_mode, "vespo": self.loss_type == "vespo",
@@ -52,7 +55,7 @@ class WeightedGRPOTrainer(GRPOTrainer):         # pyright: ignore[reportGeneralT
                        "use_vllm=False": not self.use_vllm,
                        "vllm_importance_sampling_correction=False": not weighted})
 
-    def _generate_and_score_completions(self, inputs):
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)
         old, sampled = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
@@ -69,7 +72,7 @@ class WeightedGRPOTrainer(GRPOTrainer):         # pyright: ignore[reportGeneralT
 class PolicyLossGRPOTrainer(GRPOTrainer):       # pyright: ignore[reportGeneralTypeIssues]
     """TRL's generation and updates around `policy_loss`.  (eq:decoupled-ppo, eq:bypass)"""
 
-    def __init__(self, *args, correction, **kwargs):
+    def __init__(self, *args: Any, correction: RolloutCorrectionConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         own, asked = self.loss_type, correction.loss_type
         named = own in ("cispo", "sapo")
@@ -89,7 +92,7 @@ class PolicyLossGRPOTrainer(GRPOTrainer):       # pyright: ignore[reportGeneralT
         self.correction = replace(correction, loss_type=own if named else asked)
         self._sums, self._statistics = {}, {}           # by phase, since its last log
 
-    def _compute_loss(self, model, inputs):
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         args, mask = self.args, inputs["completion_mask"] * inputs.get("tool_mask", 1)
         log_prob, *_ = self._get_per_token_logps_and_entropies(
             model, torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
@@ -118,17 +121,18 @@ class PolicyLossGRPOTrainer(GRPOTrainer):       # pyright: ignore[reportGeneralT
         self._add(sums | {"loss/policy": accumulated * loss / parts}, correction)
         return loss / parts
 
-    def _add(self, sums, correction) -> None:
+    def _add(self, sums: dict[str, Tensor], correction: Correction | None) -> None:
         """Add a micro-batch's sums and statistics to those since the last log."""
         phase, sums = _phase(self), sums | {"calls": sums["loss/kept_tokens"].new_ones(())}
         before = self._sums.get(phase, {})
         self._sums[phase] = {name: x.detach() + before.get(name, 0) for name, x in sums.items()}
-        if correction is not None:
-            found, earlier = correction.statistics, self._statistics.get(phase)
-            alike = earlier is not None and earlier.names == found.names    # the same criteria
-            self._statistics[phase] = found.merge([earlier]) if alike else found
+        found, earlier = correction and correction.statistics, self._statistics.get(phase)
+        if found is not None:
+            if earlier is not None and earlier.names == found.names:        # the same criteria
+                found = found.merge([earlier])
+            self._statistics[phase] = found
 
-    def log(self, logs, start_time=None):
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log means over all kept tokens, not TRL's mean of calls."""
         phase, group = _phase(self), _group()
         sums, statistics = self._sums.pop(phase, {}), self._statistics.pop(phase, None)

@@ -21,6 +21,7 @@ sapo as well. Means are over what rejection left ("kept"), as everywhere in verl
 from typing import Any
 
 # pyright: reportMissingImports=false
+from torch import Tensor
 from verl.trainer.config.algorithm import RolloutCorrectionConfig as VerlBlock
 from verl.trainer.ppo.core_algos import register_policy_loss
 
@@ -32,8 +33,9 @@ from rejection import CRITERIA
 
 
 @register_policy_loss("three_policies")
-def three_policies(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean",
-                   config: Any = None, rollout_is_weights=None):
+def three_policies(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor,
+                   response_mask: Tensor, loss_agg_mode: str = "token-mean", config: Any = None,
+                   rollout_is_weights: Tensor | None = None) -> tuple[Tensor, dict[str, float]]:
     """verl's arguments, tensors [B, T] → (loss, metrics).  (eq:decoupled-ppo, eq:bypass)"""
     block = carried(config.policy_loss.rollout_correction)
     bypass, clipped = block.bypass_mode, block.loss_type == "ppo_clip"
@@ -55,7 +57,7 @@ def three_policies(old_log_prob, log_prob, advantages, response_mask, loss_agg_m
     return loss * config.global_batch_info.get("dp_size", 1), to_host(named)
 
 
-def carried(block) -> RolloutCorrectionConfig:
+def carried(block: Any) -> RolloutCorrectionConfig:
     """The actor's copy of the block as ours, or a sentence about what cannot be had here.
 
     Where the override is missing, verl's PolicyLossConfig puts its own dataclass in
@@ -83,7 +85,7 @@ def carried(block) -> RolloutCorrectionConfig:
     return ours
 
 
-def whole_counts(info, mode: str) -> Counts | None:
+def whole_counts(info: Any, mode: str) -> Counts | None:
     """What verl knows of the mini-batch over all ranks, which average; None: these rows are all."""
     counts = Counts(info.get("batch_num_tokens"), info.get("global_batch_size"))
     needed = {"token-mean": counts.tokens, "token-sum": 0}.get(mode, counts.sequences)

@@ -59,7 +59,7 @@ NUMBER = re.compile(rf"""
 
 
 def is_right(response: str, answer: str) -> bool:
-    """Whether a response states the answer of a row."""
+    """Say whether a response states the answer of a row."""
     given, (number, unit) = number_and_unit(response), number_and_unit(answer)
     return given[0] == number if number and not unit else given == (number, unit)
 
@@ -71,7 +71,7 @@ def final_answer(text: str) -> str:
 
 def number_and_unit(text: str) -> tuple[str, str]:
     """("1234.5", "km"); a bare number has the unit "", and what is no number is all unit."""
-    text = unmarked(stated(text))
+    text = strip_marks(extract_answer(text))
     found = NUMBER.fullmatch(text) if len(text) <= LONGEST else None
     signs = re.sub("[^-+]", "", found["sign"]) if found else ""
     if not found or len(signs) > 1 or not (found["whole"] or found["decimals"]):
@@ -83,7 +83,7 @@ def number_and_unit(text: str) -> tuple[str, str]:
     return minus + number, " ".join(found["unit"].split())
 
 
-def stated(text: str) -> str:
+def extract_answer(text: str) -> str:
     r"""Return what follows the last ####, else the inside of the last \boxed{…}, else the whole."""
     if "####" in text:
         return text.rsplit("####", 1)[1].strip().split("\n")[0]
@@ -97,7 +97,7 @@ def stated(text: str) -> str:
     return text
 
 
-def unmarked(text: str) -> str:
+def strip_marks(text: str) -> str:
     """Take the marks off that surround the whole of it, one pair after the other."""
     text, before = " ".join(re.split(rf"[^\S{SPACES}]+", text)).strip(), None
     while text != before and len(text) <= LONGEST:
