@@ -1,16 +1,24 @@
-"""What is wrong with a run: sentences about its metrics, each with the knob to turn.
+"""What is wrong: sentences about a run's metrics, and the cause of a mismatch from its log-probs.
 
 This file decides what is healthy. Its limits are tables of rows: HEALTHY (a range), SEVERE (far
 beyond it), NO_LESSON (a step that teaches nothing). Where a law says what can be, the law is tested
 and no limit is set. Derivation, and how many runs each limit warned of: math/8-diagnostics.md.
 
     print(*diagnose(correct(old_log_prob, rollout_log_prob, mask, config).metrics), sep="\n")
+
+A dump has log μ and log π of sampled tokens. The laws that tell its cause are in causes.py.
+
+    python doctor.py DUMP.jsonl [--json] [--figure FILE.png]
+    python doctor.py [DUMP.jsonl] --model DIR [--older DIR …]      # without a dump it samples
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+import sys
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
+from causes import CAUSES, Finding, Tokens, find_causes
 from metrics import to_host
 
 # Metric, healthy from, to, what it means to be outside, what to turn. How many runs of chapter 10
@@ -152,3 +160,94 @@ def diagnose(metrics: Mapping[str, Any]) -> list[str]:
               for name, value in values.items()
               if name not in known and isinstance(value, float) and not math.isfinite(value)]
     return found
+
+
+# ------------------------------------------------------------------ from a dump to the cause
+
+LIMIT = 300_000         # tokens among which causes are looked for; E[ρ] is of all
+COSTS = (("prompt_ids", "temperature, penalty, padding and window are told worse or not at all"),
+         ("entropy", "what both sides record wrongly cannot be told, nor a division after the "
+          "softmax from a cut"))
+
+
+class Report(NamedTuple):
+    """Hold what a dump says: the identity over all its tokens, then at most three causes."""
+
+    responses: int
+    tokens: int
+    mean: float                         # E[ρ], and its standard error
+    error: float
+    missing: tuple[str, ...]            # of `COSTS`: what the dump does not have
+    causes: list[Finding]
+    looked_at: Tokens                   # those that the causes were looked for among
+
+    @property
+    def proper(self) -> bool | None:
+        """Say whether π is a distribution over what μ sampled; None: too few tokens to tell.
+
+        (eq:martingale)
+        """
+        if self.tokens < 100:
+            return None
+        return abs(self.mean - 1) <= max(5 * self.error, 1e-4)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"proper": self.proper, "e_rho": [self.mean, self.error], "tokens": self.tokens,
+                "causes": [{"cause": f.cause, "confidence": f.confidence, "evidence": f.evidence,
+                            "remedy": CAUSES[f.cause][1]} for f in self.causes]}
+
+    def in_short(self) -> str:
+        """Return one line: E[ρ] and the first cause."""
+        first = self.causes[0] if self.causes else None
+        return f"E[ρ] = {self.mean:.4f} ± {self.error:.4f}; " + (
+            f"{first.cause} ({first.confidence}): {first.evidence}" if first else
+            "no cause found: what differs is within the noise of two kernels")
+
+    def __str__(self) -> str:
+        said = {True: "π is a distribution over what μ sampled",
+                False: "π is NOT a distribution over what μ sampled",
+                None: "Fewer than 100 tokens cannot tell whether π is a distribution"}[self.proper]
+        lines = [f"{self.responses} responses, {self.tokens} tokens.",
+                 *(f"Without {name}: {cost}." for name, cost in COSTS if name in self.missing),
+                 f"{said}: E[ρ] = {self.mean:.4f} ± {self.error:.4f} (expected 1)."]
+        for f in self.causes:
+            what, remedy = CAUSES[f.cause]
+            lines += [f"{'Cause' if f is self.causes[0] else 'Then'}   {what} ({f.cause}): "
+                      f"{f.confidence}", f"        {f.evidence}", f"Do      {remedy}"]
+        return "\n".join(lines if self.causes else [*lines, "No cause found: what differs is "
+                                                    "within the noise of two kernels."])
+
+
+def examine(dump: Iterable[Any]) -> Report:
+    """Read responses (adapters.dumps.Response) once: E[ρ] of all, the causes from a part.
+
+    The part has at most LIMIT tokens, in whole groups of equal prompts, chosen by a hash of the
+    prompt: memory is bounded, and tokens after one prefix stay together.
+    """
+    kept: list[tuple[float, Any]] = []
+    share, held, responses, tokens, total, squares = 1.0, 0, 0, 0, 0.0, 0.0
+    lacking: set[str] = set()
+    for r in dump:
+        columns = zip(r.rollout_log_probs, r.train_log_probs, r.mask)
+        over = [math.expm1(min(20.0, pi - mu)) for mu, pi, counts in columns if counts]   # ρ − 1
+        responses, tokens = responses + 1, tokens + len(over)
+        total, squares = total + sum(over), squares + sum(x * x for x in over)
+        lacking |= {name for name, x in (("prompt_ids", r.prompt_ids), ("entropy", r.entropy))
+                    if x is None}
+        text = repr(r.token_ids if r.prompt_ids is None else (r.prompt_ids, r.line >> 12))
+        place = zlib.crc32(text.encode()) / 2 ** 32
+        if place < share:
+            kept.append((place, r))
+            held += len(over)
+        while held > LIMIT and len(kept) > 1:
+            share /= 2
+            kept = [(p, one) for p, one in kept if p < share] or kept[:1]
+            held = sum(len(one.token_ids) for _, one in kept)
+    mean, part = 1 + total / max(1, tokens), Tokens.of([r for _, r in kept])
+    return Report(responses, tokens, mean, math.sqrt(squares) / max(1, tokens),
+                  tuple(sorted(lacking)), find_causes(part), part)
+
+
+if __name__ == "__main__":
+    from plumbing.consult import main
+    sys.exit(main())

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from adapters.dumps import rows_of
 from centering import candidate_tables
 from correction import Correction, RolloutCorrectionConfig, correct, importance_weights
 from estimators import (grpo_advantages, masked_log_ratio, reinforce_advantages,
@@ -86,6 +87,8 @@ def train(run: Run) -> None:
             if run.reference is not None:
                 batch = batch._replace(ref_log_prob=score(run.reference, batch, config))
             batch = without_nonfinite(run, batch)
+            if run.looks_at(step):
+                run.look_at(step, records(policy, batch, config))
             batch = with_kl_in_reward(batch, config)
         with run.time_part("update"):
             correction = None      # bypass mode: ρ = π_θ/π_rollout changes with every update
@@ -227,6 +230,16 @@ def score(policy: Policy, batch: Batch, config: Config) -> Tensor:
         [there] = to_device(log_prob.device, rows)
         log_prob[there], _ = log_probs(policy, batch.rows(rows, there))
     return log_prob
+
+
+def records(policy: Policy, batch: Batch, config: Config) -> list[dict[str, Any]]:
+    """Return the rows as doctor.py reads them; in bypass mode π_old is computed for it alone."""
+    old, start = batch.old_log_prob, batch.tokens.shape[1] - batch.response_mask.shape[1]
+    old = score(policy, batch, config) if old is None else old
+    (prompts, tokens), (prompt_mask, token_mask) = (
+        x.tensor_split([start], 1) for x in (batch.tokens, batch.attention))
+    return rows_of(prompts, prompt_mask, tokens, token_mask, batch.response_mask,
+                   batch.rollout_log_prob, old)
 
 
 def without_nonfinite(run: Run, batch: Batch) -> Batch:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from trl import GRPOTrainer
 
+from adapters.dumps import append, rows_of
 from correction import Correction, RolloutCorrectionConfig, correct
 from losses import Counts, LossConfig, loss_means, policy_loss
 from metrics import merge, to_host
@@ -34,6 +35,17 @@ IMAGES = ("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask"
 def _refuse(trainer: Any, found: dict[str, bool]) -> None:
     if names := [name for name, here in found.items() if here]:
         raise ValueError(f"{type(trainer).__name__} does not carry {', '.join(names)}")
+
+
+def dump(batch: dict[str, Any], path: str) -> None:
+    """Append what `_generate_and_score_completions` returned to a dump for doctor.py.
+
+    A trainer of one's own calls it there; it needs vllm_importance_sampling_correction.
+    """
+    mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+    append(path, rows_of(batch["prompt_ids"], batch["prompt_mask"], batch["completion_ids"],
+                         batch["completion_mask"], mask, batch["sampling_per_token_logps"],
+                         batch["old_per_token_logps"]))
 
 
 def _phase(trainer: Any) -> str:

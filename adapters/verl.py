@@ -26,6 +26,7 @@ from verl.trainer.config.algorithm import RolloutCorrectionConfig as VerlBlock
 from verl.trainer.ppo.core_algos import register_policy_loss
 
 from adapters.dialects import from_dialect
+from adapters.dumps import append, rows_of
 from correction import Correction, RolloutCorrectionConfig
 from losses import Counts, LossConfig, loss_means, policy_loss
 from metrics import to_host
@@ -55,6 +56,16 @@ def three_policies(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor,
              "actor/pg_clipfrac": metrics["loss/clip_fraction"]}
     named |= {name: x for name, x in metrics.items() if name.startswith("rollout_corr/")}
     return loss * config.global_batch_info.get("dp_size", 1), to_host(named)
+
+
+def dump(data: Any, path: str) -> None:
+    """Append a batch of verl's driver to a dump for doctor.py: called with what
+    `calculate_debug_metrics` gets, it needs actor_rollout_ref.rollout.calculate_log_probs=true."""
+    batch, p = data.batch, data.batch["prompts"].shape[1]
+    attention = batch["attention_mask"]
+    append(path, rows_of(batch["prompts"], attention[:, :p], batch["responses"], attention[:, p:],
+                         batch["response_mask"], batch["rollout_log_probs"],
+                         batch["old_log_probs"], batch.get("entropys")))
 
 
 def carried(block: Any) -> RolloutCorrectionConfig:

@@ -50,7 +50,7 @@ from losses import (cispo_loss, exp_ratio, gspo_loss, policy_loss, ppo_clip_loss
 HERE, OUT = ROOT / "math" / "book", ROOT / "book"
 FILES = [f"{name}.py" for name in (
     "estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses",
-    "doctor", "policy", "rollout", "trainer", "kernels/log_probs")]
+    "causes", "doctor", "policy", "rollout", "trainer", "kernels/log_probs")]
 CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))
 LABEL = re.compile(r"eq:[a-z0-9]+(?:-[a-z0-9]+)*")
 DEFINITION = re.compile(rf"\*\*\(({LABEL.pattern})\)\*\*")

@@ -32,11 +32,15 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
+import plants
 from oracle import Policy
 
+from adapters.dumps import response
+from causes import Tokens
 from correction import PRESETS
 from correction import RolloutCorrectionConfig as Config
 from estimators import aggregate_log_ratio, kl_estimate
+from plumbing import gallery
 from plumbing.settings import CHANGEABLE, UserError, flat, leaves, read_yaml
 from plumbing.settings import Config as Settings
 
@@ -662,6 +666,22 @@ def compare_runs(argv):
     return 0
 
 
+# ------------------------------------------------------------------------------ causes in dumps
+
+SIGNED = ("temperature", "raw", "cut", "shift", "padding", "retokenised", "in-flight", "penalty",
+          "softcap")
+
+
+def signatures():
+    """Plant causes in one model, and draw a row of five panels for each, a healthy pair first."""
+    with torch.no_grad(), plt.rc_context({"axes.grid": False}):
+        model = plants.subject(3, "Qwen2")
+        planted = {"healthy, bf16": plants.plant(model, "healthy", seed=3, noise=True)} | {
+            cause: plants.plant(model, cause, seed=3, severity=0.6) for cause in SIGNED}
+        return gallery.draw({name: Tokens.of([response(i, row) for i, row in enumerate(rows, 1)])
+                             for name, rows in planted.items()})
+
+
 # ----------------------------------------------------------------------------- the command line
 
 FIGURES = {"length-trap": length_trap, "bias-variance": bias_variance,
@@ -669,7 +689,8 @@ FIGURES = {"length-trap": length_trap, "bias-variance": bias_variance,
            "gradient-field": gradient_field, "batch-size": batch_size, "study": study,
            "study-64": study_64, "study-64-areas": study_64_areas,
            "study-64-others": study_64_others,
-           "study-64-tried": study_64_tried, "study-64-lengths": study_64_lengths}
+           "study-64-tried": study_64_tried, "study-64-lengths": study_64_lengths,
+           "signatures": signatures}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["runs"]:

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import itertools
 import json
 import math
 import os
@@ -26,7 +27,8 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from tqdm import tqdm
 
-from doctor import diagnose
+from adapters.dumps import append, response
+from doctor import diagnose, examine
 from metrics import to_host
 from plumbing import signals
 from plumbing.checkpoints import Checkpoints, write_aside, read_metrics, write
@@ -39,6 +41,9 @@ from plumbing.settings import Config, UserError, correction_of, remarks
 from plumbing.tasks import Task, leave_out, make_demo_model, make_task, seed_of
 from policy import Policy, full_weights, load_policy
 from rollout import Cut, Sample, WeightSync
+
+
+LOOKED_AT = 256            # responses of the first batch: the doctor needs a tenth of a second
 
 
 @contextlib.contextmanager
@@ -117,6 +122,7 @@ class Run:
         self.reference: Policy | None = None       # π_ref, where there is a KL term
         self.remarks = remarks(config)             # what is accepted and may not be meant
         self.warned: set[str] = set()              # metrics that `diagnose` has already spoken of
+        self.looked = False                        # whether the doctor has seen a batch
         self.best = 0.0                            # mean reward of a step so far
 
     @property
@@ -352,6 +358,25 @@ class Run:
             if (name := sentence.split()[0]) not in self.warned:
                 self.warned.add(name)
                 self.say(f"* step {step}: {sentence}")
+
+    def looks_at(self, step: int) -> bool:
+        """Say whether `look_at` wants a step's log-probs: the first of this start, or a dump's."""
+        return not self.looked or step <= self.config.train.dump
+
+    def look_at(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Dump a step's rows, of all ranks; of the first, say what doctor.py makes of some."""
+        if step <= self.config.train.dump:
+            parts: list[Any] = [None] * dist.get_world_size()
+            dist.gather_object(rows, parts if self.main else None)
+            if self.main:
+                place = self.directory / "dumps" / f"step-{step:06d}.jsonl"
+                place.parent.mkdir(exist_ok=True)
+                place.unlink(missing_ok=True)          # of a start that was killed in this step
+                append(place, [row for part in parts for row in part])
+        if not self.looked and self.main:
+            report = examine(itertools.starmap(response, enumerate(rows[:LOOKED_AT], 1)))
+            self.say(f"the first batch, as doctor.py sees it: {report.in_short()}")
+        self.looked = True
 
     def save_if_due(self, step: int) -> None:
         """Every train.save_every steps, at the end, and when SIGTERM has come to any rank."""

@@ -143,6 +143,8 @@ class TrainConfig:
     save_every: int = setting(50, "steps between checkpoints", 1)
     keep: int = setting(3, "checkpoints that stay", 1)
     eval_every: int = setting(50, "steps between evaluations", 1)
+    dump: int = setting(0, "steps whose tokens and log-probs runs/<run>/dumps/ has, for doctor.py; "
+                        "run.dump is another name for it", 0)
     grace: float = setting(25.0, "seconds that SIGTERM leaves: to end a step and save it", 0)
     on_nonfinite: Literal["raise", "skip"] = setting(
         "raise", "on a number that is not finite: end, or leave it out")
@@ -164,7 +166,8 @@ class Config:
 
 # What may differ when a run is continued.
 CHANGEABLE = {"train.steps", "train.save_every", "train.keep", "train.eval_every", "train.grace",
-              "train.on_nonfinite", "rollout.gpu_memory_utilization", "rollout.timeout"}
+              "train.dump", "train.on_nonfinite", "rollout.gpu_memory_utilization",
+              "rollout.timeout"}
 
 
 def help_text() -> str:
@@ -207,7 +210,7 @@ def load_config(argv: list[str]) -> Config:
                         "hydra (and so verl) asks for: give the trainer an environment of its own, "
                         "pip install -r requirements.txt; the core and adapters/ need no OmegaConf")
     paths = [a for a in argv if "=" not in a or (a.endswith(".yaml") and Path(a).is_file())]
-    overrides = [a for a in argv if a not in paths]
+    overrides = [re.sub("^run[.]dump=", "train.dump=", a) for a in argv if a not in paths]
     if len(paths) > 1:
         raise UserError(f"expected at most one FILE.yaml, and key=value, not {paths}")
     user, given = read_yaml(Path(paths[0]) if paths else None, overrides)

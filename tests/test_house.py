@@ -23,18 +23,19 @@ from metrics import to_host
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = ("estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses",
-        "doctor", "policy", "rollout", "trainer")
-CORE, PACKAGES = BOOK[:8], ("kernels", "plumbing", "adapters")
+        "causes", "doctor", "policy", "rollout", "trainer")
+CORE, PACKAGES = BOOK[:9], ("kernels", "plumbing", "adapters")
 MAY_IMPORT = {
     "estimators": set(), "surrogates": {"estimators"}, "rejection": {"estimators"},
     "metrics": {"estimators", "rejection"},
     "correction": {"estimators", "metrics", "rejection", "surrogates"},
-    "centering": {"correction", "rejection"}, "doctor": {"metrics"},
+    "centering": {"correction", "rejection"}, "causes": set(),
+    "doctor": {"causes", "metrics"},
     "losses": {"estimators", "surrogates", "rejection", "correction", "centering"},
     "kernels": set(), "policy": {"kernels", "plumbing.models"},
     "rollout": {"estimators", "kernels"},
-    "plumbing": {"plumbing", "policy", "rollout", "metrics", "doctor", "kernels",
-                 "adapters.dialects", "adapters.vllm",
+    "plumbing": {"plumbing", "policy", "rollout", "metrics", "causes", "doctor", "kernels",
+                 "adapters.dialects", "adapters.dumps", "adapters.vllm",
                  "correction", "rejection", "surrogates"},
     "adapters": {"adapters", *CORE, "rollout"},
     "trainer": {*BOOK[:-1], "kernels", "plumbing", "adapters"}}
@@ -73,8 +74,11 @@ def test_the_version_is_stated_alike():
 
 
 def imported(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Return what a file imports, but for what it starts when it is run as a command."""
+    tree, names = ast.parse(path.read_text()), set()
+    if isinstance(tree.body[-1], ast.If) and "__main__" in ast.unparse(tree.body[-1].test):
+        tree.body.pop()
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = sorted((ROOT / "math").glob("*.md"), key=lambda path: int(path.name.split("-")[0]))
 CORE = [ROOT / f"{name}.py" for name in (
     "estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses",
-    "doctor")]
+    "causes", "doctor")]
 LABEL = re.compile(r"eq:[a-z0-9]+(?:-[a-z0-9]+)*")
 DEFINITION = re.compile(rf"^\*\*\(({LABEL.pattern})\)\*\*$", re.MULTILINE)
 

@@ -1,0 +1,122 @@
+"""Dumps hold sampled tokens with the log-probs of both sides; they are read a row at a time.
+
+This file decides which formats are known: ours, prime-rl's token export, NeMo-RL's
+train_data_step*.jsonl, and parquet with the columns of any of them. A bad row is a ValueError with
+its line: nothing is guessed, and no pickle is opened. `rows_of` makes rows of a padded batch, such
+as verl's, TRL's and this trainer's.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Response(NamedTuple):
+    """Hold one response; every list but `prompt_ids` has an entry for each of its tokens."""
+
+    line: int                               # of the file, from 1
+    token_ids: list[int]
+    rollout_log_probs: list[float]          # log μ as the sampler recorded it
+    train_log_probs: list[float]            # log π as the trainer recomputed it; may be −∞
+    prompt_ids: list[int] | None
+    mask: list[bool]                        # False: not sampled, such as a tool's output
+    entropy: list[float] | None = None      # of π, before each token
+    versions: list[int] | None = None       # of the weights that drew each token
+
+
+# Log μ, log π and the mask: ours, then those of formats whose lists begin with the prompt.
+OURS = ("rollout_log_probs", "train_log_probs", "response_mask")
+WHOLE = (("inference_logprobs", "trainer_logprobs", "loss_mask"),           # prime-rl
+         ("generation_logprobs", "prev_logprobs", "token_loss_mask"))       # NeMo-RL
+
+
+def read(path: str | Path) -> Iterator[Response]:
+    """Yield the responses of a dump, in order; raise ValueError, with the line, where it is bad."""
+    if str(path).endswith(".parquet"):
+        yield from (response(line, row) for line, row in enumerate(_parquet(path), 1))
+        return
+    with open(path, "rb") as file:
+        for line, text in enumerate(file, 1):
+            try:
+                row = json.loads(text) if text.strip() else None
+            except ValueError:              # bytes that are no text, too
+                raise ValueError(f"line {line}: this is not JSON") from None
+            if text.strip():
+                yield response(line, row)
+
+
+def response(line: int, row: Any) -> Response:
+    """Check one row, and bring it to our form."""
+    if not isinstance(row, dict):
+        raise ValueError(f"line {line}: a row must be a table of lists, by name")
+    names = next((names for names in WHOLE if names[0] in row), OURS)
+    version, n = row.get("weight_version"), len(row.get("token_ids") or [])
+    versions = [version] * n if isinstance(version, int) else version
+    given = {"token_ids": row.get("token_ids"), names[0]: row.get(names[0]),
+             names[1]: row.get(names[1]), names[2]: row.get(names[2]),
+             "entropy": row.get("entropy"), "weight_version": versions}
+    for i, (name, column) in enumerate(given.items()):
+        if column is None and (i < 3 or (i == 3 and names in WHOLE)):
+            raise ValueError(f"line {line}: {name} is missing")
+        if column is not None and (not isinstance(column, list) or len(column) != n):
+            raise ValueError(f"line {line}: {name} must be a list with an entry for each token")
+        _check(line, name, column or [], whole=i in (0, 5), log_prob=i in (1, 2), lowest=i == 2)
+    prompt, first = row.get("prompt_ids"), 0
+    _check(line, "prompt_ids", prompt or [], whole=True)
+    if names in WHOLE:                      # the prompt is what stands before the first that counts
+        n = min(n, int(row.get("input_lengths", n)))
+        first = next((t for t in range(n) if row[names[2]][t]), n)
+        prompt = row["token_ids"][:first]
+    tokens, mu, pi, mask, entropy, versions = (x and x[first:n] for x in given.values())
+    return Response(line, tokens or [], mu or [], pi or [], prompt,
+                    [bool(x) for x in mask] if mask else [True] * len(tokens or []),
+                    entropy or None, versions or None)
+
+
+def _check(line: int, name: str, column: Any, *, whole: bool = False, log_prob: bool = False,
+           lowest: bool = False) -> None:
+    good = isinstance(column, list) and set(map(type, column)) <= (
+        {int} if whole else {int, float, bool})
+    total = sum(column) if good else math.nan
+    if not math.isfinite(total) and not (lowest and total == -math.inf):
+        raise ValueError(f"line {line}: {name} has an entry that is no finite number")
+    if log_prob and column and max(column) > 0.1:           # 16 bits put a few a little above 0
+        raise ValueError(f"line {line}: {name} has a value above 0, which is no log-prob")
+
+
+def _parquet(path: str | Path) -> Iterator[dict[str, Any]]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise ValueError("parquet is read with pyarrow: pip install pyarrow") from None
+    for batch in parquet.ParquetFile(path).iter_batches(256):
+        yield from batch.to_pylist()
+
+
+def rows_of(prompts: Tensor, prompt_mask: Tensor, tokens: Tensor, token_mask: Tensor,
+            response_mask: Tensor, rollout_log_prob: Tensor, train_log_prob: Tensor,
+            entropy: Tensor | None = None) -> list[dict[str, Any]]:
+    """Return a padded batch as rows of a dump, [B, P] twice and [B, T]; write a row a line.
+
+    A log-prob that is not a number, as TRL has where vLLM gave none, is 0 and left out by the mask.
+    """
+    known = response_mask.bool() & rollout_log_prob.isfinite()
+    columns = {"token_ids": tokens, "rollout_log_probs": rollout_log_prob.nan_to_num(),
+               "train_log_probs": train_log_prob, "response_mask": known.int()}
+    columns |= {} if entropy is None else {"entropy": entropy}
+    columns = {name: x.detach().cpu() for name, x in columns.items()}
+    prompts, prompt_mask, token_mask = (
+        x.detach().cpu() for x in (prompts, prompt_mask.bool(), token_mask.bool()))
+    return [{"prompt_ids": prompts[i][prompt_mask[i]].tolist(),
+             **{name: x[i][token_mask[i]].tolist() for name, x in columns.items()}}
+            for i in range(len(tokens))]
+
+
+def append(path: str | Path, rows: list[dict[str, Any]]) -> None:
+    """Add rows to a dump."""
+    with open(path, "a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)

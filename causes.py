@@ -1,0 +1,480 @@
+"""Causes of a mismatch have laws: from log μ and log π of sampled tokens to what is wrong.
+
+This file decides which law names which cause. Tokens were drawn from p, μ is what the sampler
+recorded of them, π what the trainer computed; ρ = π/μ. Laws compete in one unit, the share of the
+gap that each leaves; the best one is taken out of the data, and the rest is looked at again. Where
+a law is an identity its error comes from the data. What is set by hand says so, and
+math/doctor-rates.txt has how often all of it is right. Derivation: math/11-what-is-wrong.md.
+
+    print(*find_causes(Tokens.of(adapters.dumps.read("dump.jsonl"))), sep="\n")
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+FLOOR = 0.01            # logits: of a gap below it nothing needs to be explained
+RECORD = 0.01           # what a wrong record leaves: its law is not about sizes
+
+
+class Tokens(NamedTuple):
+    """Hold the tokens that count, [N] each, in the order of the dump."""
+
+    mu: Tensor                          # log μ
+    pi: Tensor                          # log π
+    row: Tensor                         # which response, and the place in it
+    t: Tensor
+    start: Tensor                       # length of the prompt, −1 where it is not known
+    ids: Tensor
+    last: Tensor                        # bool: the end token, where it ends a response
+    prefix: Tensor                      # equal where the prompt and all tokens before are equal
+    seen: Tensor                        # bool: it stands before in the response
+    known: Tensor                       # bool: it stands in the prompt
+    version: Tensor
+    entropy: Tensor                     # of π, NaN where not known
+
+    @classmethod
+    def of(cls, responses: Sequence[Any]) -> "Tokens":
+        """Make the columns of responses as adapters/dumps.py reads them."""
+        rows: list[tuple[Any, ...]] = []
+        numbers: dict[int, int] = {}
+        longest = max((len(r.token_ids) for r in responses), default=0)
+        ends = Counter(r.token_ids[-1] for r in responses if 0 < len(r.token_ids) < longest)
+        end = max(ends, key=lambda v: ends[v], default=None)
+        for i, r in enumerate(responses):
+            prompt = () if r.prompt_ids is None else tuple(r.prompt_ids)
+            prefix, start = hash((i, "?") if r.prompt_ids is None else prompt), len(prompt)
+            before: set[int] = set()
+            for t, v in enumerate(r.token_ids):
+                if r.mask[t]:
+                    rows.append((
+                        min(0.0, r.rollout_log_probs[t]),
+                        min(0.0, max(-40.0, r.train_log_probs[t])), i, t,
+                        -1 if r.prompt_ids is None else start, v,
+                        v == end and t == len(r.token_ids) - 1,
+                        numbers.setdefault(prefix, len(numbers)), v in before, v in prompt,
+                        r.versions[t] if r.versions else 0,
+                        r.entropy[t] if r.entropy else math.nan))
+                before.add(v)
+                prefix = hash((prefix, v))
+        kinds = [torch.float64] * 2 + [torch.long] * 4 + [torch.bool, torch.long] + [
+            torch.bool] * 2 + [torch.long, torch.float64]
+        columns = zip(*rows) if rows else [()] * len(kinds)
+        return cls(*(torch.tensor(x, dtype=kind) for x, kind in zip(columns, kinds)))
+
+    def d(self) -> Tensor:
+        """Return log ρ: [N]."""
+        return self.pi - self.mu
+
+    def e(self) -> Tensor:
+        """Return the gap in log-odds: [N]."""
+        return log_odds(self.pi) - log_odds(self.mu)
+
+    def take(self, keep: Tensor) -> "Tokens":
+        """Return those tokens alone."""
+        return Tokens(*(x[keep] for x in self))
+
+
+class Finding(NamedTuple):
+    """Hold a cause, the share of the gap that it leaves, what was seen, and the dump without it."""
+
+    cause: str
+    left: float
+    evidence: str
+    rest: Tokens | None = None
+    enough: bool = False                # pairs of tokens show that nothing else is everywhere
+
+    @property
+    def confidence(self) -> str:
+        return "certain" if self.left < 0.3 else "likely" if self.left < 1 else "suggested"
+
+
+def log_odds(x: Tensor) -> Tensor:
+    """Return log p/(1 − p) of log p, the unit in which an error of a logit has one size.
+
+    (eq:log-odds)
+    """
+    return x - (1.001 - x.exp()).log()              # 1e-3: near p = 1 rounding would decide
+
+
+def _mean(x: Tensor) -> float:
+    return x.abs().mean().item() if len(x) else 0.0
+
+
+def _share(x: Tensor) -> float:
+    return x.double().mean().item() if len(x) else 0.0
+
+
+def _z(x: Tensor) -> float:
+    """Return Σx/√Σx²: standard normal where each x has mean 0 given what was drawn before it."""
+    return (x.sum() / x.square().sum().sqrt().clamp(min=1e-12)).item()
+
+
+def gap_left(e: Tensor, *parts: Tensor) -> float:
+    """Return the share of a gap that remains if each part has a size of its own.  (eq:gap-left)
+
+        Π (mean|e| of the part)^{n of the part / n} / mean|e|
+
+    A Laplace distribution describes n numbers in n log mean|e| nats, but for a constant: the share
+    is exp(−nats saved per token), in which causes of any kind can be compared.
+    """
+    nats = sum(len(x) * math.log(_mean(x) + FLOOR) for x in (e[part] for part in parts))
+    return math.exp(nats / max(1, len(e))) / (_mean(e) + FLOOR)
+
+
+def numerics(x: Tokens) -> float:
+    """Return the mean gap, in logits, up to which two kernels with the same weights may differ.
+
+    Set by hand: larger logits round more coarsely, and their spread is what a dump shows of them.
+    Of healthy pairs in bfloat16 the largest has 0.65 of it; below it int8 looks the same.
+    """
+    return 0.012 + 0.015 * min(2.4, log_odds(x.mu).std().item()) ** 3
+
+
+def pairs(x: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return indices of two tokens after one prefix, and of one token that was drawn there twice.
+
+    (eq:same-prefix)
+    """
+    first: dict[int, dict[int, int]] = {}
+    other: list[tuple[int, int]] = []
+    same: list[tuple[int, int]] = []
+    for k, (prefix, token) in enumerate(zip(x.prefix.tolist(), x.ids.tolist())):
+        group = first.setdefault(prefix, {})
+        if token in group:
+            same.append((k, group[token]))
+        elif group:
+            other.append((k, next(iter(group.values()))))
+        group.setdefault(token, k)
+    (i, j), (k, m) = (torch.tensor(y).reshape(-1, 2).long().unbind(-1) for y in (other, same))
+    return i, j, k, m
+
+
+def _fit(y: Tensor, *columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Fit least squares without the worst tenth: coefficients, and the residuals of all."""
+    matrix, keep = torch.stack(columns, -1), torch.ones_like(y, dtype=torch.bool)
+    beta, residual = y.new_zeros(len(columns)), y
+    for _ in range(2):
+        square = matrix[keep].T @ matrix[keep] + 1e-9 * torch.eye(len(columns), dtype=y.dtype)
+        beta = torch.linalg.solve(square, matrix[keep].T @ y[keep])
+        residual = y - matrix @ beta
+        keep = residual.abs() <= residual.abs().quantile(0.9)
+    return beta, residual
+
+
+# --- where the gap is: a part of the tokens is dirty, the others are clean
+
+def from_where_wild(x: Tokens) -> tuple[Tensor, Tensor]:
+    """Find the tokens of few responses from which on the gap is wild; and all tokens of these."""
+    e, n = x.e().abs() + FLOOR, int(x.row.max()) + 1
+    clean = e.median()
+    wild = torch.maximum(e.quantile(0.995) / 2, 4 * clean)
+    nats = e / clean - e / wild - (wild / clean).log()          # saved if the token is a wild one
+    before = nats.cumsum(0) - nats
+    lowest = before.new_full((n,), math.inf).scatter_reduce(0, x.row, before, "amin")
+    index = torch.arange(len(e))
+    begins = index.new_full((n,), len(e)).scatter_reduce(
+        0, x.row, torch.where(before == lowest[x.row], index, len(e)), "amin")
+    begun = index >= begins[x.row]
+    saved = nats.new_zeros(n).index_add(0, x.row, torch.where(begun, nats, 0.0))
+    hit = (saved > 10)[x.row]
+    return hit & begun, hit
+
+
+def parts_of(x: Tokens) -> Iterator[tuple[str, float, str, Tensor, Tensor]]:
+    """Yield (cause, how many times cleaner the rest is, where, dirty tokens, tokens to drop)."""
+    yield "eos", 2.5, "of end tokens", x.last, x.last
+    zero = (x.mu > -1e-7) & (x.pi < -1) & ~x.last & (x.t > 0)
+    beside = (zero[1:] & zero[:-1] & (x.row[1:] == x.row[:-1])).sum()
+    if beside >= max(2, 0.4 * zero.sum()) and _mean(x.pi[zero]) > 1.5:
+        yield "tool", 1, "where log μ = 0 and log π < −1", zero, zero
+    dirty, whole = from_where_wild(x)
+    rows = x.row[dirty].unique()
+    if len(rows) <= 0.35 * len(x.row.unique()) and x.d()[dirty].mean() < -0.2 and (
+            _mean(x.e()[dirty]) > 1):
+        yield "retokenised", 4, f"of {len(rows)} responses, each from some token on", dirty, whole
+    old = x.version < x.version.max()
+    yield "stale", 1.5, "of tokens of older versions", old, old
+    if x.start.max() > x.start.min() >= 0:
+        short = x.start < x.start.max()
+        yield "padding", 4, "after prompts shorter than the longest", short, short
+    for cause, place, what in (("window", x.start + x.t, "position"), ("in-flight", x.t, "token")):
+        if x.start.min() >= 0 or cause == "in-flight":
+            for at in place.unique()[3:-2].tolist():
+                yield cause, 3, f"from {what} {at} on", place >= at, place >= at
+                if cause == "in-flight":
+                    yield cause, 3, f"before {what} {at}", place < at, place < at
+
+
+def places(x: Tokens) -> list[Finding]:
+    """Find the best part of each kind, where all others are clean."""
+    found: dict[str, Finding] = {}
+    e, limit = x.e(), numerics(x)
+    for cause, ratio, where, dirty, drop in parts_of(x):
+        if dirty.sum() < 3 or (~dirty).sum() < 10:
+            continue
+        size, rest = _mean(e[dirty]), _mean(e[~dirty])
+        if cause not in ("tool", "retokenised"):            # not one token among many clean ones
+            size = min(size, 1.5 * e[dirty].abs().median().item())
+        if size < max(limit, 0.05, ratio * rest) or (
+                cause == "eos" and rest > limit and size < 8 * rest):
+            continue
+        share = RECORD / 2 if cause == "tool" else gap_left(e, dirty, ~dirty)
+        chance = math.exp(-10 / len(e))         # ten nats are no accident
+        if share < min(chance, found.get(cause, Finding("", BOUNDS.get(cause, 1.0), "")).left):
+            found[cause] = Finding(cause, share, f"mean gap {where} {size:.3f} logits "
+                                   f"({int(dirty.sum())} tokens), of all others {rest:.3f}",
+                                   x.take(~drop))
+    return list(found.values())
+
+
+BOUNDS = {"window": 0.9, "in-flight": 0.9, "retokenised": 0.8}  # healthy pairs leave 0.93
+
+
+# --- what kind of number the gap is
+
+def grid(x: Tokens) -> Finding | None:
+    """See whether log-probs are numbers that 16 bits can hold: they were computed in 16 bits."""
+    for name, column in (("log μ", x.mu), ("log π", x.pi)):
+        values = column[column < -1e-4].float()
+        for kind in (torch.bfloat16, torch.float16):
+            share = _share(values == values.to(kind).float())
+            if len(values) >= 20 and share > 0.99 and x.d().any():
+                return Finding("bf16-log-softmax", 0.0, f"{share:.1%} of {name} are numbers of "
+                               f"{str(kind)[6:]}: by chance, one in thousands", x, True)
+    return None
+
+
+def shift(x: Tokens) -> Finding | None:
+    """See whether log π of a token is log μ of its neighbour; the column off is what scatters.
+
+    One token after one prefix has one log-prob, so what a right column gives for it never scatters.
+    """
+    i = torch.arange(len(x.t) - 1)
+    i = i[(x.row[1:] == x.row[:-1]) & (x.t[1:] == x.t[:-1] + 1)]
+    _, _, k, m = pairs(x)
+    wrong = "μ" if _mean(x.mu[k] - x.mu[m]) > _mean(x.pi[k] - x.pi[m]) else "π"
+    for name, here, there in (("next", i, i + 1), ("previous", i + 1, i)):
+        gap, now = _mean(x.pi[there] - x.mu[here]), _mean(x.d()[here])
+        if len(i) > 20 and gap + FLOOR < 0.6 * (now + FLOOR):
+            rest = (x.take(there)._replace(mu=x.mu[here]) if wrong == "μ" else
+                    x.take(here)._replace(pi=x.pi[there]))
+            return Finding("shift", RECORD * gap / now, f"mean |log π − log μ| {now:.3f}, but "
+                           f"{gap:.3f} to log π of the {name} token; log {wrong} is off", rest)
+    return None
+
+
+def penalty(x: Tokens) -> Finding | None:
+    """See whether μ has a penalty: it makes old tokens less likely, all others likelier."""
+    found: list[Finding] = []
+    for what, old in (("the response", x.seen), ("prompt or response", x.seen | x.known)):
+        d = x.d()
+        seen, new = d[old & (d.abs() > 1e-4)], d[~old & (d.abs() > 1e-4)]
+        if min(len(seen), len(new)) >= 10:
+            above, below = _share(seen > 0), _share(new < 0)
+            error = (seen.var() / len(seen) + new.var() / len(new)).sqrt()
+            if above + below > 1.45 and below > 0.7 and seen.mean() - new.mean() > 5 * error:
+                found.append(Finding("penalty", (2 - above - below) / 2, f"log ρ < 0 for "
+                                     f"{below:.1%} of {len(new)} tokens new in {what}, > 0 for "
+                                     f"{above:.1%} of {len(seen)} seen before", x.take(~old), True))
+    return min(found, key=lambda f: f.left, default=None)
+
+
+def record(x: Tokens) -> Finding | None:
+    """See whether π is no distribution over what μ sampled, and log ρ has one sign.
+
+    (eq:martingale, eq:record-sign, eq:unnormalised)
+
+    Then there is a cut, or a wrong record. A cut of μ alone leaves log ρ = log of the mass
+    kept, a record without it the opposite. Dividing by τ after the softmax leaves
+    log Σp^{1/τ} = (1 − 1/τ)·H_{1/τ}, Rényi's entropy.
+    """
+    d, h = x.d(), x.entropy
+    z, lean = _z(d.expm1()), (d.mean() / d.square().mean().clamp(min=1e-12)).item()
+    if abs(z) < 5 or -0.8 < lean < 1.2 or z * lean < 0:         # −½ for a small honest gap
+        return None
+    sign = _share(d < 1e-5) if z < 0 else _share(d > -1e-5)
+    evidence = (f"E[ρ] = {d.exp().mean().item():.4f}, {abs(z):.0f} standard errors from 1; log ρ "
+                f"{'≤' if z < 0 else '≥'} 0 on {sign:.1%} of the tokens")
+    i, j, _, _ = pairs(x)
+    rest = x._replace(mu=(x.mu + d.median()).clamp(max=0)), _mean(d[i] - d[j]) < numerics(x)
+    some = (d.abs() > 1e-3) & (h > 1e-2)
+    if some.sum() > 20:
+        power = _fit(d[some].abs().log(), h[some].log(), torch.ones_like(h[some]))[0][0].item()
+        ranks = torch.stack([y.argsort().argsort() for y in (d.abs(), h)]).double()
+        if torch.corrcoef(ranks)[0, 1] > 0.82 and 0.85 < power < 1.17:
+            return Finding("temperature", RECORD, f"{evidence}, and grows with the entropy (rank "
+                           f"correlation {torch.corrcoef(ranks)[0, 1].item():.2f}): divided by τ "
+                           "after the softmax", *rest)
+    return Finding("cut" if z < 0 else "raw", RECORD, evidence, *rest)
+
+
+def slope_of(x: Tokens) -> Finding | None:
+    """See whether the gap is a slope of the log-odds, and of differences after one prefix.
+
+    (eq:temperature-slope, eq:same-prefix). That is a temperature:
+
+        log π(v) − log π(w) = τ (log μ(v) − log μ(w))
+
+    A softcap bends these differences, a record without τ has E[log ρ] > 0 in the place of < 0.
+    """
+    d, e, odds = x.d(), x.e(), log_odds(x.mu)
+    (slope, _), residual = _fit(e, odds, torch.ones_like(e))
+    spread = residual[residual.abs() <= residual.abs().quantile(0.9)].std().clamp(min=1e-9)
+    t = (slope * odds.std() * math.sqrt(len(e)) / spread).item()
+    share = (_mean(residual) + FLOOR) / (_mean(e) + FLOOR)
+    if abs(t) < 12 or share > 0.93 or abs(slope.item()) < 0.03:
+        return None
+    evidence = f"log-odds of π are {1 + slope.item():.3f} × those of μ ({t:+.0f} standard errors)"
+    cause, enough = "temperature", _mean(residual) < numerics(x)
+    i, j, _, _ = pairs(x)
+    if len(i) >= 8:
+        a, b = x.mu[i] - x.mu[j], x.pi[i] - x.pi[j]
+        (factor,), line = _fit(b, a)
+        bent = _fit(b, a, x.mu[i].square() - x.mu[j].square())[1]
+        gain = len(i) * math.log((_mean(line) + FLOOR / 4) / (_mean(bent) + FLOOR / 4))
+        share = min(share, (_mean(line) + FLOOR) / (_mean(b - a) + FLOOR))
+        evidence += (f"; {len(i)} pairs of tokens after one prefix: Δ log π = {factor.item():.3f} "
+                     f"· Δ log μ, {_mean(line) / max(_mean(b - a), 1e-9):.0%} of the gap left, "
+                     f"{_mean(bent) / max(_mean(b - a), 1e-9):.0%} by a bent line")
+        enough = min(_mean(line), _mean(bent)) < numerics(x)
+        cause = "softcap" if gain > 6 else cause
+    if cause == "temperature" and d.mean() > 0 and abs(_z(d.expm1())) > abs(_z((-d).expm1())):
+        cause, evidence = "raw", f"{evidence}; E[log ρ] = {d.mean().item():+.4f}, above 0"
+    mended = log_odds(x.pi) - residual
+    mended = x._replace(mu=(torch.nn.functional.logsigmoid(mended) + math.log(1.001)).clamp(max=0))
+    return Finding(cause, share, evidence, mended, enough)
+
+
+def calibration(x: Tokens) -> Finding | None:
+    """See whether E[−log π − H] is not 0: the only sign where both sides make one mistake.
+
+    (eq:calibration)
+    """
+    excess = -x.pi - x.entropy
+    if not abs(_z(excess)) > 4.5 or _mean(x.e()) > numerics(x):         # NaN: not known
+        return None
+    return Finding("raw", 0.9, "both sides agree, but neither is what was drawn: E[−log π − H] = "
+                   f"{excess.mean().item():+.3f}, {abs(_z(excess)):.0f} standard errors from 0")
+
+
+def texture(x: Tokens) -> Finding | None:
+    """Name what differs everywhere: by its tail, by chance, by how it fades, or not at all."""
+    limit, whole = numerics(x), x.e().abs()
+    unsure = (x.mu < -0.01) | (x.pi < -0.01)        # of the others no column shows the logits
+    x = x.take(unsure) if unsure.sum() > 20 else x
+    e, t = x.e(), x.t
+    size, middle, rare = _mean(e), e.abs().median().item(), e.abs().quantile(0.97).item()
+    evidence = f"mean gap {size:.3f} logits (two kernels: up to {limit:.3f})"
+    if middle < 0.4 * size and rare > (0.5 if middle < 0.05 * limit else 3) * limit:
+        return Finding("flips", 1.0, f"{evidence}; half of the tokens are below {middle:.3f}, one "
+                       f"in 33 above {rare:.3f}")
+    if min(_mean(whole), 1.3 * middle) < limit:          # 16 bits flip a few
+        return None
+    _, _, k, m = pairs(x)
+    scatter = _mean(e[k] - e[m]) / (_mean(e[k]) + _mean(e[m]) + FLOOR)
+    if len(k) >= 5 and scatter > 0.3:
+        return Finding("dropout", 1.0, f"{evidence}; drawn again after the same prefix "
+                       f"({len(k)} times), a token scatters by {scatter:.0%}")
+
+    def fading(since: Tensor) -> float:
+        octave = torch.where(since < 0, -1, (since.clamp(min=0) + 1).double().log2().floor().long())
+        return gap_left(e, *(octave == k for k in octave.unique()))
+    start, n = fading(t), len(t)
+    later, at = min(((fading(t - at), at) for at in range(3, int(t.max()) - 2)),
+                    default=(start, 0))
+    early, late, early_7, late_15 = (_mean(e[y]) for y in (t < at, t >= at, t < 7, t >= 15))
+    if n * math.log(start / later) > 20 and late < 0.75 * early:         # nats; chance gives 19
+        return Finding("in-flight", 1.0, f"{evidence}; before token {at} {early:.3f}, then "
+                       f"it fades to {late_15:.3f}")
+    if start < 0.984 - 4 / n and early_7 > 1.25 * late_15:
+        return Finding("context", 1.0, f"{evidence}; of the first seven tokens {early_7:.3f}, from "
+                       f"the fifteenth on {late_15:.3f}")
+    return Finding("weights", 1.0, evidence)
+
+
+RECORDS = {"temperature", "softcap", "raw", "cut"}      # after one of them, another is its rest
+
+
+def find_causes(x: Tokens) -> list[Finding]:
+    """Name at most three: what explains most of the gap; without it, what explains the rest."""
+    found: list[Finding] = []
+    while len(found) < 3 and len(x.t) > 20:
+        named = {f.cause for f in found}
+        named |= RECORDS if named & RECORDS else set()
+        named |= RECORDS | {"in-flight", "window"} if "penalty" in named else set()
+        parts = [f for f in places(x) if f.cause not in named]
+        laws = [f for law in (grid, shift, penalty, record, slope_of, calibration)
+                if (f := law(x)) and f.cause not in named]
+        if any(f.rest and len(f.rest.t) > 20 and not record(f.rest) for f in parts):
+            laws = [f for f in laws if f.left != RECORD]        # few tokens make it improper
+        first = min(parts + laws, key=lambda f: f.left, default=None)
+        if first is None and not (found and found[-1].enough):
+            first = texture(x)
+        if first is None or first.cause in named:
+            break
+        found.append(first)
+        if first.rest is None:
+            break
+        x = first.rest
+    return found
+
+
+# ----------------------------------------------------------------------------- what to change
+
+# Cause: what it is, in a phrase, and what to change, in the words of this trainer and of others.
+CAUSES = {
+    "temperature": ("the two sides score at different temperatures",
+                    "one temperature, before the softmax: rollout.temperature here, the actor's "
+                    "temperature in verl, temperature in TRL, sampling_params in SkyRL"),
+    "raw": ("log μ was recorded before the temperature or the cut",
+            "ask the engine for processed log-probs: logprobs_mode=processed_logprobs in vLLM"),
+    "cut": ("what top-p, top-k or min-p cut from μ is not cut from π",
+            "top_p=1, top_k=-1 and min_p=0, or replay the kept ids; no weight repairs it, for what "
+            "was cut is never sampled"),
+    "shift": ("one column is off by one token",
+              "log-probs of token t come from the logits of t − 1: check the slice, and whether "
+              "the padding moved it"),
+    "eos": ("the end token alone differs",
+            "the same end token, counted by both: no label −100 on it, no min_tokens, no ban"),
+    "tool": ("tokens that nobody sampled are counted",
+             "mask what a tool or the environment wrote: response_mask here, in verl and in SkyRL, "
+             "the completion mask in TRL"),
+    "retokenised": ("some responses were turned to text and encoded anew",
+                    "hand the sampled token ids on, never the text"),
+    "padding": ("rows that were padded on the left are scored wrongly",
+                "pass attention_mask, and position_ids that begin at 0 after the padding"),
+    "window": ("beyond one position a side sees less of the context",
+               "one max_model_len, sliding_window and rope scaling on both sides"),
+    "context": ("the two sides see different prompts, or one a stale prefix cache",
+                "compare the prompt's ids (template, system prompt, BOS twice), and reset the "
+                "prefix cache when weights change"),
+    "in-flight": ("the weights changed while responses were being written",
+                  "drain before an update, or record log μ and the version token by token and "
+                  "correct with token weights (correction.preset=decoupled_token_is)"),
+    "penalty": ("the sampler punishes tokens that stood there before",
+                "repetition_penalty=1, presence_penalty=0, frequency_penalty=0, and look into "
+                "generation_config.json"),
+    "softcap": ("one side leaves out the final logit softcap",
+                "apply final_logit_softcapping on both sides: fused heads often forget it"),
+    "dropout": ("the trainer draws at random while it scores",
+                "model.eval(), or dropout 0 and lora_dropout 0 in the config"),
+    "flips": ("a mixture of experts routes some tokens otherwise",
+              "replay the engine's routing (verl: router replay, SkyRL: r3), or compute the "
+              "router in float32; token weights bound what is left"),
+    "bf16-log-softmax": ("the log-softmax was computed in 16 bits",
+                         "logits.float() before log_softmax"),
+    "stale": ("older versions of the weights drew a part of the tokens",
+              "fewer steps of delay: rollout.staleness here, the asynchronous level elsewhere; or "
+              "token weights (correction.preset=decoupled_token_is)"),
+    "weights": ("the weights differ: stale, rounded, partly synchronised, or another adapter",
+                "python doctor.py DUMP --model DIR tells which; until then token weights "
+                "(correction.preset=decoupled_token_is)"),
+    "numerics": ("the noise of two kernels", "nothing"),
+}

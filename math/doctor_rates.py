@@ -1,0 +1,160 @@
+"""How often doctor.py names the planted cause: one table, from models that its rules never saw.
+
+The rules of doctor.py were written while looking at the dumps of the split `written` alone, and are
+judged on those of `judged`: other architectures, other seeds. math/doctor-rates.txt is its output.
+
+    python math/doctor_rates.py --cache DIR [--split judged] [--write math/doctor-rates.txt]
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import plants
+import torch
+
+import doctor
+from adapters.dumps import read
+
+SPLITS = {"written": ("Qwen2", "Llama", "Mixtral", "Olmo2"),
+          "judged": ("Gemma2", "Qwen2Moe", "Mistral", "Qwen3")}
+FIRST_SEED = {"written": 0, "judged": 5000}
+MIXTURES = ("Mixtral", "Qwen2Moe")
+ROWS = (128, 64, 32, 16, 8)
+EACH, HEALTHY = 12, 50                  # dumps of each cause, and of no cause, in each split
+PAIRS = (("temperature", "eos"), ("temperature", "weights"), ("shift", "temperature"),
+         ("cut", "eos"), ("cut", "weights"), ("eos", "weights"), ("padding", "eos"),
+         ("tool", "temperature"), ("retokenised", "weights"), ("window", "temperature"),
+         ("penalty", "eos"), ("raw", "weights"), ("in-flight", "temperature"),
+         ("tool", "weights"), ("shift", "weights"), ("temperature", "retokenised"))
+
+
+class Case(NamedTuple):
+    """One dump: on which model, what is planted, how strongly."""
+
+    name: str
+    architecture: str
+    model: int
+    cause: str
+    seed: int
+    severity: float
+    variant: str | None
+    noise: bool
+    second: str | None
+
+
+def cases(split: str) -> Iterator[Case]:
+    """Every dump of a split: causes, healthy pairs, pairs of causes."""
+    names = SPLITS[split]
+    mixtures = [name for name in names if name in MIXTURES]
+    for c, (cause, variants) in enumerate(plants.VARIANTS.items()):
+        count = HEALTHY if cause == "healthy" else 3 * EACH // 2 if cause == "weights" else EACH
+        for i in range(count):
+            among = mixtures if cause == "flips" else names
+            architecture = among[(i + c) % len(among)]
+            model = FIRST_SEED[split] + (i * 7 + c) % (6 if cause == "flips" else 4)
+            yield Case(f"{cause}-{i}", architecture, model, cause,
+                       FIRST_SEED[split] + 100 * c + i, (i * 5 % count) / (count - 1),
+                       variants[(i // 2 if len(variants) % 2 == 0 else i) % len(variants)],
+                       i % 2 == 1, None)
+    for c, (first, second) in enumerate(PAIRS):
+        for i in range(3):
+            seed = FIRST_SEED[split]
+            yield Case(f"{first}+{second}-{i}", names[(c + i) % len(names)], seed + (c + i) % 4,
+                       first, seed + 7000 + 10 * c + i, 0.3 + 0.3 * i, None, i == 1, second)
+
+
+def dumps(split: str, cache: Path) -> Iterator[tuple[Case, Path]]:
+    """Make what the cache does not have yet, a file for each case."""
+    subjects: dict[tuple[str, int], plants.Subject] = {}
+    folder = cache / split
+    folder.mkdir(parents=True, exist_ok=True)
+    todo = list(cases(split))
+    for case in sorted(todo, key=lambda case: (case.architecture, case.model)):
+        path = folder / f"{case.name}.jsonl"
+        if not path.exists():
+            key = case.architecture, case.model
+            if key not in subjects:
+                subjects = {key: plants.subject(case.model, case.architecture)}
+            rows = plants.plant(subjects[key], case.cause, case.seed, case.severity, case.variant,
+                                case.noise, case.second)
+            plants.write(rows, path)
+        yield case, path
+
+
+def names(responses: list[Any]) -> list[str]:
+    return [finding.cause for finding in doctor.examine(responses).causes]
+
+
+def judge(split: str, cache: Path, rows: int) -> tuple[Counter[tuple[str, str]], list[str]]:
+    """Count, for each cause, the dumps and how many answers name it first or among two."""
+    count: Counter[tuple[str, str]] = Counter()
+    missed: list[str] = []
+    for case, path in dumps(split, cache):
+        found = names(list(dump_rows(path, rows)))
+        if case.second:
+            both = {case.cause, case.second}
+            cause, first = "pairs of causes", found[:1] and found[0] in both
+            two = both <= set(found)
+        elif case.cause == "healthy":
+            cause, first, two = case.cause, not found, not found
+        else:
+            cause, first, two = case.cause, found[:1] == [case.cause], case.cause in found[:2]
+        count[cause, "n"] += 1
+        count[cause, "first"] += bool(first)
+        count[cause, "two"] += bool(two)
+        if not first:
+            missed.append(f"{case.name} ({case.architecture}, {case.variant}, severity "
+                          f"{case.severity:.2f}{', bf16' if case.noise else ''}): "
+                          f"{' > '.join(found) or 'healthy'}")
+    return count, missed
+
+
+def dump_rows(path: Path, rows: int) -> Iterator[Any]:
+    for response in read(path):
+        if response.line > rows:
+            return
+        yield response
+
+
+def table(split: str, cache: Path) -> str:
+    """Return the rates as markdown: by cause at 128 rows, and of all causes by number of rows."""
+    lines = [f"Dumps of {', '.join(SPLITS[split])}: 16 prompts × 8 responses × at most 40 tokens.",
+             "", "| cause | dumps | first | among two |", "|---|---|---|---|"]
+    count, missed = judge(split, cache, 128)
+    for cause in [*plants.VARIANTS, "pairs of causes"]:
+        n, first, two = (count[cause, x] for x in ("n", "first", "two"))
+        said = f"{two} both" if cause.startswith("pairs") else two
+        lines.append(f"| {'no alarm on healthy' if cause == 'healthy' else cause} | {n} | {first} "
+                     f"| {said} |")
+    lines += ["", "| rows | first | among two | false alarms | pairs: one first | both |",
+              "|---|---|---|---|---|---|"]
+    for rows in ROWS:
+        got = count if rows == 128 else judge(split, cache, rows)[0]
+        single = [c for c in plants.VARIANTS if c != "healthy"]
+        n, first, two = (sum(got[c, x] for c in single) for x in ("n", "first", "two"))
+        pairs, one, both = (got["pairs of causes", x] for x in ("n", "first", "two"))
+        lines.append(f"| {rows} | {first / n:.1%} | {two / n:.1%} | "
+                     f"{got['healthy', 'n'] - got['healthy', 'first']} of {got['healthy', 'n']} | "
+                     f"{one / pairs:.0%} | {both / pairs:.0%} |")
+    return "\n".join([*lines, "", "Not named first, at 128 rows:", "", *(f"* {x}" for x in missed),
+                      ""])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--split", choices=SPLITS, default="judged")
+    parser.add_argument("--write", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    text = table(given.split, given.cache)
+    print(text)
+    if given.write:
+        given.write.write_text(f"# How often doctor.py names the cause\n\n{text}")

@@ -1,0 +1,328 @@
+"""Plant causes into tiny models, rescore, and print how often side, cause and parameter are right.
+
+    python math/rescore_rates.py [--tune] [-v] [CAUSE …]
+
+The split: rules and thresholds of plumbing/rescore.py were chosen on TUNED; the rates are those of
+JUDGED, whose architectures, seeds and values differ.
+"""
+
+import copy
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
+
+import torch
+import transformers
+from torch import Tensor
+
+from estimators import sampling_log_probs
+from kernels.shapes import pad_rows
+from adapters.dumps import Response
+from plumbing.rescore import Rescored, rescore
+from rollout import quantize_weights
+
+VOCABULARY, OLDER = 40, 3
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCABULARY, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+    initializer_range=0.15, pad_token_id=0, eos_token_id=1, bos_token_id=2, head_dim=12)
+KINDS: dict[str, dict[str, Any]] = {
+    "Qwen2": dict(tie_word_embeddings=True), "Llama": dict(tie_word_embeddings=False),
+    "Qwen3": dict(tie_word_embeddings=False),
+    "Gemma2": dict(final_logit_softcapping=3.0, query_pre_attn_scalar=12, initializer_range=0.5),
+    "Mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "Qwen3Moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
+                     decoder_sparse_step=1)}
+TUNED = [("Qwen2", 0), ("Gemma2", 1), ("Mixtral", 2), ("Llama", 10)]
+JUDGED = [("Qwen2", 41), ("Gemma2", 42), ("Qwen3", 43), ("Qwen3Moe", 44), ("Mixtral", 45)]
+
+
+class Planted(NamedTuple):
+    """A Planted is a dump with one fault, and what the fault is."""
+
+    cause: str
+    wanted: Any                    # the value that is to be found; None: none is
+    side: str
+    noise: str
+    paths: list[str]               # of the model and its older checkpoints
+    responses: list[Response]
+
+
+def make_models(kind: str, seed: int, place: Path) -> tuple[Any, list[Any], list[str]]:
+    """Return a model, its older checkpoints, newest first, and the directories of all of them.
+
+    An update adds noise of 3 % of their standard deviation to the weights.
+    """
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind]})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+    models, paths = [model], []
+    for _ in range(OLDER):
+        older = copy.deepcopy(models[-1])
+        with torch.no_grad():
+            for w in older.parameters():
+                w += 0.03 * w.std().nan_to_num(0).clamp(min=0.01) * torch.randn_like(w)
+        models.append(older)
+    for k, each in enumerate(models):
+        paths.append(str(place / f"{kind}-{seed}-{k}"))
+        each.save_pretrained(paths[-1])
+    return model, models[1:], paths
+
+
+@torch.no_grad()
+def sample(model: Any, prompts: list[list[int]], longest: int, readout) -> list[list[int]]:
+    """Return a response to each prompt, drawn from what `readout` makes of the logits."""
+    found = [list[int]() for _ in prompts]
+    for _ in range(longest):
+        rows = [p + y for p, y in zip(prompts, found)]
+        z = model(pad_rows(rows, "right")[0]).logits.float()
+        for i, (prompt, y) in enumerate(zip(prompts, found)):
+            if y[-1:] != [1]:
+                p = readout(z[i, len(rows[i]) - 1:len(rows[i])], prompt, y).softmax(-1)
+                y.append(int(torch.multinomial(p, 1)))
+    return found
+
+
+@torch.no_grad()
+def score(model: Any, prompts, responses, change=lambda p, y: p, readout=lambda z, p, y: z,
+          dtype=torch.float32, log_softmax=lambda z: z.log_softmax(-1)) -> list[Tensor]:
+    """Return each response's log-probs: the reference, a row at a time."""
+    found = []
+    for prompt, y in zip(prompts, responses):
+        before = change(prompt, y)
+        z = model(torch.tensor([before + y])).logits[0, len(before) - 1:-1].float()
+        z = torch.cat([readout(z[t:t + 1], prompt, y[:t]) for t in range(len(y))])
+        found.append(log_softmax(z).float().gather(-1, torch.tensor(y)[:, None])[:, 0])
+    return found
+
+
+def plain_readout(z: Tensor, prompt: list[int], tokens: list[int]) -> Tensor:
+    return z
+
+
+def penalised(kind: str, x: float):
+    def readout(z: Tensor, prompt: list[int], tokens: list[int]) -> Tensor:
+        z = z.clone()
+        if kind == "repetition":
+            ids = torch.tensor(sorted({*prompt, *tokens}))
+            z[:, ids] = torch.where(z[:, ids] > 0, z[:, ids] / x, z[:, ids] * x)
+        else:
+            for v in tokens if kind == "frequency" else set(tokens):
+                z[:, v] -= x
+        return z
+    return readout
+
+
+def cut(**given: Any):
+    return lambda z, *_: sampling_log_probs(z, **given)[0]
+
+
+def with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
+    changed = copy.deepcopy(model)
+    if model.config.tie_word_embeddings and "model.embed_tokens.weight" in weights:
+        weights = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
+    changed.load_state_dict({**model.state_dict(), **weights})
+    return changed
+
+
+def in_bfloat16(model: Any) -> Any:
+    changed = copy.deepcopy(model).bfloat16()
+    for b, a in zip(changed.buffers(), model.buffers()):
+        b.data = a.data
+    return changed
+
+
+def fp8(w: Tensor) -> Tensor:
+    if w.dim() < 2:
+        return w
+    scale = w.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 448
+    return (w / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+@torch.no_grad()
+def band(model: Any, prompts, responses, width: int) -> list[Tensor]:
+    found = []
+    for prompt, y in zip(prompts, responses):
+        n = len(prompt) + len(y)
+        gap = torch.arange(n)[:, None] - torch.arange(n)
+        mask = torch.zeros(n, n).masked_fill((gap < 0) | (gap >= width), torch.finfo().min)
+        z = model(torch.tensor([prompt + y]), attention_mask=mask[None, None]).logits
+        z = z[0, len(prompt) - 1:-1].float().log_softmax(-1)
+        found.append(z.gather(-1, torch.tensor(y)[:, None])[:, 0])
+    return found
+
+
+@torch.no_grad()
+def alone(model: Any, prompts, responses, last: int) -> list[Tensor]:
+    return [torch.stack([
+        model(torch.tensor([(p + y[:t])[-last:]])).logits[0, -1].float().log_softmax(-1)[y[t]]
+        for t in range(len(y))]) for p, y in zip(prompts, responses)]
+
+
+def shifted(rows: list[Tensor], by: int) -> list[Tensor]:
+    return [torch.roll(x, by) for x in rows]
+
+
+def dropped(model: Any, prompts, responses, p: float) -> list[Tensor]:
+    changed = copy.deepcopy(model).train()
+    for m in changed.modules():
+        if hasattr(m, "attention_dropout"):
+            m.attention_dropout = p
+    return score(changed, prompts, responses)
+
+
+def plants(model: Any, older: list[Any], prompts, rng: Any):
+    """Yield (cause, parameter, sampling readout, function of responses → log-probs)."""
+    def pick(*values): return values[int(torch.randint(len(values), (1,), generator=rng))]
+    def capped(x): return lambda z, p, y: x * (z / x).tanh()
+    def heated(τ): return lambda z, p, y: z / τ
+    none = plain_readout
+    def plain(ps, ys, **k): return score(model, ps, ys, **k)
+    def by(changed): return lambda ps, ys: score(changed, ps, ys)
+    yield "none", None, none, plain
+    τ = pick(0.7, 0.8, 1.2)
+    r = heated(τ)
+    yield "raw", τ, r, lambda ps, ys, r=r: plain(ps, ys, readout=r)
+    for τ in (pick(0.6, 0.7, 0.8), pick(1.1, 1.25, 1.5)):
+        r = heated(τ)
+        yield "temperature", τ, r, lambda ps, ys, r=r: plain(ps, ys, readout=r)
+    τ = pick(0.7, 0.85, 1.3)
+    yield "temperature", τ, none, lambda ps, ys, τ=τ: [x / τ for x in plain(ps, ys)]
+    for given in (dict(top_p=pick(0.8, 0.9, 0.95)), dict(top_k=pick(3, 5, 10)),
+                  dict(min_p=pick(0.02, 0.05, 0.1))):
+        r = cut(**given)
+        yield "cut", next(iter(given.values())), r, lambda ps, ys, r=r: plain(ps, ys, readout=r)
+    for kind, x in (("repetition", pick(1.05, 1.2, 1.5)), ("presence", pick(0.3, 0.5, 1.0)),
+                    ("frequency", pick(0.2, 0.5, 1.0))):
+        r = penalised(kind, x)
+        yield "penalty", x, r, lambda ps, ys, r=r: plain(ps, ys, readout=r)
+    cap = model.config.final_logit_softcapping if hasattr(
+        model.config, "final_logit_softcapping") else None
+    if cap:
+        bare = copy.deepcopy(model)
+        bare.config.final_logit_softcapping = None
+        yield "softcap", None, none, by(bare)
+    else:
+        x = pick(2.0, 5.0, 8.0)
+        r = capped(x)
+        yield "softcap", x, r, lambda ps, ys, r=r: plain(ps, ys, readout=r)
+    by_one = pick(1, -1)
+    yield "shift", None, none, lambda ps, ys: shifted(plain(ps, ys), by_one)
+    pad = pick(0, 0, 3)
+    most = max(map(len, prompts)) + pad
+    yield "padding", most, none, lambda ps, ys: plain(
+        ps, ys, change=lambda p, y: [0] * (most - len(p)) + p)
+    W = pick(12, 16, 20)
+    yield "window", W, none, lambda ps, ys: band(model, ps, ys, W)
+    yield "window", W, none, lambda ps, ys: alone(model, ps, ys, W)
+    yield "bf16-log-softmax", None, none, lambda ps, ys: plain(
+        ps, ys, log_softmax=lambda z: z.bfloat16().log_softmax(-1))
+    yield "dropout", None, none, lambda ps, ys: dropped(model, ps, ys, 0.1)
+    k = pick(1, 2, 3)
+    yield "weights", k, none, by(older[k - 1])
+    for place in (f"layers.{pick(0, 1)}.", "embed", "head"):
+        k = pick(1, 2, 3)
+        chosen = {n: w for n, w in older[k - 1].state_dict().items() if place in n}
+        if place == "head" and model.config.tie_word_embeddings:
+            continue
+        yield "weights", (place, k), none, by(with_weights(model, chosen))
+    for bits in (pick(3, 4, 5), pick(6, 7, 8)):
+        yield "weights", bits, none, by(with_weights(
+            model, dict(quantize_weights(model.state_dict().items(), bits))))
+    yield "weights", "fp8", none, by(with_weights(
+        model, {n: fp8(w) for n, w in model.state_dict().items()}))
+    yield "context", None, none, lambda ps, ys: plain(ps, ys, change=lambda p, y: p[1:])
+    yield "context", None, none, lambda ps, ys: plain(ps, ys, change=lambda p, y: p[:1] + p)
+    k, t = pick(1, 2, 3), pick(5, 9, 14)
+    yield "in-flight", (t, k), none, lambda ps, ys, k=k, t=t: [
+        torch.cat([a[:t], b[t:]]) for a, b in zip(score(older[k - 1], ps, ys), plain(ps, ys))]
+
+
+def right(wanted: Any, found: Any) -> bool:
+    if wanted is None:
+        return True
+    if isinstance(wanted, float):          # two digits
+        return isinstance(found, float) and abs(found / wanted - 1) < 0.01
+    if isinstance(wanted, str):
+        return wanted in str(found)
+    if isinstance(wanted, tuple):
+        if isinstance(wanted[0], str):
+            return isinstance(found, tuple) and wanted[0].strip(".") in found[0] + "." \
+                and found[1] == wanted[1]
+        return found == wanted
+    return found == wanted or (isinstance(found, tuple) and wanted in found)
+
+
+def planted(kind: str, seed: int, place: Path, groups: int = 8, longest: int = 32,
+            only: Sequence[str] = ()) -> Iterator[Planted]:
+    """Yield every plant on both sides, each with one of three noises in turn: 4 rows a prompt.
+
+    The trainer's faults are on samples of the plain model. What both sides score correctly is in
+    float32, or in bfloat16 ("other"); the noise is on the faulty side too where it is "both".
+    """
+    model, older, paths = make_models(kind, seed, place)
+    rng, noisy, drawn = torch.Generator().manual_seed(seed), in_bfloat16(model), dict[Any, Any]()
+    lengths = (5, 9, 14, 7, 11, 6, 12, 8)[:groups]
+    prompts = [x for n in lengths
+               for x in [torch.randint(3, VOCABULARY, (n,), generator=rng).tolist()] * 4]
+    for i, (cause, wanted, readout, faulty) in enumerate(plants(model, older, prompts, rng)):
+        for side in ("rollout", "train"):
+            if (only and cause not in only) or (side == "train" and cause in ("none", "raw")):
+                continue
+            read = plain_readout if side == "train" else readout
+            if read not in drawn:
+                torch.manual_seed(1000 * seed + i)
+                drawn[read] = sample(model, prompts, longest, read)
+            noise = ("none", "other", "both")[(i + seed + (side == "train")) % 3]
+            ys = drawn[read]
+            bad, good = faulty(prompts, ys), score(model, prompts, ys)
+            rounded = score(noisy, prompts, ys)
+            if noise == "both" and cause not in ("bf16-log-softmax", "in-flight"):
+                bad = [x + (a - b) for x, a, b in zip(bad, rounded, good)]
+            good = good if noise == "none" else rounded
+            if cause == "raw":                       # the trainer is at the temperature, as it was
+                bad, good = good, bad
+            μ, π = ([x.clamp(-30, 0).tolist() for x in column]
+                    for column in ((bad, good) if side == "rollout" else (good, bad)))
+            yield Planted(cause, wanted, side, noise, paths, [
+                Response(n, y, a, b, p, [True] * len(y))
+                for n, (p, y, a, b) in enumerate(zip(prompts, ys, μ, π))])
+
+
+def verdict(plant: Planted, found: Rescored) -> tuple[bool, bool, bool]:
+    """Return whether the guilty side, the cause and its value are right."""
+    own = found.rollout if plant.side == "rollout" else found.train
+    healthy = plant.cause == "none"
+    cause = own.cause == (None if healthy else plant.cause)
+    return (found.guilty == ("none" if healthy else plant.side), cause,
+            cause and right(plant.wanted, own.parameter))
+
+
+def main(arguments: list[str]) -> None:
+    """Print what was missed, and after each model the rates so far."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    only = [x for x in arguments if not x.startswith("-")]
+    sums: dict[str, list[int]] = {}
+    with tempfile.TemporaryDirectory() as place:
+        for kind, seed in TUNED if "--tune" in arguments else JUDGED:
+            for plant in planted(kind, seed, Path(place), only=only):
+                found = rescore(plant.paths[0], plant.paths[1:], plant.responses)
+                good = verdict(plant, found)
+                sums[plant.cause] = [a + b for a, b in zip(
+                    sums.get(plant.cause, [0] * 4), (1, *good))]
+                if not all(good) or "-v" in arguments:
+                    print(kind, seed, *plant[:4], found.guilty, *found.lines(), sep=" | ",
+                          flush=True)
+            print(f"{'cause':20}{'plants':>8}{'side':>8}{'cause':>8}{'value':>8}")
+            total = [sum(x) for x in zip(*sums.values())]
+            for cause, (n, *good) in [*sums.items(), ("all", total)]:
+                print(f"{cause:20}{n:8}" + "".join(f"{x / n:8.1%}" for x in good), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,79 @@
+"""The doctor's command: reads a dump, or samples one, and prints what doctor.py makes of it.
+
+    python doctor.py DUMP.jsonl [--json] [--figure FILE.png]
+    python doctor.py [DUMP.jsonl] --model DIR [--older DIR …] [--engine vllm]
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from adapters.dumps import read
+from causes import Finding
+from doctor import Report, examine
+
+if TYPE_CHECKING:
+    from plumbing.rescore import Rescored
+
+RESCORED = 1024                 # responses at most that the model scores
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command: 0 if the pair is healthy, 1 if a cause was found, 2 if it cannot be read."""
+    parser = argparse.ArgumentParser(prog="doctor.py", description="From log-probs to the cause.")
+    parser.add_argument("dump", nargs="?", metavar="DUMP", help="JSON-lines or parquet, a response "
+                        "a line; without one --model samples")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("--figure", metavar="FILE.png", help="draw the dump above known causes")
+    parser.add_argument("--model", metavar="DIR", help="the trainer's model: it rescores the dump")
+    parser.add_argument("--older", metavar="DIR", nargs="+", default=[],
+                        help="its older checkpoints, newest first")
+    parser.add_argument("--engine", default="auto", choices=("auto", "transformers", "vllm"),
+                        help="which samples where there is no dump")
+    given = parser.parse_args(argv)
+    if not (given.dump or given.model):
+        parser.error("give a DUMP, --model DIR, or both")
+    try:
+        report, rescored = consult(given)
+    except (OSError, ValueError) as error:
+        print(f"doctor.py: {error}", file=sys.stderr)
+        return 2
+    if given.json:
+        more = {"model": rescored.as_json()} if rescored else {}
+        print(json.dumps(report.as_json() | more, ensure_ascii=False))
+    else:
+        print(report, *(rescored.lines() if rescored else []), sep="\n")
+    return int(bool(report.causes))
+
+
+def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
+    """Return the report, and what the columns are where a model has rescored them."""
+    responses, rescored = read(given.dump) if given.dump else iter(()), None
+    if given.model:                 # imported here: a dump alone needs no transformers
+        from plumbing.rescore import random_prompts, rescore, sample_and_score
+        few = list(itertools.islice(responses, RESCORED)) if given.dump else sample_and_score(
+            given.model, given.engine, random_prompts(given.model))
+        responses = itertools.chain(few, responses)
+        rescored = rescore(given.model, given.older, few)
+    report = examine(responses)
+    if not report.tokens:
+        raise ValueError("the dump has no token that counts")
+    if rescored:
+        report = report._replace(causes=explained(rescored, report.causes))
+    if given.figure:
+        from plumbing.gallery import save
+        save(report.looked_at, given.figure)
+    return report, rescored
+
+
+def explained(rescored: "Rescored", suggested: list[Finding]) -> list[Finding]:
+    """Return what the model found, of the guilty columns; or the dump's, if a column is unknown."""
+    columns = {"log μ": rescored.rollout, "log π": rescored.train}
+    if any(match.cause == "unknown" for match in columns.values()):
+        return suggested
+    return [Finding(match.cause, match.left, f"{name} is {match.name}: {match.left:.1%} of the gap "
+                    f"left (next: {match.next[0]}, {match.next[1]:.1%})")
+            for name, match in columns.items() if match.cause]

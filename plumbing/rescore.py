@@ -1,0 +1,206 @@
+"""Rescoring decides what a dump can only suggest: which distribution IS log μ, which IS log π?
+
+The trainer's model scores the same tokens under every row of plumbing/hypotheses.py, and both
+columns of a dump are matched to these. This file decides
+* A hypothesis h is judged by the share of the gap to the plain model that it leaves,
+  Σ(recorded − h)² / Σ(recorded − plain)², in log-odds, where noise of the logits is level.
+* A hypothesis with values to search pays for them: it must be likelier by their number.
+* What bfloat16 changes on this model is measured, and is no fault.
+
+    found = rescore("path/to/model", ["one/update/older", "two/updates/older"], responses)
+    print(*found.lines(), found.as_json(), sep="\\n")
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from kernels.shapes import pad_rows
+from adapters.dumps import Response
+from plumbing.engines import make_engine
+from plumbing.hypotheses import EXACT, TABLE, Hypothesis, Scorer, log_odds
+from plumbing.models import read_model
+from policy import Policy
+from rollout import DTYPES
+
+LOGITS = 2 ** 28       # at most, in float32: 1 GB; further responses are left out
+SOLVED = 1e-4          # share left: no further row is tried. The right row leaves 1e-6 in float32
+HARMLESS = 0.05        # share left by the plain model in bfloat16: its own kernels leave 0 … 0.03
+EXPLAINED = 0.35       # share left; with bfloat16's noise the right row leaves up to a tenth
+FLOORS = 4             # times bfloat16's squared noise: less is noise. Faults start at ten
+DRAWN = 10             # nats by which the mean of dropout must be likelier than the plain model
+
+
+class Match(NamedTuple):
+    """A Match is a hypothesis with its best value for one column."""
+
+    name: str
+    cause: str | None              # None: no fault. "unknown": a fault that no row explains
+    parameter: Any
+    left: float                    # share of the gap to the plain model
+    cost: float                    # nats: −log likelihood, and what the search of a value costs
+    rest: float = 0.0              # mean squared log-odds left
+    next: tuple[str, float] = ("", 1.0)        # the likeliest other hypothesis, and what it leaves
+
+
+class Rescored(NamedTuple):
+    """Rescored says what both columns are, and which side is guilty."""
+
+    rollout: Match
+    train: Match
+    guilty: str                    # "rollout", "train", "both" or "none"
+
+    def lines(self) -> list[str]:
+        """Return a line for log π, one for log μ, and one for each cause."""
+        sides = [("log π", "trainer", self.train), ("log μ", "sampler", self.rollout)]
+        return [*(f"{symbol} is {m.name:40} {m.left:6.1%} of the gap left" + (
+            f" (next: {m.next[0]}, {m.next[1]:.1%})" if m.cause else f": the {who} is innocent")
+            for symbol, who, m in sides),
+            *(f"Cause: {m.cause}, at the {who}" for _, who, m in sides if m.cause)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what --json prints."""
+        return {"guilty": self.guilty, **{side: {
+            "is": m.name, "cause": m.cause, "parameter": m.parameter, "left": m.left,
+            "next": list(m.next)} for side, m in zip(("rollout", "train"), self[:2])}}
+
+
+def match(s: Scorer, recorded: Tensor, mask: Tensor,
+          table: Sequence[Hypothesis] = TABLE) -> list[Match]:
+    """Match a column [N] to each row of a table, until one leaves nothing."""
+    r = log_odds(recorded)
+    gap = (r - log_odds(s.log_prob(s.plain))).square() * mask
+    found = list[Match]()
+
+    def left(h: Hypothesis, x: Any) -> float:
+        rest = (r - log_odds(h.score(s, x))).square()
+        rest = torch.where(rest.isfinite(), rest * mask, gap)      # NaN tells nothing
+        return ((rest.sum() + EXACT * len(r)) / (gap.sum() + EXACT * len(r))).item()
+
+    for h in table:
+        if any(m.left < (SOLVED if m.cause else HARMLESS) for m in found) or (
+                found and gap.mean() < EXACT):
+            break
+        tried = {x: left(h, x) for x in h.values(s, gap)}
+        for _ in range(4 * h.search):              # six values between the best one's neighbours
+            order = sorted(tried)
+            i = order.index(min(order, key=tried.__getitem__))
+            low, high = order[max(0, i - 1)], order[min(len(order) - 1, i + 1)]
+            tried |= {x: left(h, x) for x in (low + (high - low) * j / 7 for j in range(1, 7))}
+        if tried:
+            least = min(tried.values())
+            ties = [x for x in tried if tried[x] <= 1.0001 * least]
+            best = (min(ties) + max(ties)) / 2 if h.search else ties[0]  # a cut is no one number
+            name = h.name.format(*best) if isinstance(best, tuple) else h.name.format(best)
+            cost = mask.sum().item() / 2 * math.log(least) + 2 * math.log(len(tried))
+            found.append(Match(name, h.cause, best, least, cost))
+    return found
+
+
+def judge(s: Scorer, recorded: Tensor, mask: Tensor) -> Match:
+    """Return which hypothesis a column [N] is.
+
+    What it leaves must be what kernels of the same weights differ by, or a third of the gap.
+    """
+    def squares(h: Tensor) -> float:
+        return (log_odds(recorded) - log_odds(h)).square()[mask].mean().item() + EXACT
+
+    noisy = s.log_prob(s.noisy.plain)
+    gap, fits = squares(s.log_prob(s.plain)), match(s, recorded, mask)
+    noise = FLOORS * ((log_odds(noisy) - log_odds(s.log_prob(s.plain))).square()[mask].mean().item()
+                      + EXACT)
+    share = squares(noisy) / gap
+    if share < 0.8:                       # bfloat16 shows: a small fault may be on top of it
+        earned = mask.sum().item() / 2 * math.log(share)
+        large = {None, "shift", "context", "padding", "window", "dropout"}
+        small = [h for h in TABLE if h.cause not in large]
+        fits += [m._replace(left=m.left * share, cost=m.cost + earned)
+                 for m in match(s.noisy, recorded, mask, small) if m.left < 0.9]
+    best, *others = sorted(fits, key=lambda m: m.cost)
+    other = next((m for m in others if m.name != best.name), best)
+    best = best._replace(rest=best.left * gap, next=(other.name, other.left))
+    mean_of_dropout = best.cause == "dropout" and best.cost < -DRAWN
+    if best.left > 0.1 and torch.equal(recorded[mask], recorded[mask].bfloat16().float()):
+        return best._replace(name=TABLE[2].name, cause=TABLE[2].cause, parameter=None)
+    if best.left < EXPLAINED or mean_of_dropout or (best.left < 0.9 and best.rest < noise):
+        return best
+    best = best._replace(parameter=None, left=1.0, rest=gap, next=(best.name, best.left))
+    return (best._replace(name="plain", cause=None) if gap < noise else
+            best._replace(name="none of these", cause="unknown"))
+
+
+def rescore(path: str, older: Sequence[str], responses: Iterable[Response]) -> Rescored:
+    """Say which hypotheses the two columns of a dump are.
+
+    path: the directory of the trainer's model. older: those of its older checkpoints, newest first.
+    Raises ValueError where a response has no prompt.
+    """
+    kept, model = list(responses), read_model(path).eval()
+    if missing := [r.line for r in kept if not r.prompt_ids]:
+        raise ValueError(f"line {missing[0]} has no prompt_ids: no model can score its response.")
+    most = LOGITS // model.config.get_text_config().vocab_size
+    kept = kept[:max(1, sum(n <= most for n in accumulate(len(r.token_ids) for r in kept)))]
+    rows = [(list(r.prompt_ids or ()), list(r.token_ids)) for r in kept]
+    s = Scorer(model, [read_model(p).state_dict() for p in older], rows)
+    μ, π = (torch.tensor([x for row in column for x in row]) for column in (
+        [r.rollout_log_probs for r in kept], [r.train_log_probs for r in kept]))
+    mask = torch.tensor([m for r in kept for m in r.mask])
+    rollout, train = judge(s, μ, mask), judge(s, π, mask)
+    # Both may be at the temperature of sampling; then it is from there that one departs.
+    for one, other, column in sorted(((rollout, train, π), (train, rollout, μ)),
+                                     key=lambda pair: pair[0].left):
+        if one.name.startswith("at temperature") and other.cause:
+            hot = judge(Scorer(model, s.older, rows, temperature=one.parameter), column, mask)
+            if hot.cause is None or (hot.cause != "unknown" and hot.rest < other.rest):
+                at = f", at temperature {one.parameter:.3g}"
+                value = hot.parameter if hot.cause else one.parameter
+                hot = hot._replace(name=hot.name + at, parameter=value)
+                agreed = one._replace(cause=None)
+                rollout, train = (agreed, hot) if column is π else (hot, agreed)
+                break
+    # E[log π − log μ] ≤ 0 over samples of μ. Else they are of π, and μ is a raw record.
+    proper = train.cause in ("temperature", "cut", "penalty") and "divided" not in train.name
+    if rollout.cause is None and proper and (π - μ)[mask].sum() > 0:
+        rollout = train._replace(name=f"plain, before {train.name}", cause="raw")
+        train = train._replace(cause=None)
+    if (rollout.name, rollout.parameter) == (train.name, train.parameter):
+        rollout, train = rollout._replace(cause=None), train._replace(cause=None)
+    sides = [side for side, m in (("rollout", rollout), ("train", train)) if m.cause]
+    return Rescored(rollout, train, "both" if len(sides) > 1 else (sides or ["none"])[0])
+
+
+@torch.no_grad()
+def sample_and_score(path: str, engine: str, prompts: Sequence[list[int]], *, max_tokens: int = 40,
+                     temperature: float = 1.0, dtype: str = "float32",
+                     train_dtype: str = "float32", **settings: Any) -> list[Response]:
+    """Sample a response to each prompt with an engine, and score it with the trainer's policy.
+
+    engine, dtype, settings: as in `make_engine`, such as top_p, whose sets are not replayed.
+    """
+    longest = max(map(len, prompts)) + max_tokens
+    sampler = make_engine(engine, path, dtype=dtype, max_model_len=longest, **settings)
+    try:
+        samples = sampler.generate(prompts, range(len(prompts)), temperature=temperature,
+                                   max_tokens=max_tokens, eos_ids=[])
+    finally:
+        sampler.close()
+    policy = Policy(read_model(path).to(DTYPES[train_dtype]).eval(), temperature)
+    before, after = pad_rows(prompts, "left"), pad_rows([x.tokens for x in samples], "right")
+    tokens, attention = (torch.cat(pair, 1) for pair in zip(before, after))
+    log_prob = policy(tokens, attention, after[0].shape[1])
+    return [Response(n, x.tokens, x.log_probs, row[:len(x.tokens)].tolist(), prompt,
+                     [True] * len(x.tokens))
+            for n, (prompt, x, row) in enumerate(zip(prompts, samples, log_prob), 1)]
+
+
+def random_prompts(path: str, count: int = 32, same: int = 4) -> list[list[int]]:
+    """Return prompts of 5 to 12 random ids, each `same` times, where there is no task."""
+    vocabulary, g = AutoConfig.from_pretrained(path).get_text_config().vocab_size, torch.Generator()
+    drawn = [torch.randint(vocabulary, (5 + i % 8,), generator=g.manual_seed(i)).tolist()
+             for i in range(count // same)]
+    return [prompt for prompt in drawn for _ in range(same)]

@@ -1,0 +1,262 @@
+"""doctor.py: the cause of a gap from a dump, on plants of tests/plants.py.
+
+How often it is right, on models that its rules never saw, is math/doctor_rates.py's table.
+"""
+
+import functools
+import json
+import math
+
+import plants
+import pytest
+import torch
+from oracle import Policy, close, expectation, kl
+
+import causes
+import doctor
+from adapters.dumps import Response, read, response
+from plumbing.consult import main
+
+MODELS = ("Qwen2", "Mixtral", "Gemma2")
+
+
+@functools.cache
+def model(architecture):
+    return plants.subject(3, architecture)
+
+
+def responses(rows):
+    return [response(line, row) for line, row in enumerate(rows, 1)]
+
+
+@functools.cache
+def planted(cause, architecture="Qwen2", variant=None, second=None, noise=False, seed=3):
+    rows = plants.plant(model(architecture), cause, seed, 0.7, variant, noise, second, groups=10)
+    return responses(rows)
+
+
+def names(report):
+    return [finding.cause for finding in report.causes]
+
+
+CASES = [
+    ("temperature", "sampler"), ("temperature", "trainer"), ("temperature", "after"),
+    ("raw", "tau"), ("raw", "top-p"), ("cut", "top-p"), ("cut", "top-k"), ("shift", "trainer+1"),
+    ("shift", "sampler-1"), ("eos", "zero"), ("tool", "zero"), ("retokenised", "swap"),
+    ("padding", "trainer"), ("window", "window"), ("context", "template"), ("in-flight", "anew"),
+    ("penalty", "presence"), ("softcap", "sampler"), ("dropout", "trainer"), ("flips", "trainer"),
+    ("bf16-log-softmax", "trainer"), ("stale", "two"), ("weights", "int4")]
+
+
+@pytest.mark.parametrize("i, cause, variant", [(i, *case) for i, case in enumerate(CASES)])
+def test_each_cause_is_named_first(i, cause, variant):
+    architecture = {"flips": "Mixtral", "context": "Qwen2"}.get(cause, MODELS[i % 3])
+    report = doctor.examine(planted(cause, architecture, variant))
+    assert names(report)[:1] == [cause], str(report)
+    first = report.as_json()["causes"][0]
+    assert list(first) == ["cause", "confidence", "evidence", "remedy"] and first["evidence"]
+    assert report.proper is False or cause != "cut"
+
+
+def test_every_name_has_a_plant_and_a_remedy():
+    assert {cause for cause, _ in CASES} == set(plants.VARIANTS) - {"healthy"}
+    assert set(causes.CAUSES) == {cause for cause, _ in CASES} | {"numerics"}
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("variant", ["same", "bf16-sampler"])
+def test_a_healthy_pair_raises_no_alarm(architecture, variant):
+    report = doctor.examine(planted("healthy", architecture, variant))
+    assert report.proper and not report.causes, str(report)
+
+
+@pytest.mark.parametrize("first, second", [
+    ("shift", "temperature"), ("tool", "temperature"), ("window", "temperature"),
+    ("retokenised", "temperature")])
+def test_the_first_cause_is_repaired_and_the_rest_diagnosed(first, second):
+    found = names(doctor.examine(planted(first, "Qwen2", None, second)))
+    assert {first, second} <= set(found)
+
+
+def test_no_weight_is_offered_where_mass_is_lost():
+    assert "no weight repairs it" in causes.CAUSES["cut"][1]
+
+
+# ------------------------------------------------------------------------------- the laws
+
+def test_left_is_what_two_sizes_save():
+    """eq:gap-left: a tenth of the tokens have all of the gap, 10 numbers of size 1, 90 of 0."""
+    e = torch.cat([torch.ones(10), torch.zeros(90)]).double()
+    floor, dirty = causes.FLOOR, e > 0
+    expected = (1 + floor) ** 0.1 * floor ** 0.9 / (0.1 + floor)
+    assert causes.gap_left(e, dirty, ~dirty) == pytest.approx(expected, rel=1e-12)
+    assert causes.gap_left(e, torch.ones_like(dirty)) == pytest.approx(1, rel=1e-12)
+
+
+def test_a_temperature_is_a_slope_of_differences_after_one_prefix():
+    """eq:same-prefix: log π(v) − log π(w) = τ (log μ(v) − log μ(w)), for all of five tokens."""
+    logits = torch.tensor([1.0, 0.3, -2, 0.7, 4], dtype=torch.float64)
+    mu, pi = logits.log_softmax(-1), (0.7 * logits).log_softmax(-1)
+    torch.testing.assert_close(pi - pi[0], 0.7 * (mu - mu[0]), rtol=1e-12, atol=1e-12)
+
+
+def test_dividing_after_the_softmax_leaves_an_entropy_of_renyi():
+    """eq:unnormalised: log Σp^{1/τ} = (1 − 1/τ)·H_{1/τ}(p), with H_a = log Σp^a / (1 − a)."""
+    p, tau = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64), 0.8
+    mu = (p.log() / tau).log_softmax(-1)
+    gap = p.log() / tau - mu
+    renyi = (p ** (1 / tau)).sum().log() / (1 - 1 / tau)
+    torch.testing.assert_close(gap, ((1 - 1 / tau) * renyi).expand(4), rtol=1e-12, atol=1e-12)
+
+
+PI, MU = Policy(4, 3, seed=0), Policy(4, 3, seed=0).perturbed(seed=1, size=0.3)
+
+
+def both(pi, mu):
+    return (torch.where(PI.mask, policy.log_probs().detach(), 0.0) for policy in (pi, mu))
+
+
+def test_log_odds_hold_the_whole_error_of_a_logit():
+    """eq:log-odds: logit p(v) = z_v − log Σ_{w≠v} e^{z_w}, but for the 1e-3 that keeps it finite."""
+    z = PI.logits.detach()
+    others = z[:, None, :].masked_fill(torch.eye(4, dtype=torch.bool), -math.inf).logsumexp(-1)
+    p = z.softmax(-1)
+    exact = p.log() - (math.exp(0) - p + 1e-3).log()
+    assert close(causes.log_odds(p.log()), exact)
+    assert ((causes.log_odds(p.log()) - (z - others)).abs() <= 1.001e-3 / (1 - p)).all()
+
+
+def test_the_sign_of_the_mean_tells_a_wrong_record():
+    """eq:record-sign: E_p[log ρ] = KL(p‖μ) − KL(p‖π): below 0 if μ is p, above 0 if π is."""
+    pi, mu = both(PI, MU)
+    for drawn in (MU, PI, PI.perturbed(seed=5, size=0.5)):
+        mean = expectation(drawn, (pi - mu).sum(-1))
+        assert close(mean, kl(drawn, MU) - kl(drawn, PI))
+    assert expectation(MU, (pi - mu).sum(-1)) < -1e-3 < 1e-3 < expectation(PI, (pi - mu).sum(-1))
+
+
+def test_a_temperature_is_a_slope_of_log_odds_but_for_an_entropy():
+    """eq:temperature-slope: logit π(v) = τ logit μ(v) − (1 − τ) H_τ(μ without v)."""
+    z, tau = PI.logits.detach(), 0.7
+    pi, mu = z.log_softmax(-1), (z / tau).log_softmax(-1)
+    rest = mu[:, None, :].expand(-1, 4, -1).masked_fill(torch.eye(4, dtype=torch.bool), -math.inf)
+    renyi = (tau * rest.log_softmax(-1)).logsumexp(-1) / (1 - tau)
+    odds = [x - (-x.exp()).log1p() for x in (pi, mu)]
+    assert close(odds[0], tau * odds[1] - (1 - tau) * renyi)
+
+
+def test_surprisal_has_the_mean_entropy_where_pi_was_drawn():
+    """eq:calibration: E[−log π − H(π)] is 0 in every state for samples of π, and not for others."""
+    pi, mu = (policy.step_log_probs().detach() for policy in (PI, MU))
+    excess = -pi + (pi.exp() * pi).sum(-1, keepdim=True)
+    assert close((pi.exp() * excess).sum(-1), torch.zeros(len(pi)))
+    assert ((mu.exp() * excess).sum(-1)).abs().max() > 0.05
+
+
+def test_pairs_are_of_one_prefix():
+    x = causes.Tokens.of(planted("temperature", "Qwen2", "sampler"))
+    i, j, k, m = causes.pairs(x)
+    assert len(i) > 20 and (x.prefix[i] == x.prefix[j]).all() and (x.ids[i] != x.ids[j]).all()
+    assert (x.prefix[k] == x.prefix[m]).all() and (x.ids[k] == x.ids[m]).all()
+
+
+# ---------------------------------------------------------------------- formats and bad rows
+
+def row(**changes):
+    return {"prompt_ids": [5, 6], "token_ids": [1, 2, 3], "rollout_log_probs": [-1.0, -2.0, -0.5],
+            "train_log_probs": [-1.0, -2.5, -0.5], **changes}
+
+
+PRIME = {"token_ids": [5, 6, 1, 2, 3], "loss_mask": [False, False, True, False, True],
+         "inference_logprobs": [0, 0, -1.0, -2.0, -0.5], "entropy": [0, 0, 1.0, 2.0, 0.5],
+         "trainer_logprobs": [0, 0, -1.0, -2.5, -0.5]}
+NEMO = {"token_ids": [5, 6, 1, 2, 3, 0, 0], "token_loss_mask": [0, 0, 1, 0, 1, 0, 0],
+        "generation_logprobs": [0, 0, -1.0, -2.0, -0.5, 0, 0], "input_lengths": 5,
+        "prev_logprobs": [0, 0, -1.0, -2.5, -0.5, 0, 0]}
+
+
+def test_formats(tmp_path):
+    ours = Response(1, [1, 2, 3], [-1, -2, -0.5], [-1, -2.5, -0.5], [5, 6], [True] * 3, None, None)
+    assert response(1, row()) == ours
+    masked = ours._replace(mask=[True, False, True])
+    assert response(1, NEMO) == masked == response(1, row(response_mask=[1, 0, 1]))
+    assert response(1, PRIME) == masked._replace(entropy=[1, 2, 0.5])
+    assert response(1, row(weight_version=7)).versions == [7, 7, 7]
+    assert response(1, row(weight_version=[7, 7, 8])).versions == [7, 7, 8]
+    (tmp_path / "x.jsonl").write_text(f"{json.dumps(row())}\n\n{json.dumps(PRIME)}\n")
+    assert [r.line for r in read(tmp_path / "x.jsonl")] == [1, 3]
+
+
+def test_parquet(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+    parquet.write_table(arrow.Table.from_pylist([row(), row()]), tmp_path / "x.parquet")
+    first, second = read(tmp_path / "x.parquet")
+    assert first == response(1, row()) and second.line == 2
+
+
+@pytest.mark.parametrize("text, says", [
+    ("{", "line 2: this is not JSON"), ("[1]", "a row must be a table"),
+    ('{"token_ids": [1]}', "rollout_log_probs is missing"),
+    (json.dumps(row(token_ids=[1, 2])), "rollout_log_probs must be a list with an entry for each"),
+    (json.dumps(row(token_ids=[1, 2, "x"])), "token_ids has an entry that is no finite number"),
+    (json.dumps(row(token_ids=[1, 2, 2.5])), "token_ids has an entry"),
+    (json.dumps(row(rollout_log_probs=[0, 0, math.nan])), "rollout_log_probs has an entry"),
+    (json.dumps(row(rollout_log_probs=[0, 0, -math.inf])), "rollout_log_probs has an entry"),
+    (json.dumps(row(train_log_probs=[0, None, 0])), "train_log_probs has an entry"),
+    (json.dumps(row(train_log_probs=[0, 0.7, 0])), "a value above 0"),
+    (json.dumps(row(entropy=[1])), "entropy must be a list"),
+    (json.dumps(row(prompt_ids="hello")), "prompt_ids has an entry"),
+    ("\x80\x04", "this is not JSON")])
+def test_a_bad_row_is_one_sentence_with_its_line(tmp_path, capsys, text, says):
+    path = tmp_path / "dump.jsonl"
+    path.write_text(f"{json.dumps(row())}\n{text}\n", "latin-1")
+    assert main([str(path)]) == 2
+    out, error = capsys.readouterr()
+    assert not out and error.startswith("doctor.py: line 2: ") and says in error and error.count("\n") == 1
+
+
+def dump(path, found):
+    plants.write([{"token_ids": r.token_ids, "rollout_log_probs": r.rollout_log_probs,
+                   "train_log_probs": r.train_log_probs} for r in found], path)
+
+
+def test_exit_statuses_and_json(tmp_path, capsys):
+    """Without prompts and entropy too; the report says what that costs."""
+    path = tmp_path / "dump.jsonl"
+    dump(path, planted("healthy", "Qwen2", "same"))
+    assert main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "No cause found" in out and "Without prompt_ids" in out and "Without entropy" in out
+    dump(path, planted("shift", "Qwen2", "sampler-1"))
+    assert main([str(path), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert list(said) == ["proper", "e_rho", "tokens", "causes"]
+    assert said["causes"][0]["cause"] == "shift"
+    assert main([str(tmp_path / "none.jsonl")]) == 2
+    path.write_text("")
+    assert main([str(path)]) == 2
+    assert "no token" in capsys.readouterr().err
+
+
+def test_log_pi_of_minus_infinity_is_a_ratio_of_zero():
+    report = doctor.examine([response(1, row(train_log_probs=[-1.0, -math.inf, -0.5]))])
+    assert report.mean == pytest.approx(2 / 3, rel=1e-12) and report.proper is None
+
+
+def test_memory_is_bounded_and_the_identity_is_of_all_tokens(monkeypatch):
+    """However many rows stream by, at most LIMIT tokens stay, in whole groups."""
+    monkeypatch.setattr(doctor, "LIMIT", 900)
+    stayed = []
+    of = causes.Tokens.of
+
+    def count(rows):
+        stayed.extend(rows)
+        return of(rows)
+    monkeypatch.setattr(causes.Tokens, "of", count)
+    stream = (response(i + 1, row(prompt_ids=[i // 8], entropy=[1, 1, 1])) for i in range(4000))
+    report = doctor.examine(stream)
+    assert report.tokens == 12000 and 300 < 3 * len(stayed) <= 900
+    assert report.mean == pytest.approx((2 + math.exp(-0.5)) / 3, rel=1e-9)
+    groups = [r.prompt_ids[0] for r in stayed]
+    assert all(groups.count(g) == 8 for g in groups)

@@ -1,0 +1,108 @@
+"""Rescoring finds the guilty side, the cause and its value; plants are those of rescore_rates.py.
+
+The rates over other models are printed by `python math/rescore_rates.py`.
+"""
+
+import json
+
+import pytest
+from rescore_rates import make_models, planted, sample, score, verdict
+
+from estimators import sampling_log_probs
+from adapters.dumps import Response
+from plumbing.hypotheses import module_of
+from plumbing.rescore import random_prompts, rescore, sample_and_score
+
+
+@pytest.mark.parametrize("kind, seed, causes", [
+    ("Qwen2", 20, ["shift", "in-flight"]),
+    ("Gemma2", 21, ["softcap"])])
+def test_plants_are_found_on_either_side(kind, seed, causes, tmp_path):
+    """Side, cause and value, with and without noise of bfloat16: 16 rows of 16 tokens."""
+    wrong = []
+    for plant in planted(kind, seed, tmp_path, groups=4, longest=16, only=causes):
+        found = rescore(plant.paths[0], plant.paths[1:], plant.responses)
+        if not all(verdict(plant, found)):
+            wrong.append((plant[:4], found.guilty, found.lines()))
+    assert not wrong
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """A tiny model, its directory, prompts, and responses drawn at temperature 0.7."""
+    model, _, paths = make_models("Qwen2", 22, tmp_path_factory.mktemp("models"))
+    prompts = [[3 + i, 5, 7, 9 + i][:3 + i % 2] for i in range(12)]
+    return model, paths[0], prompts, sample(model, prompts, 20, lambda z, p, y: z / 0.7)
+
+
+def dump(prompts, tokens, rollout, train):
+    return [Response(n, y, a.tolist(), b.tolist(), p, [True] * len(y))
+            for n, (p, y, a, b) in enumerate(zip(prompts, tokens, rollout, train), 1)]
+
+
+def test_what_both_sides_have_is_no_fault(drawn):
+    """A temperature of sampling is found on both sides; a cut on top of it is the sampler's."""
+    model, path, prompts, tokens = drawn
+    hot = score(model, prompts, tokens, readout=lambda z, p, y: z / 0.7)
+    found = rescore(path, [], dump(prompts, tokens, hot, hot))
+    assert found.guilty == "none" and not found.rollout.cause and not found.train.cause
+    assert "at temperature 0.7" in found.lines()[0]
+
+    def cut(z, p, y):
+        return sampling_log_probs(z, 0.7, top_k=4)[0]
+    tokens = sample(model, prompts, 20, cut)
+    hot = score(model, prompts, tokens, readout=lambda z, p, y: z / 0.7)
+    kept = score(model, prompts, tokens, readout=cut)
+    found = rescore(path, [], dump(prompts, tokens, kept, hot))
+    assert (found.guilty, found.rollout.cause, found.rollout.parameter) == ("rollout", "cut", 4)
+    assert found.rollout.name == "top-k 4, at temperature 0.7"
+
+
+def test_two_guilty_sides_are_both_named(drawn):
+    model, path, prompts, tokens = drawn
+    plain = score(model, prompts, tokens)
+    late = [x.roll(1) for x in plain]
+    hot = score(model, prompts, tokens, readout=lambda z, p, y: z / 1.5)
+    found = rescore(path, [], dump(prompts, tokens, late, hot))
+    assert (found.guilty, found.rollout.cause, found.train.cause) == (
+        "both", "shift", "temperature")
+    given = json.loads(json.dumps(found.as_json()))
+    assert set(given) == {"rollout", "train", "guilty"}
+    assert set(given["train"]) == {"is", "cause", "parameter", "left", "next"}
+    assert round(given["train"]["parameter"], 2) == 1.5 and given["train"]["left"] < 1e-3
+    assert found.lines()[2:] == ["Cause: temperature, at the trainer",
+                                 "Cause: shift, at the sampler"]
+
+
+def test_masked_tokens_say_nothing(drawn):
+    model, path, prompts, tokens = drawn
+    plain = score(model, prompts, tokens)
+    rows = [r._replace(rollout_log_probs=[0.0, *r.rollout_log_probs[1:]],
+                       mask=[False] + [True] * (len(r.token_ids) - 1))
+            for r in dump(prompts, tokens, plain, plain)]
+    assert rescore(path, [], rows).guilty == "none"
+
+
+def test_without_a_prompt_the_line_is_named(drawn):
+    _, path, _, _ = drawn
+    row = Response(7, [3], [-1.0], [-1.0], None, [True])
+    with pytest.raises(ValueError, match="line 7 has no prompt_ids"):
+        rescore(path, [], [row])
+
+
+def test_a_weight_belongs_to_its_layer_or_module():
+    assert module_of("model.layers.10.self_attn.q_proj.weight") == "model.layers.10"
+    assert module_of("model.embed_tokens.weight") == "model.embed_tokens"
+    assert module_of("lm_head.weight") == "lm_head"
+
+
+@pytest.mark.parametrize("settings, guilty, cause, value", [
+    (dict(temperature=0.7), "none", None, 0.7),
+    (dict(top_k=5), "rollout", "cut", 5)])
+def test_any_model_and_engine_are_measured_in_one_command(settings, guilty, cause, value, drawn):
+    _, path, _, _ = drawn
+    rows = sample_and_score(path, "transformers", random_prompts(path), max_tokens=20, **settings)
+    assert len(rows) == 32 and all(len(r.token_ids) == 20 == len(r.train_log_probs) for r in rows)
+    found = rescore(path, [], rows)
+    assert (found.guilty, found.rollout.cause) == (guilty, cause)
+    assert found.rollout.parameter == pytest.approx(value, rel=0.01)
