@@ -14,7 +14,7 @@ SIGNATURES = Path(__file__).parent.parent / "math/figures/signatures.png"
 TITLES = ("logit π over logit μ", "gap in logits, by token", "gap: response × token",
           "Δ log π over Δ log μ, same prefix", "running E[ρ] − 1, ± 2 errors")
 DPI = 110                               # of the book's figures
-SHOWN = 4000                            # points of a panel: more would be one blot
+SHOWN = 1000                            # points of a panel: more would be one blot
 
 
 def draw_row(axes: Any, x: Tokens, name: str) -> None:
@@ -22,7 +22,7 @@ def draw_row(axes: Any, x: Tokens, name: str) -> None:
     cloud, by_token, grid, after, running = axes
     step, gap = max(1, len(x.mu) // SHOWN), x.e()
     mu, pi = log_odds(x.mu)[::step], log_odds(x.pi)[::step]
-    dots = {"s": 3, "linewidths": 0, "color": "#0072B2", "alpha": 0.5}
+    dots = {"s": 3, "linewidths": 0, "color": "#0072B2"}
     _scatter(cloud, mu, pi, dots)
     cloud.set_ylabel(name)
     by_token.scatter(x.t[::step], gap[::step], **dots)
@@ -61,7 +61,7 @@ def draw(dumps: dict[str, Tokens]) -> Any:
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    figure, axes = pyplot.subplots(len(dumps), 5, figsize=(13, 0.5 + 1.9 * len(dumps)),
+    figure, axes = pyplot.subplots(len(dumps), 5, figsize=(10.5, 0.4 + 1.5 * len(dumps)),
                                    layout="constrained", squeeze=False)
     for row, (name, x) in zip(axes, dumps.items()):
         draw_row(row, x, name)

@@ -117,7 +117,7 @@ def both(pi, mu):
 
 
 def test_log_odds_hold_the_whole_error_of_a_logit():
-    """eq:log-odds: logit p(v) = z_v − log Σ_{w≠v} e^{z_w}, but for the 1e-3 that keeps it finite."""
+    """eq:log-odds: logit p(v) = z_v − log Σ_{w≠v} e^{z_w}, but for 1e-3 that keeps it finite."""
     z = PI.logits.detach()
     others = z[:, None, :].masked_fill(torch.eye(4, dtype=torch.bool), -math.inf).logsumexp(-1)
     p = z.softmax(-1)
@@ -213,7 +213,8 @@ def test_a_bad_row_is_one_sentence_with_its_line(tmp_path, capsys, text, says):
     path.write_text(f"{json.dumps(row())}\n{text}\n", "latin-1")
     assert main([str(path)]) == 2
     out, error = capsys.readouterr()
-    assert not out and error.startswith("doctor.py: line 2: ") and says in error and error.count("\n") == 1
+    assert not out and error.startswith("doctor.py: line 2: ")
+    assert says in error and error.count("\n") == 1
 
 
 def dump(path, found):
