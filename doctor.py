@@ -61,6 +61,7 @@ HEALTHY = (
 
 SEVERE = {"chi2_token": (10, "a severe shift: more than nine samples in ten are lost",
                          "sample anew with today's weights; no bound repairs such a batch")}
+DUMP = " Dump a step (run.dump=1), and python doctor.py names the cause."
 UNCORRECTED = 0.002     # k3 per token that nothing corrects: above chapter 10's runs of six bits
 
 
@@ -77,12 +78,12 @@ def _improper(values: Mapping[str, float]) -> list[str]:
             f"is_ratio_mean is {mean:.4g}, {abs(z):.1f} standard errors from 1: π_train is not a "
             "distribution over what π_rollout sampled, and no weight repairs that; "
             + ("replay what top-p, top-k or min-p kept, or leave them out." if mean < 1 else
-               "look for a wrong record of log μ: raw, shifted, of another prompt."))
+               "look for a wrong record of log μ: raw, shifted, of another prompt.") + DUMP)
     kl, z = (values.get(x, 0.0) for x in ("kl", "kl_z"))
     if z < -5 and kl < -1e-4:
         found.append(f"kl is {kl:.2g}, {-z:.1f} standard errors below 0: on average, samples of "
                      "π_rollout cannot be likelier under π_train; π_rollout's log-probs are not of "
-                     "the distribution that was sampled from: check its temperature.")
+                     "the distribution that was sampled from: check its temperature." + DUMP)
     return found
 
 

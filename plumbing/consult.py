@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from adapters.dumps import read
 from causes import Finding
 from doctor import Report, examine
+from plumbing.settings import UserError
 
 if TYPE_CHECKING:
     from plumbing.rescore import Rescored
@@ -38,8 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("give a DUMP, --model DIR, or both")
     try:
         report, rescored = consult(given)
-    except (OSError, ValueError) as error:
-        print(f"doctor.py: {error}", file=sys.stderr)
+    except (OSError, ValueError, UserError) as error:
+        why = f"{error.filename} cannot be read: {error.strerror}" if isinstance(
+            error, OSError) and error.filename else error
+        print(f"doctor.py: {why}", file=sys.stderr)
         return 2
     if given.json:
         more = {"model": rescored.as_json()} if rescored else {}

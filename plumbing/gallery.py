@@ -1,4 +1,4 @@
-"""A dump as five panels, by which a reader recognises its cause. This file decides nothing.
+"""A dump is drawn as five panels, by which a reader recognises its cause.
 
     save(tokens, "figure.png")          # a row of one's own, above those of the known causes
 """
@@ -14,7 +14,7 @@ SIGNATURES = Path(__file__).parent.parent / "math/figures/signatures.png"
 TITLES = ("logit π over logit μ", "gap in logits, by token", "gap: response × token",
           "Δ log π over Δ log μ, same prefix", "running E[ρ] − 1, ± 2 errors")
 DPI = 110                               # of the book's figures
-SHOWN = 1000                            # points of a panel: more would be one blot
+SHOWN = 600                             # points of a panel: more would be one blot
 
 
 def draw_row(axes: Any, x: Tokens, name: str) -> None:
@@ -22,38 +22,40 @@ def draw_row(axes: Any, x: Tokens, name: str) -> None:
     cloud, by_token, grid, after, running = axes
     step, gap = max(1, len(x.mu) // SHOWN), x.e()
     mu, pi = log_odds(x.mu)[::step], log_odds(x.pi)[::step]
-    dots = {"s": 3, "linewidths": 0, "color": "#0072B2"}
+    dots = {"s": 3, "linewidths": 0, "color": "#0072B2", "antialiaseds": False}
     _scatter(cloud, mu, pi, dots)
     cloud.set_ylabel(name)
-    by_token.scatter(x.t[::step], gap[::step], **dots)
-    places = x.t.unique()
-    by_token.plot(places, [gap[x.t == t].median() for t in places], color="#D55E00", linewidth=1.2)
+    by_token.scatter(x.t[::step].numpy(), gap[::step].numpy(), **dots)
+    places = x.t.unique().tolist()
+    medians = [gap[x.t == t].median().item() for t in places]
+    by_token.plot(places, medians, color="#D55E00", linewidth=1.2)
     by_token.axhline(0, color="#999999", linewidth=0.6)
     wide = gap.abs().quantile(0.99).clamp(min=0.05).item()
     by_token.set_ylim(-1.3 * wide, 1.3 * wide)
     rows = x.row.unique(return_inverse=True)[1]
     table = torch.full((int(rows.max()) + 1, int(x.t.max()) + 1), torch.nan, dtype=gap.dtype)
     table[rows, x.t] = gap
-    grid.imshow(table[:64], cmap="RdBu", vmin=-wide, vmax=wide, aspect="auto",
+    grid.imshow(table[:48].numpy(), cmap="RdBu", vmin=-wide, vmax=wide, aspect="auto",
                 interpolation="nearest")
     i, j, *_ = pairs(x)
     _scatter(after, x.mu[i] - x.mu[j], x.pi[i] - x.pi[j], dots)
     less_one = (x.pi - x.mu).clamp(max=20).expm1()
     n = torch.arange(1, len(less_one) + 1)
     mean, error = less_one.cumsum(0) / n, less_one.square().cumsum(0).sqrt() / n
-    running.fill_between(n[10::step], (mean - 2 * error)[10::step], (mean + 2 * error)[10::step],
-                         color="#56B4E9", alpha=0.5, linewidth=0)
-    running.plot(n[10::step], mean[10::step], color="#0072B2", linewidth=1)
+    at, mean, error = (column[10::step].numpy() for column in (n, mean, error))
+    running.fill_between(at, mean - 2 * error, mean + 2 * error, color="#56B4E9", alpha=0.5,
+                         linewidth=0)
+    running.plot(at, mean, color="#0072B2", linewidth=1)
     running.axhline(0, color="#999999", linewidth=0.6)
 
 
 def _scatter(axis: Any, x: torch.Tensor, y: torch.Tensor, dots: dict[str, Any]) -> None:
-    """Points beside the diagonal on which they would lie if the two sides agreed."""
+    """Draw points beside the diagonal on which they would lie if the two sides agreed."""
     if len(x):
         axis.axline((0, 0), slope=1, color="#999999", linewidth=0.6)
         ends = [f(torch.cat([x, y])).item() for f in (torch.min, torch.max)]
         axis.set(xlim=ends, ylim=ends)
-    axis.scatter(x, y, **dots)
+    axis.scatter(x.numpy(), y.numpy(), **dots)
 
 
 def draw(dumps: dict[str, Tokens]) -> Any:
@@ -61,7 +63,7 @@ def draw(dumps: dict[str, Tokens]) -> Any:
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    figure, axes = pyplot.subplots(len(dumps), 5, figsize=(10.5, 0.4 + 1.5 * len(dumps)),
+    figure, axes = pyplot.subplots(len(dumps), 5, figsize=(10.5, 0.4 + 1.3 * len(dumps)),
                                    layout="constrained", squeeze=False)
     for row, (name, x) in zip(axes, dumps.items()):
         draw_row(row, x, name)

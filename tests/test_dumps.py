@@ -1,0 +1,106 @@
+"""Dumps: what the trainer writes, what the command makes of it, and rows of other trainers."""
+
+import json
+import math
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from adapters.dumps import append, read, rows_of
+from plumbing.consult import main
+
+SAID = "the first batch, as doctor.py sees it: "
+
+
+def test_a_run_dumps_its_first_steps_and_says_what_the_doctor_makes_of_the_first(run, capsys):
+    """The engine's weights have four bits here, and the trainer's have not."""
+    code, lines = run("run.dump=2", "train.steps=3", "rollout.samples=16")
+    said = capsys.readouterr().err
+    assert code == 0 and len(lines) == 3 and said.count(SAID) == 1
+    places = sorted(Path("runs/x/dumps").iterdir())
+    assert [path.name for path in places] == ["step-000001.jsonl", "step-000002.jsonl"]
+    for path, line in zip(places, lines):
+        found = list(read(path))
+        assert len(found) == line["response/count"] == 64
+        assert sum(len(r.token_ids) for r in found) == line["response/tokens"]
+        rho = [math.exp(pi - mu) for r in found
+               for mu, pi in zip(r.rollout_log_probs, r.train_log_probs)]
+        mean = sum(rho) / len(rho)
+        assert mean == pytest.approx(line["rollout_corr/is_ratio_mean"], rel=1e-6)
+    assert main([str(places[0]), "--json"]) in (0, 1)
+    told = json.loads(capsys.readouterr().out)
+    assert f"E[ρ] = {told['e_rho'][0]:.4f}" in said
+
+
+def test_in_bypass_mode_the_doctor_has_the_policys_log_probs(run):
+    code, _ = run("run.dump=1", "correction.preset=bypass_ppo_clip")
+    [path] = Path("runs/x/dumps").iterdir()
+    assert code == 0 and any(r.rollout_log_probs != r.train_log_probs for r in read(path))
+
+
+def test_a_dump_changes_nothing_else(run):
+    from conftest import steady
+    (_, plain), (_, dumped) = run(), run("run.dump=2", name="y")
+    assert steady(plain) == steady(dumped)
+
+
+def padded():
+    """Two rows: prompts padded left, responses right; one log μ is missing, one token a tool's."""
+    prompts = torch.tensor([[0, 5, 6], [7, 8, 9]])
+    tokens = torch.tensor([[4, 3, 0], [4, 4, 3]])
+    mu = torch.tensor([[-1.0, -2.0, 0.0], [math.nan, -0.5, -0.25]])
+    return dict(prompts=prompts, prompt_mask=prompts > 0, tokens=tokens, token_mask=tokens > 0,
+                response_mask=torch.tensor([[1, 1, 0], [1, 0, 1]]), rollout_log_prob=mu,
+                train_log_prob=mu.nan_to_num() - 0.5)
+
+
+def test_rows_of_a_padded_batch_have_no_padding(tmp_path):
+    append(tmp_path / "dump.jsonl", rows_of(**padded()))
+    first, second = read(tmp_path / "dump.jsonl")
+    assert first.prompt_ids == [5, 6] and first.token_ids == [4, 3]
+    assert first.rollout_log_probs == [-1.0, -2.0] and first.mask == [True, True]
+    assert second.prompt_ids == [7, 8, 9] and second.mask == [False, False, True]
+    assert second.train_log_probs == [-0.5, -1.0, -0.75] and second.rollout_log_probs[0] == 0
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """A group of one prompt, whose log μ is of temperature 1 and log π of 0.5: one state."""
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0], dtype=torch.float64)
+    mu, pi = logits.log_softmax(-1), (2 * logits).log_softmax(-1)
+    drawn = torch.multinomial(mu.exp(), 600, replacement=True,
+                              generator=torch.Generator().manual_seed(0)).tolist()
+    path = tmp_path / "dump.jsonl"
+    append(path, [{"prompt_ids": [1], "token_ids": [y, 3], "rollout_log_probs": [mu[y].item(), -1],
+                   "train_log_probs": [pi[y].item(), -1]} for y in drawn])
+    return path
+
+
+def test_the_figure_is_a_row_above_those_of_the_book(planted, tmp_path):
+    from plumbing.gallery import SIGNATURES
+    assert main([str(planted), "--figure", str(tmp_path / "figure.png")]) == 1
+    with Image.open(tmp_path / "figure.png") as found, Image.open(SIGNATURES) as known:
+        assert found.width == known.width and found.height > known.height + 100
+        below = found.crop((0, found.height - known.height, *found.size)).convert("RGB")
+        assert below.tobytes() == known.convert("RGB").tobytes()
+
+
+def test_what_cannot_be_read_is_one_sentence(tmp_path, capsys):
+    assert main([str(tmp_path / "none.jsonl")]) == 2
+    assert capsys.readouterr().err.endswith("cannot be read: No such file or directory\n")
+    assert main([str(tmp_path)]) == 2
+
+
+def test_verls_batch_is_a_dump(tmp_path, verl_required):
+    from adapters.verl import dump
+    given = padded()
+    batch = {"prompts": given["prompts"], "responses": given["tokens"],
+             "attention_mask": torch.cat([given["prompt_mask"], given["token_mask"]], 1),
+             "response_mask": given["response_mask"], "rollout_log_probs":
+             given["rollout_log_prob"], "old_log_probs": given["train_log_prob"]}
+    dump(types.SimpleNamespace(batch=batch), tmp_path / "dump.jsonl")
+    append(tmp_path / "same.jsonl", rows_of(**given))
+    assert list(read(tmp_path / "dump.jsonl")) == list(read(tmp_path / "same.jsonl"))
