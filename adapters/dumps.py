@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -102,11 +103,12 @@ def rows_of(prompts: Tensor, prompt_mask: Tensor, tokens: Tensor, token_mask: Te
             entropy: Tensor | None = None) -> list[dict[str, Any]]:
     """Return a padded batch as rows of a dump, [B, P] twice and [B, T]; write a row a line.
 
-    A log-prob that is not a number, as TRL has where vLLM gave none, is 0 and left out by the mask.
+    A log-prob that is not finite, as TRL has where vLLM gave none, is 0 and left out by the mask.
     """
-    known = response_mask.bool() & rollout_log_prob.isfinite()
-    columns = {"token_ids": tokens, "rollout_log_probs": rollout_log_prob.nan_to_num(),
-               "train_log_probs": train_log_prob, "response_mask": known.int()}
+    finite = rollout_log_prob.isfinite() & train_log_prob.isfinite()
+    mu, pi = (torch.where(finite, x, 0.0) for x in (rollout_log_prob, train_log_prob))
+    columns = {"token_ids": tokens, "rollout_log_probs": mu, "train_log_probs": pi,
+               "response_mask": (response_mask.bool() & finite).int()}
     columns |= {} if entropy is None else {"entropy": entropy}
     columns = {name: x.detach().cpu() for name, x in columns.items()}
     prompts, prompt_mask, token_mask = (

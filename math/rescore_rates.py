@@ -1,9 +1,9 @@
-"""Plant causes into tiny models, rescore, and print how often side, cause and parameter are right.
+"""Plant causes into tiny models, rescore, and count how often side, cause and value are right.
 
     python math/rescore_rates.py [--tune] [-v] [CAUSE …]
 
 The split: rules and thresholds of plumbing/rescore.py were chosen on TUNED; the rates are those of
-JUDGED, whose architectures, seeds and values differ.
+JUDGED, other weights, prompts and draws. Without arguments the table goes to rescore-rates.txt.
 """
 
 import copy
@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
                      decoder_sparse_step=1)}
 TUNED = [("Qwen2", 0), ("Gemma2", 1), ("Mixtral", 2), ("Llama", 10)]
-JUDGED = [("Qwen2", 41), ("Gemma2", 42), ("Qwen3", 43), ("Qwen3Moe", 44), ("Mixtral", 45)]
+JUDGED = [("Qwen3", 41), ("Gemma2", 42), ("Qwen3Moe", 43)]
 
 
 class Planted(NamedTuple):
@@ -167,6 +167,11 @@ def shifted(rows: list[Tensor], by: int) -> list[Tensor]:
     return [torch.roll(x, by) for x in rows]
 
 
+def other_rows(rows: list[Tensor]) -> list[Tensor]:
+    """Give each row the values of the one before it."""
+    return [b[torch.arange(len(a)) % len(b)] for a, b in zip(rows, [rows[-1], *rows[:-1]])]
+
+
 def dropped(model: Any, prompts, responses, p: float) -> list[Tensor]:
     changed = copy.deepcopy(model).train()
     for m in changed.modules():
@@ -181,9 +186,14 @@ def plants(model: Any, older: list[Any], prompts, rng: Any):
     def capped(x): return lambda z, p, y: x * (z / x).tanh()
     def heated(τ): return lambda z, p, y: z / τ
     none = plain_readout
+    eager = in_bfloat16(model)
+    eager.set_attn_implementation("eager")
     def plain(ps, ys, **k): return score(model, ps, ys, **k)
     def by(changed): return lambda ps, ys: score(changed, ps, ys)
     yield "none", None, none, plain
+    yield "none", None, heated(1.3), plain
+    yield "none", None, heated(0.7), plain
+    yield "none", None, none, by(eager)
     τ = pick(0.7, 0.8, 1.2)
     r = heated(τ)
     yield "raw", τ, r, lambda ps, ys, r=r: plain(ps, ys, readout=r)
@@ -237,6 +247,7 @@ def plants(model: Any, older: list[Any], prompts, rng: Any):
         model, {n: fp8(w) for n, w in model.state_dict().items()}))
     yield "context", None, none, lambda ps, ys: plain(ps, ys, change=lambda p, y: p[1:])
     yield "context", None, none, lambda ps, ys: plain(ps, ys, change=lambda p, y: p[:1] + p)
+    yield "unknown", None, none, lambda ps, ys: other_rows(plain(ps, ys))
     k, t = pick(1, 2, 3), pick(5, 9, 14)
     yield "in-flight", (t, k), none, lambda ps, ys, k=k, t=t: [
         torch.cat([a[:t], b[t:]]) for a, b in zip(score(older[k - 1], ps, ys), plain(ps, ys))]
@@ -274,14 +285,19 @@ def planted(kind: str, seed: int, place: Path, groups: int = 8, longest: int = 3
             if (only and cause not in only) or (side == "train" and cause in ("none", "raw")):
                 continue
             read = plain_readout if side == "train" else readout
+            noise = ("none", "other", "both")[(i + seed + (side == "train")) % 3]
+            edge = cause == "cut" and noise == "both"        # noise decides who is in the set too
             if read not in drawn:
                 torch.manual_seed(1000 * seed + i)
-                drawn[read] = sample(model, prompts, longest, read)
-            noise = ("none", "other", "both")[(i + seed + (side == "train")) % 3]
-            ys = drawn[read]
-            bad, good = faulty(prompts, ys), score(model, prompts, ys)
-            rounded = score(noisy, prompts, ys)
-            if noise == "both" and cause not in ("bf16-log-softmax", "in-flight"):
+                ys = sample(noisy if edge else model, prompts, longest, read)
+                drawn[read] = ys, score(model, prompts, ys), score(noisy, prompts, ys)
+            ys, good, rounded = drawn[read]
+            bad = faulty(prompts, ys)
+            if edge:
+                bad = score(noisy, prompts, ys, readout=readout)
+                if side == "rollout":            # a row alone may be routed as in no batch
+                    bad = [torch.where(x.isinf(), y, x) for x, y in zip(bad, rounded)]
+            elif noise == "both" and cause not in ("bf16-log-softmax", "in-flight", "none"):
                 bad = [x + (a - b) for x, a, b in zip(bad, rounded, good)]
             good = good if noise == "none" else rounded
             if cause == "raw":                       # the trainer is at the temperature, as it was
@@ -302,26 +318,44 @@ def verdict(plant: Planted, found: Rescored) -> tuple[bool, bool, bool]:
             cause and right(plant.wanted, own.parameter))
 
 
+def table(sums: dict[str, list[int]]) -> str:
+    """Return the rates by cause, and of all plants but the healthy ones."""
+    faulty = [sum(x) for x in zip(*(n for cause, n in sums.items() if cause != "none"))]
+    rows = [*sums.items(), *([("**all faults**", faulty)] * bool(faulty))]
+    return "\n".join(["| cause | plants | side | cause | value |", "|---|--:|--:|--:|--:|", *(
+        f"| {cause} | {n} | " + " | ".join(f"{x / n:.1%}" for x in good) + " |"
+        for cause, (n, *good) in rows)])
+
+
 def main(arguments: list[str]) -> None:
-    """Print what was missed, and after each model the rates so far."""
+    """Print what was missed, and the rates; those of a whole JUDGED are written to a file."""
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     only = [x for x in arguments if not x.startswith("-")]
-    sums: dict[str, list[int]] = {}
+    sums, missed = dict[str, list[int]](), list[str]()
+    models = TUNED if "--tune" in arguments else JUDGED
     with tempfile.TemporaryDirectory() as place:
-        for kind, seed in TUNED if "--tune" in arguments else JUDGED:
+        for kind, seed in models:
             for plant in planted(kind, seed, Path(place), only=only):
                 found = rescore(plant.paths[0], plant.paths[1:], plant.responses)
                 good = verdict(plant, found)
                 sums[plant.cause] = [a + b for a, b in zip(
                     sums.get(plant.cause, [0] * 4), (1, *good))]
+                own = found.rollout if plant.side == "rollout" else found.train
+                line = (f"* {kind} {seed}, {plant.cause} {plant.wanted or ''} at {plant.side}, "
+                        f"noise: {plant.noise}. Found at {found.guilty}: {own.name}")
+                missed += [line] * (not all(good))
                 if not all(good) or "-v" in arguments:
-                    print(kind, seed, *plant[:4], found.guilty, *found.lines(), sep=" | ",
-                          flush=True)
-            print(f"{'cause':20}{'plants':>8}{'side':>8}{'cause':>8}{'value':>8}")
-            total = [sum(x) for x in zip(*sums.values())]
-            for cause, (n, *good) in [*sums.items(), ("all", total)]:
-                print(f"{cause:20}{n:8}" + "".join(f"{x / n:8.1%}" for x in good), flush=True)
+                    print(line, flush=True)
+            if not arguments:
+                Path(__file__).with_name("rescore-rates.txt").write_text("\n".join([
+                    "# How often rescoring is right", "",
+                    "Written by `python math/rescore_rates.py`, on tiny models with seeds: "
+                    + ", ".join(f"{a} {b}" for a, b in models[:models.index((kind, seed)) + 1])
+                    + ".", "A plant has 32 responses of at most 32 tokens; \"none\" is a healthy "
+                    "pair, \"unknown\" a", "fault that no row of the table has.", "",
+                    table(sums), "", "Missed:", "", *missed, ""]))
+    print(table(sums))
 
 
 if __name__ == "__main__":

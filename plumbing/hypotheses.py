@@ -39,7 +39,7 @@ class Scorer:
         self.model = copy.deepcopy(model).to(dtype)
         for buffer, float32 in zip(self.model.buffers(), model.buffers()):
             buffer.data = float32.data         # rotary frequencies are float32 in every engine
-        self.plain = self.logits()                                                       # [N, V]
+        self.plain, self.slack = self.logits(), 1e-6                                     # [N, V]
 
     @torch.no_grad()
     def logits(self, rows: Rows = (), weights: dict[str, Tensor] | None = None,
@@ -81,7 +81,9 @@ class Scorer:
     @cached_property
     def noisy(self) -> "Scorer":
         """The same in bfloat16."""
-        return Scorer(self.original, self.older, self.rows, torch.bfloat16)
+        s = Scorer(self.original, self.older, self.rows, torch.bfloat16, self.temperature)
+        s.slack = 4 * (s.plain - self.plain).std(-1).square().mean().sqrt().item()
+        return s
 
     @cached_property
     def uncapped(self) -> Tensor:
@@ -96,12 +98,22 @@ class Scorer:
         """The probabilities, the largest first: [N, V]."""
         return (self.plain / self.temperature).softmax(-1).sort(-1, descending=True).values
 
-    def cut(self, count: Tensor) -> Tensor:
-        """Return log-probs over the `count` [N] likeliest tokens alone: [N]."""
-        log_prob = self.log_prob(self.plain)
-        rank = (self.ordered > 1.000001 * log_prob.exp()[:, None]).sum(-1)
-        mass = self.ordered.cumsum(-1).gather(-1, count[:, None] - 1).squeeze(-1)
-        return torch.where(rank < count, log_prob - mass.log(), NEVER)
+    @cached_property
+    def before(self) -> Tensor:
+        """The mass before each of these: [N, V]."""
+        return self.ordered.cumsum(-1) - self.ordered
+
+    def cut(self, inside: Callable[[float], Tensor]) -> Tensor:
+        """Return log-probs over the likeliest tokens alone: [N].
+
+        inside: which of `ordered` have a place, given how far noise moves logits: [N, V].
+        """
+        p = (self.plain / self.temperature).softmax(-1).gather(-1, self.tokens[:, None])
+        rank = (self.ordered > p).sum(-1)
+        # A token from beyond the edge by no more than noise was inside for whoever drew it.
+        count = torch.maximum(inside(0.0).sum(-1), rank + 1)
+        mass = self.ordered.cumsum(-1).gather(-1, count[:, None] - 1)
+        return torch.where(rank < inside(self.slack).sum(-1), (p / mass).log().squeeze(-1), NEVER)
 
     @cached_property
     def counts(self) -> Tensor:
@@ -264,12 +276,13 @@ TABLE = list(starmap(Hypothesis, (
      ratios(0.1, 8), True),
     ("divided by {:.3g} after the softmax", "temperature", lambda s, x: s.log_prob(s.plain) / x,
      ratios(0.1, 8), True),
-    ("top-p {:.3g}", "cut",
-     lambda s, x: s.cut((s.ordered.cumsum(-1) - s.ordered < x).sum(-1).clamp(min=1)),
+    ("top-p {:.3g}", "cut", lambda s, x: s.cut(lambda e: s.before < x + x * (1 - x) * e),
      listed(*(i / 100 for i in range(5, 100)), 0.995, 0.998, 0.999), True),
-    ("top-k {}", "cut", lambda s, x: s.cut(torch.full_like(s.tokens, x)),
+    ("top-k {}", "cut",
+     lambda s, x: s.cut(lambda e: s.ordered >= s.ordered[:, x - 1:x] * math.exp(-e)),
      lambda s, _: range(1, min(s.plain.shape[-1], 201))),
-    ("min-p {:.3g}", "cut", lambda s, x: s.cut((s.ordered >= x * s.ordered[:, :1]).sum(-1)),
+    ("min-p {:.3g}", "cut",
+     lambda s, x: s.cut(lambda e: s.ordered >= s.ordered[:, :1] * x * math.exp(-e)),
      ratios(1e-3, 0.9, 80), True),
     ("repetition penalty {:.3g}", "penalty", lambda s, x: s.repeated(x), ratios(0.5, 3), True),
     ("presence penalty {:.3g}", "penalty",

@@ -43,7 +43,7 @@ from policy import Policy, full_weights, load_policy
 from rollout import Cut, Sample, WeightSync
 
 
-LOOKED_AT = 256            # responses of the first batch: the doctor needs a tenth of a second
+LOOKED_AT = 2 ** 14        # tokens of the first batch: the doctor needs less than half a second
 
 
 @contextlib.contextmanager
@@ -374,7 +374,9 @@ class Run:
                 place.unlink(missing_ok=True)          # of a start that was killed in this step
                 append(place, [row for part in parts for row in part])
         if not self.looked and self.main:
-            report = examine(itertools.starmap(response, enumerate(rows[:LOOKED_AT], 1)))
+            sizes = itertools.accumulate(len(row["token_ids"]) for row in rows)
+            few = [row for row, size in zip(rows, sizes) if size <= LOOKED_AT] or rows[:1]
+            report = examine(itertools.starmap(response, enumerate(few, 1)))
             self.say(f"the first batch, as doctor.py sees it: {report.in_short()}")
         self.looked = True
 

@@ -1,0 +1,56 @@
+"""A dump made by TRL's own trainer, whose sampler has another temperature, or cuts its tokens."""
+
+import types
+
+import pytest
+import torch
+from test_trl import Engine, trainer  # noqa: F401  (a fixture)
+
+from adapters.dumps import read
+from doctor import examine
+from estimators import sampling_log_probs
+
+pytestmark = pytest.mark.usefixtures("trl_required")
+
+
+class Sampler(Engine):
+    """In vLLM's place: it draws from the model, and records what it draws from."""
+
+    how = types.MappingProxyType({})
+
+    def generate(self, prompts, num_generations, **_):
+        drawn = [self.draw(prompt) for prompt in prompts]
+        return None, [ids for ids, _ in drawn], [log_probs for _, log_probs in drawn], None
+
+    @torch.no_grad()
+    def draw(self, prompt):
+        ids, log_probs = [], []
+        while len(ids) < self.longest and self.tokenizer.eos_token_id not in ids:
+            logits = self.model(torch.tensor([[*prompt, *ids]])).logits[0, -1]
+            log_mu, _ = sampling_log_probs(logits, **self.how)
+            [token] = torch.multinomial(log_mu.exp(), 1, generator=self.generator).tolist()
+            ids.append(token)
+            log_probs.append([log_mu[token].item()])
+        return ids, log_probs
+
+
+@pytest.mark.parametrize("how, cause", [({}, None), ({"temperature": 0.6}, "temperature"),
+                                        ({"top_p": 0.8}, "cut")])
+def test_the_doctor_finds_what_trls_sampler_does_otherwise(
+        how, cause, trainer, tmp_path, monkeypatch):  # noqa: F811
+    import trl
+
+    from adapters.trl import dump
+
+    class Dumping(trl.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            dump(batch, tmp_path / "dump.jsonl")
+            return batch
+    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration",
+                        type("Sampler", (Sampler,), {"how": how}))
+    run = trainer(Dumping, max_steps=1, num_generations=4, per_device_train_batch_size=64,
+                  gradient_accumulation_steps=1, mask_truncated_completions=False)
+    run.train()
+    report = examine(read(tmp_path / "dump.jsonl"))
+    assert report.tokens > 300 and [f.cause for f in report.causes][:1] == [cause] * bool(cause)
