@@ -1130,7 +1130,20 @@ def advice():
 CORRECTIONS = ["decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip"]
 
 
-TABLES = {"study-64-summary": study_64_summary, "advice": advice,
+def rates(name, which=0):
+    """Copy a table of rates, which takes hours to make, from the file that its script has written.
+
+    `which`: the first, second … table of the file.
+    """
+    text = (ROOT / "math" / name).read_text()
+    found = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    return found[which].rstrip()
+
+
+TABLES = {"doctor-rates": lambda: rates("doctor-rates.txt", -2),
+          "doctor-sizes": lambda: rates("doctor-rates.txt", -1),
+          "rescore-rates": lambda: rates("rescore-rates.txt"),
+          "study-64-summary": study_64_summary, "advice": advice,
           "study-64-contrasts": lambda: study_64_contrasts([declared()["judged"]]),
           "study-64-later": lambda: study_64_contrasts(declared()["judged_later"]),
           "study-64-arms": study_64_arms,

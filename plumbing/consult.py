@@ -56,7 +56,14 @@ def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
     """Return the report, and what the columns are where a model has rescored them."""
     responses, rescored = read(given.dump) if given.dump else iter(()), None
     if given.model:                 # imported here: a dump alone needs no transformers
+        from transformers.utils import logging
+
+        from plumbing.models import require_place
         from plumbing.rescore import random_prompts, rescore, sample_and_score
+        logging.disable_progress_bar()
+        for key, path in zip(["--model ", *["--older "] * len(given.older)],
+                             [given.model, *given.older]):
+            require_place(path, key)
         few = list(itertools.islice(responses, RESCORED)) if given.dump else sample_and_score(
             given.model, given.engine, random_prompts(given.model))
         responses = itertools.chain(few, responses)

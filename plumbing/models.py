@@ -19,21 +19,21 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from plumbing.settings import UserError
 
 
-def require_place(path: str) -> None:
-    """Refuse a `policy.path` that is neither a directory with a model nor one that the hub has."""
+def require_place(path: str, key: str = "policy.path=") -> None:
+    """Refuse a path that is neither a directory with a model nor one that the hub has."""
     place = Path(path)
     if place.is_dir():
         if not (place / "config.json").is_file():
-            raise UserError(f"policy.path={path} is no model: it has no config.json")
+            raise UserError(f"{key}{path} is no model: it has no config.json")
     elif not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path, re.ASCII):
-        raise UserError(f"policy.path={path} is no directory, and no name on the hub, such as "
+        raise UserError(f"{key}{path} is no directory, and no name on the hub, such as "
                         "Qwen/Qwen2.5-0.5B-Instruct")
     elif not isinstance(try_to_load_from_cache(path, "config.json"), str):
         try:
             get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=10)
         except Exception as error:         # the hub's own, and those of the library below it
             reason = str(error).strip().split("\n")[0]
-            raise UserError(f"policy.path={path} is no directory here, and the hub was asked for "
+            raise UserError(f"{key}{path} is no directory here, and the hub was asked for "
                             f"it in vain: {type(error).__name__}, {reason}") from None
 
 

@@ -60,9 +60,9 @@ class Rescored(NamedTuple):
     def lines(self) -> list[str]:
         """Return a line for log π, one for log μ, and one for each cause."""
         sides = [("log π", "trainer", self.train), ("log μ", "sampler", self.rollout)]
-        return [*(f"{symbol} is {m.name:40} {m.left:6.1%} of the gap left" + (
-            f" (next: {m.next[0]}, {m.next[1]:.1%})" if m.cause else f": the {who} is innocent")
-            for symbol, who, m in sides),
+        return [*(f"{symbol} is {m.name:40} " + (
+            f"{m.left:6.1%} of the gap left (next: {m.next[0]}, {m.next[1]:.1%})" if m.cause else
+            f"the {who} is innocent") for symbol, who, m in sides),
             *(f"Cause: {m.cause}, at the {who}" for _, who, m in sides if m.cause)]
 
     def as_json(self) -> dict[str, Any]:

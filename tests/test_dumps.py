@@ -63,7 +63,7 @@ def test_rows_of_a_padded_batch_have_no_padding(tmp_path):
     assert first.prompt_ids == [5, 6] and first.token_ids == [4, 3]
     assert first.rollout_log_probs == [-1.0, -2.0] and first.mask == [True, True]
     assert second.prompt_ids == [7, 8, 9] and second.mask == [False, False, True]
-    assert second.train_log_probs == [-0.5, -1.0, -0.75] and second.rollout_log_probs[0] == 0
+    assert second.train_log_probs == [0, -1.0, -0.75] and second.rollout_log_probs[0] == 0
 
 
 @pytest.fixture
@@ -92,6 +92,27 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, capsys):
     assert main([str(tmp_path / "none.jsonl")]) == 2
     assert capsys.readouterr().err.endswith("cannot be read: No such file or directory\n")
     assert main([str(tmp_path)]) == 2
+    assert main(["--model", str(tmp_path)]) == 2
+    assert "--model" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_a_dump_the_model_samples_and_is_in_order(tiny_model, capsys):
+    assert main(["--model", str(tiny_model), "--engine", "transformers", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["causes"] == [] and told["model"]["guilty"] == "none" and told["tokens"] == 32 * 40
+
+
+def test_the_model_names_the_guilty_side_of_a_dump(tiny_model, tmp_path, capsys):
+    from plumbing.rescore import random_prompts, sample_and_score
+    found = sample_and_score(str(tiny_model), "transformers", random_prompts(str(tiny_model)),
+                             top_p=0.8)
+    append(tmp_path / "dump.jsonl", [
+        {"prompt_ids": r.prompt_ids, "token_ids": r.token_ids, "train_log_probs": r.train_log_probs,
+         "rollout_log_probs": r.rollout_log_probs} for r in found])
+    assert main([str(tmp_path / "dump.jsonl"), "--model", str(tiny_model), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["model"]["guilty"] == "rollout" and told["causes"][0]["cause"] == "cut"
+    assert abs(told["model"]["rollout"]["parameter"] - 0.8) < 0.01
 
 
 def test_verls_batch_is_a_dump(tmp_path, verl_required):
