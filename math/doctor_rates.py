@@ -24,10 +24,10 @@ from adapters.dumps import read
 
 SPLITS = {"written": ("Qwen2", "Llama", "Mixtral", "Olmo2"),
           "judged": ("Gemma2", "Qwen2Moe", "Mistral", "Qwen3")}
-FIRST_SEED = {"written": 0, "judged": 5000}
+FIRST_SEED = {"written": 0, "judged": 9000}
 MIXTURES = ("Mixtral", "Qwen2Moe")
 ROWS = (128, 64, 32, 16, 8)
-EACH, HEALTHY = 12, 50                  # dumps of each cause, and of no cause, in each split
+EACH, HEALTHY = 8, 40                   # dumps of each cause, and of no cause, in each split
 PAIRS = (("temperature", "eos"), ("temperature", "weights"), ("shift", "temperature"),
          ("cut", "eos"), ("cut", "weights"), ("eos", "weights"), ("padding", "eos"),
          ("tool", "temperature"), ("retokenised", "weights"), ("window", "temperature"),
@@ -64,10 +64,10 @@ def cases(split: str) -> Iterator[Case]:
                        variants[(i // 2 if len(variants) % 2 == 0 else i) % len(variants)],
                        i % 2 == 1, None)
     for c, (first, second) in enumerate(PAIRS):
-        for i in range(3):
+        for i in range(2):
             seed = FIRST_SEED[split]
             yield Case(f"{first}+{second}-{i}", names[(c + i) % len(names)], seed + (c + i) % 4,
-                       first, seed + 7000 + 10 * c + i, 0.3 + 0.3 * i, None, i == 1, second)
+                       first, seed + 7000 + 10 * c + i, 0.4 + 0.4 * i, None, i == 1, second)
 
 
 def dumps(split: str, cache: Path) -> Iterator[tuple[Case, Path]]:
