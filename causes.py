@@ -215,10 +215,10 @@ def parts_of(x: Tokens) -> Iterator[tuple[str, float, str, Tensor, Tensor]]:
     if beside >= max(2, 0.4 * zero.sum()) and _mean(x.pi[zero]) > 1.5:
         yield "tool", 1, "where log μ = 0 and log π < −1", zero, zero
     dirty, whole = from_where_wild(x)
-    rows = x.row[dirty].unique()
-    if len(rows) <= 0.35 * len(x.row.unique()) and x.d()[dirty].mean() < -0.2 and (
-            _mean(x.e()[dirty]) > 1):
-        yield "retokenised", 4, f"of {len(rows)} responses, each from some token on", dirty, whole
+    rows, first = x.row[dirty].unique(), dirty.clone()
+    first[1:] &= ~dirty[:-1] | (x.row[1:] != x.row[:-1])
+    if 0 < len(rows) <= 0.35 * len(x.row.unique()) and x.d()[first].quantile(0.75) < -2:
+        yield "retokenised", 3, f"of {len(rows)} responses, each from some token on", dirty, whole
     old = x.version < x.version.max()
     yield "stale", 1.5, "of tokens of older versions", old, old
     if x.start.max() > x.start.min() >= 0:
@@ -252,7 +252,7 @@ def places(x: Tokens) -> list[Finding]:
     return list(found.values())
 
 
-BOUNDS = {"window": 0.9, "in-flight": 0.9, "retokenised": 0.8}  # healthy pairs leave 0.93
+BOUNDS = {"window": 0.9, "in-flight": 0.9}  # healthy pairs leave 0.93
 
 
 # --- what kind of number the gap is
@@ -315,11 +315,14 @@ def record(x: Tokens) -> Finding | None:
     """
     d, h = x.d(), x.entropy
     z, lean = _z(d.expm1()), (d.mean() / d.square().mean().clamp(min=1e-12)).item()
+    evidence = f"E[ρ] = {d.exp().mean().item():.4f}, {abs(z):.0f} standard errors from 1"
+    if z < -5 and lean >= -0.8 and _z(-x.mu - h) < -8:
+        return Finding("cut", 0.99, f"{evidence}; E[−log μ − H] = {(-x.mu - h).mean().item():+.3f}, "
+                       f"{-_z(-x.mu - h):.0f} standard errors below 0", x)
     if abs(z) < 5 or -0.8 < lean < 1.2 or z * lean < 0:         # −½ for a small honest gap
         return None
     sign = _share(d < 1e-5) if z < 0 else _share(d > -1e-5)
-    evidence = (f"E[ρ] = {d.exp().mean().item():.4f}, {abs(z):.0f} standard errors from 1; log ρ "
-                f"{'≤' if z < 0 else '≥'} 0 on {sign:.1%} of the tokens")
+    evidence += f"; log ρ {'≤' if z < 0 else '≥'} 0 on {sign:.1%} of the tokens"
     i, j, _, _ = pairs(x)
     rest = x._replace(mu=(x.mu + d.median()).clamp(max=0)), _mean(d[i] - d[j]) < numerics(x)
     some = (d.abs() > 1e-3) & (h > 1e-2)
@@ -388,7 +391,7 @@ def texture(x: Tokens) -> Finding | None:
     e = x.e()
     size, middle, rare = _mean(e), e.abs().median().item(), e.abs().quantile(0.97).item()
     evidence = f"mean gap {size:.3f} logits (two kernels: up to {limit:.3f})"
-    if rare > 12 * (middle + FLOOR):
+    if rare > 0.25 + 12 * (middle + FLOOR):
         return Finding("flips", 1.0, f"{evidence}; half of the tokens are below {middle:.3f}, one "
                        f"in 33 above {rare:.3f}")
     if min(whole, 1.3 * middle) < limit:          # 16 bits flip a few
@@ -410,20 +413,27 @@ def over_time(x: Tokens) -> Finding | None:
     With a token each, the part of the context that differs has a share of 1/(t + prompt).
     """
     x = x.take(x.unsure() & (x.t > 0))          # of a prefix cache, the first token is computed anew
-    y, t = (x.e().abs() + FLOOR).log(), x.t.double()
+    count = x.t.bincount()
+    total = x.t.bincount(x.e().abs() + FLOOR)[count > 0]
+    age, count = count.nonzero()[:, 0], count[count > 0].double()
 
     def fit(*columns: Tensor) -> tuple[float, list[float]]:
-        columns = torch.ones_like(y), *columns
-        beta = _solve(y, *columns)
-        error = (y - torch.stack(columns, -1) @ beta).square().mean()
-        return -len(y) / 2 * math.log(error + 1e-4), beta.tolist()
-    (flat, _), (fades, (_, slope)) = fit(), fit((t + 8).log())
-    (falls, (_, jump, since)), at = max(
-        ((fit((t >= at).double(), ((t + 8) / (at + 8)).clamp(min=1).log()), at)
-         for at in _inner(x.t)), default=((-math.inf, [0.0] * 3), 0))
-    if falls > max(flat, fades) + 10 and jump < -0.2:
-        return Finding("in-flight", 1.0, f"at token {at} the gap falls to {math.exp(jump):.0%}, "
-                       f"then as (t + 8)^{since:.2f}: {falls - fades:.0f} nats better than to fade")
+        matrix = torch.stack([torch.ones_like(total), *columns], -1)
+        beta = torch.zeros(len(columns) + 1, dtype=total.dtype)
+        for _ in range(30):
+            ratio = total * (-matrix @ beta).exp()
+            weight = torch.maximum(ratio, count)[:, None] * matrix
+            beta += torch.linalg.solve(weight.T @ matrix + 1e-6 * torch.eye(len(beta)),
+                                       matrix.T @ (ratio - count))
+        return -(count @ matrix @ beta + ratio.sum()).item(), beta.tolist()
+    (flat, _), (fades, (_, slope)) = fit(), fit((age + 8.0).log())
+    falls = [(*fit((age >= at).double(), ((age + 8) / (at + 8)).clamp(min=1).log()), at)
+             for at in _inner(x.t)]
+    nats, _, at = max((f for f in falls if f[1][1] + f[1][2] * math.log(2) < -0.6),
+                      default=(-math.inf, [], 0))
+    if nats > max(flat, fades) + 10:
+        return Finding("in-flight", 1.0, f"at token {at} the gap falls, and by half or more until "
+                       f"twice as late: {nats - fades:.0f} nats better than if it fades")
     if fades > flat + 10 and slope < -0.4:
         return Finding("context", 1.0, f"from the first token on the gap falls as (t + 8)^"
                        f"{slope:.2f}: {fades - flat:.0f} nats better than one size")
