@@ -209,7 +209,7 @@ def from_where_wild(x: Tokens) -> tuple[Tensor, Tensor]:
 
 def parts_of(x: Tokens) -> Iterator[tuple[str, float, str, Tensor, Tensor]]:
     """Yield (cause, how many times cleaner the rest is, where, dirty tokens, tokens to drop)."""
-    yield "eos", 4, "of end tokens", x.last, x.last
+    yield "eos", 3.5, "of end tokens", x.last, x.last
     zero = (x.mu > -1e-7) & (x.pi < -1) & ~x.last & (x.t > 0)
     beside = (zero[1:] & zero[:-1] & (x.row[1:] == x.row[:-1])).sum()
     if beside >= max(2, 0.4 * zero.sum()) and _mean(x.pi[zero]) > 1.5:
@@ -217,7 +217,7 @@ def parts_of(x: Tokens) -> Iterator[tuple[str, float, str, Tensor, Tensor]]:
     dirty, whole = from_where_wild(x)
     rows, first = x.row[dirty].unique(), dirty.clone()
     first[1:] &= ~dirty[:-1] | (x.row[1:] != x.row[:-1])
-    if 0 < len(rows) <= 0.35 * len(x.row.unique()) and x.d()[first].quantile(0.75) < -2:
+    if 0 < len(rows) <= 0.35 * len(x.row.unique()) and x.d()[first].median() < -3:
         yield "retokenised", 3, f"of {len(rows)} responses, each from some token on", dirty, whole
     old = x.version < x.version.max()
     yield "stale", 1.5, "of tokens of older versions", old, old
@@ -357,7 +357,7 @@ def slope_of(x: Tokens) -> Finding | None:
     if len(i) >= 8:
         a, b = x.mu[i] - x.mu[j], x.pi[i] - x.pi[j]
         (factor,), line = _fit(b, a)
-        bent = _fit(b, a, x.mu[i].square() - x.mu[j].square())[1]
+        bent = _fit(b, a, *(x.mu[i] ** n - x.mu[j] ** n for n in (2, 3)))[1]
         gain = len(i) * math.log((_mean(line) + FLOOR / 4) / (_mean(bent) + FLOOR / 4))
         left, most = (_mean(line) + FLOOR) / (_mean(b - a) + FLOOR), min(0.9, TEN ** (1 / len(i)))
         evidence += (f"; {len(i)} pairs of tokens after one prefix: Δ log π = {factor.item():.3f} "
@@ -431,7 +431,7 @@ def over_time(x: Tokens) -> Finding | None:
              for at in _inner(x.t)]
     nats, _, at = max((f for f in falls if f[1][1] + f[1][2] * math.log(2) < -0.6),
                       default=(-math.inf, [], 0))
-    if nats > max(flat, fades) + 10:
+    if nats > max(flat, fades) + 20:
         return Finding("in-flight", 1.0, f"at token {at} the gap falls, and by half or more until "
                        f"twice as late: {nats - fades:.0f} nats better than if it fades")
     if fades > flat + 10 and slope < -0.4:
