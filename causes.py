@@ -190,8 +190,8 @@ def _inner(places: Tensor) -> list[int]:
 
 # --- where the gap is: a part of the tokens is dirty, the others are clean
 
-def from_where_wild(x: Tokens) -> tuple[Tensor, Tensor]:
-    """Find the tokens of few responses from which on the gap is wild; and all tokens of these."""
+def from_where_wild(x: Tokens) -> Tensor:
+    """Find the tokens of some responses from which on the gap is wild: [N] bool."""
     e, n = x.e().abs() + FLOOR, int(x.row.max()) + 1
     clean = e.median()
     wild = torch.maximum(e.quantile(0.995) / 2, 4 * clean)
@@ -203,8 +203,7 @@ def from_where_wild(x: Tokens) -> tuple[Tensor, Tensor]:
         0, x.row, torch.where(before == lowest[x.row], index, len(e)), "amin")
     begun = index >= begins[x.row]
     saved = nats.new_zeros(n).index_add(0, x.row, torch.where(begun, nats, 0.0))
-    hit = (saved > 10)[x.row]
-    return hit & begun, hit
+    return (saved > 10)[x.row] & begun
 
 
 def parts_of(x: Tokens) -> Iterator[tuple[str, float, str, Tensor, Tensor]]:
@@ -214,11 +213,14 @@ def parts_of(x: Tokens) -> Iterator[tuple[str, float, str, Tensor, Tensor]]:
     beside = (zero[1:] & zero[:-1] & (x.row[1:] == x.row[:-1])).sum()
     if beside >= max(2, 0.4 * zero.sum()) and _mean(x.pi[zero]) > 1.5:
         yield "tool", 1, "where log μ = 0 and log π < −1", zero, zero
-    dirty, whole = from_where_wild(x)
-    rows, first = x.row[dirty].unique(), dirty.clone()
-    first[1:] &= ~dirty[:-1] | (x.row[1:] != x.row[:-1])
-    if 0 < len(rows) <= 0.35 * len(x.row.unique()) and x.d()[first].median() < -3:
-        yield "retokenised", 3, f"of {len(rows)} responses, each from some token on", dirty, whole
+    some, dirty = x.unsure(), torch.zeros_like(x.last)
+    y = x.take(some)
+    dirty[some] = wild = from_where_wild(y)
+    rows, first = y.row[wild].unique(), wild.clone()
+    first[1:] &= ~wild[:-1] | (y.row[1:] != y.row[:-1])
+    whole = torch.isin(x.row, rows)
+    if 0 < len(rows) <= 0.35 * len(x.row.unique()) and y.d()[first].median() < -3:
+        yield "retokenised", 3.2, f"of {len(rows)} responses, each from some token on", dirty, whole
     old = x.version < x.version.max()
     yield "stale", 1.5, "of tokens of older versions", old, old
     if x.start.max() > x.start.min() >= 0:
@@ -235,8 +237,10 @@ def parts_of(x: Tokens) -> Iterator[tuple[str, float, str, Tensor, Tensor]]:
 def places(x: Tokens) -> list[Finding]:
     """Find the best part of each kind, where all others are clean."""
     found: dict[str, Finding] = {}
-    e = x.e()
-    for cause, ratio, where, dirty, drop in parts_of(x):
+    some = x.unsure()
+    e = x.e()[some]
+    for cause, ratio, where, part, drop in parts_of(x):
+        dirty = part[some]
         if dirty.sum() < 3 or (~dirty).sum() < 10:
             continue
         size, rest = _mean(e[dirty]), _mean(e[~dirty])
@@ -245,7 +249,8 @@ def places(x: Tokens) -> list[Finding]:
         if size < max(0.05, ratio * rest):
             continue
         share = RECORD / 2 if cause == "tool" else gap_left(e, dirty, ~dirty)
-        if share < min(TEN ** (1 / len(e)), found.get(cause, Finding("", BOUNDS.get(cause, 1.0), "")).left):
+        best = found[cause].left if cause in found else BOUNDS.get(cause, 1.0)
+        if share < min(best, TEN ** (1 / len(e))):
             found[cause] = Finding(cause, share, f"mean gap {where} {size:.3f} logits "
                                    f"({int(dirty.sum())} tokens), of all others {rest:.3f}",
                                    x.take(~drop))
@@ -317,8 +322,8 @@ def record(x: Tokens) -> Finding | None:
     z, lean = _z(d.expm1()), (d.mean() / d.square().mean().clamp(min=1e-12)).item()
     evidence = f"E[ρ] = {d.exp().mean().item():.4f}, {abs(z):.0f} standard errors from 1"
     if z < -5 and lean >= -0.8 and _z(-x.mu - h) < -8:
-        return Finding("cut", 0.99, f"{evidence}; E[−log μ − H] = {(-x.mu - h).mean().item():+.3f}, "
-                       f"{-_z(-x.mu - h):.0f} standard errors below 0", x)
+        return Finding("cut", 0.99, f"{evidence}; E[−log μ − H] = {(-x.mu - h).mean().item():+.3f},"
+                       f" {-_z(-x.mu - h):.0f} standard errors below 0", x)
     if abs(z) < 5 or -0.8 < lean < 1.2 or z * lean < 0:         # −½ for a small honest gap
         return None
     sign = _share(d < 1e-5) if z < 0 else _share(d > -1e-5)
@@ -363,7 +368,7 @@ def slope_of(x: Tokens) -> Finding | None:
         evidence += (f"; {len(i)} pairs of tokens after one prefix: Δ log π = {factor.item():.3f} "
                      f"· Δ log μ, {left:.0%} of the gap left")
         enough = min(_mean(line), _mean(bent)) < numerics(x)
-        cause = "softcap" if gain > 6 else cause
+        cause = "softcap" if gain > 4 else cause
     if left > most:
         return None
     if cause == "temperature" and d.mean() > 0 and abs(_z(d.expm1())) > abs(_z((-d).expm1())):
@@ -379,7 +384,7 @@ def calibration(x: Tokens) -> Finding | None:
     (eq:calibration)
     """
     excess = -x.pi - x.entropy
-    if not abs(_z(excess)) > 4 or _mean(x.e()) > numerics(x):         # NaN: not known
+    if len(excess) < 100 or not abs(_z(excess)) > 4.5 or _mean(x.e()) > numerics(x):    # NaN: none
         return None
     return Finding("raw", 0.9, "both sides agree, but neither is what was drawn: E[−log π − H] = "
                    f"{excess.mean().item():+.3f}, {abs(_z(excess)):.0f} standard errors from 0")
@@ -412,14 +417,14 @@ def over_time(x: Tokens) -> Finding | None:
 
     With a token each, the part of the context that differs has a share of 1/(t + prompt).
     """
-    x = x.take(x.unsure() & (x.t > 0))          # of a prefix cache, the first token is computed anew
+    x = x.take(x.unsure() & (x.t > 0))      # the first token a prefix cache has computed anew
     count = x.t.bincount()
     total = x.t.bincount(x.e().abs() + FLOOR)[count > 0]
     age, count = count.nonzero()[:, 0], count[count > 0].double()
 
     def fit(*columns: Tensor) -> tuple[float, list[float]]:
         matrix = torch.stack([torch.ones_like(total), *columns], -1)
-        beta = torch.zeros(len(columns) + 1, dtype=total.dtype)
+        beta, ratio = torch.zeros(len(columns) + 1, dtype=total.dtype), total
         for _ in range(30):
             ratio = total * (-matrix @ beta).exp()
             weight = torch.maximum(ratio, count)[:, None] * matrix
@@ -431,7 +436,7 @@ def over_time(x: Tokens) -> Finding | None:
              for at in _inner(x.t)]
     nats, _, at = max((f for f in falls if f[1][1] + f[1][2] * math.log(2) < -0.6),
                       default=(-math.inf, [], 0))
-    if nats > max(flat, fades) + 20:
+    if nats > max(flat, fades) + 15:
         return Finding("in-flight", 1.0, f"at token {at} the gap falls, and by half or more until "
                        f"twice as late: {nats - fades:.0f} nats better than if it fades")
     if fades > flat + 10 and slope < -0.4:
