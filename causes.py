@@ -240,11 +240,11 @@ def places(x: Tokens) -> list[Finding]:
         if dirty.sum() < 3 or (~dirty).sum() < 10:
             continue
         size, rest = _mean(e[dirty]), _mean(e[~dirty])
+        share = RECORD / 2 if cause == "tool" else gap_left(e, dirty, ~dirty)
         if cause not in ("tool", "retokenised"):            # not one token among many clean ones
             size = min(size, 1.5 * e[dirty].abs().median().item())
         if size < max(0.05, ratio * rest):
             continue
-        share = RECORD / 2 if cause == "tool" else gap_left(e, dirty, ~dirty)
         best = found[cause].left if cause in found else BOUNDS.get(cause, 1.0)
         if share < min(best, TEN ** (1 / len(e))):
             found[cause] = Finding(cause, share, f"mean gap {where} {size:.3f} logits "
