@@ -496,6 +496,7 @@ def sides(of: Subject, cause: str, kind: str, severity: float, g: torch.Generato
             drawn, trainer = (replace(s, tau=0.6) for s in (drawn, trainer))
             drawn = replace(drawn, half=True)
         return drawn, trainer, record, False
+    record = replace(record, **changes) if record else None     # it records what was drawn
     return (replace(drawn, **changes), trainer, record,
             cause in ("shift", "eos", "tool", "retokenised"))
 

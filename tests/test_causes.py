@@ -153,6 +153,21 @@ def test_surprisal_has_the_mean_entropy_where_pi_was_drawn():
     assert ((mu.exp() * excess).sum(-1)).abs().max() > 0.05
 
 
+def test_a_gap_that_fades_is_not_one_that_falls():
+    """Gaps of one size, ones that fade as 1/(t + 8), and ones that fall at token 13."""
+    g = torch.Generator().manual_seed(0)
+    t = torch.arange(30).repeat(100)
+    mu = -torch.rand(len(t), generator=g).double() - 0.1
+    x = causes.Tokens(mu, mu, t, t, *[t] * 8)
+    noise = -torch.rand(len(t), generator=g).double().log()
+    flat, fades = torch.ones(len(t)), 8 / (t + 8)
+    falls = torch.where(t < 13, 1, 0.6 * 21 / (t + 8))
+    for size, expected in ((flat, None), (fades, "context"), (falls, "in-flight")):
+        odds = causes.log_odds(x.mu) - size * noise
+        found = causes.over_time(x._replace(pi=torch.nn.functional.logsigmoid(odds)))
+        assert (found and found.cause) == expected
+
+
 def test_pairs_are_of_one_prefix():
     x = causes.Tokens.of(planted("temperature", "Qwen2", "sampler"))
     i, j, k, m = causes.pairs(x)
