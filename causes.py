@@ -419,6 +419,8 @@ def over_time(x: Tokens) -> Finding | None:
     (in-flight updates 26 and more, others 12).
     """
     x = x.take(x.unsure() & (x.t > 0))      # the first token a prefix cache has computed anew
+    if len(x.t) < 20:
+        return None
     count = x.t.bincount()
     total = x.t.bincount(x.e().abs() + FLOOR)[count > 0]
     age, count = count.nonzero()[:, 0], count[count > 0].double()

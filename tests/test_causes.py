@@ -109,6 +109,17 @@ def test_dividing_after_the_softmax_leaves_an_entropy_of_renyi():
     torch.testing.assert_close(gap, ((1 - 1 / tau) * renyi).expand(4), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_short_responses_are_no_trouble(tokens):
+    """Of one token there is nothing after the first, where the gap could fade."""
+    g = torch.Generator().manual_seed(0)
+    mu = -torch.rand(64, tokens, generator=g, dtype=torch.float64) - 0.1
+    pi = mu - 0.1 - torch.rand(64, tokens, generator=g, dtype=torch.float64)
+    found = [Response(i, [3] * tokens, a, b, [1], [True] * tokens)
+             for i, (a, b) in enumerate(zip(mu.tolist(), pi.tolist()))]
+    assert doctor.examine(found).causes
+
+
 PI, MU = Policy(4, 3, seed=0), Policy(4, 3, seed=0).perturbed(seed=1, size=0.3)
 
 
