@@ -113,11 +113,11 @@ def test_dividing_after_the_softmax_leaves_an_entropy_of_renyi():
 def test_short_responses_are_no_trouble(tokens):
     """Of one token there is nothing after the first, where the gap could fade."""
     g = torch.Generator().manual_seed(0)
-    mu = -torch.rand(64, tokens, generator=g, dtype=torch.float64) - 0.1
-    pi = mu - 0.1 - torch.rand(64, tokens, generator=g, dtype=torch.float64)
-    found = [Response(i, [3] * tokens, a, b, [1], [True] * tokens)
+    mu = -2 * torch.rand(64, tokens, generator=g, dtype=torch.float64) - 0.1
+    pi = (mu + torch.randn(mu.shape, generator=g, dtype=torch.float64) / 2).clamp(max=-0.01)
+    found = [Response(i, [3] * tokens, a, b, [i], [True] * tokens)
              for i, (a, b) in enumerate(zip(mu.tolist(), pi.tolist()))]
-    assert doctor.examine(found).causes
+    assert names(doctor.examine(found)) == ["weights"]
 
 
 PI, MU = Policy(4, 3, seed=0), Policy(4, 3, seed=0).perturbed(seed=1, size=0.3)
