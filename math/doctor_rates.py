@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import plants
+import sides
 import torch
 
 import doctor
@@ -75,7 +76,7 @@ def cases(split: str) -> Iterator[Case]:
 
 def dumps(split: str, cache: Path) -> Iterator[tuple[Case, Path]]:
     """Make what the cache does not have yet, a file for each case."""
-    subjects: dict[tuple[str, int], plants.Subject] = {}
+    subjects: dict[tuple[str, int], sides.Subject] = {}
     folder = cache / split
     folder.mkdir(parents=True, exist_ok=True)
     todo = list(cases(split))
@@ -84,7 +85,7 @@ def dumps(split: str, cache: Path) -> Iterator[tuple[Case, Path]]:
         if not path.exists():
             key = case.architecture, case.model
             if key not in subjects:
-                subjects = {key: plants.subject(case.model, case.architecture)}
+                subjects = {key: sides.subject(case.model, case.architecture)}
             rows = plants.plant(subjects[key], case.cause, case.seed, case.severity, case.variant,
                                 case.noise, case.second)
             plants.write(rows, path)

@@ -33,6 +33,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 import plants
+import sides
 from oracle import Policy
 
 from adapters.dumps import response
@@ -675,7 +676,7 @@ SIGNED = ("temperature", "raw", "cut", "shift", "padding", "retokenised", "in-fl
 def signatures():
     """Plant causes in one model, and draw a row of five panels for each, a healthy pair first."""
     with torch.no_grad(), plt.rc_context({"axes.grid": False}):
-        model = plants.subject(3, "Qwen2")
+        model = sides.subject(3, "Qwen2")
         planted = {"healthy, bf16": plants.plant(model, "healthy", 3, variant="bf16-sampler")} | {
             cause: plants.plant(model, cause, seed=3, severity=0.6) for cause in SIGNED}
         return gallery.draw({name: Tokens.of([response(i, row) for i, row in enumerate(rows, 1)])

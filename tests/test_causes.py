@@ -8,6 +8,7 @@ import json
 import math
 
 import plants
+import sides
 import pytest
 import torch
 from oracle import Policy, close, expectation, kl
@@ -22,7 +23,7 @@ MODELS = ("Qwen2", "Mixtral", "Gemma2")
 
 @functools.cache
 def model(architecture):
-    return plants.subject(3, architecture)
+    return sides.subject(3, architecture)
 
 
 def responses(rows):
