@@ -380,7 +380,8 @@ def calibration(x: Tokens) -> Finding | None:
     (eq:calibration)
     """
     excess = -x.pi - x.entropy
-    if len(excess) < 100 or not abs(_z(excess)) > 4.5 or _mean(x.e()) > numerics(x):    # NaN: none
+    seen = abs(_z(excess)) > 4.5 and abs(excess.mean()) > FLOOR         # NaN: no entropy is known
+    if len(excess) < 100 or not seen or _mean(x.e()) > numerics(x):
         return None
     return Finding("raw", 0.9, "both sides agree, but neither is what was drawn: E[−log π − H] = "
                    f"{excess.mean().item():+.3f}, {abs(_z(excess)):.0f} standard errors from 0")
