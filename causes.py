@@ -351,7 +351,8 @@ def slope_of(x: Tokens) -> Finding | None:
     residual = e - slope * odds - middle
     left = (_mean(residual[some]) + FLOOR) / (_mean(e[some]) + FLOOR)
     evidence = f"log-odds of π are {1 + slope.item():.3f} × those of μ, {left:.0%} of the gap left"
-    cause, most, enough = "temperature", 0.7, _mean(residual) < numerics(x)     # weights: 0.78
+    cause, enough = "temperature", _mean(residual) < numerics(x)
+    most = 0.7 if _mean(e) > numerics(x) else 0.0       # weights: 0.78; without pairs noise has one
     i, j, _, _ = pairs(x)
     moved = (x.mu[i] != x.mu[j]) & (x.pi[i] != x.pi[j])
     i, j = i[moved], j[moved]
