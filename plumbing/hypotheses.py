@@ -267,14 +267,17 @@ def paddings(s: Scorer, _: Tensor) -> Iterator[tuple[int, int, str]]:
 ROUNDINGS = listed(*range(2, 9), "fp8", "fp8, a scale per tensor", "fp8, a scale per row")
 PENALTIES = listed(*(i / 10 for i in range(-20, 21) if i))
 ONCE = listed(None)
+# Rows that rescore.py speaks of.
+IN_16_BITS = "plain by a log-softmax in bfloat16"
+SCALED, DIVIDED = "at temperature {:.3g}", "divided by {:.3g} after the softmax"
 TABLE = list(starmap(Hypothesis, (
     ("plain", None, lambda s, _: s.log_prob(s.plain), ONCE),
     ("plain in bfloat16", None, lambda s, _: s.log_prob(s.noisy.plain), ONCE),
-    ("plain by a log-softmax in bfloat16", "bf16-log-softmax",
+    (IN_16_BITS, "bf16-log-softmax",
      lambda s, _: s.log_prob(s.plain.bfloat16()).bfloat16().float(), ONCE),
-    ("at temperature {:.3g}", "temperature", lambda s, x: s.log_prob(s.plain, x),
+    (SCALED, "temperature", lambda s, x: s.log_prob(s.plain, x),
      ratios(0.1, 8), True),
-    ("divided by {:.3g} after the softmax", "temperature", lambda s, x: s.log_prob(s.plain) / x,
+    (DIVIDED, "temperature", lambda s, x: s.log_prob(s.plain) / x,
      ratios(0.1, 8), True),
     ("top-p {:.3g}", "cut", lambda s, x: s.cut(lambda e: s.before < x + x * (1 - x) * e),
      listed(*(i / 100 for i in range(5, 100)), 0.995, 0.998, 0.999), True),

@@ -23,7 +23,8 @@ from transformers import AutoConfig
 from kernels.shapes import pad_rows
 from adapters.dumps import Response
 from plumbing.engines import make_engine
-from plumbing.hypotheses import EXACT, NEVER, TABLE, Hypothesis, Scorer, log_odds
+from plumbing.hypotheses import (DIVIDED, EXACT, IN_16_BITS, NEVER, SCALED, TABLE, Hypothesis,
+                                 Scorer, log_odds)
 from plumbing.models import read_model
 from policy import Policy
 from rollout import DTYPES
@@ -48,6 +49,7 @@ class Match(NamedTuple):
     cost: float                    # nats: −log likelihood, and what the search of a value costs
     rest: float = 0.0              # mean squared log-odds left
     next: tuple[str, float] = ("", 1.0)        # the likeliest other hypothesis, and what it leaves
+    row: str = ""                  # of TABLE: its name before the value is filled in
 
 
 class Rescored(NamedTuple):
@@ -101,7 +103,7 @@ def match(s: Scorer, recorded: Tensor, mask: Tensor,
             best = (min(ties) + max(ties)) / 2 if h.search else ties[0]  # a cut is no one number
             name = h.name.format(*best) if isinstance(best, tuple) else h.name.format(best)
             cost = mask.sum().item() / 2 * math.log(least) + 2 * math.log(len(tried))
-            found.append(Match(name, h.cause, best, least, cost))
+            found.append(Match(name, h.cause, best, least, cost, row=h.name))
     return found
 
 
@@ -130,10 +132,11 @@ def judge(s: Scorer, recorded: Tensor, mask: Tensor) -> Match:
     best = best._replace(rest=best.left * gap, next=(other.name, other.left))
     mean_of_dropout = best.cause == "dropout" and best.cost < -DRAWN
     if best.left > 0.1 and torch.equal(recorded[mask], recorded[mask].bfloat16().float()):
-        return best._replace(name=TABLE[2].name, cause=TABLE[2].cause, parameter=None)
+        return best._replace(name=IN_16_BITS, cause="bf16-log-softmax", parameter=None, row="")
     if best.left < EXPLAINED or mean_of_dropout or (best.left < 0.9 and best.rest < noise):
         return best
-    best = best._replace(parameter=None, left=1.0, rest=gap, next=(best.name, best.left))
+    best = best._replace(parameter=None, left=1.0, rest=gap, row="",
+                         next=(best.name, best.left))
     return (best._replace(name="plain", cause=None) if gap < noise else
             best._replace(name="none of these", cause="unknown"))
 
@@ -158,7 +161,7 @@ def rescore(path: str, older: Sequence[str], responses: Iterable[Response]) -> R
     # Both may be at the temperature of sampling; then it is from there that one departs.
     for one, other, column in sorted(((rollout, train, π), (train, rollout, μ)),
                                      key=lambda pair: pair[0].left):
-        if one.name.startswith("at temperature") and other.cause:
+        if one.row == SCALED and other.cause:
             hot = judge(Scorer(model, s.older, rows, temperature=one.parameter), column, mask)
             if hot.cause is None or (hot.cause != "unknown" and hot.rest < other.rest):
                 at = f", at temperature {one.parameter:.3g}"
@@ -168,7 +171,7 @@ def rescore(path: str, older: Sequence[str], responses: Iterable[Response]) -> R
                 rollout, train = (agreed, hot) if column is π else (hot, agreed)
                 break
     # E[log π − log μ] ≤ 0 over samples of μ. Else they are of π, and μ is a raw record.
-    proper = train.cause in ("temperature", "cut", "penalty") and "divided" not in train.name
+    proper = train.cause in ("temperature", "cut", "penalty") and train.row != DIVIDED
     if rollout.cause is None and proper and (π - μ)[mask].sum() > 0:
         rollout = train._replace(name=f"plain, before {train.name}", cause="raw")
         train = train._replace(cause=None)

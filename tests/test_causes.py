@@ -112,7 +112,7 @@ def test_dividing_after_the_softmax_leaves_an_entropy_of_renyi():
 
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 def test_short_responses_are_no_trouble(tokens):
-    """Of one token there is nothing after the first, where the gap could fade."""
+    """A response of one token has nothing after the first, where the gap could fade."""
     g = torch.Generator().manual_seed(0)
     mu = -2 * torch.rand(64, tokens, generator=g, dtype=torch.float64) - 0.1
     pi = (mu + torch.randn(mu.shape, generator=g, dtype=torch.float64) / 2).clamp(max=-0.01)
@@ -250,7 +250,7 @@ def dump(path, found):
 
 
 def test_exit_statuses_and_json(tmp_path, capsys):
-    """Without prompts and entropy too; the report says what that costs."""
+    """Prompts and entropy may be missing; the report says what that costs."""
     path = tmp_path / "dump.jsonl"
     dump(path, planted("healthy", "Qwen2", "same"))
     assert main([str(path)]) == 0

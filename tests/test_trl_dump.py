@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("trl_required")
 
 
 class Sampler(Engine):
-    """In vLLM's place: it draws from the model, and records what it draws from."""
+    """Stand in for vLLM: draw from the model, and record what was drawn from."""
 
     how = types.MappingProxyType({})
 
