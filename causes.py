@@ -1,10 +1,11 @@
-"""Causes of a mismatch have laws: from log μ and log π of sampled tokens to what is wrong.
+"""Find the causes of a mismatch from log μ and log π of sampled tokens.
 
-This file decides which law names which cause. Tokens were drawn from p, μ is what the sampler
-recorded of them, π what the trainer computed; ρ = π/μ. Laws compete in one unit, the share of the
-gap that each leaves; the best one is taken out of the data, and the rest is looked at again. Where
-a law is an identity its error comes from the data. What is set by hand says so, and
-math/doctor-rates.txt has how often all of it is right. Derivation: math/11-what-is-wrong.md.
+Tokens were drawn from p. μ is what the sampler recorded of them, π what the trainer computed, and
+ρ = π/μ. Each cause follows a law, and this file decides which law names which cause. Laws compete
+in one unit, the share of the gap that each leaves. The best one's effect is taken out of the data,
+and the rest is looked at again. Where a law is an identity, the data give its standard error.
+Numbers set by hand are marked so; math/doctor-rates.txt says how often all of it is right.
+Derivation: math/13-what-is-wrong.md.
 
     print(*find_causes(Tokens.of(adapters.dumps.read("dump.jsonl"))), sep="\n")
 """
@@ -19,30 +20,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-FLOOR = 0.01            # logits: of a gap below it nothing needs to be explained
-RECORD = 0.01           # what a wrong record leaves: its law is not about sizes
-TEN = math.exp(-10)     # ten nats are no accident
+FLOOR = 0.01            # logits: a smaller gap needs no explanation
+RECORD = 0.01           # share left by a wrong record, whose law is not about sizes
+TEN = math.exp(-10)     # ten nats are not chance
 
 
 class Tokens(NamedTuple):
-    """Hold the tokens that count, [N] each, in the order of the dump."""
+    """Hold the tokens that count as columns, [N] each, in the order of the dump."""
 
     mu: Tensor                          # log μ
     pi: Tensor                          # log π
-    row: Tensor                         # which response, and the place in it
-    t: Tensor
+    row: Tensor                         # index of the response
+    t: Tensor                           # position in the response
     start: Tensor                       # length of the prompt, −1 where it is not known
     ids: Tensor
     last: Tensor                        # bool: the end token, where it ends a response
-    prefix: Tensor                      # equal where the prompt and all tokens before are equal
-    seen: Tensor                        # bool: it stands before in the response
-    known: Tensor                       # bool: it stands in the prompt
-    version: Tensor
+    prefix: Tensor                      # equal where prompt and all earlier tokens are equal
+    seen: Tensor                        # bool: it occurs earlier in the response
+    known: Tensor                       # bool: it occurs in the prompt
+    version: Tensor                     # of the weights that drew it
     entropy: Tensor                     # of π, NaN where not known
 
     @classmethod
     def of(cls, responses: Sequence[Any]) -> "Tokens":
-        """Make the columns of responses as adapters/dumps.py reads them."""
+        """Make the columns from responses as adapters/dumps.py reads them."""
         rows: list[tuple[Any, ...]] = []
         numbers: dict[int, int] = {}
         longest = max((len(r.token_ids) for r in responses), default=0)
@@ -78,26 +79,26 @@ class Tokens(NamedTuple):
         return log_odds(self.pi) - log_odds(self.mu)
 
     def unsure(self) -> Tensor:
-        """Say of which tokens a side is not sure, but of all if they are few: [N] bool.
+        """Mark tokens of which a side is not sure, or all tokens if those are few: [N] bool.
 
-        Of the others no column shows the logits.
+        Where both sides are sure, the log-probs do not show the logits.
         """
         some = (self.mu < -0.01) | (self.pi < -0.01)
         return some if some.sum() > 20 else torch.ones_like(some)
 
     def take(self, keep: Tensor) -> "Tokens":
-        """Return those tokens alone."""
+        """Return the tokens that a mask or an index selects."""
         return Tokens(*(x[keep] for x in self))
 
 
 class Finding(NamedTuple):
-    """Hold a cause, the share of the gap that it leaves, what was seen, and the dump without it."""
+    """Hold a cause, the share of the gap it leaves, the evidence, and the dump without it."""
 
     cause: str
     left: float
     evidence: str
     rest: Tokens | None = None
-    enough: bool = False                # pairs of tokens show that nothing else is everywhere
+    enough: bool = False                # pairs of tokens show no other cause that is everywhere
 
     @property
     def confidence(self) -> str:
@@ -105,11 +106,8 @@ class Finding(NamedTuple):
 
 
 def log_odds(x: Tensor) -> Tensor:
-    """Return log p/(1 − p) of log p, the unit in which an error of a logit has one size.
-
-    (eq:log-odds)
-    """
-    return x - (1.001 - x.exp()).log()              # 1e-3: near p = 1 rounding would decide
+    """Return log p/(1 − p) of log p: in this unit a logit's error has one size.  (eq:log-odds)"""
+    return x - (1.001 - x.exp()).log()              # 0.001 more: near p = 1 rounding would decide
 
 
 def _mean(x: Tensor) -> float:
@@ -121,34 +119,35 @@ def _share(x: Tensor) -> float:
 
 
 def _z(x: Tensor) -> float:
-    """Return Σx/√Σx²: standard normal where each x has mean 0 given what was drawn before it."""
+    """Return Σx/√Σx²: standard normal if each x has mean 0 given what was drawn before it."""
     return (x.sum() / x.square().sum().sqrt().clamp(min=1e-12)).item()
 
 
 def gap_left(e: Tensor, *parts: Tensor) -> float:
-    """Return the share of a gap that remains if each part has a size of its own.  (eq:gap-left)
+    """Return the share of a gap that remains if each part has its own size.  (eq:gap-left)
 
         Π (mean|e| of the part)^{n of the part / n} / mean|e|
 
-    A Laplace distribution describes n numbers in n log mean|e| nats, but for a constant: the share
-    is exp(−nats saved per token), in which causes of any kind can be compared.
+    A Laplace distribution describes n numbers in n log mean|e| nats, up to a constant. So the share
+    is exp(−nats saved per token), and causes of any kind can be compared by it.
     """
     nats = sum(len(x) * math.log(_mean(x) + FLOOR) for x in (e[part] for part in parts))
     return math.exp(nats / max(1, len(e))) / (_mean(e) + FLOOR)
 
 
 def numerics(x: Tokens) -> float:
-    """Return the mean gap, in logits, up to which two kernels with the same weights may differ.
+    """Return the largest mean gap, in logits, that two kernels with the same weights may have.
 
-    Set by hand: larger logits round more coarsely, and their spread is what a dump shows of them.
-    Healthy dense models in bfloat16 have about half of it; a mixture of experts has had all of it
-    by its mean, which is why the median decides in `texture`. Below it int8 looks the same.
+    The formula is set by hand. Larger logits round more coarsely, and a dump shows their size by
+    their spread. Healthy dense models in bfloat16 have about half of the limit. A healthy mixture
+    of experts has reached it with its mean, so `texture` decides by the median. Below the limit,
+    int8 weights look the same as two kernels.
     """
     return 0.012 + 0.015 * min(2.4, log_odds(x.mu).std().item()) ** 3
 
 
 def pairs(x: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return indices of two tokens after one prefix, and of one token that was drawn there twice.
+    """Return indices of two tokens drawn after one prefix, and of one token drawn there twice.
 
     (eq:same-prefix)
     """
@@ -167,7 +166,7 @@ def pairs(x: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _fit(y: Tensor, *columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Fit least squares without the worst tenth: coefficients, and the residuals of all."""
+    """Fit least squares without the worst tenth; return coefficients and all residuals."""
     matrix, keep = torch.stack(columns, -1), torch.ones_like(y, dtype=torch.bool)
     beta, residual = y.new_zeros(len(columns)), y
     for _ in range(2):
@@ -179,19 +178,19 @@ def _fit(y: Tensor, *columns: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _inner(places: Tensor) -> list[int]:
-    """Return at most 60 places where something can begin: not the first three or the last two."""
+    """Return at most 60 places where a change may begin, without the first three and last two."""
     inner = places.unique()[3:-2]
     return inner[::1 + len(inner) // 60].tolist()
 
 
-# --- where the gap is: a part of the tokens is dirty, the others are clean
+# --- where the gap is: some tokens are dirty, the others clean
 
 def from_where_wild(x: Tokens) -> Tensor:
-    """Find the tokens of some responses from which on the gap is wild: [N] bool."""
+    """Mark, in some responses, the tokens from the first wild gap on: [N] bool."""
     e, n = x.e().abs() + FLOOR, int(x.row.max()) + 1
     clean = e.median()
     wild = torch.maximum(e.quantile(0.995) / 2, 4 * clean)
-    nats = e / clean - e / wild - (wild / clean).log()          # saved if the token is a wild one
+    nats = e / clean - e / wild - (wild / clean).log()          # saved if the token is wild
     before = nats.cumsum(0) - nats
     lowest = before.new_full((n,), math.inf).scatter_reduce(0, x.row, before, "amin")
     index = torch.arange(len(e))
@@ -203,8 +202,8 @@ def from_where_wild(x: Tokens) -> Tensor:
 
 
 def parts_of(x: Tokens) -> Iterator[tuple[str, float, str, Tensor, Tensor]]:
-    """Yield (cause, how many times cleaner the rest is, where, dirty tokens, tokens to drop)."""
-    # The ratios are set by hand. End tokens: planted ones 3.8 to 600, of other weights at most 1.6.
+    """Yield (cause, how much cleaner the rest must be, where, dirty tokens, tokens to drop)."""
+    # Ratios are set by hand. For end tokens, planted faults have 3.8 to 600, other weights ≤ 1.6.
     yield "eos", 3.5, "of end tokens", x.last, x.last
     zero = (x.mu > -1e-7) & (x.pi < -1) & ~x.last & (x.t > 0)
     beside = (zero[1:] & zero[:-1] & (x.row[1:] == x.row[:-1])).sum()
@@ -232,7 +231,7 @@ def parts_of(x: Tokens) -> Iterator[tuple[str, float, str, Tensor, Tensor]]:
 
 
 def places(x: Tokens) -> list[Finding]:
-    """Find the best part of each kind, where all others are clean."""
+    """Return the best part of each kind, if all tokens outside it are clean."""
     found: dict[str, Finding] = {}
     some = x.unsure()
     e = x.e()[some]
@@ -242,7 +241,7 @@ def places(x: Tokens) -> list[Finding]:
             continue
         size, rest = _mean(e[dirty]), _mean(e[~dirty])
         share = RECORD / 2 if cause == "tool" else gap_left(e, dirty, ~dirty)
-        if cause not in ("tool", "retokenised"):            # not one token among many clean ones
+        if cause not in ("tool", "retokenised"):            # one bad token is not enough
             size = min(size, 1.5 * e[dirty].abs().median().item())
         if size < max(0.05, ratio * rest):
             continue
@@ -254,13 +253,13 @@ def places(x: Tokens) -> list[Finding]:
     return list(found.values())
 
 
-BOUNDS = {"window": 0.9, "in-flight": 0.9}  # healthy pairs leave 0.93
+BOUNDS = {"window": 0.9, "in-flight": 0.9}  # of the share left: healthy pairs leave 0.93
 
 
-# --- what kind of number the gap is
+# --- what form the gap has
 
 def grid(x: Tokens) -> Finding | None:
-    """See whether log-probs are numbers that 16 bits can hold: they were computed in 16 bits."""
+    """Test whether a column's log-probs all fit in 16 bits: it was computed in 16 bits then."""
     for name, column in (("log μ", x.mu), ("log π", x.pi)):
         values = column[column < -1e-4].float()
         for kind in (torch.bfloat16, torch.float16):
@@ -272,9 +271,10 @@ def grid(x: Tokens) -> Finding | None:
 
 
 def shift(x: Tokens) -> Finding | None:
-    """See whether log π of a token is log μ of its neighbour; the column off is what scatters.
+    """Test whether log π of a token is log μ of its neighbour.
 
-    One token after one prefix has one log-prob, so what a right column gives for it never scatters.
+    After one prefix a token has one log-prob, so a right column does not scatter there. The column
+    that scatters is the one that is off.
     """
     i = torch.arange(len(x.t) - 1)
     i = i[(x.row[1:] == x.row[:-1]) & (x.t[1:] == x.t[:-1] + 1) & ~x.last[1:]]
@@ -291,7 +291,7 @@ def shift(x: Tokens) -> Finding | None:
 
 
 def penalty(x: Tokens) -> Finding | None:
-    """See whether μ has a penalty: it makes old tokens less likely, all others likelier."""
+    """Test for a penalty on μ, which lowers tokens that occurred before and raises all others."""
     found: list[Finding] = []
     for what, old in (("the response", x.seen), ("prompt or response", x.seen | x.known)):
         d = x.d()
@@ -307,21 +307,21 @@ def penalty(x: Tokens) -> Finding | None:
 
 
 def record(x: Tokens) -> Finding | None:
-    """See whether π is no distribution over what μ sampled, and log ρ has one sign.
+    """Test whether π is no distribution over what μ sampled, while log ρ has one sign.
 
     (eq:martingale, eq:record-sign, eq:unnormalised)
 
-    Then there is a cut, or a wrong record. A cut of μ alone leaves log ρ = log of the mass
-    kept, a record without it the opposite. Dividing by τ after the softmax leaves
-    log Σp^{1/τ} = (1 − 1/τ)·H_{1/τ}, Rényi's entropy.
+    Then something was cut, or the record is wrong. If μ alone is cut, log ρ is the log of the mass
+    kept; if the record leaves the cut out, log ρ is minus that. Dividing by τ after the softmax
+    leaves log Σp^{1/τ} = (1 − 1/τ)·H_{1/τ}, where H is Rényi's entropy.
     """
     d, h = x.d(), x.entropy
     z, lean = _z(d.expm1()), (d.mean() / d.square().mean().clamp(min=1e-12)).item()
     evidence = f"E[ρ] = {d.exp().mean().item():.4f}, {abs(z):.0f} standard errors from 1"
-    if z < -5 and lean >= -0.8 and _z(-x.mu - h) < -8:         # cut −16 and less, weights −4
+    if z < -5 and lean >= -0.8 and _z(-x.mu - h) < -8:         # cuts ≤ −16, weights −4
         return Finding("cut", 0.99, f"{evidence}; E[−log μ − H] = {(-x.mu - h).mean().item():+.3f},"
                        f" {-_z(-x.mu - h):.0f} standard errors below 0", x)
-    if abs(z) < 5 or -0.8 < lean < 1.2 or z * lean < 0:         # −½ for a small honest gap
+    if abs(z) < 5 or -0.8 < lean < 1.2 or z * lean < 0:         # lean: −½ for a small honest gap
         return None
     sign = _share(d < 1e-5) if z < 0 else _share(d > -1e-5)
     evidence += f"; log ρ {'≤' if z < 0 else '≥'} 0 on {sign:.1%} of the tokens"
@@ -339,13 +339,13 @@ def record(x: Tokens) -> Finding | None:
 
 
 def slope_of(x: Tokens) -> Finding | None:
-    """See whether the gap is a slope of the log-odds, and of differences after one prefix.
+    """Test whether the gap is a slope of the log-odds, and of differences after one prefix.
 
-    (eq:temperature-slope, eq:same-prefix). That is a temperature:
+    (eq:temperature-slope, eq:same-prefix). Such a slope is a temperature:
 
         log π(v) − log π(w) = τ (log μ(v) − log μ(w))
 
-    A softcap bends these differences into a cubic, a record without τ has E[log ρ] > 0.
+    A softcap bends these differences into a cubic. A record without τ has E[log ρ] > 0.
     """
     d, e, odds, some = x.d(), x.e(), log_odds(x.mu), x.unsure()
     (slope, middle), _ = _fit(e[some], odds[some], torch.ones_like(e[some]))
@@ -353,7 +353,7 @@ def slope_of(x: Tokens) -> Finding | None:
     left = (_mean(residual[some]) + FLOOR) / (_mean(e[some]) + FLOOR)
     evidence = f"log-odds of π are {1 + slope.item():.3f} × those of μ, {left:.0%} of the gap left"
     cause, enough = "temperature", _mean(residual) < numerics(x)
-    most = 0.7 if _mean(e) > numerics(x) else 0.0       # weights: 0.78; without pairs noise has one
+    most = 0.7 if _mean(e) > numerics(x) else 0.0       # weights leave 0.78; noise too has a slope
     i, j, _, _ = pairs(x)
     moved = (x.mu[i] != x.mu[j]) & (x.pi[i] != x.pi[j])
     i, j = i[moved], j[moved]
@@ -377,12 +377,12 @@ def slope_of(x: Tokens) -> Finding | None:
 
 
 def calibration(x: Tokens) -> Finding | None:
-    """See whether E[−log π − H] is not 0: the only sign where both sides make one mistake.
+    """Test whether E[−log π − H] is not 0, the only sign of a mistake that both sides make.
 
     (eq:calibration)
     """
     excess = -x.pi - x.entropy
-    seen = abs(_z(excess)) > 4.5 and abs(excess.mean()) > FLOOR         # NaN: no entropy is known
+    seen = abs(_z(excess)) > 4.5 and abs(excess.mean()) > FLOOR         # NaN: no entropy
     if len(excess) < 100 or not seen or _mean(x.e()) > numerics(x):
         return None
     return Finding("raw", 0.9, "both sides agree, but neither is what was drawn: E[−log π − H] = "
@@ -390,7 +390,7 @@ def calibration(x: Tokens) -> Finding | None:
 
 
 def texture(x: Tokens) -> Finding | None:
-    """Name what differs everywhere: by its tail, by chance, by how it fades, or not at all."""
+    """Name a gap that is everywhere: by its tail, its randomness, how it fades, or not at all."""
     limit, whole, x = numerics(x), _mean(x.e()), x.take(x.unsure())
     e = x.e()
     size, middle, rare = _mean(e), e.abs().median().item(), e.abs().quantile(0.97).item()
@@ -398,7 +398,7 @@ def texture(x: Tokens) -> Finding | None:
     if rare > 0.25 + 12 * (middle + FLOOR):         # by hand: flips 15 to 1000 times, healthy 13
         return Finding("flips", 1.0, f"{evidence}; half of the tokens are below {middle:.3f}, one "
                        f"in 33 above {rare:.3f}")
-    if min(whole, 1.3 * middle) < limit:          # 16 bits flip a few
+    if min(whole, 1.3 * middle) < limit:          # in 16 bits a few flip
         return None
     _, _, k, m = pairs(x)
     scatter = _mean(e[k] - e[m]) / (_mean(e[k]) + _mean(e[m]) + FLOOR)
@@ -409,19 +409,18 @@ def texture(x: Tokens) -> Finding | None:
 
 
 def over_time(x: Tokens) -> Finding | None:
-    """See whether the gap fades from the first token on, or falls at one and fades since.
+    """Test whether the gap fades from the first token on, or drops at one and fades after it.
 
         context    log E|e| = a + b log(t + 8)
         in-flight  log E|e| = a + j [t ≥ T] + b [t ≥ T] log((t + 8)/(T + 8))
 
-    By hand: b < −0.4 (contexts −0.47 and less, weights −0.35 and more), and what is left at 2T + 8,
-    2^b e^j < e^−0.6 (in-flight 0.5 and less).
-
-    What differs is a smaller and smaller part of the context. A Laplace distribution of each size
-    is fitted, as in (eq:gap-left); fifteen nats are more than a search of 60 tokens finds by chance
-    (in-flight updates 26 and more, others 12).
+    A gap fades if what differs is an ever smaller part of the context. Two limits are set by hand:
+    b < −0.4 (contexts −0.47 and less, weights −0.35 and more), and the share left at 2T + 8, 2^b
+    e^j < e^−0.6 (in-flight 0.5 and less). A Laplace distribution of each size is fitted, as in
+    (eq:gap-left). Fifteen nats are more than a search of 60 tokens finds by chance (in-flight
+    updates 26 and more, others 12).
     """
-    x = x.take(x.unsure() & (x.t > 0))      # the first token a prefix cache has computed anew
+    x = x.take(x.unsure() & (x.t > 0))      # the first token is recomputed after a prefix cache hit
     if len(x.t) < 20:
         return None
     count = x.t.bincount()
@@ -451,11 +450,11 @@ def over_time(x: Tokens) -> Finding | None:
     return None
 
 
-RECORDS = {"temperature", "softcap", "raw", "cut"}      # after one of them, another is its rest
+RECORDS = {"temperature", "softcap", "raw", "cut"}      # after one of these, another is its residue
 
 
 def find_causes(x: Tokens) -> list[Finding]:
-    """Name at most three: what explains most of the gap; without it, what explains the rest."""
+    """Return at most three causes: what explains most of the gap, then what explains the rest."""
     found: list[Finding] = []
     while len(found) < 3 and len(x.t) > 20:
         named = {f.cause for f in found}
@@ -465,7 +464,7 @@ def find_causes(x: Tokens) -> list[Finding]:
         laws = [f for law in (grid, shift, penalty, record, slope_of, calibration)
                 if (f := law(x)) and f.cause not in named]
         if any(f.rest and len(f.rest.t) > 20 and not record(f.rest) for f in parts):
-            laws = [f for f in laws if f.left != RECORD]        # few tokens make it improper
+            laws = [f for f in laws if f.left != RECORD]        # few tokens made π improper
         first = min(parts + laws, key=lambda f: f.left, default=None)
         if first is None and not (found and found[-1].enough):
             first = texture(x)
@@ -480,7 +479,7 @@ def find_causes(x: Tokens) -> list[Finding]:
 
 # ----------------------------------------------------------------------------- what to change
 
-# Cause: what it is, in a phrase, and what to change, in the words of this trainer and of others.
+# Each cause, with what it is and what to change, in the words of this trainer and of others.
 CAUSES = {
     "temperature": ("the two sides score at different temperatures",
                     "one temperature, before the softmax: rollout.temperature here, the actor's "
@@ -498,7 +497,7 @@ CAUSES = {
     "tool": ("tokens that nobody sampled are counted",
              "mask what a tool or the environment wrote: response_mask here, in verl and in SkyRL, "
              "the completion mask in TRL"),
-    "retokenised": ("some responses were turned to text and encoded anew",
+    "retokenised": ("some responses were decoded to text and tokenised again",
                     "hand the sampled token ids on, never the text"),
     "padding": ("rows that were padded on the left are scored wrongly",
                 "pass attention_mask, and position_ids that begin at 0 after the padding"),
@@ -510,14 +509,14 @@ CAUSES = {
     "in-flight": ("the weights changed while responses were being written",
                   "drain before an update, or record log μ and the version token by token and "
                   "correct with token weights (correction.preset=decoupled_token_is)"),
-    "penalty": ("the sampler punishes tokens that stood there before",
+    "penalty": ("the sampler penalises tokens that occurred before",
                 "repetition_penalty=1, presence_penalty=0, frequency_penalty=0, and look into "
                 "generation_config.json"),
     "softcap": ("one side leaves out the final logit softcap",
                 "apply final_logit_softcapping on both sides: fused heads often forget it"),
-    "dropout": ("the trainer draws at random while it scores",
+    "dropout": ("the trainer applies dropout while it scores",
                 "model.eval(), or dropout 0 and lora_dropout 0 in the config"),
-    "flips": ("a mixture of experts routes some tokens otherwise",
+    "flips": ("a mixture of experts routes some tokens differently",
               "replay the engine's routing (verl: router replay, SkyRL: r3), or compute the "
               "router in float32; token weights bound what is left"),
     "bf16-log-softmax": ("the log-softmax was computed in 16 bits",

@@ -1,16 +1,16 @@
-"""Score centering: subtract from each token's weighted score its mean under π_rollout.
+"""Center scores: subtract from each token's weighted score its mean under π_rollout.
 
-This file decides all of it: what REINFORCE's term is less by, and the tables that this takes. Off
-policy a baseline is free only if w ∇log π_θ has the mean 0 under μ, which truncation and rejection
-of tokens undo. Subtracting the mean restores it, and needs what else μ might have drawn:
+Off-policy a baseline is free only if w ∇log π_θ has mean 0 under μ = π_rollout. Truncating or
+rejecting tokens breaks this. Subtracting the mean restores it, and needs the other tokens that μ
+might have drawn:
 
-    rollout.py, adapters/vllm.py   with each token come candidates {id: log μ}   Sample.candidates
-    `candidate_tables`             as tensors of K ids and of their log μ        [B, T, K]
-    policy.py                      log π_θ of these ids in the token's place     [B, T, K]
-    `centering_loss`               the mean, as a loss to be added               [B, T]
+    rollout.py, adapters/vllm.py   return candidates {id: log μ} with each token   Sample.candidates
+    `candidate_tables`             makes them tensors of K ids and of their log μ  [B, T, K]
+    policy.py                      adds log π_θ of these ids in the token's place  [B, T, K]
+    `centering_loss`               returns the mean, as a loss to be added         [B, T]
 
-The weight of a token must follow from the token alone: RolloutCorrectionConfig allows REINFORCE,
-token weights and criteria of tokens. Derivation: math/6-correction.md.
+A token's weight must follow from that token alone. So RolloutCorrectionConfig allows only REINFORCE
+with token weights and token criteria. Derivation: math/7-methods-and-prices.md.
 """
 
 import math
@@ -24,9 +24,9 @@ from rejection import CRITERIA, rejection_mask
 
 
 def candidate_tables(tables: Sequence[dict[int, float]], mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ids and log μ of each token's candidates, filled up with 0 and −∞: [B, T, K] twice.
+    """Return ids and log μ of each token's candidates, padded with 0 and −∞: [B, T, K] twice.
 
-    `tables`: one for each token of mask [B, T], row by row.
+    `tables` has one {id: log μ} for each token of `mask` [B, T], row by row.
     """
     most = max(map(len, tables))
     ids, log_mu = torch.zeros(*mask.shape, most, dtype=torch.int64), torch.full(
@@ -39,14 +39,17 @@ def candidate_tables(tables: Sequence[dict[int, float]], mask: Tensor) -> tuple[
 
 def centering_loss(log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tensor,
                    response_mask: Tensor, config: RolloutCorrectionConfig) -> Tensor:
-    """A Σ_v sg(μ(v) w(v)) log π_θ(v), to be added to −w A log π_θ(y).  (eq:score-centering)
+    """Return A Σ_v sg(μ(v) w(v)) log π_θ(v), to be added to −w A log π_θ(y).  (eq:score-centering)
 
-    Then w ∇log π_θ(y) is less its own mean under μ, and in a sum over tokens a constant A moves
-    nothing: where ρ is truncated or left out no baseline does that. w(v) is what `config` gives a
-    token: weight and criteria. `log_prob`, `rollout_log_prob`: [B, T, K], of K candidates v of each
-    token, −∞ under μ where there are fewer. Exact where these hold all of μ; what they leave of μ
-    is taken to be in proportion to what they leave of π_θ: one more candidate. token_tv* keeps it,
-    which is exact while it has at most δ under both. Source: 2609.20807.
+    This subtracts from w ∇log π_θ(y) its own mean under μ. A constant A then moves nothing in
+    expectation; where ρ is truncated or rejected no baseline achieves that. w(v) is the weight and
+    the mask that `config` gives a token v.
+
+    `log_prob`, `rollout_log_prob`: [B, T, K], of K candidates v of each token; log μ is −∞ where
+    there are fewer. The mean is exact if the candidates hold all of μ. Otherwise the remaining mass
+    of μ and of π_θ is treated as one extra token. token_tv* always keeps that token, which is exact
+    while it has at most δ under both policies.
+    Source: 2609.20807.
     """
     log_prob, rollout_log_prob = (x.to(torch.promote_types(x.dtype, torch.float32))
                                   for x in (log_prob, rollout_log_prob))
@@ -55,12 +58,12 @@ def centering_loss(log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tenso
     rest, mu_rest = (1 - x.sum(-1, keepdim=True) for x in (p, mu))
     log_p = torch.cat([torch.where(known, log_prob, 0.0), rest.clamp(min=1e-6).log()], -1)
     mu = torch.cat([mu, mu_rest.clamp(min=0)], -1)
-    asked = mu.flatten(1) > 0                                             # as if [B, T·(K + 1)]
+    asked = mu.flatten(1) > 0                                             # [B, T·(K + 1)]
     log_mu = torch.where(asked, mu.flatten(1), 1.0).log()
     log_rho = torch.where(asked, log_p.detach().flatten(1) - log_mu, 0.0)
     advantages = advantages[..., None].expand_as(mu)
     kept = rejection_mask(log_rho, asked, config.rollout_rs, advantages.flatten(1), log_mu)
-    # The rest is many tokens: Σπ − Σμ of it is not the π − μ of any, and must not reject them.
+    # The extra token stands for many: Σπ − Σμ is no single token's π − μ, and must not reject it.
     of_ratios = {name: bound for name, bound in config.rollout_rs.items()
                  if "rollout_log_prob" not in CRITERIA[name].needs}
     rest = rejection_mask(log_rho, asked, of_ratios).view_as(mu)[..., -1:]

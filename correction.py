@@ -1,13 +1,13 @@
-"""Rollout correction: what to do when π_rollout, which sampled, is not π_old, which trains.
+"""Decide importance weights and a rejection mask where π_rollout, which samples, is not π_old.
 
-This file decides two separate things, and never lets one change the other:
+This file makes two separate decisions, and neither changes the other:
     weights   ρ = π_old/π_rollout (bypass mode: π_θ/π_rollout), aggregated per token, prefix,
               sequence or geometric mean; truncated at C or zeroed outside [lo, hi];
               batch-normalised or not
-    mask      what rejection.py leaves; every criterion looks at the original mask
-How far apart the policies are is measured by metrics.py, from what `correct` returns; the loss's
-denominator is losses.py's. Bounds always bound ρ; other systems' words for all this are read by
-adapters/dialects.py. Derivation: math/.
+    mask      what rejection.py keeps; every criterion looks at the original mask
+The loss's denominator is a third, separate choice, made in losses.py. metrics.py measures how far
+apart the policies are, from what `correct` returns. Bounds always bound ρ; adapters/dialects.py
+reads the configurations of other systems. Derivation: math/.
 
     config = RolloutCorrectionConfig.decoupled_seq_is_rs()
     weights, mask, metrics = correct(old_log_prob, rollout_log_prob, response_mask, config)
@@ -32,10 +32,10 @@ from estimators import (LEVELS, OF_TOKENS, aggregate_log_ratio, exp_ratio, maske
 from metrics import Grounds, Statistics, measure
 from rejection import (CRITERIA, Evidence, choice, flag, interval, judge_all, keep_all_agree,
                        number)
-from rejection import rejection_mask as rejection_mask      # part of what this file offers
+from rejection import rejection_mask as rejection_mask      # re-exported
 from surrogates import LOSSES, Loss
 
-NEAR_ONE = (0.999, 1.001)          # of a geometric mean of ρ
+NEAR_ONE = (0.999, 1.001)          # bounds on a geometric mean of ρ
 Pair = tuple[float | None, float | None]
 Bound = float | Pair
 
@@ -44,12 +44,12 @@ Bound = float | Pair
 
 def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str,
                        threshold: Bound) -> Tensor:
-    """min(ρ, C), or ρ·1[lo ≤ ρ ≤ hi] for a pair, at one level.  (eq:tis, eq:mis)
+    """Return min(ρ, C), or ρ·1[lo ≤ ρ ≤ hi] for a pair, at one level.  (eq:tis, eq:mis)
 
     `log_ratio`: log ρ per token, [B, T] → [B, T], detached (eq:detached), 0 on padding. C = inf is
-    plain importance sampling. Truncation's bias is −E_μ[(ρ−C)₊ g]. Sources: Ionides 2008, Yao et
-    al. 2025 (TIS); Ring-1T 2510.18855 (IcePop: a pair at token level); Liu, Li et al. 2025 (MIS);
-    Precup et al. 2000, CTPO 2605.07331 (prefix).
+    plain importance sampling. Truncation has the bias −E_μ[(ρ−C)₊ g].
+    Sources: Ionides 2008, Yao et al. 2025 (TIS); Ring-1T 2510.18855 (IcePop: a pair at token
+    level); Liu, Li et al. 2025 (MIS); Precup et al. 2000, CTPO 2605.07331 (prefix).
     """
     log_rho = aggregate_log_ratio(log_ratio.detach(), response_mask, level)
     rho = torch.where(response_mask.bool(), exp_ratio(log_rho), 0.0)
@@ -61,12 +61,14 @@ def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str,
 
 def batch_normalize(weights: Tensor, response_mask: Tensor, level: str,
                     group: ProcessGroup | None = None) -> Tensor:
-    """w / mean(w): over tokens, or over sequences that have one weight.  (eq:self-normalised)
+    """Divide weights by their mean, over tokens or over sequences.  (eq:self-normalised)
 
-    [B, T] → [B, T]. With `group`, the mean is over all its ranks. Unchanged where it is below 1e-8:
-    all weights are zero or at the floor e^−SAFETY_BOUND then, and dividing would make 1 of nothing.
-    For w = ρ the bias is O(1/N). Truncated weights tend to E_μ[wf]/E_μ[w]; geometric and prefix
-    ones, whose mean is not 1, are rescaled at any N. Source: verl PR 3980; Owen 2013, ch. 9.
+    [B, T] → [B, T]. Sequences are counted where all tokens of one share a weight. With `group`, the
+    mean is over all its ranks. Weights with a mean below 1e-8 are returned as they are: all are 0
+    or at the floor e^−SAFETY_BOUND, and dividing would turn vanishing weights into ones. For w = ρ
+    the bias is O(1/N). Truncated weights tend to E_μ[wf]/E_μ[w]. Geometric and prefix weights,
+    whose mean is not 1, are rescaled at any N.
+    Source: verl PR 3980; Owen 2013, ch. 9.
     """
     mask, one_each = response_mask.bool(), weights
     if level not in OF_TOKENS:                          # one weight on all tokens of a sequence
@@ -82,12 +84,12 @@ def batch_normalize(weights: Tensor, response_mask: Tensor, level: str,
 
 @dataclass(frozen=True)
 class Correction:
-    """Hold what `correct` decided; unpacks into weights, mask, metrics.
+    """Hold what `correct` decided; it unpacks into weights, mask, metrics.
 
-    weights [B, T]: detached, 0 on padding, None when rollout_is is None. mask [B, T]: response_mask
-    without the rejected, in its dtype. grounds: what the decision rests on. metrics, measured when
-    they are asked for: {"rollout_corr/…": 0-dim tensor}, on the device; none where weights and mask
-    were made elsewhere.
+    weights  [B, T], detached, 0 on padding; None when rollout_is is None
+    mask     [B, T], response_mask without the rejected tokens, in its dtype
+    grounds  what the decision rests on; None if weights and mask were made elsewhere
+    metrics  {"rollout_corr/…": 0-dim tensor} on the device, measured on access; {} without grounds
     """
 
     weights: Tensor | None
@@ -106,7 +108,7 @@ class Correction:
         return iter((self.weights, self.mask, self.metrics))
 
     def rows(self, index: Any) -> "Correction":
-        """Return a micro-batch of it. What is measured is still the whole."""
+        """Return the part for a micro-batch; its metrics remain those of the whole batch."""
         return replace(self, weights=None if self.weights is None else self.weights[index],
                        mask=self.mask[index])
 
@@ -114,13 +116,13 @@ class Correction:
 def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor,
             config: "RolloutCorrectionConfig", advantages: Tensor | None = None,
             group: ProcessGroup | None = None) -> Correction:
-    """Decide weights and mask of one batch, from ρ = π_train/π_rollout.  (eq:correction)
+    """Decide the weights and the mask of one batch from ρ = π_train/π_rollout.  (eq:correction)
 
-    `train_log_prob`: π_old in decoupled mode, the current π_θ in bypass mode. It,
-    `rollout_log_prob` and `response_mask`: [B, T]. `advantages` [B, T] is what opsm and
-    token_tv_outward ask for. With `group`, a torch.distributed process group, batch normalisation
-    and second moment are of all its ranks. Raises ValueError: shapes that differ, no
-    rollout_log_prob, no advantages where they are asked for.
+    `train_log_prob`, `rollout_log_prob`, `response_mask`: [B, T]. `train_log_prob` is that of π_old
+    in decoupled mode and of the current π_θ in bypass mode. The criteria opsm and token_tv_outward
+    need `advantages` [B, T]. With `group`, a torch.distributed process group, batch normalisation
+    and second_moment use all its ranks. Raises ValueError if shapes differ, if there is no
+    rollout_log_prob, or if a criterion lacks its advantages.
     """
     _check_shapes(train_log_prob, rollout_log_prob, response_mask)
     train, rollout, level = train_log_prob.detach(), rollout_log_prob.detach(), config.rollout_is
@@ -156,23 +158,24 @@ def _check_shapes(train_log_prob: Tensor, rollout_log_prob: Tensor | None,
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
-    """Say what to correct, and how. Frozen and validated: a wrong value is one ValueError sentence.
+    """Configure a correction; frozen, and a wrong value raises a one-sentence ValueError.
 
     rollout_is                  level of ρ for the weights: None, "token", "prefix", "sequence",
                                 "geometric"
-    rollout_is_threshold        C truncates, min(ρ, C) (eq:tis); [lo, hi] zeroes outside (eq:mis)
+    rollout_is_threshold        a number C truncates, min(ρ, C) (eq:tis); a pair [lo, hi] sets
+                                weights outside it to 0 (eq:mis)
     rollout_is_batch_normalize  divide by the mean weight, after truncation (eq:self-normalised)
-    rollout_rs                  {criterion: bound}, all ANDed (eq:rejection), by the rows of
-                                CRITERIA: k1 ones take a pair that bounds ρ itself, the others an
-                                upper bound, in nats for k2, k3 and opsm
+    rollout_rs                  {criterion: bound}; a token must pass all (eq:rejection). By
+                                CRITERIA, k1 takes a pair that bounds ρ itself, the others an upper
+                                bound, in nats for k2, k3 and opsm
     bypass_mode                 False: three policies, decoupled PPO. True: two, π_old := π_rollout
     loss_type                   a row of LOSSES; reinforce in bypass mode only
-    score_centering             with reinforce, whose weights and criteria are then of tokens:
-                                subtract E_{v∼μ}[w(v) ∇log π(v)] (eq:score-centering)
+    score_centering             subtract E_{v∼μ}[w(v) ∇log π(v)] (eq:score-centering); needs
+                                reinforce, with weights and criteria of tokens
 
-    In bypass mode only reinforce takes the weights: the ratio of the others already is
-    π_θ/π_rollout, and weighting it once more would count it twice (eq:double-count). A warning
-    says so, and the metrics of such weights are not called applied.
+    In bypass mode only reinforce takes the weights. The other losses already have the ratio
+    π_θ/π_rollout, and a weight would count it twice (eq:double-count). If rollout_is is set all
+    the same, a warning says so, and its metrics are named rollout_is_raw_*.
     """
 
     rollout_is: str | None = None
@@ -195,7 +198,7 @@ class RolloutCorrectionConfig:
         bound = self.rollout_is_threshold
         read = interval if isinstance(bound, (list, tuple)) else number
         object.__setattr__(self, "rollout_is_threshold", read("rollout_is_threshold", bound))
-        given: Any = self.rollout_rs                    # whatever a configuration file has there
+        given: Any = self.rollout_rs                    # as a configuration file has it
         criteria: Mapping[str, Any] = {} if given is None else given
         if not isinstance(given, (Mapping, NoneType)):
             raise ValueError(f"rollout_rs must be a mapping from criterion to bound, such as "
@@ -218,19 +221,19 @@ class RolloutCorrectionConfig:
             raise ValueError("score_centering needs loss_type reinforce: a clipped ratio has "
                              "another mean under μ")
         if self.rollout_is not in (None, "token") or self.rollout_is_batch_normalize or criteria:
-            raise ValueError("score_centering knows what else a token might have been, not what "
-                             "else its sequence or batch: it needs rollout_is null or token, no "
-                             "rollout_is_batch_normalize, and criteria token_*")
+            raise ValueError("score_centering lists the other tokens that might have been drawn, "
+                             "not other sequences or batches: it needs rollout_is null or token, "
+                             "no rollout_is_batch_normalize, and criteria token_*")
 
     @property
     def of_whole_batches(self) -> bool:
-        """Say whether weights or mask of a token depend on the whole (mini-)batch."""
+        """Say whether a token's weight or mask depends on the whole (mini-)batch."""
         return self.rollout_is_batch_normalize or any(
             CRITERIA[name].of == "batch" for name in self.rollout_rs)
 
     @property
     def loss(self) -> Loss:
-        """Return the row of the loss."""
+        """Return the row of LOSSES that loss_type names."""
         return LOSSES[self.loss_type]
 
     @property
@@ -243,9 +246,9 @@ class RolloutCorrectionConfig:
         """Say whether the loss is multiplied by weights."""
         return self.rollout_is is not None and not self.ratio_is_the_weight
 
-    # Presets, with the arguments of verl's documents: `threshold` or `is_threshold` is C of the
-    # weights; `rs_threshold` the criterion's bound, of ρ a pair or its upper end u, which means
-    # [1/u, u] where no `rs_threshold_lower` is given; `veto_threshold` the lower bound of every ρ.
+    # Presets have the arguments of verl's documents. `threshold` or `is_threshold` is the weights'
+    # C. `rs_threshold` is the criterion's bound: on ρ a pair, or an upper end u that means [1/u, u]
+    # unless `rs_threshold_lower` is given. `veto_threshold` is the lower bound of every ρ.
 
     # Three policies, ρ = π_old/π_rollout.
 
@@ -278,12 +281,12 @@ class RolloutCorrectionConfig:
 
     @classmethod
     def decoupled_geo_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: Bound = NEAR_ONE):
-        """Reject by the geometric mean of ρ, and truncate its product."""
+        """Reject sequences by the geometric mean of ρ, and truncate the product of ρ."""
         return cls("sequence", is_threshold, rollout_rs=_geometric(rs_threshold))
 
     @classmethod
     def decoupled_geo_rs_token_tis(cls, is_threshold: float = 2.0, rs_threshold: Bound = NEAR_ONE):
-        """Reject by the geometric mean of ρ, and truncate each token's."""
+        """Reject sequences by the geometric mean of ρ, and truncate each token's ρ."""
         return cls("token", is_threshold, rollout_rs=_geometric(rs_threshold))
 
     @classmethod
@@ -293,44 +296,44 @@ class RolloutCorrectionConfig:
 
     @classmethod
     def decoupled_k3_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: float = 0.01):
-        """Reject by the mean k3, and truncate the product of ρ."""
+        """Reject sequences by their mean k3, and truncate the product of ρ."""
         return cls("sequence", is_threshold, rollout_rs={"seq_mean_k3": rs_threshold})
 
     @classmethod
     def decoupled_k3_rs_token_tis(cls, is_threshold: float = 2.0, rs_threshold: float = 0.01):
-        """Reject by the mean k3, and truncate each token's ρ."""
+        """Reject sequences by their mean k3, and truncate each token's ρ."""
         return cls("token", is_threshold, rollout_rs={"seq_mean_k3": rs_threshold})
 
     # Two policies, PPO's clip around π_rollout.
 
     @classmethod
     def bypass_ppo_clip(cls, threshold: float = 2.0):
-        """Take π_rollout for π_old. The clip's ratio is the weight: threshold acts on nothing."""
+        """Apply PPO's clip to π_θ/π_rollout, which is the weight; threshold has no effect."""
         return cls(None, threshold, bypass_mode=True)
 
     @classmethod
     def bypass_ppo_clip_geo_rs(cls, rs_threshold: Bound = NEAR_ONE,
                                rs_threshold_lower: float | None = None,
                                veto_threshold: float | None = None):
-        """Do the same, and reject sequences by the geometric mean of ρ."""
+        """Do as `bypass_ppo_clip`, and reject sequences by the geometric mean of ρ."""
         return cls(rollout_rs=_geometric(rs_threshold, rs_threshold_lower, veto_threshold),
                    bypass_mode=True)
 
     @classmethod
     def bypass_ppo_clip_k3_rs(cls, rs_threshold: float = 0.01):
-        """Do the same, and reject sequences by their mean k3."""
+        """Do as `bypass_ppo_clip`, and reject sequences by their mean k3."""
         return cls(rollout_rs={"seq_mean_k3": rs_threshold}, bypass_mode=True)
 
-    # Two policies, nothing is clipped: ρ = π_θ/π_rollout is an explicit weight.
+    # Two policies without a clip: ρ = π_θ/π_rollout is an explicit weight.
 
     @classmethod
     def bypass_pg_is(cls, threshold: float = 2.0):
-        """Take REINFORCE with the truncated product of ρ."""
+        """Weight REINFORCE by the truncated product of ρ."""
         return cls("sequence", threshold, bypass_mode=True, loss_type="reinforce")
 
     @classmethod
     def bypass_pg_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5):
-        """Take REINFORCE with each token's ρ, 0 outside an interval."""
+        """Weight REINFORCE by each token's ρ, or by 0 outside an interval."""
         return cls("token", _bounds(threshold, threshold_lower), bypass_mode=True,
                    loss_type="reinforce")
 
@@ -338,28 +341,28 @@ class RolloutCorrectionConfig:
     def bypass_pg_geo_rs(cls, rs_threshold: Bound = NEAR_ONE,
                          rs_threshold_lower: float | None = None,
                          veto_threshold: float | None = None):
-        """Take REINFORCE without weights, and reject sequences by the geometric mean of ρ."""
+        """Use REINFORCE without weights; reject sequences by the geometric mean of ρ."""
         return cls(rollout_rs=_geometric(rs_threshold, rs_threshold_lower, veto_threshold),
                    bypass_mode=True, loss_type="reinforce")
 
     @classmethod
     def bypass_pg_geo_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: Bound = NEAR_ONE):
-        """Do the same with the truncated product of ρ as the weight."""
+        """Do as `bypass_pg_geo_rs`, with the truncated product of ρ as the weight."""
         return cls("sequence", is_threshold, rollout_rs=_geometric(rs_threshold),
                    bypass_mode=True, loss_type="reinforce")
 
     @classmethod
     def bypass_pg_geo_rs_token_tis(cls, is_threshold: float = 2.0, rs_threshold: Bound = NEAR_ONE):
-        """Do the same with each token's truncated ρ as the weight."""
+        """Do as `bypass_pg_geo_rs`, with each token's truncated ρ as the weight."""
         return cls("token", is_threshold, rollout_rs=_geometric(rs_threshold), bypass_mode=True,
                    loss_type="reinforce")
 
     @classmethod
     def disabled(cls):
-        """Correct nothing, and measure all the same."""
+        """Correct nothing, but measure the mismatch."""
         return cls()
 
-    # verl 0.6: one token below 1e-4 vetoes its sequence; and its older names.
+    # Presets of verl 0.6, where one token with ρ < 1e-4 vetoes its sequence, and its older names.
 
     @classmethod
     def geo_rs(cls, rs_threshold: Bound = NEAR_ONE, rs_threshold_lower: float | None = None,
@@ -375,7 +378,7 @@ class RolloutCorrectionConfig:
 
     @classmethod
     def seq_mis(cls, threshold: float = 2.0):
-        """Do as `decoupled_seq_is_rs`, with its first argument under another name."""
+        """Do as `decoupled_seq_is_rs`; the first argument has another name."""
         return cls.decoupled_seq_is_rs(threshold)
 
     token_is = token_tis = decoupled_token_is
@@ -384,7 +387,7 @@ class RolloutCorrectionConfig:
 
 
 def _bounds(upper: Bound, lower: float | None = None) -> Pair:
-    """Return a pair as it is, or [lower, upper], or [1/upper, upper]."""
+    """Return a pair as it is, a number as [lower, upper], or as [1/upper, upper]."""
     if isinstance(upper, (tuple, list)):
         low, high = upper
         return low, high
@@ -397,7 +400,7 @@ def _geometric(upper: Bound, lower: float | None = None,
         {} if veto is None else {"seq_max_k1": (veto, None)})
 
 
-# Every preset by name, as `def`s have them and in their order; and what an older name stands for.
+# PRESETS has every preset by name, in the order above; HISTORICAL says what older names stand for.
 PRESETS = {name: getattr(RolloutCorrectionConfig, name)
            for name, made in vars(RolloutCorrectionConfig).items() if isinstance(made, classmethod)}
 HISTORICAL = {"seq_mis": "decoupled_seq_is_rs"} | {

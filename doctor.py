@@ -1,12 +1,13 @@
-"""What is wrong: sentences about a run's metrics, and the cause of a mismatch from its log-probs.
+"""Say what is wrong: judge a run's metrics, and name the cause of a mismatch in a dump.
 
-This file decides what is healthy. Its limits are tables of rows: HEALTHY (a range), SEVERE (far
-beyond it), NO_LESSON (a step that teaches nothing). Where a law says what can be, the law is tested
-and no limit is set. Derivation, and how many runs each limit warned of: math/8-diagnostics.md.
+This file decides what is healthy. Its limits are rows of tables: HEALTHY (a range), SEVERE (far
+beyond it), NO_LESSON (a step that teaches nothing). Where a law says what is possible, the law is
+tested and no limit is set. Derivation, and how many runs each limit warned of:
+math/9-diagnostics.md.
 
     print(*diagnose(correct(old_log_prob, rollout_log_prob, mask, config).metrics), sep="\n")
 
-A dump has log μ and log π of sampled tokens. The laws that tell its cause are in causes.py.
+A dump has log μ and log π of sampled tokens. causes.py has the laws that tell its cause.
 
     python doctor.py DUMP.jsonl [--json] [--figure FILE.png]
     python doctor.py [DUMP.jsonl] --model DIR [--older DIR …]      # without a dump it samples
@@ -21,16 +22,16 @@ from typing import Any, NamedTuple
 from causes import CAUSES, Finding, Tokens, find_causes
 from metrics import to_host
 
-# Metric, healthy from, to, what it means to be outside, what to turn. How many runs of chapter 10
-# each of them warned of, and of how many in vain, is a table of chapter 8. verl's advice to raise
-# the veto's bound when it rejects too much is the wrong way round: lower it.
+# Each row: metric, lowest and highest healthy value, what a value outside means, what to change.
+# A table of chapter 9 counts the runs of chapter 12 that each row warned of, and the false alarms.
+# verl advises to raise the veto's bound if it rejects too much. It must be lowered instead.
 HEALTHY = (
     ("all_rejected", 0, 0, "every token was rejected, so the step taught nothing",
      "widen rollout_rs, take a larger batch or new rollouts; or a bug makes the policies differ"),
     ("train/empty_updates", 0, 0, "of some mini-batches nothing was kept; they took no step",
      "widen rollout_rs, or take fewer and larger mini-batches"),
-    ("rollout_is_mean", 0.1, 2, "the weights are far from their mean of 1: a cap takes the rest of "
-     "it, or a heavy tail that this batch has not met",
+    ("rollout_is_mean", 0.1, 2, "the mean of the weights is far from 1: a cap takes the rest, or a "
+     "heavy tail that this batch has not met",
      "take token instead of sequence weights, or lower rollout.staleness"),
     ("rollout_is_raw_eff_sample_size", 0.005, 1, "one sample or two carry all the weight",
      "take token instead of sequence weights, reject with seq_mean_k1, or lower rollout.staleness"),
@@ -45,7 +46,8 @@ HEALTHY = (
     ("rollout_rs_seq_masked_fraction", 0, 0.5, "over half of the sequences lose tokens",
      "widen rollout_rs: 0.1 % (0.999–1.001) suits long responses and small mismatch only"),
     ("rollout_rs_masked_fraction", 0, 0.9, "fewer than one token in ten is left to learn from",
-     "widen rollout_rs: of chapter 10's 47 nine-token runs with so few one ended above its start"),
+     "widen rollout_rs: of chapter 12's 47 nine-token runs with so few left, one ended above its "
+     "start"),
     ("loss/bypass_clip_fraction", 0, 0.005, "bypass mode's clip acts on the mismatch, and pulls "
      "π_θ towards π_rollout: a brake if that is an old policy, ruin if it is a rounded one",
      "recompute π_old (bypass_mode false), take a loss without a clip (preset bypass_pg_is), or "
@@ -62,14 +64,14 @@ HEALTHY = (
 SEVERE = {"chi2_token": (10, "a severe shift: more than nine samples in ten are lost",
                          "sample anew with today's weights; no bound repairs such a batch")}
 DUMP = " Dump a step (run.dump=1), and python doctor.py names the cause."
-UNCORRECTED = 0.002     # k3 per token that nothing corrects: above chapter 10's runs of six bits
+UNCORRECTED = 0.002     # k3 per token without correction; chapter 12's six-bit runs have less
 
 
 def _improper(values: Mapping[str, float]) -> list[str]:
-    """What cannot be so for samples of μ, whatever the policies.  (eq:martingale)
+    """Report values that are impossible for samples of μ, whatever the policies.  (eq:martingale)
 
-    Two exact tests: z is a standard normal number where π is a distribution over what μ sampled.
-    The other condition of each keeps rounding out.
+    If π is a distribution over what μ sampled, the mean of ρ is 1 and that of k1 at least 0. z is
+    the distance in standard errors; the second condition of each test keeps rounding out.
     """
     found: list[str] = []
     mean, z = (values.get(x, 0.0) for x in ("is_ratio_mean", "is_ratio_z"))
@@ -87,15 +89,15 @@ def _improper(values: Mapping[str, float]) -> list[str]:
     return found
 
 
-# Why a step can teach nothing, whatever the policies: the first line that holds is said. Each
-# metric with the value that it then has, what that means, and what to turn.
+# Why a step can teach nothing, whatever the policies; only the first row that holds is reported.
+# Each row: metrics with the values that they then have, what that means, what to change.
 NO_LESSON = (
     ({"response/learned_fraction": 0, "response/truncated_fraction": 1}, "every response was cut, "
      "and rollout.mask_truncated leaves out those", "raise rollout.max_tokens"),
     ({"response/learned_fraction": 0}, "no response has a token to learn from",
      "look at the engine's output: are the responses empty?"),
     ({"response/truncated_fraction": 1}, "every response was cut at rollout.max_tokens, before it "
-     "came to its end", "raise rollout.max_tokens, or ask for less by task.instruction"),
+     "had ended", "raise rollout.max_tokens, or ask for less by task.instruction"),
     ({"reward/advantage_max": 0, "reward/mean": 0}, "no response was right, so none is better than "
      "another", "ask easier questions, raise rollout.samples or rollout.max_tokens, and look in "
      "eval.jsonl whether only the form of the responses is wrong"),
@@ -117,7 +119,7 @@ def _no_lesson(values: Mapping[str, float]) -> list[str]:
 
 
 def _collapsed(values: Mapping[str, float]) -> list[str]:
-    """A mean reward below a tenth of the best so far, where 25 right responses were to be expected.
+    """Report a mean reward below a tenth of the best so far, if 25 right responses were expected.
 
     By chance that happens less than once in 10⁸ steps: P(Poisson(25) ≤ 2).
     """
@@ -129,7 +131,7 @@ def _collapsed(values: Mapping[str, float]) -> list[str]:
 
 
 def _uncorrected(values: Mapping[str, float]) -> list[str]:
-    """A mismatch that neither weights nor rejection nor a ratio to π_rollout acts on."""
+    """Report a mismatch on which neither weights nor rejection nor a ratio to π_rollout acts."""
     acts = {"rollout_is_mean", "loss/bypass_clip_fraction"} & set(values)
     k3 = values.get("k3_kl", 0.0)
     if acts or values.get("rollout_rs_masked_fraction", 1.0) > 0 or not k3 > UNCORRECTED:
@@ -139,21 +141,21 @@ def _uncorrected(values: Mapping[str, float]) -> list[str]:
 
 
 def diagnose(metrics: Mapping[str, Any]) -> list[str]:
-    """What looks wrong, and which knob to turn; [] when nothing does.
+    """Return sentences on what looks wrong and which setting to change; [] if nothing does.
 
     `metrics`: as `correct` and `policy_loss` return them, tensors or floats, with or without
-    "rollout_corr/"; what is missing is not judged. A value that is not finite is always named.
-    Of loss/bypass_clip_fraction give the first mini-batch's: later ones move by learning as well.
+    "rollout_corr/". A missing metric is not judged; a value that is not finite is always reported.
+    Pass loss/bypass_clip_fraction of the first mini-batch: in later ones learning moves it as well.
     """
     values = {name.removeprefix("rollout_corr/"): value for name, value in to_host(metrics).items()}
-    if values.get("response/learned_fraction") == 0:         # all else would be judged of nothing
+    if values.get("response/learned_fraction") == 0:         # the other metrics are of nothing
         return _no_lesson(values)
     found = [*_no_lesson(values), *_collapsed(values), *_improper(values), *_uncorrected(values)]
     for name, low, high, meaning, remedy in HEALTHY:
         value, (limit, *words) = values.get(name), SEVERE.get(name, (math.inf, meaning, remedy))
         if value is not None and value >= limit:
             meaning, remedy = words
-        if value is not None and not low - 1e-6 <= value <= high:      # a k3 of −1e-9 is rounding
+        if value is not None and not low - 1e-6 <= value <= high:      # −1e-9 is rounding
             found.append(f"{name} is {value:.3g} (healthy: {low:g} to {high:g}): {meaning}; "
                          f"{remedy}.")
     known = {row[0] for row in HEALTHY}
@@ -165,22 +167,22 @@ def diagnose(metrics: Mapping[str, Any]) -> list[str]:
 
 # ------------------------------------------------------------------ from a dump to the cause
 
-LIMIT = 300_000         # tokens among which causes are looked for; E[ρ] is of all
-COSTS = (("prompt_ids", "temperature, penalty, padding and window are told worse or not at all"),
-         ("entropy", "what both sides record wrongly cannot be told, nor a division after the "
-          "softmax from a cut"))
+LIMIT = 300_000         # most tokens that are searched for causes; E[ρ] is of all
+COSTS = (("prompt_ids", "temperature, penalty, padding and window are found less well or never"),
+         ("entropy", "a mistake that both sides make cannot be found, nor a division after the "
+          "softmax told from a cut"))
 
 
 class Report(NamedTuple):
-    """Hold what a dump says: the identity over all its tokens, then at most three causes."""
+    """Hold what a dump says: E[ρ] over all its tokens, and at most three causes."""
 
     responses: int
     tokens: int
     mean: float                         # E[ρ], and its standard error
     error: float
-    missing: tuple[str, ...]            # of `COSTS`: what the dump does not have
+    missing: tuple[str, ...]            # names of COSTS that the dump lacks
     causes: list[Finding]
-    looked_at: Tokens                   # those that the causes were looked for among
+    looked_at: Tokens                   # those that were searched for causes
 
     @property
     def proper(self) -> bool | None:
@@ -220,10 +222,10 @@ class Report(NamedTuple):
 
 
 def examine(dump: Iterable[Any]) -> Report:
-    """Read responses (adapters.dumps.Response) once: E[ρ] of all, the causes from a part.
+    """Read responses (adapters.dumps.Response) once: E[ρ] is of all, the causes of a part.
 
     The part has at most LIMIT tokens, in whole groups of equal prompts, chosen by a hash of the
-    prompt: memory is bounded, and tokens after one prefix stay together.
+    prompt. So memory is bounded, and tokens after one prefix stay together.
     """
     kept: list[tuple[float, Any]] = []
     share, held, responses, tokens, total, squares = 1.0, 0, 0, 0, 0.0, 0.0

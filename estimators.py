@@ -1,13 +1,11 @@
-"""What is estimated: log-ratios, KL divergences, the quality of importance weights, advantages.
+"""Estimate log-ratios, KL divergences, the quality of importance weights, and advantages.
 
-This file decides: every log-probability is in nats, at the sampling temperature, of one sampled
-token; every function takes [B, T] tensors beside a mask that is 1 on response tokens; whatever
-stands in the padding (NaN included) is replaced by 0 before anything is computed from it.
-Left out: critics and GAE. A group of samples is the baseline here.
-
-ρ = π_old/π_rollout and r = π_θ/π_old are both ratios of this kind; ℓ = log π_θ − log π_ref is
-the log-ratio of the KL term. The derivation is in math/, whose labels (eq:…) stand in the
-docstrings. Only torch is needed.
+Every log-probability is in nats, at the sampling temperature, of one sampled token. Tensors of
+tokens are [B, T] and come with a mask that is 1 on response tokens. Padding is replaced by 0 before
+anything is computed from it, NaN included. Critics and GAE are left out: the baseline is a group of
+samples. Two ratios occur, ρ = π_old/π_rollout and r = π_θ/π_old. The log-ratio of the KL term is
+ℓ = log π_θ − log π_ref. math/ has the derivations, under the labels (eq:…) that docstrings cite.
+Only torch is needed.
 """
 
 import math
@@ -15,23 +13,22 @@ import math
 import torch
 from torch import Tensor
 
-# In nats: a log-ratio is limited to ±20 before it is exponentiated. e^20 ≈ 4.9e8 is no ratio to
-# compute with, but a token or sequence to reject; its square, which χ² and ESS need, still fits a
-# float32.
+# In nats: log-ratios are clamped to ±20 before they are exponentiated. A ratio of e^20 ≈ 4.9e8
+# marks a token or sequence to reject. Its square, which χ² and ESS need, still fits in a float32.
 SAFETY_BOUND = 20.0
 
 LEVELS = ("token", "prefix", "sequence", "geometric")
-OF_TOKENS = ("token", "prefix")         # levels at which the tokens of a sequence differ
+OF_TOKENS = ("token", "prefix")         # levels with a ρ of its own for each token
 KL_KINDS = ("k1", "k2", "k3", "abs")
 
 
 # ------------------------------------------------------------------------------- log-ratios
 
 def masked_log_ratio(log_prob: Tensor, other_log_prob: Tensor, response_mask: Tensor) -> Tensor:
-    """Return log(π/π') per token, 0 on padding, in float32 at least.  (eq:ratio)
+    """Return log(π/π') per token, 0 on padding, in float32 or wider.  (eq:ratio)
 
     `log_prob`, `other_log_prob`, `response_mask`: [B, T] → [B, T]. NaN or ±inf in the padding
-    reach neither the value nor the gradient: a difference has the slope 1 whatever stands there.
+    reaches neither value nor gradient: a difference has slope 1 even there, so masking gives 0.
     """
     dtype = torch.promote_types(log_prob.dtype, other_log_prob.dtype)
     dtype = torch.promote_types(dtype, torch.float32)
@@ -39,15 +36,15 @@ def masked_log_ratio(log_prob: Tensor, other_log_prob: Tensor, response_mask: Te
 
 
 def exp_ratio(log_ratio: Tensor, bound: float = SAFETY_BOUND) -> Tensor:
-    """Return ρ = exp(log ρ), log ρ limited to ±bound: finite for every finite input.  (eq:ratio)"""
+    """Return ρ = exp(log ρ), log ρ clamped to ±bound; finite if the input is.  (eq:ratio)"""
     return log_ratio.clamp(-bound, bound).exp()
 
 
 def aggregate_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) -> Tensor:
-    """Return log ρ at a level: a token's, its prefix's, its sequence's or their mean.  (eq:levels)
+    """Return log ρ of each token, prefix, sequence or sequence mean, by `level`.  (eq:levels)
 
         token:      log ρ_t
-        prefix:     Σ_{s≤t} log ρ_s        what led to the token, and itself (eq:prefix)
+        prefix:     Σ_{s≤t} log ρ_s        the tokens up to t, t included (eq:prefix)
         sequence:   Σ_s log ρ_s            the product of ratios: exp of the sum, not sum of exps
         geometric:  (1/|y|) Σ_s log ρ_s    the length-normalised ratio, (Π ρ)^{1/|y|}
 
@@ -62,9 +59,9 @@ def aggregate_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) ->
 
 
 def sequence_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) -> Tensor:
-    """Return log ρ of each sequence, or of its geometric mean: [B, T] → [B, 1].
+    """Return the sum ("sequence") or mean ("geometric") of each sequence's log ρ.  (eq:levels)
 
-    (eq:levels)
+    `log_ratio`, `response_mask`: [B, T] → [B, 1]. Raises ValueError on another level.
     """
     mask = response_mask.bool()
     total = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True)
@@ -76,17 +73,17 @@ def sequence_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) -> 
 
 
 def outside(log_rho: Tensor, lo: float | None, hi: float | None) -> tuple[Tensor, Tensor]:
-    """Find where ρ < lo and where ρ > hi; an open end is never crossed.  (eq:mis, eq:rejection)
+    """Find where ρ < lo and where ρ > hi.  (eq:mis, eq:rejection)
 
-    Bounds bound ρ and are compared as logarithms: [B, T] → bool [B, T] twice. A bound met exactly
-    is inside.
+    `log_rho`: [B, T] → bool [B, T] twice. The bounds are on ρ and are compared as logarithms. A
+    value equal to its bound is inside. A bound of None is open.
     """
     return (log_rho < (math.log(lo) if lo else -math.inf),
             log_rho > (math.inf if hi is None else math.log(hi)))
 
 
 def extremes(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the largest and smallest x of each row: [B, T] → [B] twice; ∓∞ of none.  (eq:merge)"""
+    """Return the largest and smallest x of each row, ∓∞ if it is empty: [B] twice.  (eq:merge)"""
     if not x.shape[-1]:
         nothing = x.new_full(x.shape[:-1], math.inf)
         return -nothing, nothing
@@ -103,15 +100,15 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
         k2 = ℓ²/2               biased, ≥ 0
         k3 = e^{−ℓ} − 1 + ℓ     unbiased, ≥ 0
         abs = |ℓ|
-    The value of an estimator and the gradient of its value are two things. A "+" keeps the value
-    and takes the gradient of k2, ℓ∇log π_θ, by the straight-through form (eq:straight-through):
+    A good value does not imply a good gradient. A "+" keeps the estimator's value and replaces its
+    gradient by that of k2, ℓ∇log π_θ, in the straight-through form (eq:straight-through):
         k+ = k2 − sg(k2) + sg(k)
-    For one action, E_π[∇k2] = ∇KL exactly. Over tokens it is only the per-token part of the
+    For one action, E_π[∇k2] = ∇KL exactly. Over a sequence it is only the per-token part of the
     gradient: how a token changes the KL of later states is missing (eq:kl-gradient).
 
-    `log_prob`, `ref_log_prob`: [B, T] → [B, T], in float32 at least. Only e^{−ℓ} is limited (at
-    ±SAFETY_BOUND), so that no value is cut. Raises ValueError on another kind; `full` would need
-    both policies' whole vocabulary.
+    `log_prob`, `ref_log_prob`: [B, T] → [B, T], in float32 or wider. Only in e^{−ℓ} is ℓ clamped,
+    to ±SAFETY_BOUND. Raises ValueError on another kind; `full` is refused because it needs the
+    whole vocabulary of both policies.
     Source: Schulman, "Approximating KL divergence" (values); Tang & Munos 2506.09477 (gradients).
     """
     base = kind.removesuffix("+")
@@ -136,10 +133,10 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     return k2 - k2.detach() + value.detach()
 
 
-# --------------------------------------------------------------- how good are the weights?
+# ------------------------------------------------------------- the quality of the weights
 
 def kish(n: Tensor, total: Tensor, squares: Tensor) -> Tensor:
-    """Return ESS/N from N, Σw and Σw²: any one shape; 0 where all weights are 0.  (eq:ess)"""
+    """Return ESS/N from N, Σw and Σw², all of one shape; 0 where all weights are 0.  (eq:ess)"""
     tiny = torch.finfo(squares.dtype).tiny
     return total.square() / (n * squares).clamp(min=tiny)
 
@@ -149,20 +146,20 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
 
         ESS/N = (Σw)² / (N Σw²)  ∈ [1/N, 1];   → 1/(1 + χ²) as N grows
 
-    `weights`, `mask`: any one shape → scalar. All weights zero (nothing is left): 0, not NaN.
+    `weights`, `mask`: any one shape → scalar. If all weights are 0 the result is 0, not NaN.
     Source: Kish 1965; Martino et al. 1602.03572; χ² link 1809.04129.
     """
     weights = torch.where(mask.bool(), weights, 0.0)
     largest = weights.abs().amax().clamp(min=torch.finfo(weights.dtype).tiny)
-    weights = weights / largest                                 # scale-free, and w² stays finite
+    weights = weights / largest                                 # scale-free: w² stays finite
     return kish(mask.bool().sum(), weights.sum(), weights.square().sum())
 
 
 def chi_square(n: Tensor, squares: Tensor) -> Tensor:
     """Return χ²(π‖μ) = E_μ[ρ²] − 1, the variance of the weights, from samples of μ.  (eq:chi2)
 
-    `n`, `squares`: the number of samples and their Σρ², of any one shape; of none it is 0. Give
-    them in float64: beside the 1 a χ² of 1e-6 drowns in float32.
+    `n`, `squares`: the number of samples and their Σρ², of any one shape. The result is 0 where
+    n = 0. Pass float64: beside the 1, a χ² of 1e-6 drowns in float32.
     """
     return torch.where(n > 0, squares / n.clamp(min=1) - 1, 0.0)
 
@@ -170,27 +167,27 @@ def chi_square(n: Tensor, squares: Tensor) -> Tensor:
 def perplexity(log_prob: Tensor, response_mask: Tensor) -> Tensor:
     """Return exp(−mean log-prob) of each sequence.  (eq:perplexity)
 
-    [B, T] → [B]. Of two policies, ppl_old/ppl_rollout = 1/(geometric mean of ρ).
+    [B, T] → [B]. For two policies, ppl_old/ppl_rollout = 1/(geometric mean of ρ).
     """
     mask = response_mask.bool()
     mean = torch.where(mask, log_prob, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
-    return exp_ratio(-mean, 4 * SAFETY_BOUND)           # never squared: e^80 still fits a float32
+    return exp_ratio(-mean, 4 * SAFETY_BOUND)           # never squared; e^80 fits in a float32
 
 
 # ------------------------------------------------------------------- the distribution sampled from
 
 def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
                        top_p: float = 1.0, min_p: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return the distribution actually sampled from, and the mass that survived.  (eq:sampling)
+    """Return log-probs of the distribution sampled from, and the mass kept.  (eq:sampling)
 
         q = softmax(logits/τ);   μ(v) = q(v)·1[v kept] / Σ_kept q
 
-    Three cuts, in vLLM's order. Min-p keeps v where q(v) ≥ min_p·max q: a tie with that bound
-    stays, to rounding, and the likeliest token always does. Top-k keeps the k likeliest, and what
-    ties with the last of them. Top-p keeps the fewest that have a share p of the mass left so far.
-    Hugging Face cuts by min-p last: its top-p is of more mass, and keeps as many tokens or more.
-    A trainer that scores with log q while the engine sampled from μ is off by log(surviving mass)
-    on every token.
+    Three cuts are made, in vLLM's order. Min-p keeps v where q(v) ≥ min_p·max q. Up to rounding it
+    keeps a tie with that bound, and always the likeliest token. Top-k keeps the k likeliest, and
+    all that tie with the last of them. Top-p keeps the fewest that hold a share p of the mass left
+    so far. Hugging Face applies min-p last, so its top-p sees more mass and keeps as many tokens or
+    more. If the trainer scores with log q while the engine samples from μ, every token is off by
+    log(mass kept).
 
     `logits`: [..., V] → log μ [..., V] (−inf where never sampled), and the mass [...] in (0, 1].
     Raises ValueError for a temperature ≤ 0, a negative top_k, a top_p outside (0, 1] or a min_p
@@ -204,7 +201,7 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
         raise ValueError(f"min_p must be in [0, 1], not {min_p!r}")
     log_q = torch.log_softmax(logits / temperature, -1)
     if top_p == 1 and min_p == 0 and not 0 < top_k < log_q.shape[-1]:
-        return log_q, torch.ones_like(log_q[..., 0])           # nothing to cut, not one digit
+        return log_q, torch.ones_like(log_q[..., 0])           # nothing to cut: not a digit changes
     ordered, order = log_q.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if min_p > 0:
@@ -223,30 +220,30 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
 # ------------------------------------------------------------------------------- advantages
 
 def _group_sums(values: Tensor, groups: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return how many rows of each row's group count, and the sum of their values; [B] each."""
+    """Return how many rows of each row's group are kept, and the sum of their values: [B] each."""
     given = [("rewards", values), ("groups", groups), *([] if keep is None else [("keep", keep)])]
     if len({x.shape for _, x in given}) > 1 or values.ndim != 1:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given)
         raise ValueError(f"{shapes}: all must have one shape [B], one number for each response")
 
-    def total(x: Tensor) -> Tensor:                             # float64, since it adds one by one
+    def total(x: Tensor) -> Tensor:                             # float64: rows are added one by one
         zero = torch.zeros_like(x, dtype=torch.float64)
         return zero.index_add(0, group, x.double())[group].to(values.dtype)
 
-    group = torch.searchsorted(groups.sort().values, groups)    # one number for a group, below B
+    group = torch.searchsorted(groups.sort().values, groups)    # one index per group, below B
     keep = torch.ones_like(groups, dtype=torch.bool) if keep is None else keep.bool()
-    return total(keep), total(torch.where(keep, values, 0.0))   # not a product: no NaN × 0
+    return total(keep), total(torch.where(keep, values, 0.0))   # no product: NaN × 0 is NaN
 
 
 def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
                     keep: Tensor | None = None) -> Tensor:
     """Return group-relative advantages: A_i = (R_i − mean_g) / std_g.  (eq:baseline)
 
-    `rewards`: [B]; `groups`: [B], equal for samples of one prompt → [B]. `normalize_std=False` is
-    Dr. GRPO's A_i = R_i − mean_g. The standard deviation of a group of n has n − 1 below it and
-    1e-6 added to it.
-    A group of one has no baseline: A = R. With `keep` [B], only those rows make up the baseline.
-    The mean includes R_i itself, so A is (n−1)/n of RLOO's: a shorter step, the same direction.
+    `rewards`: [B]; `groups`: [B], equal for samples of one prompt → [B]. std_g is the sample
+    standard deviation (n − 1), plus 1e-6. `normalize_std=False` gives Dr. GRPO's
+    A_i = R_i − mean_g. Its mean includes R_i itself, so it is (n−1)/n of RLOO's: a shorter step in
+    the same direction. A group of one has no baseline: A = R. With `keep` [B], only those rows make
+    up the baseline.
     Source: Shao et al. 2402.03300; Liu et al. 2503.20783.
     """
     count, total = _group_sums(rewards, groups, keep)
@@ -260,10 +257,11 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
 
 
 def rloo_advantages(rewards: Tensor, groups: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Leave one out: A_i = R_i − mean of the group's other rewards. Unbiased.  (eq:baseline)
+    """Return leave-one-out advantages: R_i − mean of the group's other rewards.  (eq:baseline)
 
-    `rewards`, `groups`: [B] → [B]. No other sample: A = R. With `keep` [B], only those rows count
-    as others. Source: Kool et al. 2019; Ahmadian et al. 2402.14740.
+    The gradient stays unbiased. `rewards`, `groups`: [B] → [B]. A sample without others has A = R.
+    With `keep` [B], only those rows count as others. Source: Kool et al. 2019; Ahmadian et al.
+    2402.14740.
     """
     count, total = _group_sums(rewards, groups, keep)
     own = torch.ones_like(rewards, dtype=torch.bool) if keep is None else keep.bool()
@@ -272,7 +270,7 @@ def rloo_advantages(rewards: Tensor, groups: Tensor, keep: Tensor | None = None)
 
 
 def reinforce_advantages(rewards: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Take the batch's mean for REINFORCE's baseline: A_i = R_i − mean(R).  (eq:baseline)
+    """Return rewards minus the batch's mean: A_i = R_i − mean(R).  (eq:baseline)
 
     `rewards`: [B] → [B]. With `keep` [B], the mean is over those rows. Source: Williams 1992.
     """

@@ -1,11 +1,11 @@
-"""The loss of a batch: what multiplies the terms of surrogates.py, leaves some out, and divides.
+"""Compute the loss of a batch: weight the terms of surrogates.py, mask them, and divide.
 
-This file decides: weights multiply the terms, the rejection mask leaves terms out, and the
-denominator is chosen separately. `policy_loss` puts them together for every mode:
+Weights multiply the terms, the rejection mask leaves terms out, and the denominator is a separate
+choice. `policy_loss` puts them together for every mode:
     decoupled   w(π_old/π_rollout) · PPO(π_θ/π_old)      three policies
     bypass      PPO(π_θ/π_rollout), no weight            two policies
     reinforce   w(π_θ/π_rollout) · REINFORCE             two policies, no clip
-Beside it stands the KL term, as a loss and as a penalty. Derivation: math/.
+The KL term is here as well, as a loss and as a penalty on the reward. Derivation: math/.
 
     loss, metrics = policy_loss(log_prob, old_log_prob, rollout_log_prob, advantages, mask, config)
 """
@@ -22,7 +22,7 @@ from correction import Correction, RolloutCorrectionConfig, correct
 from estimators import aggregate_log_ratio, exp_ratio, kl_estimate, masked_log_ratio
 from rejection import choice
 from surrogates import Loss
-from surrogates import (cispo_loss as cispo_loss,     # part of what this file offers
+from surrogates import (cispo_loss as cispo_loss,     # re-exported
                         gspo_loss as gspo_loss,
                         ppo_clip_loss as ppo_clip_loss,
                         reinforce_loss as reinforce_loss,
@@ -35,14 +35,17 @@ DENOMINATORS = ("fixed", "kept")
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Say how terms become a loss: the surrogate's own numbers, and the aggregation. Validated.
+    """Configure how terms become a loss: the surrogate's numbers and the aggregation.
 
-    clip_low, clip_high    ε of the clip; None here and below is the loss's own, by LOSSES
-    dual_clip              c > 1 bounds the loss of A < 0 by −cA
-    tau_positive, …        SAPO's τ for A > 0, and tau_negative for the others
+    clip_low, clip_high    ε of the clip; here and below, None takes the loss's own number in LOSSES
+    dual_clip              c > 1 bounds the loss for A < 0 by −cA
+    tau_positive           SAPO's τ for A > 0
+    tau_negative           SAPO's τ for all other A
     aggregation            from tokens to a scalar, see `aggregate_loss`
     denominator            "fixed" counts the response mask, "kept" what rejection left
     horizon                H of seq-mean-token-sum-norm; None: T of the batch
+
+    Raises ValueError on an unknown aggregation or denominator.
     """
 
     clip_low: float | None = None
@@ -59,7 +62,7 @@ class LossConfig:
         choice("denominator", self.denominator, DENOMINATORS)
 
     def numbers(self, loss: Loss) -> dict[str, float | None]:
-        """Return the numbers that a loss takes: these, and its own where these are None."""
+        """Return the numbers that a loss takes: these, or its own where these are None."""
         return {name: own if getattr(self, name) is None else getattr(self, name)
                 for name, own in loss.own.items()}
 
@@ -67,14 +70,14 @@ class LossConfig:
 # ---------------------------------------------------------------------------------- aggregation
 
 class Counts(NamedTuple):
-    """Hold the numbers of tokens and of non-empty sequences, over all ranks.  (eq:aggregation)"""
+    """Hold the number of tokens and of non-empty sequences, over all ranks.  (eq:aggregation)"""
 
     tokens: Tensor
     sequences: Tensor
 
 
 def count(mask: Tensor) -> Counts:
-    """Count the tokens and rows of a mask [B, T], as 0-dim float tensors.  (eq:aggregation)"""
+    """Count the tokens and non-empty rows of a mask [B, T]: 0-dim floats.  (eq:aggregation)"""
     mask = mask.bool()
     return Counts(mask.sum().float(), mask.any(-1).sum().float())
 
@@ -85,17 +88,17 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
     """Aggregate per-token values to one scalar.  (eq:aggregation)
 
         token-mean               Σ_i Σ_t x / Σ_i |y_i|            every token weighs the same
-        token-sum                Σ_i Σ_t x                        for who divides later
-        seq-mean-token-sum       (1/N) Σ_i Σ_t x                  the policy gradient: long > short
+        token-sum                Σ_i Σ_t x                        when the caller divides
+        seq-mean-token-sum       (1/N) Σ_i Σ_t x                  the policy gradient itself
         seq-mean-token-mean      (1/N) Σ_i (1/|y_i|) Σ_t x        every sequence weighs the same
         seq-mean-token-sum-norm  (1/N) Σ_i (1/H) Σ_t x            H = horizon, default T: Dr. GRPO
 
     `values`, `mask`: [B, T]; `mask` says which terms are summed. `denominator_mask` (default: mask)
-    says what |y_i| and N count, so that rejection need not change the step's length; where it is
-    empty and `mask` is not, |y_i| counts `mask`. `counts`:
-    those numbers for the whole mini-batch, over ranks and micro-batches; the results of its parts
-    then add up to the full batch's. Nothing to sum: 0, with the graph attached. N counts non-empty
-    sequences. Raises ValueError on another mode.
+    says what |y_i| and N count, so that rejection need not change the size of the step. N counts
+    non-empty sequences. In rows where denominator_mask is empty and `mask` is not, |y_i| counts
+    `mask`. `counts` are the counts of the whole mini-batch, over ranks and micro-batches; with them
+    the results of the parts add up to that of the whole. With nothing to sum the result is 0, graph
+    attached. Raises ValueError on another mode.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"mode must be one of {', '.join(AGGREGATIONS)}, not {mode!r}")
@@ -109,7 +112,7 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
         return row.sum() / torch.as_tensor(tokens).clamp(min=1)
     if mode == "seq-mean-token-mean":
         length = counted.sum(-1)
-        length = torch.where(length > 0, length, mask.sum(-1))     # rejected, and yet summed
+        length = torch.where(length > 0, length, mask.sum(-1))     # rejected, but summed
         row = row / length.clamp(min=1)
     if mode == "seq-mean-token-sum-norm":
         row = row / (mask.shape[-1] if horizon is None else horizon)
@@ -123,7 +126,7 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
                 how: LossConfig = LossConfig(), *, correction: Correction | None = None,
                 counts: Counts | None = None, candidates: tuple[Tensor, Tensor] | None = None,
                 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss of one batch in any mode, and its metrics.
+    """Return the loss of one batch in any mode, and its metrics.
 
     (eq:decoupled-ppo, eq:bypass, eq:off-policy, eq:batch-size)
 
@@ -131,20 +134,22 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
         bypass:    E_μ[Σ_t L(ρ_θ,t, A_t)]        ρ_θ = π_θ/μ
         reinforce: E_μ[Σ_t −w_t A_t log π_θ]     w of ρ_θ
 
-    All tensors [B, T]; advantages may be [B] or [B, 1]. `old_log_prob`: None is this log_prob,
-    detached, as in a first update; bypass mode has no π_old and does not look at it. In decoupled
-    mode the ratio r is taken from π_old, and π_old is what is compared with π_rollout. In bypass
-    mode r is taken from π_rollout, and this π_θ is compared with it. `rollout_log_prob`: None where
-    nothing is corrected, or `correction` is given, in decoupled mode.
-    `correction`: as `correct` gave it for these rows; when None it is computed here, from
-    old_log_prob (decoupled) or from this log_prob (bypass), and its metrics (rollout_corr/*) are
-    among those returned. `how`: see LossConfig. `counts`: tokens and sequences of the whole
-    mini-batch, of what `how.denominator` says. loss/ratio, loss/approx_kl and loss/clip_fraction
-    (in bypass mode once more as loss/bypass_clip_fraction, which `diagnose` judges) are means over
-    the kept tokens of these rows; with `counts` the metrics are summands, of which `loss_means`
-    makes means. `candidates`: what score_centering asks for, log π_θ and log μ of `centering_loss`.
-    Everything rejected: a zero loss whose graph is attached.
-    Raises ValueError: a tensor missing, shapes that differ.
+    All tensors are [B, T]; advantages may be [B] or [B, 1].
+    * `old_log_prob`: that of π_old, which decoupled mode compares with π_rollout and with π_θ. None
+      stands for this log_prob, detached, as in a first update. Bypass mode ignores it and compares
+      π_θ with π_rollout.
+    * `rollout_log_prob`: in decoupled mode it may be None, if nothing is corrected or `correction`
+      is given.
+    * `correction`: what `correct` returned for these rows. If None it is computed here, and its
+      metrics (rollout_corr/*) are among those returned.
+    * `how`: see LossConfig. `counts`: tokens and sequences of the whole mini-batch, counted as
+      `how.denominator` says.
+    * `candidates`: log π_θ and log μ for `centering_loss`, which score_centering needs.
+    The metrics loss/ratio, loss/approx_kl and loss/clip_fraction are means over the kept tokens of
+    these rows; with `counts` they are sums, which `loss_means` makes means. A clip around π_rollout
+    is also reported as loss/bypass_clip_fraction, which `diagnose` judges. If everything is
+    rejected the loss is 0, graph attached. Raises ValueError if a tensor is missing or shapes
+    differ.
     """
     log_prob, train_log_prob, anchor_log_prob, rollout_log_prob, advantages = _roles(
         log_prob, old_log_prob, rollout_log_prob, advantages, response_mask, config, correction)
@@ -156,10 +161,10 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     given = {"old_log_prob": anchor_log_prob, "advantages": advantages, "response_mask": valid}
     numbers = how.numbers(config.loss)
     terms = config.loss.function(log_prob, *(given[name] for name in config.loss.takes), **numbers)
-    if correction.weights is not None and not config.ratio_is_the_weight:   # or eq:double-count
+    if correction.weights is not None and not config.ratio_is_the_weight:   # else eq:double-count
         terms = terms * correction.weights
     kept = summed = correction.mask.bool()
-    if config.score_centering:          # the mean is subtracted from rejected tokens, too
+    if config.score_centering:          # the mean is subtracted from rejected tokens too
         if candidates is None or any(x.shape[:2] != valid.shape for x in candidates):
             raise ValueError("score_centering needs candidates, two tensors [B, T, K]")
         centering = centering_loss(*candidates, advantages, valid, config)
@@ -176,7 +181,7 @@ def _roles(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob: Tens
            correction: Correction | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Return π_θ, what is compared with π_rollout, what r compares π_θ with, π_rollout, and A.
 
-    [B, T] each, 0 on padding, in float32 at least: before r is formed.
+    They are log-probs (and A), each [B, T], 0 on padding, in float32 or wider before r is formed.
     """
     corrects = correction is None and (config.rollout_is is not None or bool(config.rollout_rs))
     if rollout_log_prob is None and (config.bypass_mode or corrects):
@@ -210,21 +215,21 @@ def _roles(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob: Tens
 def _sums_over_kept(log_ratio: Tensor, advantages: Tensor, valid: Tensor, kept: Tensor,
                     config: RolloutCorrectionConfig,
                     numbers: Mapping[str, float | None]) -> dict[str, Tensor]:
-    """Sum r, −log r and the tokens that the clip holds, over kept tokens; and count these."""
+    """Sum r, −log r and the clipped tokens over the kept tokens, and count the kept tokens."""
     row, held = config.loss, torch.zeros_like(valid)
     if row.holds is not None and row.level is not None:
         at_level = aggregate_log_ratio(log_ratio, valid, row.level)
         held = row.holds(exp_ratio(at_level), advantages, **numbers)
     of_tokens = {"loss/ratio": exp_ratio(log_ratio), "loss/approx_kl": -log_ratio,
                  "loss/clip_fraction": held.to(log_ratio.dtype)}
-    if config.ratio_is_the_weight:         # of the mismatch alone, until π_θ has moved
+    if config.ratio_is_the_weight:         # mismatch alone, until π_θ moves
         of_tokens["loss/bypass_clip_fraction"] = of_tokens["loss/clip_fraction"]
     sums = {name: torch.where(kept, x, 0.0).sum() for name, x in of_tokens.items()}
     return {**sums, "loss/kept_tokens": kept.sum().float()}
 
 
 def loss_means(totals: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Make means over kept tokens of the sums of all micro-batches and ranks.  (eq:aggregation)"""
+    """Divide sums of all micro-batches and ranks by their kept tokens.  (eq:aggregation)"""
     over_kept = ("loss/ratio", "loss/approx_kl", "loss/clip_fraction", "loss/bypass_clip_fraction")
     kept = totals["loss/kept_tokens"].clamp(min=1)
     return {name: x / kept if name in over_kept else x for name, x in totals.items()
@@ -234,14 +239,14 @@ def loss_means(totals: dict[str, Tensor]) -> dict[str, Tensor]:
 def kl_loss(log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, kind: str = "k3+",
             mode: str = "token-mean", *, ratio: Tensor | None = None, counts: Counts | None = None,
             horizon: int | None = None) -> Tensor:
-    """Aggregate KL(π_θ‖π_ref) to a loss.  (eq:kl-gradient, eq:kl-ratio)
+    """Return KL(π_θ‖π_ref), aggregated to a loss.  (eq:kl-gradient, eq:kl-ratio)
 
-    `log_prob`, `ref_log_prob`, `response_mask`: [B, T]; `kind` as in `kl_estimate`: prefer k2 or a
-    "+", whose gradient is the per-token reverse KL's; k1's is zero in expectation and k3's is
-    KL(π_ref‖π_θ)'s. `ratio` [B, T] multiplies the estimate when samples come from μ: detached with
-    k2 or "+", or π_θ/μ with its graph with k1 or k3 (DeepSeek-V3.2 2512.02556: ∇(ratio·k3) =
-    sg(ratio)·∇k2, sample by sample). With prefix products for the ratio, and their graph, k1 gives
-    the gradient of the whole sequence's KL (eq:prefix).
+    `log_prob`, `ref_log_prob`, `response_mask`: [B, T]; `kind` as in `kl_estimate`. Prefer k2 or a
+    "+": their gradient is that of the per-token reverse KL. The gradient of k1 is 0 in expectation,
+    and that of k3 is KL(π_ref‖π_θ)'s. `ratio` [B, T] multiplies the estimate when samples come from
+    μ: detached with k2 or "+", or π_θ/μ with its graph with k1 or k3. Then
+    ∇(ratio·k3) = sg(ratio)·∇k2, sample by sample (DeepSeek-V3.2 2512.02556). If the ratio is a
+    prefix product with its graph, k1 gives the gradient of the whole sequence's KL (eq:prefix).
     """
     valid = response_mask.bool()
     log_prob, ref_log_prob = (torch.where(valid, x, 0.0) for x in (log_prob, ref_log_prob))
@@ -255,11 +260,11 @@ def kl_ratio(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, 
              level: str) -> Tensor:
     """Return the `ratio` of `kl_loss` for samples of π_rollout: [B, T].  (eq:kl-ratio, eq:prefix)
 
-        token     ρ_t = π_θ/μ                what is left is ∇KL per token, in the states of μ
-        prefix    ρ_{1:t} = Π_{s≤t} ρ_s      the states are those of π_θ as well
+        token     ρ_t = π_θ/μ                gives ∇KL per token, in the states of μ
+        prefix    ρ_{1:t} = Π_{s≤t} ρ_s      takes the states from π_θ as well
 
-    It keeps its graph for k1 and k3, and is detached for all others, k2 and every "+". With prefix
-    products k1 and k3 have the whole ∇KL, the others its per-token part (eq:kl-gradient).
+    The ratio keeps its graph for k1 and k3, and is detached for k2 and every "+". With prefix
+    products k1 and k3 give the whole ∇KL, the others its per-token part (eq:kl-gradient).
     """
     log_rho = masked_log_ratio(log_prob, rollout_log_prob, response_mask)
     rho = exp_ratio(aggregate_log_ratio(log_rho, response_mask, level))
@@ -269,15 +274,17 @@ def kl_ratio(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, 
 def kl_penalty(old_log_prob: Tensor, ref_log_prob: Tensor, rollout_log_prob: Tensor,
                response_mask: Tensor, kind: str = "k1", level: str | None = None,
                weights: Tensor | None = None) -> Tensor:
-    """Return what KL(π_θ‖π_ref) in the reward takes from the advantages, [B, T].  (eq:kl-gradient)
+    """Return what KL(π_θ‖π_ref) in the reward subtracts from the advantages: [B, T].
+
+    (eq:kl-gradient)
 
         None      Σ_{s≥t} k_s                    a reward like any other: the loss weights it
         token     ρ_t k_t / w_t                  the token's own: ∇KL per token, in the states of μ
         prefix    Σ_{s≥t} ρ_{1:s} k_s / w_t      all of ∇KL (eq:prefix)
 
-    ρ = π_old/π_rollout. `weights` [B, T]: w, by which the loss multiplies token t; the penalty has
-    weights of its own, so w is divided out, and where it is 0 nothing is left to be penalised.
-    Only k1 has the gradient of the KL here. Source of None: eq:kl-gradient's first part, on-policy.
+    ρ = π_old/π_rollout. `weights` [B, T] are the w by which the loss multiplies token t. The
+    penalty has weights of its own, so w is divided out; where w is 0 the penalty is 0. Only k1
+    gives the gradient of the KL here. Source of None: eq:kl-gradient's first part, on-policy.
     """
     mask = response_mask.bool()
     old, ref = (torch.where(mask, x.detach(), 0.0) for x in (old_log_prob, ref_log_prob))

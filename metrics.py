@@ -1,13 +1,13 @@
-"""How far apart the policies are, and what a correction did: metrics by name, merged exactly.
+"""Measure how far apart the policies are and what a correction did, in metrics that merge exactly.
 
 This file decides
-* Nothing is decided here: `measure` looks at what `correct` returned, when it is asked to.
-* Every metric follows from a few sums and extremes of a row: its count, Σx, Σx², max x, min x, of
-  log ρ, ρ, the weights and the statistics of rejection. They are [B], so that a [B, T] tensor is
-  read once; and they add up, so that micro-batches and ranks have the metrics of the whole.
-* A metric has the name that verl 0.9 gives it, where it gives one; other systems' names are tables
-  in adapters/names.py. `rollout_is_raw_*` is of ρ before truncation, which hides degeneracy.
-Left out: percentiles, which cannot be merged. Derivation: math/8-diagnostics.md.
+* `measure` looks at what `correct` returned, when it is asked to; it decides nothing.
+* Every metric follows from per-sequence sufficient statistics [B]: the count, Σx, Σx², max x and
+  min x of log ρ, ρ, the weights and the rejection statistics. A [B, T] tensor is thus read once,
+  and micro-batches and ranks merge to the metrics of the whole.
+* A metric has verl 0.9's name where it has one; adapters/names.py has other systems' names.
+  `rollout_is_raw_*` describes ρ before truncation, which would hide degenerate weights.
+Percentiles are left out, since they cannot be merged. Derivation: math/9-diagnostics.md.
 
     metrics = to_host(offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask))
     print(metrics["rollout_corr/k3_kl"])
@@ -33,9 +33,9 @@ from rejection import Criterion, Evidence, Verdict, Verdicts
 # ---------------------------------------------------------------------------- sums that merge
 
 class Sums(NamedTuple):
-    """Hold what the mean, the spread and the extremes of x follow from, by sequence.
+    """Hold per-sequence sufficient statistics of x, each [B], float64.
 
-    The number n of a row's entries that count, their Σx, Σx², max x and min x: [B] each, float64.
+    They are the count n of a row's entries, their Σx, Σx², max x and min x.
     """
 
     n: Tensor
@@ -46,17 +46,17 @@ class Sums(NamedTuple):
 
     @classmethod
     def of_rows(cls, x: Tensor, n: Tensor) -> "Sums":
-        """Make the sums of x [B], a value that stands for n [B] entries of its row; n may be 0."""
+        """Make the sums of x [B], each value standing for n [B] entries of its row; n may be 0."""
         x = torch.where(n > 0, x.double(), 0.0)
         return cls(n, n * x, n * x.square(), x, x)
 
 
 class Tokens(NamedTuple):
-    """Know the tokens that count, and sum over them."""
+    """Hold the mask of the tokens that count, and sum over them."""
 
     mask: Tensor                                    # [B, T], bool
-    n: Tensor                                       # [B], float64: |y|, those that count
-    rows: Tensor                                    # [B], float64: 1 where it has any, else 0
+    n: Tensor                                       # [B], float64: tokens that count, |y|
+    rows: Tensor                                    # [B], float64: 1 if there is any, else 0
 
     @classmethod
     def of(cls, response_mask: Tensor) -> "Tokens":
@@ -65,11 +65,11 @@ class Tokens(NamedTuple):
         return cls(mask, n, (n > 0).double())
 
     def sums(self, x: Tensor, ends: Sequence[Tensor] | None = None) -> Sums:
-        """Sum x [B, T] by sequence; or x [B, 1], the value of all tokens of a sequence.
+        """Sum x [B, T] by sequence; x [B, 1] is one value for all tokens of a sequence.
 
-        In float32 a spread of 1e-5 would drown in Σx², and ρ − 1 − log ρ in Σρ. So both are summed
-        as differences from the sequence's mean, and put together in float64. `ends`: max and min,
-        where they follow from others.
+        In float32 a spread of 1e-5 would drown in Σx², and ρ − 1 − log ρ in Σρ. So differences from
+        the sequence's mean are summed, and combined with it in float64. `ends` are max and min
+        where they are already known.
         """
         if x.shape != self.mask.shape:
             return Sums.of_rows(x.detach().squeeze(-1), self.n)
@@ -82,37 +82,37 @@ class Tokens(NamedTuple):
         return Sums(self.n, total, squares + mean * (total + rest), top, bottom)
 
     def count_rows(self, found: Tensor) -> Tensor:
-        """Count how many of each sequence are `found`, [B, T] or [B, 1] bool: [B]"""
+        """Count the tokens of each sequence that are `found`, bool [B, T] or [B, 1]: [B]."""
         if found.shape != self.mask.shape:
             return self.n * found.squeeze(-1)
         return (found & self.mask).sum(-1)
 
     def shares(self, count: Tensor, *, tokens: Sequence[str] = (),
                rows: Sequence[str] = ()) -> "list[Quantity]":
-        """Return the share of tokens, `count` [B] of a sequence, and of sequences with any."""
+        """Return the share of tokens, `count` [B] of each sequence, and of sequences with any."""
         return [(Sums.of_rows(count / self.n, self.n), dict.fromkeys(tokens, "mean")),
                 (Sums.of_rows(count > 0, self.rows), dict.fromkeys(rows, "mean"))]
 
 
-Quantity = tuple[Sums, dict[str, str]]      # and the metrics made of it: name → reduction
+Quantity = tuple[Sums, dict[str, str]]      # with its metrics: name → reduction
 
 
 @dataclass(frozen=True)
 class Statistics:
     """Hold means, spreads and extremes of many quantities, and merge them exactly.  (eq:merge)
 
-    A mean over micro-batches or ranks is not the mean of their means. What does add up is
-    (n, Σx, Σx²), and what does compare is (max x, max −x): these five numbers of every quantity
-    are merged, and turned into metrics at the very end. No value leaves the device before.
+    A mean over micro-batches or ranks is not the mean of their means. But n, Σx and Σx² add up, and
+    of max x and max −x the larger one counts. These five numbers of every quantity are merged, and
+    turned into metrics at the very end. No value leaves the device before.
 
         Statistics.of([(sums, {"kl": "mean", "kl_max": "max"}), …]).merge(others).metrics()
 
-    Reductions: mean; std (n below it); sample_std (n − 1 below it); min; max; ess, (Σx)²/(nΣx²); z,
-    Σx/√Σx², the error of a mean of 0 (eq:martingale).
-    Of nothing at all they are 0. Sums are float64, since Σx²/n − mean² cancels.
+    Reductions: mean; std (divided by n); sample_std (by n − 1); min; max; ess, (Σx)²/(nΣx²); z,
+    Σx/√Σx², a sum in standard errors from 0 (eq:martingale). All are 0 where nothing was counted.
+    Sums are float64, since Σx²/n − mean² cancels.
     """
 
-    names: tuple[dict[str, str], ...]               # of each quantity: metric → reduction
+    names: tuple[dict[str, str], ...]               # for each quantity: metric → reduction
     table: Tensor                                   # [quantities, 5]
 
     @classmethod
@@ -124,14 +124,14 @@ class Statistics:
         return cls(tuple(names for _, names in quantities), torch.stack(table, -1))
 
     def merge(self, others: "list[Statistics]") -> "Statistics":
-        """Add those of other parts of the batch, as if all had been computed at once."""
+        """Merge the statistics of other parts of the batch, as if all were computed at once."""
         parts = torch.stack([self.table, *(other.table for other in others)])
         table = torch.cat([parts[..., :3].sum(0), parts[..., 3:].amax(0)], -1)
         return Statistics(self.names, table)
 
     def all_reduce(self, group: ProcessGroup) -> "Statistics":
-        """Do the same over the ranks of a process group: one sum and one maximum for everything."""
-        sums, peaks = (x.clone(memory_format=torch.contiguous_format)      # in place: a copy
+        """Merge over the ranks of a process group, in one sum and one maximum for everything."""
+        sums, peaks = (x.clone(memory_format=torch.contiguous_format)      # it reduces in place
                        for x in (self.table[:, :3], self.table[:, 3:]))
         dist.all_reduce(sums, group=group)
         dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
@@ -159,23 +159,23 @@ class Statistics:
 # ----------------------------------------------------------------------- which metrics there are
 
 class Grounds(NamedTuple):
-    """Hold what a decision of `correct` rests on, and its weights before they are normalised."""
+    """Hold what a decision of `correct` rests on, and its weights before normalisation."""
 
     seen: Evidence
     kept: Tensor                                    # [B, T], bool
     verdicts: Verdicts
-    level: str | None = None                        # of the weights, None: there are none
+    level: str | None = None                        # of the weights; None: no weights
     threshold: Any = None                           # C, or a pair
     weights: Tensor | None = None                   # [B, T]; None: nothing multiplies the loss
     normalized: bool = False
 
 
 class Ratios(NamedTuple):
-    """Hold ρ of one batch, per token, and its sums by sequence."""
+    """Hold log ρ of one batch per token, and the sums of log ρ and ρ by sequence."""
 
     log_rho: Tensor                                 # [B, T], 0 on padding
     tokens: Tokens
-    of_log: Sums                                    # of log ρ
+    of_log: Sums                                    # sums of log ρ
     of_rho: Sums
 
     @classmethod
@@ -187,7 +187,7 @@ class Ratios(NamedTuple):
 
 
 def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quantity]:
-    """Measure how far apart two policies are, in means over tokens or over sequences with any.
+    """Measure how far apart two policies are, over tokens and over non-empty sequences.
 
     (eq:martingale)
     """
@@ -216,13 +216,13 @@ def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quant
             (less_one, {"is_ratio_z": "z"})]
 
 
-# Of a quantity x, under prefix_NAME: nats of a criterion have these, weights all of them.
+# Metrics prefix_NAME of a quantity: a criterion's statistic has NATS, weights have WEIGHTS.
 NATS = {"mean": "mean", "max": "max", "min": "min"}
 WEIGHTS = NATS | {"std": "std", "eff_sample_size": "ess"}
 
 
 def _spread(prefix: str, x: Sums, center: float, reductions: dict[str, str]) -> list[Quantity]:
-    """Measure x over all tokens, and its mean in each sequence."""
+    """Summarise x over all tokens, and the means of x over sequences."""
     row, rows = x.total / x.n, (x.n > 0).double()
     by_row = {f"{prefix}_seq_{name}": how for name, how in reductions.items()}
     by_row[f"{prefix}_seq_std"] = "sample_std"
@@ -233,10 +233,10 @@ def _spread(prefix: str, x: Sums, center: float, reductions: dict[str, str]) -> 
 
 def ratio_quantities(ratios: Ratios, level: str, bounds: Any, by_token: bool,
                      sums: Mapping[str, Tensor | None]) -> list[Quantity]:
-    """Measure ρ at a level, and what of it is beyond the bounds, by token or by sequence.
+    """Summarise ρ at a level, and count what is beyond the bounds, by token or by sequence.
 
-    `sums`: under which prefixes; to None belongs ρ itself, to a tensor [B, T] the weights made of
-    it. Bounds bound ρ, so what is beyond them is of ρ under every prefix.
+    `sums` says what each prefix summarises: None is ρ itself, a tensor [B, T] the weights made of
+    it. Under every prefix the bounds are compared with ρ.
     """
     tokens, log_rho, rho = ratios.tokens, ratios.log_rho, ratios.of_rho
     if level != "token":
@@ -245,7 +245,7 @@ def ratio_quantities(ratios: Ratios, level: str, bounds: Any, by_token: bool,
         rho = tokens.sums(exp_ratio(log_rho))
     found: list[Quantity] = []
     for prefix, weights in sums.items():
-        if weights is not None and level not in OF_TOKENS:                    # one for all tokens
+        if weights is not None and level not in OF_TOKENS:                    # one weight a row
             weights = extremes(weights, tokens.mask)[0][:, None]
         found += _spread(prefix, rho if weights is None else tokens.sums(weights), 1.0, WEIGHTS)
     lo, hi = (default if end is None else end for end, default in zip(bounds, (0.0, math.inf)))
@@ -261,10 +261,11 @@ def ratio_quantities(ratios: Ratios, level: str, bounds: Any, by_token: bool,
 
 
 def weight_quantities(ratios: Ratios, grounds: Grounds) -> list[Quantity]:
-    """Measure weights before they are normalised (rollout_is_*), and their ρ (rollout_is_raw_*).
+    """Summarise weights before normalisation (rollout_is_*), and their ρ (rollout_is_raw_*).
 
-    Without weights that are applied, ρ alone. With a single threshold C, what is outside [1/C, C]
-    is counted. rollout_is_per_sequence: 1 where a sequence has one weight, 0 where its tokens have.
+    If no weights are applied, only ρ is summarised. With a single threshold C, ρ outside [1/C, C]
+    is counted. rollout_is_per_sequence is 1 where a sequence has one weight, 0 where its tokens
+    have.
     """
     level, weights, threshold = grounds.level, grounds.weights, grounds.threshold
     if level is None:
@@ -292,10 +293,11 @@ def weight_quantities(ratios: Ratios, grounds: Grounds) -> list[Quantity]:
 
 def criterion_quantities(ratios: Ratios, name: str, row: Criterion, bound: Any,
                          verdict: Verdict) -> list[Quantity]:
-    """Measure a criterion's statistic, in its own unit, within its interval: rollout_rs_{name}_*.
+    """Summarise a criterion's statistic, in its own unit, as rollout_rs_{name}_*.
 
-    And rollout_rs_{criterion}_rho_*: ρ at its level, where that is what its pair bounds. For
-    k1 = −log ρ "high" is a low ρ. The standard deviation is of what is limited to the interval.
+    If its pair bounds ρ, then ρ at that level is summarised as rollout_rs_{name}_rho_*. For
+    k1 = −log ρ a "high" statistic is a low ρ. The standard deviation is that of the statistic
+    clamped to the interval that is kept.
     """
     prefix, (least, most), tokens = f"rollout_rs_{name}", verdict.interval, ratios.tokens
     statistic, (below, above) = verdict.statistic, verdict[2:]
@@ -322,7 +324,7 @@ def criterion_quantities(ratios: Ratios, name: str, row: Criterion, bound: Any,
 def rejection_quantities(ratios: Ratios, grounds: Grounds) -> list[Quantity]:
     """Measure what each criterion rejects, and what all of them keep.
 
-    The veto is the lower bound of seq_max_k1: which tokens are below it, and their sequences.
+    The veto is the lower bound of seq_max_k1: tokens below it are counted, and sequences with any.
     """
     tokens, verdicts = ratios.tokens, grounds.verdicts
     found = [x for name, (row, bound, verdict) in verdicts.items()
@@ -342,7 +344,7 @@ def rejection_quantities(ratios: Ratios, grounds: Grounds) -> list[Quantity]:
 
 
 def measure(grounds: Grounds) -> Statistics:
-    """Measure one correction: all its metrics, as sums that merge.  (eq:merge)"""
+    """Measure all metrics of one correction, as sums that merge.  (eq:merge)"""
     seen = grounds.seen
     assert seen.rollout_log_prob is not None
     ratios = Ratios.of(seen.log_rho, seen.mask)
@@ -353,7 +355,7 @@ def measure(grounds: Grounds) -> Statistics:
 
 def offpolicy_metrics(train_log_prob: Tensor, rollout_log_prob: Tensor,
                       response_mask: Tensor) -> dict[str, Tensor]:
-    """Measure how far π_train is from π_rollout, of a batch that nothing corrects.
+    """Measure how far π_train is from π_rollout on one batch, without a correction.
 
     [B, T] each → {"rollout_corr/kl", "…/k3_kl", "…/chi2_token", "…/chi2_seq", "…/ppl_ratio", …}.
     """
@@ -363,14 +365,14 @@ def offpolicy_metrics(train_log_prob: Tensor, rollout_log_prob: Tensor,
 
 
 def merge(corrections: Sequence[Any], group: ProcessGroup | None = None) -> dict[str, Tensor]:
-    """Merge the metrics of several micro-batches and all ranks of `group`.  (eq:merge)"""
+    """Merge the metrics of several micro-batches, and of all ranks of `group`.  (eq:merge)"""
     first, *others = (correction.statistics for correction in corrections)
     statistics: Statistics = first.merge(others)
     return (statistics if group is None else statistics.all_reduce(group)).metrics()
 
 
 def to_host(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """Return the metrics as floats, in one transfer for all of them, wherever each is."""
+    """Return the metrics as floats, with one transfer for all tensors."""
     tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
     floats: dict[str, float] = {
         name: value for name, value in metrics.items() if not isinstance(value, Tensor)}

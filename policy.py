@@ -1,15 +1,15 @@
-"""π_old, π_θ and π_ref are each a Hugging Face model that returns the log-probs of its responses.
+"""Load π_old, π_θ and π_ref as Hugging Face models that return log-probs of responses.
 
 This file decides
-* All log-probs are at the sampling temperature, of what min-p, top-k and top-p kept, in float32;
-  logits of prompts are never computed, and those of responses for one slice of the vocabulary at a
-  time.
-* Prompts are padded on the left, responses on the right, so that every response begins in one
-  column. A prompt that several rows share is run once.
-* Weights are float32 and sharded over the ranks by FSDP2; the computation is in the dtype asked.
-* Nobody waits for the device: what decides a shape is found on the host.
-* Nothing is drawn at random: dropout is 0 in training too.
-Left out: tensor and pipeline parallelism, LoRA, image inputs.
+* Log-probs are float32, at the sampling temperature, over what min-p, top-k and top-p kept. Logits
+  of prompts are never computed, and those of responses one slice of the vocabulary at a time.
+* Prompts are padded on the left, responses on the right, so every response begins in one column. A
+  prompt that several rows share runs once.
+* Weights are float32 and sharded over the ranks by FSDP2; the computation is in the dtype asked
+  for.
+* Nothing waits for the device: what decides a shape is computed on the host.
+* Nothing is random: dropout is 0 in training too.
+Left out are tensor and pipeline parallelism, LoRA and image inputs.
 
     policy = load_policy("path/to/model", 1.0, "bfloat16", torch.device("cuda"))
     log_prob = policy(tokens, attention, width)                                           # [B, T]
@@ -45,10 +45,10 @@ class Policy(nn.Module):
                 ) -> Tensor | tuple[Tensor, Tensor]:
         """Return log π(y_t | x, y_<t), float32, [B, T]; 0 beyond the rows' longest response.
 
-        tokens, attention [B, P + T]: prompts padded left, responses, T = width, padded right.
+        tokens, attention [B, P + T]: prompts padded left, then responses, T = width, padded right.
         kept_ids [B, T, K]: the ids over which each token's π is renormalised, itself among them.
-        candidates [B, T, K]: ids of other tokens. With them the log-probs that these would have in
-        the place of y_t are returned too: [B, T, K].
+        With candidates [B, T, K], ids of other tokens, the log-probs of these in the place of y_t
+        are returned as well: [B, T, K].
         """
         shape = shape or Shape.of(tokens.cpu(), attention.cpu(), width, tokens.device)
         start, (p, t) = tokens.shape[1] - width, shape[:2]
@@ -69,11 +69,11 @@ class Policy(nn.Module):
         """Return the hidden state before each token of the response: [B, p + t] → [B, ≥ t, D]."""
         decoder, places = self.model.get_decoder(), (attention.cumsum(-1) - 1).clamp(min=0)
         p, end = shape.p, max(shape.p + 1, tokens.shape[1] - 1)
-        if self.model.is_gradient_checkpointing:                       # it has no use for a cache
+        if self.model.is_gradient_checkpointing:                       # it cannot use a cache
             return decoder(input_ids=tokens, attention_mask=attention, position_ids=places,
                            use_cache=False).last_hidden_state[:, p - 1:]
-        # A group's samples have one prompt: it is run once, and its keys and values serve them all.
-        # All ranks run both, whatever their lengths.
+        # Samples of a group share a prompt: it runs once, and its keys and values serve them all.
+        # Every rank makes both calls, whatever its lengths.
         before = run_prompts(decoder, tokens[:, :p], attention[:, :p], shape)
         after = decoder(input_ids=tokens[:, p:end], attention_mask=attention[:, :end],
                         position_ids=places[:, p:end], use_cache=True,
@@ -93,9 +93,9 @@ class Policy(nn.Module):
 
 def load_policy(path: str, temperature: float, dtype: str, device: torch.device, *,
                 gradient_checkpointing: bool = False, frozen: bool = False) -> Policy:
-    """Load a model in float32, check it, shard it over the ranks (FSDP2); it computes in `dtype`.
+    """Load a model in float32, check it, and shard it over the ranks (FSDP2); compute in `dtype`.
 
-    Rank 0 reads it and sends every rank its shards: the others hold no whole model at any time.
+    Rank 0 reads the model and sends every rank its shards; the other ranks never hold it whole.
     """
     # cuDNN's attention gives NaN in the backward pass for masked rows (PyTorch issue 196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -118,14 +118,14 @@ def load_policy(path: str, temperature: float, dtype: str, device: torch.device,
         policy = policy if reads else policy.to_empty(device=device)
         set_model_state_dict(policy, whole, options=StateDictOptions(full_state_dict=True,
                                                                      broadcast_from_rank0=True))
-        for buffer in policy.buffers():            # such as rotary frequencies: in no state dict
+        for buffer in policy.buffers():            # e.g. rotary frequencies: in no state dict
             dist.broadcast(buffer, 0)
     return policy
 
 
 @torch.no_grad()
 def check(policy: Policy) -> None:
-    """Refuse a model whose own logits give other log-probs, or that draws in training."""
+    """Raise ValueError if the model's own logits give other log-probs, or if training is random."""
     model = policy.model
     tokens = torch.arange(4).expand(2, -1) % model.config.get_text_config().vocab_size
     whole = (model(input_ids=tokens).logits.float() / policy.temperature).log_softmax(-1)
@@ -142,7 +142,7 @@ def check(policy: Policy) -> None:
 
 
 def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor) of every parameter, one at a time. Every rank must walk them."""
+    """Yield (name, whole tensor) of every parameter, one at a time; every rank must iterate."""
     cast(FSDPModule, policy).reshard()     # after a forward pass alone the root is still gathered
     for name, parameter in policy.model.named_parameters():
         yield name, cast(DTensor, parameter.detach()).full_tensor()

@@ -1,8 +1,8 @@
-"""Rejection: which tokens and sequences are left out, each by a criterion and its bound.
+"""Reject tokens and sequences, each by a criterion and its bound.
 
-This file decides: every criterion looks at the original mask, and all are ANDed; a bound met
-exactly keeps, and what is not a number is rejected. Bounds of k1 bound ρ itself. A criterion is a
-row of CRITERIA; whoever adds one writes a function of Evidence that returns a Verdict, and its row.
+Every criterion looks at the original mask, and a token survives only if all criteria keep it. A
+value equal to its bound is kept, and NaN is rejected. Bounds of k1 criteria bound ρ itself. Each
+criterion is a row of CRITERIA. To add one, write a function from Evidence to Verdict, and its row.
 Checks, metrics, help, tables and the tests that hold for any criterion follow from the row.
 Derivation: math/6-correction.md.
 
@@ -26,10 +26,10 @@ from torch.distributed import ProcessGroup
 from estimators import SAFETY_BOUND, extremes, kl_estimate, sequence_log_ratio
 
 
-# --------------------------------------------------------------- what a criterion sees, and says
+# ----------------------------------------------------------- what a criterion sees and returns
 
 class Evidence(NamedTuple):
-    """Hold what a criterion may look at: [B, T] each; the last three where they are known."""
+    """Hold what a criterion may look at, [B, T] each; the last three are None where unknown."""
 
     log_rho: Tensor                                 # 0 on padding
     mask: Tensor                                    # bool
@@ -39,9 +39,9 @@ class Evidence(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Hold a criterion's statistic, the interval to keep, and what is below and above it.
+    """Hold a criterion's statistic, the interval it keeps, and what lies below and above it.
 
-    [B, T] each for criteria of tokens, [B, 1] for those of sequences.
+    Tensors are [B, T] for criteria of tokens and [B, 1] for those of sequences.
     """
 
     statistic: Tensor
@@ -52,7 +52,7 @@ class Verdict(NamedTuple):
 
 def at_most(statistic: Tensor, bound: Any, among: Tensor | bool = True,
             least: float | Tensor = -math.inf) -> Verdict:
-    """Keep where statistic ≤ bound; what is not a number is not within it. `among`: who may go."""
+    """Keep values ≤ bound; NaN counts as above. Only entries in `among` can be rejected."""
     above = ~(statistic <= bound) & among
     return Verdict(statistic, (least, bound), torch.zeros_like(above), above)
 
@@ -60,7 +60,7 @@ def at_most(statistic: Tensor, bound: Any, among: Tensor | bool = True,
 # ---------------------------------------------------------------------------------- the criteria
 
 def over(x: Tensor, mask: Tensor, where: str) -> Tensor:
-    """Return x per token [B, T], or the sum, mean or largest of each sequence [B, 1]."""
+    """Return x per token [B, T], or the sum, mean or maximum of each sequence [B, 1]."""
     if where == "token":
         return x
     if where == "seq_max":
@@ -69,12 +69,11 @@ def over(x: Tensor, mask: Tensor, where: str) -> Tensor:
 
 
 def ratio_within(where: str, seen: Evidence, bound: Any) -> Verdict:
-    """Keep while lo ≤ ρ ≤ hi: a token's, its sequence's product or geometric mean, or every one's.
+    """Keep where lo ≤ ρ ≤ hi, for the ρ that `where` names.  (eq:rejection)
 
-    (eq:rejection)
-
-    The statistic is k1 = −log ρ, so the ends of ρ's interval swap. Nothing is exponentiated: the
-    bounds judge log ρ as it is; what is reported of it is limited to ±SAFETY_BOUND, as verl's is.
+    That is a token's ρ, its sequence's product or geometric mean, or for seq_max every ρ of the
+    sequence. The statistic is k1 = −log ρ, so the ends of ρ's interval swap. The bounds judge log ρ
+    itself; only the reported statistic is clamped to ±SAFETY_BOUND, as verl's is.
     Source: Liu, Li et al. 2025 (geometric mean); 2512.23075 (worst token).
     """
     limited = seen.log_rho.clamp(-SAFETY_BOUND, SAFETY_BOUND)
@@ -88,9 +87,10 @@ def ratio_within(where: str, seen: Evidence, bound: Any) -> Verdict:
 
 
 def divergence_at_most(where: str, kind: str, seen: Evidence, bound: Any) -> Verdict:
-    """Keep while k2 = (log ρ)²/2 or k3 = ρ − 1 − log ρ is ≤ bound, in nats.  (eq:rejection)
+    """Keep where k2 = (log ρ)²/2 or k3 = ρ − 1 − log ρ is ≤ bound, in nats.  (eq:rejection)
 
-    The token's, or its sequence's sum, mean or largest; log ρ_t is limited to ±SAFETY_BOUND.
+    `where` chooses the token's value, or its sequence's sum, mean or maximum. log ρ_t is clamped to
+    ±SAFETY_BOUND.
     """
     limited = seen.log_rho.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     return at_most(over(kl_estimate(torch.zeros_like(limited), limited, kind), seen.mask, where),
@@ -120,7 +120,7 @@ def token_tv(seen: Evidence, bound: Any) -> Verdict:
 
 
 def token_tv_outward(seen: Evidence, bound: Any) -> Verdict:
-    """Reject tokens that A pushes further out: sign(A)(π − μ) > δ.  (eq:total-variation)
+    """Reject tokens with sign(A)(π − μ) > δ: A would move π further from μ.  (eq:total-variation)
 
     Source: DPPO 2602.04879.
     """
@@ -129,9 +129,9 @@ def token_tv_outward(seen: Evidence, bound: Any) -> Verdict:
 
 
 def second_moment(seen: Evidence, bound: Any) -> Verdict:
-    """Drop the largest (log ρ)² until the mean of the others is ≤ δ.  (eq:second-moment)
+    """Reject the largest (log ρ)² until the mean of the others is ≤ δ.  (eq:second-moment)
 
-    Of the batch, and of all ranks of the group. Source: M2PO 2510.01161.
+    The mean is over the batch, and over all ranks of the group. Source: M2PO 2510.01161.
     """
     square = seen.log_rho.square().float()
     limit = second_moment_limit(square, seen.mask, bound, seen.group)
@@ -140,22 +140,22 @@ def second_moment(seen: Evidence, bound: Any) -> Verdict:
 
 def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float,
                         group: ProcessGroup | None = None) -> Tensor:
-    """Find the largest (log ρ)² for which the mean of those up to it is ≤ bound: 0-dim, float32.
+    """Return the largest (log ρ)² up to which the mean is ≤ bound: 0-dim, float32.
 
     (eq:second-moment)
 
-    `square`, `response_mask`: [B, T]. Equal values stay or go together; 0 where even the smallest
-    is above the bound. The mean of those ≤ x never falls as x rises, so on one rank it is read off
-    the sorted values. Over ranks 31 halvings find where it crosses the bound among the float32
-    numbers from 0 to ∞, which are ordered as their bits are: of the others they take a sum and a
-    count, whatever the shapes there. AReaL's M2PO differs in three ways: its bound is strict, it
-    splits ties, and it keeps the smallest when none fits.
+    `square`, `response_mask`: [B, T]. The mean of the values ≤ x never falls as x rises, so on one
+    rank the limit is read off the sorted values. Over ranks 31 halvings find it among the float32
+    numbers from 0 to ∞, which are ordered as their bits are. Each halving all-reduces one sum and
+    one count, whatever the ranks' shapes. Equal values stay or go together. The limit is 0 where
+    even the smallest value is above the bound. AReaL's M2PO differs in three ways: its bound is
+    strict, it splits ties, and it keeps the smallest value when none fits.
     """
     mask, square = response_mask.bool(), square.detach().float()
     if group is None:
         ordered = torch.where(mask, square, math.inf).flatten().sort().values            # [B·T]
         count = torch.arange(1, len(ordered) + 1, device=ordered.device, dtype=torch.float64)
-        last = ordered != torch.cat([ordered[1:], ordered.new_full((1,), math.inf)])    # of equals
+        last = ordered != torch.cat([ordered[1:], ordered.new_full((1,), math.inf)])    # of ties
         fits = last & (ordered.double().cumsum(0) <= bound * count)
         return torch.cat([torch.where(fits, ordered, 0.0), ordered.new_zeros(1)]).amax()
     low, high = (square.new_full((), bits, dtype=torch.int64) for bits in (0, 0x7F800000))
@@ -176,7 +176,7 @@ def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float,
 # ----------------------------------------------------------------------------- how a bound is read
 
 def nearest(word: Any, allowed: Any) -> str:
-    """End a sentence with the nearest allowed name, or with all of them."""
+    """Return the end of an error message: the nearest allowed name, or all of them."""
     close = difflib.get_close_matches(str(word), [str(a) for a in allowed], n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
@@ -184,8 +184,8 @@ def nearest(word: Any, allowed: Any) -> str:
 
 
 def number(key: str, value: Any) -> float:
-    """Return a positive number, or raise one sentence that names the key."""
-    with suppress(ValueError, OverflowError):                       # float("0.5_2") would be 0.52
+    """Return a positive number, or raise a ValueError that names the key."""
+    with suppress(ValueError, OverflowError):                       # float("0.5_2") is 0.52
         known = isinstance(value, (int, float, str)) and not isinstance(value, bool)
         if known and "_" not in str(value) and float(value) > 0:
             return float(value)
@@ -193,7 +193,7 @@ def number(key: str, value: Any) -> float:
 
 
 def interval(key: str, value: Any) -> tuple[float | None, float | None]:
-    """Return (lo, hi) with either end open (null), lo ≤ hi, at least one end given."""
+    """Return (lo, hi) with lo ≤ hi, where one end may be open (None); else raise ValueError."""
     ends: list[Any] = [*value] if isinstance(value, (list, tuple)) else []
     if len(ends) != 2:
         raise ValueError(f"{key} must be a pair [lo, hi] of bounds on ρ, either of which may be "
@@ -207,13 +207,13 @@ def interval(key: str, value: Any) -> tuple[float | None, float | None]:
 
 
 def choice(key: str, value: Any, allowed: Any) -> None:
-    """Raise unless the value is one of the allowed words."""
+    """Raise ValueError unless the value is one of the allowed words."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{key} cannot be {value!r}{nearest(value, allowed)}")
 
 
 def flag(key: str, value: Any) -> bool:
-    """Return true or false, or raise one sentence that names the key."""
+    """Return true or false, or raise a ValueError that names the key."""
     if not isinstance(value, bool):
         raise ValueError(f"{key} must be true or false, not {value!r}")
     return value
@@ -222,11 +222,12 @@ def flag(key: str, value: Any) -> bool:
 # ------------------------------------------------------------------------------------ the rows
 
 class Criterion(NamedTuple):
-    """Describe one way to reject: what it looks at, how its bound is read, and who judges.
+    """Describe one criterion: its statistic, its scope, how its bound is read, and its judge.
 
-    `of`: what goes or stays, each "token", each "sequence", or tokens of the whole "batch". `read`:
-    `interval` for a pair that bounds ρ, `number` for an upper bound. `needs`: other tensors of
-    Evidence, each with what to call it and why. `level`: that of the ρ which a pair bounds.
+    `of` is what is judged: each "token", each "sequence", or tokens of the whole "batch". `read` is
+    `interval` for a pair that bounds ρ, `number` for an upper bound. `needs` maps further tensors
+    of Evidence to their names and reasons in error messages. `level` is that of the ρ which a pair
+    bounds.
     """
 
     statistic: str
@@ -271,11 +272,11 @@ CRITERIA = {
 
 # ----------------------------------------------------------------------------------- all at once
 
-Verdicts = Mapping[str, tuple[Criterion, Any, Verdict]]         # by criterion: its row, its bound
+Verdicts = Mapping[str, tuple[Criterion, Any, Verdict]]         # by criterion: row, bound, verdict
 
 
 def judge_all(seen: Evidence, criteria: Mapping[str, Any]) -> Verdicts:
-    """Ask each criterion, all of them about the original mask.  (eq:rejection)"""
+    """Apply each criterion to the original mask.  (eq:rejection)"""
     verdicts: dict[str, tuple[Criterion, Any, Verdict]] = {}
     for name, bound in criteria.items():
         row = CRITERIA[name]
@@ -297,11 +298,12 @@ def keep_all_agree(mask: Tensor, verdicts: Verdicts) -> Tensor:
 def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[str, Any],
                    advantages: Tensor | None = None, rollout_log_prob: Tensor | None = None,
                    group: ProcessGroup | None = None) -> Tensor:
-    """Keep what every criterion keeps, each on the original mask: [B, T], bool.  (eq:rejection)
+    """Return the tokens that every criterion keeps: [B, T], bool.  (eq:rejection)
 
-    `log_ratio`: log ρ, `response_mask`, `advantages`, `rollout_log_prob`: [B, T]. `criteria`: name
-    of a row of CRITERIA → bound. A bound met exactly keeps. With `group`, a criterion of the batch
-    looks at all its ranks. Raises ValueError where a criterion needs a tensor that is not given.
+    `log_ratio` (log ρ), `response_mask`, `advantages`, `rollout_log_prob`: [B, T]. `criteria` maps
+    the name of a row of CRITERIA to its bound. Each criterion looks at the original mask, and a
+    value equal to its bound is kept. With `group`, a criterion of the batch looks at all its ranks.
+    Raises ValueError where a criterion needs a tensor that is not given.
     """
     mask = response_mask.bool()
     seen = Evidence(torch.where(mask, log_ratio, 0.0), mask, advantages, rollout_log_prob, group)

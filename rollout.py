@@ -1,20 +1,20 @@
-"""An engine samples from π_rollout = μ: what a sample is, and with which weights it is drawn.
+"""Sample responses from π_rollout = μ with an engine, and record log μ of every token.
 
-What this file decides
-* A sample carries log μ of the distribution its tokens were DRAWN from: temperature applied,
-  cut by min-p, top-k and top-p where these are set, normalised in float32 over what is left. That
-  set goes with each token, so that π_old and π_θ can be normalised over the same one. The model's
-  generation_config.json has no say in any of it, and penalties are off.
-* One seed per sample. A sample depends on its prompt, its seed and the weights, not on its batch:
-  so it is on a CPU. A GPU's kernels round otherwise for another size of batch, and now and then
-  another token is drawn; what is recorded of it is still its own log μ.
+This file decides
+* A sample carries log μ of the distribution its tokens were DRAWN from: after temperature, min-p,
+  top-k and top-p, normalised in float32 over what is kept. The kept ids go with each token, so that
+  π_old and π_θ can be normalised over the same set. The model's generation_config.json is ignored,
+  and penalties are off.
+* Each sample has its own seed. On a CPU it depends on its prompt, its seed and the weights, not on
+  its batch. A GPU's kernels round differently for another batch size, so now and then another token
+  is drawn; its recorded log μ is right all the same.
 * Weights enter the running engine in place, by Hugging Face name, and every one has to arrive.
-* μ differs from π_old for three reasons, each a setting: the engine's arithmetic (`dtype`),
-  rounded weights (`quantize_bits`) and late weights (`staleness`).
-The engine here is Hugging Face's; vLLM's is in adapters/vllm.py, and `make_engine` of
-plumbing/engines.py chooses between them.
-What it leaves out: tensor parallelism (every rank holds a whole engine), LoRA, image inputs, and
-models whose modules and checkpoints name or shape their weights differently (fused experts).
+* μ differs from π_old for three reasons, each a setting: the engine's arithmetic (`dtype`), rounded
+  weights (`quantize_bits`) and stale weights (`staleness`).
+The engine here is Hugging Face's; vLLM's is in adapters/vllm.py. `make_engine` of
+plumbing/engines.py chooses between them. Left out are tensor parallelism (every rank holds a whole
+engine), LoRA, image inputs, and models whose modules and checkpoints name or shape their weights
+differently (fused experts).
 
     engine = make_engine("auto", "path/to/model", dtype="bfloat16", max_model_len=512)
     samples = engine.generate([[5, 6]], [0], temperature=1.0, max_tokens=8, eos_ids=[1])
@@ -36,35 +36,35 @@ from estimators import sampling_log_probs
 from kernels.shapes import Shape, pad_rows, run_prompts, to_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KEPT = 1024  # ids that a cut may leave: 4 KB a token in training, and a vocabulary of bytes fits
+KEPT = 1024  # most ids that a cut may keep: 4 KB a token in training; a vocabulary of bytes fits
 NamedTensor = tuple[str, Tensor]  # a weight, by its Hugging Face name
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample is one response y of |y| tokens, with what the engine recorded of each token."""
+    """Hold one response y of |y| tokens, with what the engine recorded of each token."""
 
     tokens: list[int]  # |y| ids; when the end token was sampled, it is the last of them
     log_probs: list[float]  # |y| values of log μ(y_t | x, y_<t), in nats
     finished: bool  # False: cut at max_tokens
-    kept_ids: list[list[int]] | None = None  # |y| sets of ids, what μ was cut to; None: all
-    candidates: list[dict[int, float]] | None = None  # |y| tables {id: log μ}, of all kept
-    # or of the likeliest; None: not asked for
+    kept_ids: list[list[int]] | None = None  # |y| sets: the ids μ was cut to; None: all
+    candidates: list[dict[int, float]] | None = None  # |y| tables {id: log μ} of all kept
+    # tokens, or of the likeliest; None: not asked for
 
 
 class Cut(NamedTuple):
-    """Min-p, top-k, then top-p cut μ, and with it π_old, π_θ and π_ref.  (eq:sampling)"""
+    """Hold how min-p, top-k, then top-p cut μ, and with it π_old, π_θ and π_ref.  (eq:sampling)"""
 
     top_p: float
     top_k: int  # 0: nothing is cut
     min_p: float
-    most: int  # ids in a set: what ties with the k-th is kept too, and bfloat16 has many ties
+    most: int  # most ids in a set; ties with the k-th are kept too, and bfloat16 has many
 
     @staticmethod
     def of(top_p: float, top_k: int | None, min_p: float, vocabulary: int) -> "Cut":
         """Return the cut that these settings make; a top_k of None, 0 or -1 keeps every token.
 
-        Raises ValueError where a set may have more than KEPT ids. Top-k alone bounds a set: of
+        Raises ValueError where more than KEPT ids may be kept. Only top-k bounds their number: of
         equally likely tokens min-p keeps all, and top-p the share p.
         """
         k = top_k if top_k and 0 < top_k < vocabulary else vocabulary
@@ -78,7 +78,7 @@ class Cut(NamedTuple):
         return Cut(top_p, k, min_p, 2 * k + 16)
 
     def check(self, kept_ids: list[list[int]]) -> list[list[int]]:
-        """Return the sets of one response; raise ValueError where one has more than `most` ids."""
+        """Return the kept ids of one response; raise ValueError if a token has more than `most`."""
         if max(map(len, kept_ids)) > self.most:
             raise ValueError(f"rollout.top_k={self.top_k} keeps more than {self.most} tokens, for "
                              "as many tie with the last; rollout.dtype=float32 ties fewer.")
@@ -97,12 +97,13 @@ class Engine(Protocol):
                  progress: Callable[[int], object] | None = None) -> list[Sample]:
         """Return one Sample per prompt; temperature 0 is greedy, with log-probs of temperature 1.
 
-        Seeds must differ in their low 32 bits. `progress(n)` is told of every n finished samples.
+        Seeds must differ in their low 32 bits. `progress(n)` is called after every n finished
+        samples.
         """
         ...
 
     def update_weights(self, named_tensors: Iterable[NamedTensor]) -> None:
-        """Load full tensors, all of them, into the running engine."""
+        """Load all weights, as full tensors, into the running engine."""
 
     def sleep(self) -> None:
         """Give the GPU's memory back for the update."""
@@ -115,7 +116,7 @@ class Engine(Protocol):
 
 
 class TransformersEngine:
-    """Sample by Hugging Face's `generate` over a model of its own; no further installation."""
+    """Sample by Hugging Face's `generate` from a model of its own; it needs nothing else."""
 
     name = "transformers"
 
@@ -123,7 +124,7 @@ class TransformersEngine:
                  device: torch.device | str, batch_size: int, cut: Cut, candidates: int) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
         self.model = model.to(device).eval()
-        # `generate` fills what its own config leaves open from this one, so this one is emptied.
+        # `generate` takes what its config leaves open from the model's, so that one is emptied.
         self.model.generation_config = GenerationConfig()
         self.max_model_len, self.batch_size = max_model_len, batch_size
         self.cut, self.candidates = cut, candidates
@@ -131,7 +132,7 @@ class TransformersEngine:
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *,
                  temperature: float, max_tokens: int, eos_ids: Collection[int],
                  progress: Callable[[int], object] | None = None) -> list[Sample]:
-        """Return one Sample per prompt, as `Engine.generate` says; `batch_size` at a time."""
+        """Return one Sample per prompt, as `Engine.generate` says, `batch_size` at a time."""
         check_request(self, prompts, seeds, temperature, max_tokens)
         samples = []
         for start in range(0, len(prompts), self.batch_size):
@@ -185,9 +186,9 @@ class TransformersEngine:
 class GumbelMax(LogitsProcessor):
     """Sample by an argmax, so that `generate` stays greedy and adds nothing of its own.
 
-    argmax_v (log μ(v) + G_v) ~ μ, with independent G_v = -log E_v and E_v ~ Exp(1). Each sample
-    takes its noise from a generator of its own, so its neighbours in the batch do not matter; and
-    only the drawn token's log-prob is kept, [B] a position instead of [B, V].
+    argmax_v (log μ(v) + G_v) ~ μ, with independent G_v = -log E_v and E_v ~ Exp(1). Each sample has
+    a generator of its own, so its neighbours in the batch do not matter. Only the drawn token's
+    log-prob is kept: [B] per position instead of [B, V].
     """
 
     def __init__(self, seeds: Sequence[int], temperature: float, cut: Cut, candidates: int,
@@ -195,8 +196,8 @@ class GumbelMax(LogitsProcessor):
         self.temperature, self.cut, self.candidates = temperature, cut, candidates
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         self.log_probs: list[Tensor] = []  # one [B] per position
-        self.kept_ids: list[list[list[int]]] = []  # B sets per position, where something is cut
-        self.tables: list[list[dict[int, float]]] = []  # B tables {id: log μ} per position, where
+        self.kept_ids: list[list[list[int]]] = []  # B sets per position, if there is a cut
+        self.tables: list[list[dict[int, float]]] = []  # B tables {id: log μ} per position, if
         # candidates are asked for
 
     def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
@@ -223,11 +224,11 @@ class GumbelMax(LogitsProcessor):
 
 
 class WeightSync:
-    """The engine gets the policy's weights `staleness` pushes late and rounded to few bits.
+    """Give the engine the policy's weights, `staleness` pushes late and rounded to few bits.
 
-    After push number n (n = 0 before the first update) the engine holds the weights of push
-    max(0, n - staleness). So one machine reproduces an asynchronous trainer. The snapshots wait in
-    host memory as the engine will get them: rounded already, and matrices in its dtype.
+    After push n (n = 0 before the first step) the engine holds the weights of push
+    max(0, n - staleness). So one machine imitates an asynchronous trainer. The snapshots wait in
+    host memory as the engine will get them: already rounded, and matrices in its dtype.
     """
 
     def __init__(self, engine: Engine, staleness: int = 0, quantize_bits: int | None = None,
@@ -241,9 +242,9 @@ class WeightSync:
         self.waiting: deque[dict[str, Tensor]] = deque(maxlen=staleness + 1)
 
     def push(self, named_tensors: Iterable[NamedTensor]) -> None:
-        """Take the policy's full weights, and give the engine those that are due.
+        """Take the policy's full weights, and load into the engine those that are due.
 
-        It is called at the start, also of a resumed run, and after every update.
+        It is called at the start, also of a resumed run, and after every step.
         """
         named_tensors = quantize_weights(named_tensors, self.bits)
         if self.staleness > 0:
@@ -252,9 +253,9 @@ class WeightSync:
         self.engine.update_weights(named_tensors)
 
     def copy_to_host(self, named_tensor: NamedTensor) -> NamedTensor:
-        """Copy a weight, a matrix in the engine's dtype.
+        """Copy a weight to the host, a matrix in the engine's dtype.
 
-        Engines keep some vectors in float32, so vectors stay as they are.
+        Vectors keep their dtype, since engines keep some of them in float32.
         """
         name, tensor = named_tensor
         dtype = self.dtype if tensor.dim() > 1 else tensor.dtype
@@ -273,9 +274,9 @@ def quantize_weights(named_tensors: Iterable[NamedTensor], bits: int | None = No
                      ) -> Iterator[NamedTensor]:
     """Round matrices to `bits` bits and back: w → step·round(w/step).
 
-    One step = max|w| / (2^(bits-1) - 1) per output channel (all indices but the last): symmetric,
-    at most 2^bits - 1 levels, error at most step/2. Embeddings are matrices like any other. Vectors
-    (norms, biases) are left alone, and everything is when bits is None.
+    One step = max|w| / (2^(bits-1) - 1) per output channel (all indices but the last). The grid is
+    symmetric, with at most 2^bits - 1 levels and an error of at most step/2. Embeddings are rounded
+    like other matrices. Vectors (norms, biases) are not, and nothing is if bits is None.
     """
     if bits is not None and bits not in range(2, 17):
         raise ValueError(f"rollout.quantize_bits={bits} must be null or a number from 2 to 16.")
@@ -296,10 +297,10 @@ def _round_to_bits(weight: Tensor, bits: int) -> Tensor:
 
 def check_request(engine: Engine, prompts: Sequence[Sequence[int]], seeds: Sequence[int],
                   temperature: float, max_tokens: int) -> None:
-    """Raise ValueError with a sentence where the engine must not take this request."""
+    """Raise ValueError with one sentence if the engine must not take this request."""
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts need as many seeds, not {len(seeds)}.")
-    if temperature != 0 and temperature < 0.01:  # vLLM would raise it to 0.01 without a word
+    if temperature != 0 and temperature < 0.01:  # vLLM would raise it to 0.01 silently
         raise ValueError(f"temperature={temperature} must be 0 (greedy) or at least 0.01.")
     if temperature == 0 and engine.cut.most:
         raise ValueError("temperature=0 (greedy) is for engines without top_p, top_k and min_p.")
@@ -317,7 +318,7 @@ def every_weight_once(named_tensors: Iterable[NamedTensor], model: nn.Module
                       ) -> Iterator[NamedTensor]:
     """Yield (name, tensor) for each parameter of `model`; raise if one is unknown or missing.
 
-    Tied parameters (lm_head and embedding) are one parameter with two names: either will do.
+    Tied parameters (lm_head and embedding) are one parameter with two names, and either will do.
     """
     first_name: dict[int, str] = {}
     names: dict[str, tuple[str, torch.Size]] = {}

@@ -1,10 +1,10 @@
-"""From REINFORCE to PPO and beyond: each loss differs from the one above by what its equation adds.
+"""Define the per-token losses, from REINFORCE to PPO and beyond; each changes an earlier one.
 
-This file decides: a loss is a [B, T] tensor of per-token terms, to be minimised; what weights,
-rejects and divides these terms is losses.py's. `old_log_prob` is whatever π_θ is compared with:
-π_old with three policies, π_rollout with two. Each loss is a row of LOSSES, which says what it
-takes and what its clip holds; whoever adds one adds its row. Left out: value losses, entropy
-bonuses. Derivation: math/.
+A loss is a [B, T] tensor of per-token terms, to be minimised. losses.py decides what weights, masks
+and divides these terms. `old_log_prob` is the policy that π_θ is compared with: π_old with three
+policies, π_rollout with two. Each loss is a row of LOSSES, which lists what it takes and which
+tokens its clip acts on. To add a loss, add its function and its row. Value losses and entropy
+bonuses are left out. Derivation: math/.
 
     terms = ppo_clip_loss(log_prob, old_log_prob, advantages)                             # [B, T]
 """
@@ -21,21 +21,22 @@ from estimators import aggregate_log_ratio, exp_ratio
 # ------------------------------------------------- per token: [B, T] → [B, T], to be minimised
 
 def reinforce_loss(log_prob: Tensor, advantages: Tensor) -> Tensor:
-    """−A log π_θ: its gradient is −A ∇log π_θ.  (eq:reinforce)
+    """Return −A log π_θ, whose gradient is −A ∇log π_θ.  (eq:reinforce)
 
-    In expectation that is −∇J (eq:policy-gradient). Off-policy, `policy_loss` multiplies it by a
-    detached ρ. Source: Williams 1992.
+    On-policy, the expectation of this gradient is −∇J (eq:policy-gradient). Off-policy,
+    `policy_loss` multiplies the loss by a detached ρ. Source: Williams 1992.
     """
     return -advantages * log_prob
 
 
 def ppo_clip_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_low: float = 0.2,
                   clip_high: float = 0.2, dual_clip: float | None = None) -> Tensor:
-    """−min(rA, clip(r, 1−ε_low, 1+ε_high)A), r = π_θ/π_old.  (eq:ppo-clip)
+    """Return −min(rA, clip(r, 1−ε_low, 1+ε_high)A) with r = π_θ/π_old.  (eq:ppo-clip)
 
-    The gradient vanishes where r has left the interval in the direction that A asks for. With
-    π_rollout for π_old, as in bypass mode, each end pulls π_θ towards π_rollout (eq:clip-pull).
-    `dual_clip` c > 1 bounds the loss for A < 0 by −cA, where r alone would not (eq:dual-clip).
+    The gradient vanishes where r has left the interval in the direction of the advantage. In bypass
+    mode π_rollout takes the place of π_old. Each end of the clip then pulls π_θ towards π_rollout
+    in logit space (eq:clip-pull; one place in numbers: eq:clip-one-place). `dual_clip` c > 1 bounds
+    the loss for A < 0 by −cA, where r alone would not (eq:dual-clip).
     Sources: Schulman et al. 1707.06347; Ye et al. 1912.09729 (dual clip, c = 3); DAPO 2503.14476
     (ε_high > ε_low).
     """
@@ -50,13 +51,13 @@ def ppo_clip_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, cl
 def gspo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
               clip_low: float = 3e-4, clip_high: float = 4e-4,
               dual_clip: float | None = None) -> Tensor:
-    """PPO's clip on the sequence's r̄ = (Π_t r_t)^{1/|y|} instead of the token's r.  (eq:gspo)
+    """Apply PPO's clip to the sequence's r̄ = (Π_t r_t)^{1/|y|}, not the token's r.  (eq:gspo)
 
-    In the form GSPO-token, sg(r̄)·π_θ/sg(π_θ): a token has the value of its sequence and the
-    gradient of its own log-prob, so that a weight, a mask or an advantage of one token is no other
-    token's. Where these are constant over a sequence its gradient is that of r̄ itself. To be
-    aggregated by seq-mean-token-mean. At |y| = 1 it is PPO. Source: Zheng et al. 2507.18071, whose
-    clip range is that narrow because r̄ is a geometric mean.
+    This is the form GSPO-token, sg(r̄)·π_θ/sg(π_θ): a token has the value of its sequence and the
+    gradient of its own log-prob. So a token's weight, mask or advantage acts on that token alone.
+    Where these are constant over a sequence the gradient is that of r̄ itself. Aggregate the terms
+    with seq-mean-token-mean. At |y| = 1 the loss is PPO's. The clip range is narrow because r̄ is a
+    geometric mean. Source: Zheng et al. 2507.18071.
     """
     log_s = aggregate_log_ratio(log_prob - old_log_prob, response_mask, "geometric").detach()
     log_s = log_s + (log_prob - log_prob.detach())
@@ -65,10 +66,10 @@ def gspo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, respon
 
 def cispo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_low: float = 0.2,
                clip_high: float = 0.2) -> Tensor:
-    """−sg(clip(r, 1−ε_low, 1+ε_high)) A log π_θ: the clip bounds the weight.  (eq:cispo)
+    """Return −sg(clip(r, 1−ε_low, 1+ε_high)) A log π_θ: the clip bounds the weight.  (eq:cispo)
 
-    No token's gradient vanishes. At r = 1 it is REINFORCE. Source: MiniMax-M1 2506.13585, which
-    sets no lower bound: that one is verl's.
+    No token's gradient vanishes. At r = 1 it is REINFORCE. The source, MiniMax-M1 2506.13585, sets
+    no lower bound; the one here is verl's.
     """
     weight = exp_ratio(log_prob - old_log_prob).clamp(1 - clip_low, 1 + clip_high)
     return -weight.detach() * advantages * log_prob
@@ -76,9 +77,10 @@ def cispo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_
 
 def sapo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, tau_positive: float = 1.0,
               tau_negative: float = 1.05) -> Tensor:
-    """−A·(4/τ_A)·σ(τ_A(r − 1)): a smooth gate, not a clip; τ_A is by the sign of A.  (eq:sapo)
+    """Return −A·(4/τ_A)·σ(τ_A(r − 1)), a smooth gate instead of a clip.  (eq:sapo)
 
-    The gate's slope at r = 1 is 1, so the first step is PPO's. Source: 2511.20347.
+    τ_A depends on the sign of A. The gate's slope at r = 1 is 1, so the first step is PPO's.
+    Source: 2511.20347.
     """
     ratio = exp_ratio(log_prob - old_log_prob)
     tau = torch.where(advantages > 0, ratio.new_full((), tau_positive),
@@ -106,12 +108,13 @@ def clipped_weights(ratio: Tensor, advantages: Tensor, clip_low: float, clip_hig
 # ------------------------------------------------------------------------------------ the rows
 
 class Loss(NamedTuple):
-    """Describe one loss: what it is computed from, its own numbers, and what its clip holds.
+    """Describe one loss: its function, its inputs, its own numbers, and where its clip acts.
 
-    `function` is called with log_prob, then the tensors that `takes` names, then the numbers of
-    `own`, by name; a LossConfig may replace these. `level` is that of the ratio r which the loss
-    has of its own, "token" or "geometric"; None: it has none, and in bypass mode takes an explicit
-    weight. `holds` is called with r at that level, the advantages and the numbers of `own`.
+    `function` is called with log_prob, then the tensors named by `takes`, then the numbers of `own`
+    by name; a LossConfig may replace those numbers. `level` is that of the loss's own ratio r,
+    "token" or "geometric". None means that it has no ratio, so in bypass mode it takes an explicit
+    weight. `holds` finds the tokens on which the clip acts: it is called with r at that level, the
+    advantages and the numbers of `own`.
     """
 
     meaning: str

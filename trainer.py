@@ -1,16 +1,16 @@
-"""Three Policies, trained: one node, one loop, from a question to an updated policy.
+"""Train a language model on one node, in one loop from a question to an updated policy.
 
 A step: prompts → rollouts from π_rollout → rewards → advantages → log-probs under π_old (not in
 bypass mode) → `correct` → epochs × mini-batches × micro-batches of π_θ → weights into the engine.
 
-What this file decides
-* A loss is a sum over tokens divided by a global count, so that ranks and micro-batches only split
-  the work: mini-batch m is the same prompts on one rank or on eight, and gradients are summed.
-* Everything random is drawn from (seed, what for, step, index): a run that was killed continues
-  with what it would have done, on any number of ranks, and no random state needs to be saved. On
-  a CPU it ends with the same bits; a GPU's atomic additions come in any order.
-What it leaves out: tensor parallelism, value functions, rewards other than right or wrong, and
-rollouts of several turns.
+This file decides
+* A loss is a sum over tokens divided by a global count, so ranks and micro-batches only split the
+  work: mini-batch m has the same prompts on one rank as on eight, and gradients are summed.
+* Everything random is drawn from (seed, purpose, step, index). A killed run therefore continues as
+  if it had not been killed, on any number of ranks, and no random state is saved. On a CPU it ends
+  with the same bits; a GPU's atomic additions come in any order.
+Left out are tensor parallelism, value functions, rewards other than right or wrong, and rollouts of
+several turns.
 
     python trainer.py [FILE.yaml] [section.key=value …]    # default: configs/demo.yaml; and for
                                                            # questions of a file configs/gsm8k.yaml
@@ -19,7 +19,7 @@ rollouts of several turns.
 
 if __name__ == "__main__":
     from plumbing import signals
-    signals.catch()                # before the others are imported: that takes seconds
+    signals.catch()                # before the other imports, which take seconds
 
 import math
 import sys
@@ -50,9 +50,10 @@ from rollout import Sample
 
 
 class Batch(NamedTuple):
-    """One step's rollouts on this rank: B = prompts × samples / ranks rows, prompts padded to P.
+    """Hold one step's rollouts on this rank: B = prompts × samples / ranks rows.
 
-    Tokens and attention stay on the host, where they shape the work; the rest is on the device.
+    Prompts are padded to P, responses to T. Tokens and attention stay on the host, where they
+    decide shapes; the rest is on the device.
     """
 
     tokens: Tensor                                  # [B, P + T]
@@ -62,12 +63,12 @@ class Batch(NamedTuple):
     rollout_log_prob: Tensor                        # [B, T]  π_rollout
     old_log_prob: Tensor | None = None              # [B, T]  π_old
     ref_log_prob: Tensor | None = None              # [B, T]  π_ref
-    kept_ids: Tensor | None = None                  # [B, T, K]  of each token, what μ was cut to
-    candidates: Tensor | None = None                # [B, T, K]  other tokens in its place,
-    candidate_log_prob: Tensor | None = None        # [B, T, K]  π_rollout of these; −∞: none
+    kept_ids: Tensor | None = None                  # [B, T, K]  the ids that μ kept, by token
+    candidates: Tensor | None = None                # [B, T, K]  other ids in a token's place,
+    candidate_log_prob: Tensor | None = None        # [B, T, K]  and their log π_rollout; −∞: none
 
     def rows(self, index: Any, there: Any) -> "Batch":
-        """Some of them, by an index that is on the host and on the device: nobody waits for it."""
+        """Select rows by an index given on the host and on the device, which avoids a sync."""
         beside: Any = (None if x is None else x[there] for x in self[2:])
         return Batch(self.tokens[index], self.attention[index], *beside)
 
@@ -82,7 +83,7 @@ def train(run: Run) -> None:
         with run.time_part("rollout"):
             batch, metrics = sample(run, step)
         with run.time_part("log_probs"):
-            if not options.bypass_mode or penalizes(config):    # bypass has no other use for it
+            if not options.bypass_mode or penalizes(config):    # bypass needs it for nothing else
                 batch = batch._replace(old_log_prob=score(policy, batch, config))
             if run.reference is not None:
                 batch = batch._replace(ref_log_prob=score(run.reference, batch, config))
@@ -105,7 +106,7 @@ def train(run: Run) -> None:
                     updates.append(update(run, batch.rows(rows, rows), options, part))
             metrics |= average(updates)
             first_epoch = [c for u in updates[:config.train.mini_batches] for c in u.corrections]
-            if correction or first_epoch:          # or every update was skipped
+            if correction or first_epoch:          # neither: every update was skipped
                 metrics |= merge([correction] if correction else first_epoch, dist.group.WORLD)
         with run.time_part("sync"):
             if step == config.train.steps or step % config.train.eval_every == 0:
@@ -116,11 +117,11 @@ def train(run: Run) -> None:
             run.push_weights()
         run.log(step, metrics)
         run.save_if_due(step)
-    run.finish(*(evaluation or evaluate(run)))     # none: killed after the last step
+    run.finish(*(evaluation or evaluate(run)))     # no evaluation: killed after the last step
 
 
 def sample(run: Run, step: int) -> tuple[Batch, dict]:
-    """This rank's prompts (every world-th of the step), their samples, rewards and advantages."""
+    """Sample this rank's prompts (every world-th of the step); return a batch and its metrics."""
     config, task, n = run.config, run.task, run.config.rollout.samples
     rank, world, size = dist.get_rank(), dist.get_world_size(), config.rollout.prompts
     chosen = task.order(config.seed, (step - 1) * size, size)
@@ -130,8 +131,8 @@ def sample(run: Run, step: int) -> tuple[Batch, dict]:
     run.engine.sleep()
     rewards = [task.reward(task.train[chosen[p]], text) for (p, _), text in zip(rows, texts)]
 
-    # Baselines are of whole groups and batches: gather all ranks' rows, N = prompts · n responses,
-    # in the order of one rank.
+    # Baselines need whole groups and batches: gather all ranks' N = prompts · n rows, in the order
+    # that one rank would have.
     own = torch.tensor([[reward, len(s.tokens), s.finished, not text]
                         for reward, s, text in zip(rewards, samples, texts)])           # [B, 4]
     everyone = [torch.empty_like(own) for _ in range(world)]
@@ -188,7 +189,7 @@ def pad(prompts: list[list[int]], samples: list[Sample], advantages: Tensor,
 
 
 def gather_kept_ids(samples: list[Sample], tokens: Tensor) -> Tensor:
-    """[B, T, K] of what μ kept: each set is filled up with its token of [B, T], which is in it."""
+    """Return the ids that μ kept, [B, T, K]; each set is padded with its own sampled token."""
     sizes, _ = pad_rows([[len(ids) for ids in s.kept_ids or []] for s in samples], "right", least=1)
     kept = tokens[:, :, None].repeat(1, 1, max(1, int(sizes.max()))).int()
     kept[torch.arange(kept.shape[-1]) < sizes[:, :, None]] = torch.tensor(
@@ -197,24 +198,24 @@ def gather_kept_ids(samples: list[Sample], tokens: Tensor) -> Tensor:
 
 
 def micro_batches(batch: Batch, config: Config, together: bool = False) -> list[Tensor]:
-    """Row numbers, micro_batch_size at a time, rows of similar length together.
+    """Return row numbers, micro_batch_size at a time, rows of similar length together.
 
-    With `together` a prompt's samples are not separated where micro-batches hold whole groups: the
-    prompt is then run once for all of them.
+    With `together` the samples of a prompt stay together, if micro-batches hold whole groups. The
+    prompt then runs once for all of them.
     """
     lengths, n = batch.attention.sum(-1), config.rollout.samples                        # [B]
     length, size = lengths, config.train.micro_batch_size
     if together and size % n == 0:
-        length = lengths.view(-1, n).amax(1).repeat_interleave(n)     # of the group's longest: [B]
+        length = lengths.view(-1, n).amax(1).repeat_interleave(n)     # the group's longest: [B]
     parts = length.argsort(stable=True).split(size)
     return [rows[lengths[rows].argsort(stable=True)] for rows in (x.sort().values for x in parts)]
 
 
 def log_probs(policy: Policy, batch: Batch, candidates: Tensor | None = None
               ) -> tuple[Tensor, Tensor | None]:
-    """Of these rows under a policy, renormalised over what μ kept: [B, T].  (eq:sampling)
+    """Return log π of these rows' tokens, renormalised over what μ kept: [B, T].  (eq:sampling)
 
-    And of candidates in the place of each token, where there are any: [B, T, K].
+    The second result is that of the candidates in each token's place, [B, T, K], or None.
     """
     width, device = batch.response_mask.shape[1], batch.response_mask.device
     given = (*to_device(device, batch.tokens, batch.attention), width,
@@ -224,7 +225,7 @@ def log_probs(policy: Policy, batch: Batch, candidates: Tensor | None = None
 
 @torch.no_grad()
 def score(policy: Policy, batch: Batch, config: Config) -> Tensor:
-    """Log-probs of all rows under a policy, without a graph: [B, T]"""
+    """Return log-probs of all rows under a policy, without a graph: [B, T]."""
     log_prob = torch.zeros_like(batch.rollout_log_prob)
     for rows in micro_batches(batch, config):
         [there] = to_device(log_prob.device, rows)
@@ -233,7 +234,7 @@ def score(policy: Policy, batch: Batch, config: Config) -> Tensor:
 
 
 def records(policy: Policy, batch: Batch, config: Config) -> list[dict[str, Any]]:
-    """Return the rows as doctor.py reads them; in bypass mode π_old is computed for it alone."""
+    """Return the rows as doctor.py reads them; bypass mode computes π_old for this alone."""
     old, start = batch.old_log_prob, batch.tokens.shape[1] - batch.response_mask.shape[1]
     old = score(policy, batch, config) if old is None else old
     (prompts, tokens), (prompt_mask, token_mask) = (
@@ -243,7 +244,7 @@ def records(policy: Policy, batch: Batch, config: Config) -> list[dict[str, Any]
 
 
 def without_nonfinite(run: Run, batch: Batch) -> Batch:
-    """Rows in which a policy's log-prob is not finite: named (raise), or left out (skip)."""
+    """Raise on rows with a log-prob that is not finite, or mask them (train.on_nonfinite)."""
     names = ("π_rollout", "π_old", "π_ref")
     policies = {name: x for name, x in zip(names, batch[4:7], strict=True) if x is not None}
     fault = ~torch.stack(list(policies.values())).isfinite() & batch.response_mask   # […, B, T]
@@ -255,7 +256,7 @@ def without_nonfinite(run: Run, batch: Batch) -> Batch:
 
 
 def with_kl_in_reward(batch: Batch, config: Config) -> Batch:
-    """A_t −= kl_coef · the penalty of token t: `kl_penalty`, of π_old in both modes."""
+    """Subtract kl_coef · `kl_penalty` of π_old from the advantages, in both modes."""
     if not penalizes(config) or batch.old_log_prob is None or batch.ref_log_prob is None:
         return batch
     kind, level = kl_of(config.loss)
@@ -272,7 +273,7 @@ def penalizes(config: Config) -> bool:
 
 def loss_weights(old_log_prob: Tensor, batch: Batch,
                  options: RolloutCorrectionConfig) -> Tensor | None:
-    """The factor of each token's score in the loss while π_θ = π_old, its clip aside: [B, T]."""
+    """Return the factor of each token's score in the loss at π_θ = π_old, clip aside: [B, T]."""
     given = old_log_prob, batch.rollout_log_prob, batch.response_mask
     if options.bypass_mode and options.loss.level is not None:        # the loss's own ratio
         return importance_weights(masked_log_ratio(*given), batch.response_mask,
@@ -281,7 +282,7 @@ def loss_weights(old_log_prob: Tensor, batch: Batch,
 
 
 def loss_of(config: Config) -> LossConfig:
-    """Return the section `loss` as `policy_loss` takes it; a horizon is the longest response."""
+    """Return the section `loss` as `policy_loss` takes it; the horizon is rollout.max_tokens."""
     given = {of.name: getattr(config.loss, of.name) for of in fields(LossConfig)
              if of.name != "horizon"}
     return LossConfig(**given, horizon=config.rollout.max_tokens)
@@ -290,21 +291,21 @@ def loss_of(config: Config) -> LossConfig:
 class Update(NamedTuple):
     metrics: dict[str, Tensor]
     corrections: list
-    empty: bool = False                # nothing was kept, and no step taken
+    empty: bool = False                # nothing was kept, so no step was taken
 
 
 def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
            correction: Correction | None = None) -> Update:
-    """One optimizer step on one mini-batch, of which these are this rank's rows.
+    """Take one optimizer step on one mini-batch, given this rank's rows of it.
 
     A mini-batch of which nothing is kept takes no step: with a gradient of 0 AdamW would still move
-    the weights, by its momentum and by weight decay. It counts as train/empty_updates. A KL term in
+    the weights, by its momentum and by weight decay. It counts in train/empty_updates. A KL term in
     the loss and score centering learn from rejected tokens too, so with these every mini-batch
     takes its step.
     """
     config, policy, how = run.config, run.policy, run.config.loss
     if correction is None and (options.of_whole_batches or how.denominator == "kept"):
-        # What is kept, or the mean weight, is known only after a pass over the mini-batch.
+        # What is kept, and the mean weight, are known only after a pass over the mini-batch.
         correction = correct(score(policy, batch, config), batch.rollout_log_prob,
                              batch.response_mask, options, batch.advantages, dist.group.WORLD)
     counts = whole = global_counts(batch.response_mask)
@@ -341,7 +342,7 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
     finite, totals = norm.isfinite() & totals.isfinite().all(), dict(zip(sums, totals))
     finite, learns = torch.stack([finite, totals.pop("learning") > 0]).tolist()
     learns = learns or options.score_centering or (how.kl_in == "loss" and how.kl_coef != 0)
-    if finite and learns:                    # a zero gradient would move θ by old momentum
+    if finite and learns:                    # a zero gradient would still move θ by momentum
         run.optimizer.step()
     run.optimizer.zero_grad()
     if not finite:
@@ -352,7 +353,7 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
 
 
 def tokens_to_learn_from(correction: Correction, options: RolloutCorrectionConfig) -> Tensor:
-    """The number of tokens that are kept and have a weight above 0."""
+    """Return the number of tokens that are kept and have a weight above 0."""
     kept, weights = correction.mask.bool(), correction.weights
     if weights is not None and not options.ratio_is_the_weight:
         kept = kept & (weights > 0)
@@ -366,7 +367,7 @@ def global_counts(mask: Tensor) -> Counts:
 
 
 def average(updates: list[Update]) -> dict[str, Tensor | float]:
-    """Means over a step's updates; of what bypass mode's clip holds the first, before θ moved."""
+    """Average over a step's updates; loss/bypass_clip_fraction is the first's, before θ moved."""
     metrics = [u.metrics for u in updates if u.metrics]
     means = {name: torch.stack([m[name] for m in metrics]).mean()
              for m in metrics[:1] for name in m}
@@ -376,7 +377,7 @@ def average(updates: list[Update]) -> dict[str, Tensor | float]:
 
 
 def set_learning_rate(run: Run, step: int) -> None:
-    """Rising for warmup_steps, then constant or down to 0 along half a cosine."""
+    """Warm the learning rate up, then keep it constant or decay it to 0 by half a cosine."""
     train = run.config.train
     scale = min(1.0, step / (train.warmup_steps + 1))
     if train.schedule == "cosine":
@@ -392,10 +393,10 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(run: Run) -> Evaluation:
-    """Exact-match accuracy of one sample per held-out problem, always with the same seeds.
+    """Measure exact-match accuracy on one sample per held-out problem, always with the same seeds.
 
-    The engine gets the policy's weights as they are, neither rounded nor late (in its dtype), and
-    samples as in training: what is measured is what is trained, at its temperature and cut.
+    The engine gets the policy's weights (in its dtype), neither rounded nor stale, and samples at
+    the training temperature and cut: what is measured is what is trained.
     """
     run.load_weights()
     own = range(dist.get_rank(), len(run.task.held_out), dist.get_world_size())

@@ -1,8 +1,8 @@
-"""Other systems' words for the same corrections: their configuration blocks, read as ours.
+"""Read other systems' configuration blocks for the same corrections as ours.
 
 This file decides what verl 0.6.0, 0.6.1, 0.9, SkyRL and prime-rl mean by their keys. A key that is
 left out has their default; null switches off, or is refused, as it does there. Where a document and
-the released code differ, the README's table (Rosetta) names both. This file knows no tensor.
+the released code differ, a table of adapters/README.md names both. Tensors do not occur here.
 
     from adapters.dialects import from_dialect
     config = from_dialect({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"})
@@ -39,9 +39,10 @@ KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}           # verl's name
 
 
 def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
-    """A block of verl's, SkyRL's or prime-rl's configuration as ours.
+    """Return a block of verl's, SkyRL's or prime-rl's configuration as ours.
 
-    Takes, flat or inside their sections (algorithm.rollout_correction, off_policy_correction, …):
+    The block may be flat or inside its sections (algorithm.rollout_correction,
+    off_policy_correction, …), and keeps the meaning that it has there:
         verl PR 2953   tis_imp_ratio_cap, at first imp_ratio_cap or behav_imp_weight_cap
         verl 0.6.0     rollout_is_level, rollout_is_mode, rollout_is_threshold(_lower), …
         verl 0.6.1     rollout_rs: token | sequence | geometric, rollout_rs_threshold(_lower), …
@@ -49,12 +50,13 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         SkyRL          tis_ratio_type, sequence_mask_metric, outlier_token_is_threshold_low, …
         prime-rl       trainer.loss: type ipo (eps), icepop (ratio_low, …) or default (DPPO)
         this project   preset: NAME and/or the fields of RolloutCorrectionConfig
-    and means by it what *they* mean. verl 0.6.0's mode mask becomes weights plus rejection, as in
-    the migration guide of verl PR 3984. verl 0.9's k1 bounds are on 1/ρ: they are inverted, with a
-    warning where that makes a difference. Raises ValueError, naming the key, for anything else.
+
+    verl 0.6.0's mode mask becomes weights plus rejection, as in the migration guide of verl PR
+    3984. verl 0.9's k1 bounds are on 1/ρ: they are inverted, with a warning where that makes a
+    difference. Raises ValueError, naming the key, for anything else.
     """
     block = _flatten(mapping, {})
-    keys = set(block) - {"calculate_log_probs", "_target_"}     # the latter in verl's dataclass
+    keys = set(block) - {"calculate_log_probs", "_target_"}     # _target_: verl's dataclass has it
     if "preset" in keys or isinstance(block.get("rollout_rs"), Mapping) \
             or isinstance(block.get("rollout_is_threshold"), (list, tuple)):
         read, allowed = _from_own, OWN
@@ -74,8 +76,8 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
             mixed = " here: it belongs to another dialect" if key in known else nearest(key, known)
             raise ValueError(f"correction has no key {key!r}{mixed}")
     if read is _from_verl_060 and "algorithm" in mapping:
-        # verl's configuration has rollout_is: false by default; its function, whose arguments a
-        # block outside of any section is taken for, has no such switch.
+        # verl's configuration has rollout_is: false by default. A block outside any section is
+        # read as the arguments of verl's function, which has no such switch.
         block.setdefault("rollout_is", False)
     config = read(block)
     corrects = config.rollout_is or config.rollout_rs or config.bypass_mode
@@ -86,7 +88,7 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
 
 
 def kl_kind(name: str) -> str:
-    """verl's name of a KL estimator, with or without its "+", as ours; ours stay."""
+    """Return our name of verl's KL estimator, with its "+" if it has one; ours stay as they are."""
     base = name.removesuffix("+")
     return KL_NAMES.get(base, base) + name[len(base):]
 
@@ -126,9 +128,10 @@ def _from_verl_tis(block: Mapping) -> RolloutCorrectionConfig:
 def _from_verl_060(block: Mapping) -> RolloutCorrectionConfig:
     """Read verl 0.6.0's block: one level, one mode, and a veto unless it is null.
 
-    Its code zeroes weights outside [lower, upper] in mode mask (at first called clip). PR 3984's
-    migration guide, in its second example, has weights plus rejection for it: the product of weight
-    and mask is the same, and what was rejected is out of the denominator `kept` and in the metrics.
+    In mode mask (at first called clip) its code zeroes weights outside [lower, upper]. The second
+    example of PR 3984's migration guide has weights plus rejection for it. The product of weight
+    and mask is the same, but rejected tokens leave the denominator `kept` and appear in the
+    metrics.
     """
     upper, lower = block.get("rollout_is_threshold"), block.get("rollout_is_threshold_lower")
     level, mode = block.get("rollout_is_level", "token"), block.get("rollout_is_mode", "truncate")
@@ -157,7 +160,7 @@ def _from_verl(block: Mapping) -> RolloutCorrectionConfig:
     if threshold is None:
         level, threshold = None, 2.0                                # verl: no threshold, no weights
     both = [flag(key, get(key, False))
-            for key in ("bypass_mode", "bypass_old_logprob_for_rollout")]      # each is looked at
+            for key in ("bypass_mode", "bypass_old_logprob_for_rollout")]      # both are checked
     bypass = any(both)
     loss_type: Any = "ppo_clip" if get("loss_type") is None else get("loss_type")
     for key in ("use_policy_gradient", "use_pure_rollout_correction"):
@@ -171,7 +174,7 @@ def _from_verl(block: Mapping) -> RolloutCorrectionConfig:
 
 
 def _verl_rejection(block: Mapping) -> dict[str, Any]:
-    """rollout_rs of verl 0.6.1 (levels, bounds on ρ) or of 0.9 (criteria, k1 bounds on 1/ρ)."""
+    """Read rollout_rs of verl 0.6.1 (levels, bounds on ρ) or 0.9 (criteria, k1 bounds on 1/ρ)."""
     given, bound = block.get("rollout_rs"), block.get("rollout_rs_threshold")
     lower, veto = block.get("rollout_rs_threshold_lower"), block.get("rollout_token_veto_threshold")
     criteria = {}
@@ -180,7 +183,7 @@ def _verl_rejection(block: Mapping) -> dict[str, Any]:
             raise ValueError(f"rollout_rs must name its criteria, such as 'token_k1,seq_mean_k3', "
                              f"not {given!r}")
         if given in K1_OF_LEVEL and "rollout_rs_threshold" not in block:
-            bound = 2.0                     # in PR 3984 rollout_is_threshold no longer stands in
+            bound = 2.0                     # since PR 3984, not rollout_is_threshold
         if bound is None:
             fault = "null" if "rollout_rs_threshold" in block else "missing"
             raise ValueError(f"rollout_rs is {given!r}, but rollout_rs_threshold is {fault}: it "
@@ -206,7 +209,7 @@ VERL_CRITERIA = ("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2",
 
 
 def _verl_criteria(given: str, bounds: str) -> dict[str, Any]:
-    """"token_k1,seq_mean_k3" and "0.5_2.0,0.01", or one bound for all of them."""
+    """Read "token_k1,seq_mean_k3" with "0.5_2.0,0.01", or with one bound for all of them."""
     names = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
     parts = [part.strip() for part in bounds.split(",") if part.strip()]
     if len(parts) == 1:
@@ -221,7 +224,7 @@ def _verl_criteria(given: str, bounds: str) -> dict[str, Any]:
 
 
 def _on_rho(text: str) -> tuple[float, float]:
-    """verl 0.9 bounds −log ρ by (log lo, log hi): on ρ that is [1/hi, 1/lo]."""
+    """Return verl 0.9's bound (log lo, log hi) on −log ρ as one on ρ, [1/hi, 1/lo]."""
     key = "rollout_rs_threshold"
     lo, hi = text.split("_", 1) if "_" in text else (1 / number(key, text), text)
     lo, hi = cast(tuple[float, float], interval(key, (lo, hi)))        # neither end is open
@@ -263,12 +266,12 @@ def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
 
 
 def _from_prime(block: Mapping) -> RolloutCorrectionConfig:
-    """[trainer.loss] of prime-rl: ρ = π_θ/μ, its gradient ρ A ∇log π, and a mask of tokens.
+    """Read prime-rl's [trainer.loss]: gradient ρ A ∇log π with ρ = π_θ/μ, and a mask of tokens.
 
     IPO's defaults are those since September 2026: eps 0.3 (PR 3586), and ρ capped at 1e4. The
-    release with ipo_threshold has no cap, nor has `default`, the DPPO that was the default from
-    February to August. A reward's temperature adv_tau and the term kl_tau (log ρ)² are no part of
-    the correction.
+    release with ipo_threshold has no cap. Nor has `default`, the DPPO that was the default from
+    February to August. The reward's temperature adv_tau and the term kl_tau (log ρ)² are not part
+    of the correction.
     """
     get, kind = block.get, block.get("type", "ipo")
     choice("type", kind, ("ipo", "icepop", "default"))

@@ -1,4 +1,4 @@
-"""Dumps hold sampled tokens with the log-probs of both sides; they are read a row at a time.
+"""Read and write dumps of sampled tokens with the log-probs of both sides, row by row.
 
 This file decides which formats are known: ours, prime-rl's token export, NeMo-RL's
 train_data_step*.jsonl, and parquet with the columns of any of them. A bad row is a ValueError with
@@ -29,14 +29,14 @@ class Response(NamedTuple):
     versions: list[int] | None = None       # of the weights that drew each token
 
 
-# Log μ, log π and the mask: ours, then those of formats whose lists begin with the prompt.
+# Names of log μ, log π and the mask: ours, then of formats whose lists begin with the prompt.
 OURS = ("rollout_log_probs", "train_log_probs", "response_mask")
 WHOLE = (("inference_logprobs", "trainer_logprobs", "loss_mask"),           # prime-rl
          ("generation_logprobs", "prev_logprobs", "token_loss_mask"))       # NeMo-RL
 
 
 def read(path: str | Path) -> Iterator[Response]:
-    """Yield the responses of a dump, in order; raise ValueError, with the line, where it is bad."""
+    """Yield the responses of a dump in order; a bad row is a ValueError that names its line."""
     if str(path).endswith(".parquet"):
         yield from (response(line, row) for line, row in enumerate(_parquet(path), 1))
         return
@@ -44,14 +44,14 @@ def read(path: str | Path) -> Iterator[Response]:
         for line, text in enumerate(file, 1):
             try:
                 row = json.loads(text) if text.strip() else None
-            except ValueError:              # bytes that are no text, too
+            except ValueError:              # also bytes that are not text
                 raise ValueError(f"line {line}: this is not JSON") from None
             if text.strip():
                 yield response(line, row)
 
 
 def response(line: int, row: Any) -> Response:
-    """Check one row, and bring it to our form."""
+    """Check one row, and return it as a Response."""
     if not isinstance(row, dict):
         raise ValueError(f"line {line}: a row must be a table of lists, by name")
     names = next((names for names in WHOLE if names[0] in row), OURS)
@@ -68,7 +68,7 @@ def response(line: int, row: Any) -> Response:
         _check(line, name, column or [], whole=i in (0, 5), log_prob=i in (1, 2), lowest=i == 2)
     prompt, first = row.get("prompt_ids"), 0
     _check(line, "prompt_ids", prompt or [], whole=True)
-    if names in WHOLE:                      # the prompt is what stands before the first that counts
+    if names in WHOLE:                      # the prompt is what precedes the first that counts
         n = min(n, int(row.get("input_lengths", n)))
         first = next((t for t in range(n) if row[names[2]][t]), n)
         prompt = row["token_ids"][:first]
@@ -85,7 +85,7 @@ def _check(line: int, name: str, column: Any, *, whole: bool = False, log_prob: 
     total = sum(column) if good else math.nan
     if not math.isfinite(total) and not (lowest and total == -math.inf):
         raise ValueError(f"line {line}: {name} has an entry that is no finite number")
-    if log_prob and column and max(column) > 0.1:           # 16 bits put a few a little above 0
+    if log_prob and column and max(column) > 0.1:           # in 16 bits a few are slightly above 0
         raise ValueError(f"line {line}: {name} has a value above 0, which is no log-prob")
 
 
@@ -101,9 +101,9 @@ def _parquet(path: str | Path) -> Iterator[dict[str, Any]]:
 def rows_of(prompts: Tensor, prompt_mask: Tensor, tokens: Tensor, token_mask: Tensor,
             response_mask: Tensor, rollout_log_prob: Tensor, train_log_prob: Tensor,
             entropy: Tensor | None = None) -> list[dict[str, Any]]:
-    """Return a padded batch as rows of a dump, [B, P] twice and [B, T]; write a row a line.
+    """Return a padded batch, [B, P] twice and [B, T], as rows of a dump; write one row a line.
 
-    A log-prob that is not finite, as TRL has where vLLM gave none, is 0 and left out by the mask.
+    A log-prob that is not finite, as TRL has where vLLM gave none, becomes 0 and is masked.
     """
     finite = rollout_log_prob.isfinite() & train_log_prob.isfinite()
     mu, pi = (torch.where(finite, x, 0.0) for x in (rollout_log_prob, train_log_prob))
@@ -119,6 +119,6 @@ def rows_of(prompts: Tensor, prompt_mask: Tensor, tokens: Tensor, token_mask: Te
 
 
 def append(path: str | Path, rows: list[dict[str, Any]]) -> None:
-    """Add rows to a dump."""
+    """Append rows to a dump."""
     with open(path, "a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -1,8 +1,8 @@
-"""What other systems call these metrics: tables from our names, and the habits behind theirs.
+"""Rename metrics to those of other systems, and note how theirs differ.
 
-This file decides nothing. Ours are verl 0.9's names wherever it has one; each function returns the
-metrics with another system's names beside ours, or in their place where one name means two things.
-Theirs that cannot be merged exactly, such as verl 0.6.0's percentiles, are left out.
+Ours are verl 0.9's names wherever it has one. Each function returns the metrics with another
+system's names added, or in place of ours where one name means two things. Metrics of theirs that
+cannot be merged exactly, such as verl 0.6.0's percentiles, are left out.
 
     from adapters.names import skyrl
     metrics = skyrl(to_host(correct(old_log_prob, rollout_log_prob, mask, config).metrics))
@@ -15,21 +15,21 @@ from torch import Tensor
 Metrics = dict[str, Tensor | float]
 PREFIX = "rollout_corr/"
 
-# Theirs: ours.
+# Each table maps their names to ours.
 VERL = {"rollout_is_oob_ratio": "rollout_is_masked_fraction"}
 SKYRL = {"token_mask_ratio": "rollout_rs_token_k1_masked_fraction"} | {
     f"{theirs}_{ratio}_ratio": f"rollout_rs_{ours}_{name}"
     for theirs, ours in (("outlier_seq", "seq_max_k1"), ("product_sequence_mask", "seq_sum_k1"),
                          ("geo_sequence_mask", "seq_mean_k1"))
     for ratio, name in (("under_low", "fraction_high"), ("over_high", "fraction_low"),
-                        ("masked", "seq_masked_fraction"))}       # of −log ρ: a low ρ is high
+                        ("masked", "seq_masked_fraction"))}       # in −log ρ a low ρ is high
 
 
 def verl(metrics: Mapping[str, Tensor | float]) -> Metrics:
     """Return the metrics as verl 0.9 logs them.
 
-    Habit: where a sequence has one weight, rollout_is_max and rollout_is_min are the extremes of ρ
-    and not of the weights.
+    Where a sequence has one weight, its rollout_is_max and rollout_is_min are the extremes of ρ,
+    not of the weights.
     """
     table = dict(VERL)
     if metrics.get(f"{PREFIX}rollout_is_per_sequence", 0.0) > 0:
@@ -40,10 +40,12 @@ def verl(metrics: Mapping[str, Tensor | float]) -> Metrics:
 def verl_06(metrics: Mapping[str, Tensor | float]) -> Metrics:
     """Return the metrics as verl 0.6 logs them (0.6.0: mismatch/ and mismatch_ before each name).
 
-    Habits: rollout_is_* are of ρ before it is truncated; rollout_rs_* are of ρ at the level of the
-    criterion that bounds it, the first where there are several; and its masked fractions leave the
-    veto out. Its rollout_is_std, rollout_is_eff_sample_size and theirs of rollout_rs are of ρ
-    limited to the bounds, which hides degeneracy: here they are of ρ itself.
+    * Its rollout_is_* describe ρ before truncation.
+    * Its rollout_rs_* describe ρ at the level of the criterion that bounds it, the first of
+      several.
+    * Its masked fractions leave the veto out.
+    * Its rollout_is_std, rollout_is_eff_sample_size and those of rollout_rs describe ρ limited to
+      the bounds, which hides degenerate weights. Here they describe ρ itself.
     """
     raw, rho = f"{PREFIX}rollout_is_raw_", "_rho_mean"
     table = {name.replace(raw, "rollout_is_"): name.removeprefix(PREFIX)
@@ -58,7 +60,7 @@ def verl_06(metrics: Mapping[str, Tensor | float]) -> Metrics:
 
 
 def skyrl(metrics: Mapping[str, Tensor | float]) -> Metrics:
-    """Return the metrics as SkyRL logs them, whose tis_… names say what has a weight."""
+    """Return the metrics as SkyRL logs them; its tis_… names say what has one weight."""
     one = metrics.get(f"{PREFIX}rollout_is_per_sequence", 0.0) > 0
     kind = "seq" if one else "token"
     return _named(metrics, SKYRL | {

@@ -1,14 +1,15 @@
-"""TRL's GRPOTrainer with this correction: the weights alone, or the whole loss. For TRL 1.16.0.
+"""Use this correction in TRL's GRPOTrainer: the weights alone, or the whole loss. For TRL 1.16.0.
 
-This file decides what TRL's words mean here, and refuses by name what it does not carry:
-    WeightedGRPOTrainer    TRL keeps its loss; our weights × mask take the place of its ratio of
-                           importance sampling (its metrics sampling/* are not of them)
+This file decides what TRL's words mean here, and refuses by name what it does not support:
+    WeightedGRPOTrainer    TRL keeps its loss; our weights × mask replace its importance-sampling
+                           ratio (its metrics sampling/* do not describe them)
     PolicyLossGRPOTrainer  the loss is `policy_loss`, bypass and reinforce included. TRL's loss_type
-                           says what divides it (all tokens, kept or not), and may name sapo, cispo
+                           says what divides it (all tokens, kept or not), and may be sapo or cispo
+
 TRL logs the mean of its calls, where a micro-batch of three tokens, or of none, counts as much as
-one of a thousand. So PolicyLossGRPOTrainer adds up sums, and logs one mean over all tokens that
-were kept since the last log, in every micro-batch and on every rank. loss/policy is the mean loss
-of an optimizer step.
+one of a thousand. PolicyLossGRPOTrainer adds up sums instead. It logs one mean over all tokens kept
+since the last log, in every micro-batch and on every rank. loss/policy is the mean loss of an
+optimizer step.
 """
 
 from dataclasses import replace
@@ -40,7 +41,7 @@ def _refuse(trainer: Any, found: dict[str, bool]) -> None:
 def dump(batch: dict[str, Any], path: str) -> None:
     """Append what `_generate_and_score_completions` returned to a dump for doctor.py.
 
-    A trainer of one's own calls it there; it needs vllm_importance_sampling_correction.
+    Call it there in a subclass of the trainer; it needs vllm_importance_sampling_correction.
     """
     mask = batch["completion_mask"] * batch.get("tool_mask", 1)
     append(path, rows_of(batch["prompt_ids"], batch["prompt_mask"], batch["completion_ids"],
@@ -49,7 +50,7 @@ def dump(batch: dict[str, Any], path: str) -> None:
 
 
 def _phase(trainer: Any) -> str:
-    return "train" if trainer.model.training else "eval"            # as TRL tells them apart
+    return "train" if trainer.model.training else "eval"            # as in TRL
 
 
 def _group() -> ProcessGroup | None:
@@ -57,7 +58,7 @@ def _group() -> ProcessGroup | None:
 
 
 class WeightedGRPOTrainer(GRPOTrainer):         # pyright: ignore[reportGeneralTypeIssues]
-    """TRL's loss × our weights, on what our mask keeps.  (eq:decoupled-ppo)"""
+    """Multiply TRL's loss by our weights, on what our mask keeps.  (eq:decoupled-ppo)"""
 
     def __init__(self, *args: Any, correction: RolloutCorrectionConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,7 +72,7 @@ class WeightedGRPOTrainer(GRPOTrainer):         # pyright: ignore[reportGeneralT
         batch = super()._generate_and_score_completions(inputs)
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)
         old, sampled = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
-        sampled = torch.where(sampled.isnan(), old, sampled)        # no log-prob from vLLM: ρ = 1
+        sampled = torch.where(sampled.isnan(), old, sampled)        # vLLM gave no log-prob: ρ = 1
         advantages = batch["advantages"].reshape(len(mask), -1).expand_as(mask)
         result = correct(old, sampled, mask, self.correction, advantages, _group())
         weights = 1.0 if result.weights is None else result.weights
@@ -82,7 +83,7 @@ class WeightedGRPOTrainer(GRPOTrainer):         # pyright: ignore[reportGeneralT
 
 
 class PolicyLossGRPOTrainer(GRPOTrainer):       # pyright: ignore[reportGeneralTypeIssues]
-    """TRL's generation and updates around `policy_loss`.  (eq:decoupled-ppo, eq:bypass)"""
+    """Use `policy_loss` with TRL's generation and updates.  (eq:decoupled-ppo, eq:bypass)"""
 
     def __init__(self, *args: Any, correction: RolloutCorrectionConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -91,7 +92,7 @@ class PolicyLossGRPOTrainer(GRPOTrainer):       # pyright: ignore[reportGeneralT
         _refuse(self, {
             f"loss_type {own}": own not in AGGREGATION,
             f"loss_type {asked} under {own}": named and asked not in ("ppo_clip", own),
-            "importance_sampling_level": self.importance_sampling_level != "token",     # say gspo
+            "importance_sampling_level": self.importance_sampling_level != "token",     # use gspo
             "beta": self.beta != 0, "top_entropy_quantile": self.top_entropy_quantile < 1,
             "an entropy bonus": self._entropy_bonus_enabled,
             "off_policy_mask_threshold": self.off_policy_mask_threshold is not None,
@@ -114,9 +115,9 @@ class PolicyLossGRPOTrainer(GRPOTrainer):       # pyright: ignore[reportGeneralT
         advantages, correction = inputs["advantages"].reshape(len(mask), -1).expand_as(mask), None
         if sampled is not None:
             train = log_prob.detach() if old is None or self.correction.bypass_mode else old
-            sampled = torch.where(sampled.isnan(), train, sampled)      # none from vLLM: ρ = 1
+            sampled = torch.where(sampled.isnan(), train, sampled)      # vLLM gave none: ρ = 1
             correction = correct(train, sampled, mask, self.correction, advantages)
-        high, cispo = self.epsilon_high, self.loss_type == "cispo"      # whose r is at most high
+        high, cispo = self.epsilon_high, self.loss_type == "cispo"      # where high bounds r itself
         how = LossConfig(
             clip_low=1 if cispo else self.epsilon_low, clip_high=high - 1 if cispo else high,
             dual_clip=args.delta, tau_positive=args.sapo_temperature_pos,

@@ -1,21 +1,21 @@
-"""A policy loss for verl: `policy_loss` in place of its own, in every worker. For verl 0.9.1.
+"""Use `policy_loss` in place of verl's own loss, in every worker. For verl 0.9.1.
 
-This file decides who corrects. In decoupled mode verl's driver has done it before a worker sees the
-batch: its weights come as rollout_is_weights, its rejection is in the response mask, and neither is
-done again. In bypass mode nobody has: old_log_prob is π_rollout then, and the correction is made
-here, as the actor's copy of the block says. verl's default trainer neither fills in that copy nor
-chooses a loss for bypass mode: without loss_mode it trains with PPO's clip around π_rollout,
-whatever loss_type says, and never asks this file. So there are three settings to make:
+This file decides where the correction is made. In decoupled mode verl's driver has made it before a
+worker sees the batch: the weights come as rollout_is_weights, the rejection is in the response
+mask, and neither is done again. In bypass mode old_log_prob is π_rollout, and the correction is
+made here, as the actor's copy of the block says. verl's default trainer neither fills in that copy
+nor chooses a loss for bypass mode. Without loss_mode it trains with PPO's clip around π_rollout,
+whatever loss_type says, and never calls this file. So three settings are needed:
 
     actor_rollout_ref.model.external_lib=adapters.verl
     actor_rollout_ref.actor.policy_loss.loss_mode=three_policies
     '+actor_rollout_ref.actor.policy_loss.rollout_correction=${algorithm.rollout_correction}'
 
-and this repository goes on the PYTHONPATH of the workers. Without the third setting the copy is
-verl's default, which is refused: in decoupled mode as well, since a worker that has no copy cannot
-tell the modes apart. Also refused, by name: what needs the whole batch where a worker sees a part
-of it, and what needs candidate tokens. The block's loss_type says which loss: here gspo, cispo and
-sapo as well. Means are over what rejection left ("kept"), as everywhere in verl.
+This repository must be on the PYTHONPATH of the workers. Without the third setting the copy is
+verl's default, which is refused in both modes, since such a worker cannot tell the modes apart.
+What needs the whole batch where a worker sees a part of it is refused by name, and so is what needs
+candidate tokens. The block's loss_type chooses the loss, which may be gspo, cispo and sapo as well.
+Means are over what rejection left ("kept"), as everywhere in verl.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ from rejection import CRITERIA
 def three_policies(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor,
                    response_mask: Tensor, loss_agg_mode: str = "token-mean", config: Any = None,
                    rollout_is_weights: Tensor | None = None) -> tuple[Tensor, dict[str, float]]:
-    """verl's arguments, tensors [B, T] → (loss, metrics).  (eq:decoupled-ppo, eq:bypass)"""
+    """Return (loss, metrics) for verl's arguments, [B, T].  (eq:decoupled-ppo, eq:bypass)"""
     block = carried(config.policy_loss.rollout_correction)
     bypass, clipped = block.bypass_mode, block.loss_type == "ppo_clip"
     clip_low, clip_high = (config.clip_ratio if end is None else end
@@ -59,8 +59,11 @@ def three_policies(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor,
 
 
 def dump(data: Any, path: str) -> None:
-    """Append a batch of verl's driver to a dump for doctor.py: called with what
-    `calculate_debug_metrics` gets, it needs actor_rollout_ref.rollout.calculate_log_probs=true."""
+    """Append a batch of verl's driver to a dump for doctor.py.
+
+    Call it with what `calculate_debug_metrics` gets. It needs
+    actor_rollout_ref.rollout.calculate_log_probs=true.
+    """
     batch, p = data.batch, data.batch["prompts"].shape[1]
     attention = batch["attention_mask"]
     append(path, rows_of(batch["prompts"], attention[:, :p], batch["responses"], attention[:, p:],
@@ -69,10 +72,10 @@ def dump(data: Any, path: str) -> None:
 
 
 def carried(block: Any) -> RolloutCorrectionConfig:
-    """The actor's copy of the block as ours, or a sentence about what cannot be had here.
+    """Return the actor's copy of the block as ours; raise ValueError on what cannot be done here.
 
-    Where the override is missing, verl's PolicyLossConfig puts its own dataclass in
-    the place of the block, every field at its default; the override puts a mapping there.
+    If the override is missing, verl's PolicyLossConfig has its own dataclass in the place of the
+    block, every field at its default. With the override a mapping is there.
     """
     if isinstance(block, VerlBlock) and block == VerlBlock():
         raise ValueError(
@@ -97,7 +100,7 @@ def carried(block: Any) -> RolloutCorrectionConfig:
 
 
 def whole_counts(info: Any, mode: str) -> Counts | None:
-    """What verl knows of the mini-batch over all ranks, which average; None: these rows are all."""
+    """Return verl's counts of the whole mini-batch, or None if these rows are all of it."""
     counts = Counts(info.get("batch_num_tokens"), info.get("global_batch_size"))
     needed = {"token-mean": counts.tokens, "token-sum": 0}.get(mode, counts.sequences)
     if needed is None and info.get("dp_size", 1) > 1:

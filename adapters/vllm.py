@@ -1,9 +1,9 @@
-"""vLLM is a guest in the trainer's process: an engine, and what it must not do there.
+"""Run vLLM as an engine inside the trainer's process, and undo its side effects there.
 
-This file decides nothing that is learned. It translates the contract of rollout.py, `Engine`, into
-vLLM's words.
-* On a GPU with Triton vLLM takes its second model runner, whose sampler is other code than the CPU
-  tests run; the contract (seeds, processed log-probs in float32) is the same, and was not tried.
+This file translates the contract of rollout.py, `Engine`, into vLLM's words; it decides nothing
+that is learned. On a GPU with Triton vLLM takes its second model runner, whose sampler is other
+code than the CPU tests run. The contract is the same (seeds, processed log-probs in float32), but
+was not tried there.
 """
 
 import math
@@ -26,7 +26,7 @@ from rollout import Cut, NamedTensor, Sample, check_request, every_weight_once
 
 
 class VllmEngine:
-    """vLLM runs inside the trainer's process, a whole engine on every rank."""
+    """Run vLLM inside the trainer's process, a whole engine on every rank."""
 
     name = "vllm"
 
@@ -39,12 +39,12 @@ class VllmEngine:
         self.on_gpu = torch.device(device).type == "cuda"
         self.eager = not self.on_gpu if enforce_eager is None else enforce_eager
         self.cut, self.candidates, self.group_is_ours = cut, candidates, not dist.is_initialized()
-        # Under torchrun: the GPU of this rank rather than the first one, and ranks that agree.
+        # Under torchrun vLLM must take this rank's GPU, not the first one, and ranks must agree.
         alone = self.group_is_ours or dist.get_world_size() == 1
         with torch.device("meta"):  # names and shapes of the weights, without the weights
             self.layout = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-        # On a GPU vLLM returns what was kept (by its source: the authors have not tried it). On a
-        # CPU it does not, but log-probs are -inf where cut: one more is asked for than may be kept.
+        # On a GPU vLLM returns the kept ids (by its source: the authors have not tried it). On a
+        # CPU log-probs are -inf where cut, so one more is asked for than may be kept.
         vocabulary = self.layout.config.get_text_config().vocab_size
         of_cut = cut.most + 1 if cut.most and (candidates or not self.on_gpu) else candidates
         self.asked = min(of_cut, vocabulary)
@@ -54,8 +54,8 @@ class VllmEngine:
                 max_num_seqs=min(batch_size, 1024),
                 logprobs_mode="processed_logprobs",  # after temperature and cut, not before them
                 max_logprobs=self.asked, return_sampling_mask=self.on_gpu and cut.most > 0,
-                generation_config="vllm",  # the model's own cuts and penalties stay out
-                enable_prefix_caching=False,  # a cached prefix would outlive its weights
+                generation_config="vllm",  # not the model's own cuts and penalties
+                enable_prefix_caching=False,  # a cached prefix would go stale
                 enable_chunked_prefill=self.on_gpu,  # on a CPU it fails where requests have seeds
                 enforce_eager=self.eager,
                 enable_sleep_mode=self.on_gpu, gpu_memory_utilization=gpu_memory_utilization,
@@ -76,8 +76,8 @@ class VllmEngine:
             self.SamplingParams(
                 seed=seed, temperature=temperature,
                 top_p=self.cut.top_p, top_k=self.cut.top_k, min_p=self.cut.min_p,
-                max_tokens=max_tokens, logprobs=self.asked,  # beside that of the drawn token
-                stop_token_ids=list(eos_ids), ignore_eos=True,  # ours, not the model's idea of them
+                max_tokens=max_tokens, logprobs=self.asked,  # besides the drawn token's
+                stop_token_ids=list(eos_ids), ignore_eos=True,  # ours, not the model's
                 detokenize=False)
             for seed in seeds
         ]
@@ -95,14 +95,14 @@ class VllmEngine:
         ]
 
     def _read_kept(self, output: Any) -> list[list[int]] | None:
-        """Return the sets that the tokens were drawn from; None: of all."""
+        """Return the ids kept at each token; None: there is no cut."""
         if not self.cut.most:
             return None
         return self.cut.check(output.sampling_mask.token_ids if self.on_gpu else [
             [v for v, x in step.items() if x.logprob > -math.inf] for step in output.logprobs])
 
     def _read_candidates(self, output: Any) -> list[dict[int, float]]:
-        """Return a table of log μ for each token, without the drawn one where it is beyond them.
+        """Return a table of log μ for each token; a drawn token outside the likeliest is left out.
 
         So the candidates do not depend on the draw.
         """
@@ -113,7 +113,7 @@ class VllmEngine:
     def update_weights(self, named_tensors: Iterable[NamedTensor]) -> None:
         """Load full tensors through vLLM's own loader, which fuses, repacks and casts them.
 
-        They may come from a generator, one at a time; if it fails halfway, so has the engine.
+        They may come from a generator, one at a time. If it fails halfway, the engine is unusable.
         """
         self.wake("weights")  # the cache can wait until there is something to generate
         weights = every_weight_once(named_tensors, self.layout)
@@ -124,15 +124,15 @@ class VllmEngine:
     def sleep(self) -> None:
         """Give the GPU's memory back for the update (not tried on a GPU by the authors).
 
-        Level 1 moves the weights to the host and drops the cache. Level 2 would drop the weights
-        too, sparing one copy, but then waking without a full update would sample from garbage.
+        Level 1 moves the weights to the host and drops the cache. Level 2 would also drop the
+        weights and spare one copy, but waking without a full update would then sample from garbage.
         """
         if self.on_gpu and not self.asleep:
             self.llm.sleep(level=1)
             self.asleep = {"weights", "kv_cache"}
 
     def wake(self, *parts: str) -> None:
-        """Wake what is asleep of these parts, "weights" and "kv_cache"; none named: of both."""
+        """Wake the named parts, "weights" and "kv_cache" (default: both), where they are asleep."""
         if tags := [part for part in parts or ("weights", "kv_cache") if part in self.asleep]:
             self.llm.wake_up(tags=tags)
             self.asleep -= set(tags)
@@ -141,7 +141,7 @@ class VllmEngine:
         """Shut vLLM down and keep the trainer's process group; a second call does nothing."""
         if self.llm is None:
             return
-        with suppress(Exception):  # memory of a sleeping engine would be unmapped a second time
+        with suppress(Exception):  # else sleeping memory is unmapped twice
             self.wake()
         core, self.llm = self.llm.llm_engine.engine_core, None
         destroy = dist.destroy_process_group
@@ -157,7 +157,7 @@ class VllmEngine:
 
 def import_vllm() -> tuple[Any, Any]:
     """Import vLLM's `LLM` and `SamplingParams` with the settings of an engine inside a trainer."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process: weights by reference
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: weights go by reference
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the threads are the trainer's
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -172,10 +172,10 @@ def import_vllm() -> tuple[Any, Any]:
 
 @contextmanager
 def as_guest() -> Iterator[None]:
-    """Start vLLM without a trace.
+    """Start vLLM without side effects on the trainer.
 
-    It expects a process of its own, so it reseeds every generator, replaces
-    `torch.set_num_threads`, and prints warnings from C++ (shown if the start fails).
+    vLLM expects a process of its own. It reseeds every generator, replaces `torch.set_num_threads`,
+    and prints warnings from C++ (shown if the start fails).
     """
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
@@ -204,7 +204,7 @@ def as_guest() -> Iterator[None]:
 
 
 def repack_head(model: Any) -> None:
-    """Pack lm_head anew after a reload of the weights.
+    """Repack lm_head after a reload of the weights.
 
     vLLM for CPU multiplies by a packed copy of lm_head. Where that is tied to the embedding, a
     reload (as of 0.32.0) renews the embedding alone, and the sampler would keep its old logits.

@@ -1,7 +1,6 @@
-"""Log-probs are computed from hidden states without the logits, which would not fit in memory.
+"""Compute log-probs from hidden states without all logits, which would not fit in memory.
 
-This file decides: the vocabulary is taken slice by slice, forward and backward. It knows torch
-alone.
+The vocabulary is taken slice by slice, forward and backward. Only torch is needed.
 """
 
 import math
@@ -19,26 +18,26 @@ class TokenLogProbs(torch.autograd.Function):
     """Compute log π(y) = z_y − log Σ_v e^{z_v} with z = W·hidden/τ.  (eq:sampling)
 
     The gradient is ∂ log π(y)/∂z_v = 1[v = y] − π(v). z exists for one slice of the vocabulary at a
-    time, and the backward pass computes it again, so that memory does not grow with B·t·V. It
-    reuses one result of the forward pass, log Σ_v e^{z_v}: [B·t].
+    time, and the backward pass computes it again, so memory does not grow with B·t·V. One result of
+    the forward pass is kept for it: log Σ_v e^{z_v}, [B·t].
 
-    hidden [B·t, D] and M targets y each, [B·t, M], give [B·t, M], in float32 at least. With
-    `kept_ids` [B·t, K], ids of which some may repeat, v is one of them. Elsewhere z = −∞, as in
-    `sampling_log_probs`, whatever π itself would have kept.
+    hidden [B·t, D] and M targets y for each row, [B·t, M], give [B·t, M], in float32 or wider.
+    `kept_ids` [B·t, K], which may contain repeated ids, are the only v that count. Elsewhere
+    z = −∞, as in `sampling_log_probs`, whatever π itself would have kept.
     """
 
     @staticmethod
     def slices(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
                temperature: float, softcap: float | None, kept_ids: Tensor | None = None
                ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Yield for each slice of the vocabulary W's rows, z [B·t, slice], places and inside.
+        """Yield (rows of W, z [B·t, slice], places, inside) for each slice of the vocabulary.
 
-        The places [B·t, M] say where in the slice the targets are, `inside` whether they are.
-        Every z is in the memory of the one before.
+        `places` [B·t, M] are the targets' columns in the slice, and `inside` [B·t, M] says whether
+        they are in it. All slices reuse one buffer.
         """
         size = max(1, CHUNK // max(1, len(hidden)))
         space = hidden.new_empty(len(hidden) * min(size, len(weight)))
-        wide = space.to(torch.promote_types(space.dtype, torch.float32))       # or itself
+        wide = space.to(torch.promote_types(space.dtype, torch.float32))       # itself if wide
         for first in range(0, len(weight), size):
             rows = slice(first, first + size)
             z, product = (x[:len(hidden) * len(weight[rows])].view(len(hidden), -1)
@@ -52,7 +51,7 @@ class TokenLogProbs(torch.autograd.Function):
                 z.div_(softcap).tanh_().mul_(softcap)
             if temperature != 1:
                 z.div_(temperature)
-            if kept_ids is not None:               # columns 0 and −1 take what is of other slices
+            if kept_ids is not None:               # columns 0 and −1 take ids of other slices
                 place = (kept_ids - first).clamp(-1, z.shape[1]) + 1                      # [B·t, K]
                 cut = z.new_ones(len(z), z.shape[1] + 2, dtype=torch.bool)
                 z.masked_fill_(cut.scatter_(-1, place.long(), False)[:, 1:-1], -math.inf)
@@ -64,7 +63,7 @@ class TokenLogProbs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
                 temperature: float, softcap: float | None,
                 kept_ids: Tensor | None = None) -> Tensor:
-        chosen, log_sum = (hidden.new_full(shape, -math.inf)                    # z is wider
+        chosen, log_sum = (hidden.new_full(shape, -math.inf)                    # becomes z's dtype
                            for shape in (targets.shape, targets.shape[:1]))
         given = weight, bias, targets, temperature, softcap, kept_ids
         for _, z, place, inside in TokenLogProbs.slices(hidden, *given):
@@ -84,7 +83,7 @@ class TokenLogProbs(torch.autograd.Function):
         of_bias = None if bias is None else torch.empty_like(bias)
         given = weight, bias, targets, temperature, softcap, kept_ids
         for rows, z, place, inside in TokenLogProbs.slices(hidden, *given):
-            if softcap:                                                # of tanh; 0 where z = −∞
+            if softcap:                                                # of tanh: 0 where z = −∞
                 slope = (1 - (z * (temperature / softcap)).square()).clamp(min=0)
             z.sub_(log_sum[:, None]).exp_().mul_(-total)
             z.scatter_add_(-1, place, gradient * inside)

@@ -1,7 +1,7 @@
-"""The shapes of a forward pass are found on the host: to ask the device for one is to wait for it.
+"""Compute the shapes of a forward pass on the host, to avoid a device sync.
 
-This file decides: rows are padded with 0, prompts on the left and responses on the right; a prompt
-that several rows share is run once. It knows torch alone.
+Rows are padded with 0, prompts on the left and responses on the right. A prompt that several rows
+share runs once. Only torch is needed.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 def pad_rows(rows: Sequence[Sequence[Any]], side: str, least: int = 0) -> tuple[Tensor, Tensor]:
     """Pad rows of several lengths with 0 on the "left" or "right".
 
-    → the rows, and a mask that is 1 where something was given: [B, width] each. The width is that
-    of the longest row, and `least` at least.
+    Returns the rows and a mask that is 1 on what was given, [B, width] each. The width is that of
+    the longest row, and at least `least`.
     """
     width = max(least, *map(len, rows))
 
@@ -28,19 +28,19 @@ def pad_rows(rows: Sequence[Sequence[Any]], side: str, least: int = 0) -> tuple[
 
 
 class Shape(NamedTuple):
-    """A Shape is what shapes a forward pass, as the host knows it."""
+    """Hold what decides the shape of a forward pass, as the host knows it."""
 
     p: int                         # longest prompt
     t: int                         # longest response, at least 1
-    first: Tensor                  # [prompts]  a row with each of the different prompts
-    which: Tensor                  # [B]        of these, the one that each row has
+    first: Tensor                  # [prompts]  for each distinct prompt, a row that has it
+    which: Tensor                  # [B]        for each row, the index of its prompt
     padded: bool                   # whether prompts differ in length
 
     @staticmethod
     def of(tokens: Tensor, attention: Tensor, width: int, device: torch.device | str) -> "Shape":
         """Return the shape of tokens, attention [B, P + width], which are on the host.
 
-        Its `first` and `which` are sent to `device`.
+        `first` and `which` are sent to `device`.
         """
         start = tokens.shape[1] - width
         lengths = attention[:, :start].sum(-1)                                          # [B]
@@ -53,14 +53,15 @@ class Shape(NamedTuple):
 
 
 def to_device(device: torch.device | str, *tensors: Tensor) -> list[Tensor]:
-    """Send tensors on their way to the device; the host does not wait for their arrival."""
+    """Copy tensors to the device; the host does not wait for their arrival."""
     return [x.to(device, non_blocking=True) for x in tensors]
 
 
 def run_prompts(decoder: nn.Module, tokens: Tensor, attention: Tensor, shape: Shape) -> Any:
-    """Run each prompt once, however many rows of tokens, attention [B, P] have it; padded left.
+    """Run each distinct prompt once, however many rows have it; prompts are padded left.
 
-    Returns the decoder's output for the different prompts; its cache is spread over the B rows.
+    `tokens`, `attention`: [B, P]. Returns the decoder's output for the distinct prompts, with its
+    cache spread over the B rows.
     """
     attention = attention[shape.first]
     output = decoder(input_ids=tokens[shape.first], use_cache=True,

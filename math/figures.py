@@ -1,6 +1,8 @@
-"""Draws the figures into math/figures/. The chapters' are without sampling noise: enumeration and
-formulas only. The README's is of a real run, runs/demo, and is drawn when asked for by name.
-`runs` compares runs of your own: their training curves side by side, and a table.
+"""Draw the figures into math/figures/.
+
+The chapters' figures have no sampling noise: they are enumeration and formulas. The README's shows
+a real run, runs/demo, and is drawn when asked for by name. `runs` compares runs of your own: their
+training curves side by side, and a table.
 
     python math/figures.py                  # the chapters', about 15 s; names draw some of them
     python trainer.py && python math/figures.py demo
@@ -18,14 +20,14 @@ import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import matplotlib
 import torch
 from omegaconf import OmegaConf
 from PIL import Image
 from tables import (AGES, OBJECTIVES, PARTS, POLICIES, ROOT, ascend, bias_and_std, gain_reached,
-                    gains_by_batch_size, runs)
+                    gains_by_batch_size, judged_contrasts, paired, runs)
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -34,18 +36,21 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 import plants
 import sides
-from oracle import Policy
+import words
+from oracle import J, Policy, estimator_moments, expectation, grad_J, rewards, scores
 
 from adapters.dumps import response
 from causes import Tokens
 from correction import PRESETS
 from correction import RolloutCorrectionConfig as Config
-from estimators import aggregate_log_ratio, kl_estimate
+from estimators import aggregate_log_ratio, grpo_advantages, kl_estimate, rloo_advantages
+from losses import aggregate_loss
 from plumbing import gallery
 from plumbing.settings import CHANGEABLE, UserError, flat, leaves, read_yaml
 from plumbing.settings import Config as Settings
+from surrogates import cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss, sapo_loss
 
-# Okabe and Ito's palette, and a line style beside every colour: readable without colours, too.
+# The palette is Okabe and Ito's. Every colour has a line style: figures are readable without it.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, RED, PINK = "#0072B2", "#D55E00", "#CC79A7"
 plt.rcParams.update({"figure.facecolor": "white", "savefig.facecolor": "white", "font.size": 9,
@@ -54,8 +59,82 @@ plt.rcParams.update({"figure.facecolor": "white", "savefig.facecolor": "white", 
                      "figure.constrained_layout.use": True})
 
 
+def three_policies():
+    """Draw fifteen responses under π_old and under μ, and what μ does to the expected gradient."""
+    old = Policy(V=3, T=3, seed=0)
+    mu, R = old.perturbed(seed=1, size=0.5), rewards(old)
+    figure, (tree, bars, plane) = plt.subplots(1, 3, figsize=(7.5, 4), width_ratios=(1, 1.6, 2.4))
+    listed = [tuple(y[m].tolist()) for y, m in zip(old.tokens, old.mask, strict=True)]
+    height = {y: -float(n) for n, y in enumerate(sorted(listed))}
+    for prefix in sorted({y[:t] for y in listed for t in range(len(y))}, key=len, reverse=True):
+        height[prefix] = statistics.mean(height[(*prefix, v)] for v in range(old.V))
+    for y in sorted(height.keys() - {()}):
+        tree.plot([len(y) - 1, len(y)], [height[y[:-1]], height[y]], color="#999999", linewidth=0.8)
+        tree.text(len(y), height[y], y[-1], ha="center", va="center", fontsize=8,
+                  bbox={"boxstyle": "circle,pad=0.15", "color": "white"})
+    tree.axis("off")
+    tree.set(title="response y", xlim=(-0.1, 3.2), ylim=(-14.6, 0.6))
+    at = [height[y] for y in listed]
+    for policy, color, up, name in ((old, BLACK, 0.2, "π_old (trainer)"),
+                                    (mu, BLUE, -0.2, "μ (sampler)")):
+        bars.barh([y + up for y in at], policy.probs().tolist(), 0.4, color=color)
+        bars.text(0.2, -4 + 4 * up, name, color=color, va="center")
+    bars.set(title="how often it is drawn", xlabel="probability of y", ylim=(-14.6, 0.6), yticks=[])
+    wanted, found = grad_J(old, R), expectation(mu, R * scores(old).sum(1))
+    along = (found @ wanted / wanted.square().sum()).item()
+    across = ((found - along * wanted).norm() / wanted.norm()).item()
+    for x, y, color in ((1, 0, BLACK), (along, across, BLUE)):
+        plane.annotate("", (x, y), (0, 0), arrowprops={"arrowstyle": "-|>", "color": color,
+                       "linewidth": 2, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 15})
+    plane.plot([1, along], [0, across], ":", color=RED)
+    plane.text(0.5, -0.08, "∇J, the gradient wanted", ha="center")
+    plane.text(0.35, 0.58, "mean gradient if\nμ draws the samples", color=BLUE, ha="center")
+    plane.text(1.13, 0.3, f"error:\n{100 * math.hypot(along - 1, across):.0f} %", color=RED)
+    plane.set(title="expected gradient", aspect="equal", xlim=(-0.05, 1.45), ylim=(-0.2, 1),
+              xlabel="component along ∇J, in units of |∇J|",
+              ylabel="component across ∇J, in units of |∇J|")
+    return figure
+
+
+def gradient_choices():
+    """Draw what a baseline does to the spread of the gradient, and which choices turn its mean."""
+    pi = Policy(V=3, T=3, seed=0)
+    R, lp, one_prompt = rewards(pi), pi.log_probs(), torch.zeros(2)
+    target, expected = grad_J(pi, R), J(pi, R).item()
+
+    def pairs(advantages, offset=0.0, mode="seq-mean-token-sum"):
+        """Return std/|mean| of the gradient of two responses, and its angle with ∇J in degrees."""
+        mean, variance, _ = estimator_moments(pi, pi, lambda i: aggregate_loss(reinforce_loss(
+            lp[i], advantages(R[i, 0] + offset, one_prompt)[:, None]), pi.mask[i], mode), batch=2)
+        cosine = torch.cosine_similarity(-mean, target, 0).clamp(max=1)
+        return (variance.sqrt() / mean.norm()).item(), torch.rad2deg(cosine.acos()).item()
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3.2), width_ratios=(1, 1.2))
+    offsets = [x / 4 for x in range(-8, 9)]
+    rloo, known = pairs(rloo_advantages)[0], pairs(lambda r, group: r - expected)[0]
+    for name, spread, color, style, place in (
+            ("no baseline", [pairs(lambda r, group: r, x)[0] for x in offsets], RED, "-",
+             (0.15, 7)),
+            ("RLOO, Dr. GRPO", [rloo] * len(offsets), BLUE, "--", (-1.3, 3.2)),
+            ("b = J, if it were known", [known] * len(offsets), BLACK, ":", (0, 2.1))):
+        left.plot(offsets, spread, linestyle=style, color=color)
+        left.text(*place, name, color=color, ha="center")
+    left.set(title="spread by baseline", xlabel="constant added to every reward", ylim=(0, 10),
+             ylabel="std of the gradient, in units of |its mean|")
+    for name, advantages, color, up in (("RLOO, Dr. GRPO", rloo_advantages, BLUE, 0.2),
+                                        ("GRPO", grpo_advantages, GREEN, -0.2)):
+        for row, mode in enumerate(("seq-mean-token-mean", "token-mean", "seq-mean-token-sum")):
+            angle = pairs(advantages, mode=mode)[1]
+            right.barh(row + up, angle, 0.38, color=color)
+            right.text(angle + 0.5, row + up, f"{angle:.0f}°   {name}", color=color, va="center")
+    right.set(title="direction by denominator and baseline", xlim=(0, 50), yticks=range(3),
+              xlabel="angle between the mean gradient and ∇J (degrees)",
+              yticklabels=("seq-mean-\ntoken-mean", "token-mean", "seq-mean-\ntoken-sum"))
+    return figure
+
+
 def length_trap():
-    """A constant ratio per token: the product against the geometric mean."""
+    """Draw the product and the geometric mean of a ratio that is constant over the tokens."""
     figure, axis = plt.subplots(figsize=(6, 3.2))
     lengths = sorted({round(2 ** (i / 5)) for i in range(61)})
     axis.axhspan(0.5, 2, color="#eeeeee")
@@ -78,8 +157,7 @@ def length_trap():
 
 
 def bias_variance():
-    """Exact bias and standard deviation of the gradient from one response,
-    against the cap and the limit."""
+    """Draw bias and standard deviation of the gradient from one response, by cap and by limit."""
     figure, axes = plt.subplots(2, 2, figsize=(7, 4.6), sharex="col", sharey="row")
     caps = [1, 1.15, 1.3, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8]
     against_cap = {
@@ -124,8 +202,70 @@ def bias_variance():
     return figure
 
 
+def weight_levels():
+    """Draw bias and spread of each level of weight against T, and the error of a batch of N."""
+    figure, axes = plt.subplots(1, 3, figsize=(9, 3))
+    limits, batches = list(range(1, 9)), [2 ** (i / 2) for i in range(6, 27)]
+    shown = {None: ("none", BLACK, ":"), "geometric": ("geometric", ORANGE, (0, (3, 1))),
+             "token": ("token", SKY, "--"), "prefix": ("prefix", PINK, "-."),
+             "sequence": ("sequence", BLUE, "-")}
+    apart = {"geometric": (0.45, 6.15, 0.48), "none": (0.57, 6.8, 0.6),  # lines that touch
+             "token": (0.4, 7.45, 0.405)}
+    for level, (name, color, style) in shown.items():
+        config = Config(level, torch.inf) if level else Config()
+        found = [bias_and_std(config, T, size=0.5) for T in limits]
+        bias, _, std, _ = found[-1]
+        of_batch = [math.hypot(bias, std / math.sqrt(n)) for n in batches]
+        drawn = [[f[0] for f in found], [f[2] for f in found], of_batch]
+        ends = apart.get(name, (bias, std, of_batch[-1]))
+        for axis, x, y, end in zip(axes, (limits, limits, batches), drawn, ends, strict=True):
+            axis.plot(x, y, linestyle=style, color=color)
+            axis.annotate(" " + name, (x[-1], end), color=color, va="center", fontsize=8,
+                          annotation_clip=False)
+    for axis in axes:
+        axis.set(ylabel="in units of |∇J|")
+    for axis in axes[:2]:
+        axis.set(xlabel="T: longest response (tokens)", xticks=limits, xlim=(1, 8))
+    axes[0].set(title="bias", ylim=(-0.02, None))
+    axes[1].set(title="std of one response's gradient", ylim=(0, None))
+    axes[2].set(title="error of a batch, T = 8", xlabel="N: responses in the batch", xscale="log",
+                yscale="log", xlim=(8, 8192), ylim=(0.1, 4))
+    axes[2].set_xticks([10, 100, 1000], ["10", "100", "1000"])
+    axes[2].set_yticks([0.1, 0.3, 1, 3], ["0.1", "0.3", "1", "3"])
+    axes[2].minorticks_off()
+    return figure
+
+
+def loss_coefficients():
+    """Draw how hard each loss pushes a token, by autograd, against r and by the sign of A."""
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.3))
+    ratios = torch.arange(1, 401, dtype=torch.float64)[:, None] / 100
+    shown = {  # loss, colour, style, width, and where its name stands, for A > 0 and A < 0
+        "REINFORCE": (lambda new, old, A: reinforce_loss(new, A), BLACK, ":", 1.8,
+                      (2.25, 0.94), (1.4, 0.84)),
+        "GSPO": (lambda *x: gspo_loss(*x, torch.ones_like(ratios)), SKY, "-", 3.6,
+                 (0.6, 0.2), (1.06, 0.3)),
+        "CISPO": (cispo_loss, GREEN, "--", 1.8, (0.06, 0.86), (0.06, 0.66)),
+        "SAPO": (sapo_loss, ORANGE, "-.", 1.8, (2.65, 1.48), (2.2, 1.68)),
+        "dual clip, c = 3": (lambda *x: ppo_clip_loss(*x, dual_clip=3.0), PINK, "-", 3.6,
+                             None, (3.06, 2.2)),
+        "PPO": (ppo_clip_loss, RED, "-", 1.4, (1.27, 0.4), (2.95, 3.4)),
+    }
+    for axis, A in zip(axes, (1.0, -1.0), strict=True):
+        for name, (loss, color, style, width, *places) in shown.items():
+            new, old = ratios.log().requires_grad_(), torch.zeros_like(ratios)
+            (slope,) = torch.autograd.grad(loss(new, old, torch.full_like(old, A)).sum(), new)
+            axis.plot(ratios, -slope / A, linestyle=style, color=color, linewidth=width)
+            if place := places[A < 0]:
+                axis.annotate(name, place, color=color, fontsize=8, va="center")
+        axis.set(title=f"A {'>' if A > 0 else '<'} 0", xlim=(0, 4), ylim=(0, 1.7 if A > 0 else 4),
+                 xlabel="r = π_θ/π_old of the token (GSPO: r̄)")
+    axes[0].set(ylabel="coefficient of −A g in ∇L")
+    return figure
+
+
 def kl_estimators():
-    """Value and gradient coefficient (of ∇log π) of every estimator against ℓ."""
+    """Draw value and gradient coefficient (of ∇log π) of every estimator against ℓ."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3))
     curves = ("k1", BLACK, ":"), ("k2", BLUE, "-"), ("k3", RED, "--"), ("abs", ORANGE, "-.")
     for kind, color, style in curves:
@@ -135,16 +275,46 @@ def kl_estimators():
         left.plot(ell.detach(), value.detach(), style, color=color, label=kind)
         label = "k2 and every “+”: ℓ" if kind == "k2" else kind
         right.plot(ell.detach(), slope, style, color=color, label=label)
-    left.set(title="value", xlabel="ℓ = log π_θ − log π_ref", ylim=(-2, 4.5))
-    right.set(title="coefficient of ∇log π_θ", xlabel="ℓ = log π_θ − log π_ref", ylim=(-4, 2.5))
+    ell = r"ℓ = $\log\,\pi_\theta - \log\,\pi_\mathrm{ref}$, nats"
+    left.set(title="value", xlabel=ell, ylabel="nats", ylim=(-2, 4.5))
+    right.set(title="gradient", xlabel=ell, ylabel=r"coefficient of $\nabla\log\,\pi_\theta$",
+              ylim=(-4, 2.5))
     left.legend(fontsize=8)
     right.legend(fontsize=8, loc="lower right")
     return figure
 
 
+# REPORTED is the k3 per token of other reports, from the table of chapter 9: what, from, to.
+REPORTED = (("float16 both sides", 1e-5, 1e-5), ("FP8 rollouts", 3e-4, 3e-4),
+            ("bfloat16 both sides", 6e-4, 1e-3), ("bfloat16 rollouts", 2e-3, 2e-3),
+            ("DeepSeek V4", 5e-3, 5e-3))
+
+
+def effective_samples():
+    """Draw ESS/N against the k3 of a token, for several lengths, and what runs report as k3."""
+    figure, axis = plt.subplots(figsize=(6.4, 3.9))
+    k3 = torch.logspace(-5.3, -0.7, 300, dtype=torch.float64)
+    for length, color, style in ((1, BLACK, "-"), (9, BLUE, "--"), (100, ORANGE, "-."),
+                                 (1000, RED, (0, (3, 1, 1, 1)))):
+        axis.plot(k3, (1 + 2 * k3) ** -length, linestyle=style, color=color)
+        x, y = ((0.5 ** (-1 / length) - 1) / 2, 0.46) if length > 1 else (0.075, 0.8)
+        axis.text(0.8 * x, y, f"{length} token{'s'[:length - 1]}", color=color, fontsize=8,
+                  ha="right", backgroundcolor="white")
+    late = statistics.median(float(row["k3"]) for rows in runs()["staleness_2"].values()
+                             for row in rows.values())
+    for name, low, high in (*REPORTED, ("two steps stale", late, late)):
+        axis.axvspan(low / 1.015, high * 1.015, color="#bbbbbb", alpha=0.7, linewidth=0, zorder=0)
+        axis.text(math.sqrt(low * high), 1.03, name, fontsize=8, rotation=35, ha="left")
+    axis.set(xscale="log", xlim=(5e-6, 0.2), ylim=(0, 1.01), xlabel="k3, nats per token",
+             ylabel="ESS/N: share of the samples kept")
+    return figure
+
+
 def gradient_field():
-    """Two tokens, two states: the policy is a point in a square. Where exact
-    ascent takes it, by preset."""
+    """Draw where exact ascent takes a policy of two tokens and two states, by preset.
+
+    The policy is a point in a square.
+    """
     def policy(first, second):
         start = Policy(V=2, T=2)
         start.logits = torch.tensor([[0.0, first], [0.0,
@@ -172,9 +342,11 @@ def gradient_field():
         row = torch.cat([policy(first.logit(), second.logit()).logits.detach() for first in grid])
         height.append(gain_reached(row, [start] * len(grid), reward.expand(len(grid), -1, -1)))
     for axis, lagging in zip(axes, (False, True), strict=True):
-        axis.contour(grid, grid, torch.stack(height), levels=[-1, -0.5, 0, 0.5, 0.8, 0.95],
-                     colors="#bbbbbb",
-                     linewidths=0.8)
+        axis.grid(False)
+        lines = axis.contour(grid, grid, torch.stack(height), colors="#bbbbbb", linewidths=0.8,
+                             levels=[-1, -0.5, 0, 0.5, 0.8, 0.95])
+        axis.clabel(lines, lines.levels[1:5], fmt="%g", fontsize=8, colors=BLACK, manual=[
+            (0.9, 0.61), (0.82, 0.66), (0.72, 0.73), (0.7, 0.86)])
         for name, (config, color, style) in shown.items():
             path = torch.stack(ascend(config, [start], [noise], reward[None],
                                       torch.tensor([lagging])))
@@ -185,23 +357,98 @@ def gradient_field():
         axis.plot(*optimum(start, reward), "*", ms=11, markerfacecolor="white", label="optimum π*",
                   **black)
         axis.plot(*[x[0] for x in chances(path[:1])], "s", markersize=5, label="start", **black)
-        axis.set(title="lagging μ" if lagging else "fixed μ", xlabel="P(go on after the prompt)",
-                 xlim=(0, 1),
-                 ylim=(0, 1.02))
-    axes[0].set(ylabel="P(“1” after “1”)")
+        axis.set(title="lagging μ: eight steps old" if lagging else "fixed μ: recorded data",
+                 xlabel="P(go on), after the prompt", xlim=(0, 1), ylim=(0, 1.02))
+    axes[0].set(ylabel="P(good ending), after going on")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
                   fontsize=8)
     return figure
 
 
 def optimum(start, reward, beta=0.3):
-    """π* ∝ start·exp(R/β) of the two-token policy, as a point in the square."""
+    """Return π* ∝ start·exp(R/β) of the two-token policy, as a point in the square."""
     stop, ten, eleven = (start.probs().detach() * (reward.squeeze(-1) / beta).exp()).tolist()
     return (ten + eleven) / (stop + ten + eleven), eleven / (ten + eleven)
 
 
+def clip_around_mu(error=0.025, rest=0.5):
+    """Draw one expected update at one place, divided by the true one, against μ's error."""
+    shown = {"decoupled_token_is": ("decoupled_token_is: cap of 2", BLUE, "-", 1.3),
+             "bypass_low_open": ("bypass_low_open: lower end open", "#A0527F", (0, (2, 1)), 4),
+             "bypass_high_open": ("bypass_high_open: upper end open", "#666666", "-", 5),
+             "bypass_ppo_clip": ("bypass_ppo_clip: sign reversed", RED, "-", 1.8)}
+    stops, flips = error / 0.8, 1 - (1 - error) / 1.2
+    figure, axis = plt.subplots(figsize=(6.6, 3.4))
+    axis.axhspan(-0.55, 0, color="#fbeeec", linewidth=0)
+    axis.text(0.036, -0.29, "below 0 the update makes\nthe right token rarer", fontsize=8)
+    for name in ("bypass_low_open", "decoupled_token_is", "bypass_high_open", "bypass_ppo_clip"):
+        _, color, style, width = shown[name]
+        for low, high in ((0.005, stops), (stops, flips), (flips, 0.3)):
+            at = torch.linspace(low + 1e-6, high - 1e-6, 40, dtype=torch.float64).tolist()
+            pushes = [words.push(name, error, of_mu, rest) for of_mu in at]
+            axis.plot(at, pushes, linestyle=style, color=color, linewidth=width,
+                      alpha=0.5 if width > 2 else 1)
+    for of_mu in (error, stops, flips):
+        axis.axvline(of_mu, color=BLACK, linestyle=":", linewidth=0.9)
+    for x, y, said in ((0.036, -0.48, f"left dotted line: π's own error, {error:g}"),
+                       (stops, 1.12, f" lower end acts: {stops:.3f}"),
+                       (flips, 1.12, f" upper end acts, too: {flips:.3f}")):
+        axis.text(x, y, said, fontsize=8)
+    for x, y, name in ((0.193, 0.9, "decoupled_token_is"), (0.193, 0.46, "bypass_low_open"),
+                       (0.193, 0.1, "bypass_high_open"), (0.193, -0.31, "bypass_ppo_clip")):
+        axis.text(x, y, shown[name][0], fontsize=8, color=shown[name][1])
+    axis.set(xlim=(0, 0.3), ylim=(-0.55, 1.22), ylabel="expected update / true update",
+             xlabel="probability with which μ errs at this place")
+    return figure
+
+
+def two_ratios():
+    """Draw where PPO's clip removes the gradient, in the plane of ρ and r.
+
+    The tokens of a first mini-batch are on the line r = 1: chapter 5's policies, by enumeration.
+    """
+    old = Policy(V=3, T=3, seed=0)
+    mu, R = old.perturbed(seed=1, size=0.5), rewards(old)
+    rho = (old.step_log_probs() - mu.step_log_probs()).detach().exp().flatten()
+    A = (R - J(old, R)).detach().expand_as(old.mask)
+    place, chance = old.states * old.V + old.tokens, mu.probs().detach()[:, None].expand_as(A)
+    x = torch.logspace(-2, 2, 200, base=2, dtype=torch.float64)
+    figure, axes = plt.subplots(1, 2, figsize=(7, 3.8), sharey=True)
+    modes = ("decoupled mode: the clip acts on r", torch.ones_like(x), torch.ones_like(rho)), (
+        "bypass mode: the clip acts on $ρ_θ = ρ\\,r$", x, rho)
+    for axis, (title, scale, ratio) in zip(axes, modes, strict=True):
+        axis.fill_between(x, 1.2 / scale, 4, color=ORANGE, alpha=0.25, linewidth=0)
+        axis.fill_between(x, 0.25, 0.8 / scale, color=SKY, alpha=0.25, linewidth=0)
+        share = 0.0
+        for sign, color, clipped in ((1, RED, ratio > 1.2), (-1, BLUE, ratio < 0.8)):
+            triangle = [(-1, 0), (1, 0), (0, 1.5 * sign), (-1, 0)]             # stands, or hangs
+            part = old.mask & (A * sign > 0)
+            drawn = torch.zeros_like(rho).index_add(0, place[part], chance[part])
+            axis.scatter(rho, torch.ones_like(rho), 900 * drawn ** 0.5, linewidth=1, zorder=3,
+                         marker=triangle, edgecolor=color,
+                         facecolor=["white" if lost else color for lost in clipped])
+            share += (drawn[clipped].sum() / chance[old.mask].sum()).item()
+        axis.axhline(1, color=BLACK, linewidth=0.8)
+        axis.text(0.97, 0.93, "no gradient where A > 0", color=RED, ha="right", fontsize=8,
+                  transform=axis.transAxes)
+        axis.text(0.03, 0.05, "no gradient where A < 0", color=BLUE, fontsize=8,
+                  transform=axis.transAxes)
+        axis.set(title=f"{title}\n{100 * share:.0f} % of the tokens have no gradient",
+                 xscale="log", yscale="log", xlim=(0.35, 2.8), ylim=(0.35, 2.8),
+                 xlabel="ρ = π_old/π_rollout, the mismatch (ratio, log axis)")
+        axis.title.set_fontsize(10)
+        ticks = [0.5, 0.8, 1, 1.2, 2]
+        axis.set_xticks(ticks, map(str, ticks))
+        axis.set_yticks(ticks, map(str, ticks))
+        axis.minorticks_off()
+    axes[0].set_ylabel("r = π_θ/π_old, the update (ratio, log axis)")
+    axes[0].text(0.37, 1.24, "▲ token with A > 0", color=RED, fontsize=8)
+    axes[0].text(0.37, 0.715, "▼ token with A < 0", color=BLUE, fontsize=8)
+    return figure
+
+
 def batch_size():
-    """The same data in one to eight updates, fresh or old: decoupled against coupled PPO."""
+    """Draw decoupled against coupled PPO on the same data in one to eight updates, fresh or old."""
     figure, axes = plt.subplots(1, 2, figsize=(6.4, 2.9), sharey=True)
     gains = gains_by_batch_size()
     for axis, (name, preset) in zip(axes, OBJECTIVES.items(), strict=True):
@@ -219,29 +466,29 @@ def batch_size():
 
 
 def study():
-    """Final accuracies of the study, a dot per seed, staleness 8; the
-    best while training in grey."""
-    shown = ["matched", "small_steps_token_is", "token_is_opsm", "small_steps", "bypass_ppo_clip",
+    """Draw final accuracies at staleness 8, a dot per seed; grey is the best while training."""
+    shown = ["on_time", "small_steps_token_is", "token_is_opsm", "small_steps", "bypass_ppo_clip",
              "decoupled_seq_is",
              "decoupled_token_is", "decoupled_seq_is_rs", "bypass_pg_is", "naive",
              "shuffled_weights"]
-    cells = {name: runs()["staleness_8"][name] if name != "matched" else runs()["matched"]["naive"]
+    cells = {name: runs()["staleness_8"][name] if name != "on_time" else runs()["matched"]["naive"]
              for name in shown}
     figure, axis = plt.subplots(figsize=(5.2, 3.4))
     for y, name in enumerate(reversed(shown)):
         final, best = ([float(row[c]) for row in cells[name].values()]
                        for c in ("final_accuracy", "best_accuracy"))
-        color = {"matched": BLACK, "naive": RED, "shuffled_weights": RED}.get(name, BLUE)
+        color = {"on_time": BLACK, "naive": RED, "shuffled_weights": RED}.get(name, BLUE)
         axis.plot(best, [y] * len(best), "|", color="#999999", markersize=9)
         axis.plot(final, [y] * len(final), "o", color=color, markersize=4, alpha=0.6,
                   markeredgewidth=0)
         axis.plot(sum(final) / len(final), y, "D", color=color, markersize=6)
-    labels = [name if name != "matched" else "naive (matched)" for name in reversed(shown)]
+    labels = [name if name != "on_time" else "naive (on_time)" for name in reversed(shown)]
     axis.set_yticks(range(len(shown)), labels)
-    axis.set(xlim=(0, 1), xlabel="held-out accuracy after 60 steps, rollouts 8 steps late\n"
+    axis.set(xlim=(0, 1), xlabel="held-out accuracy after 60 steps, rollouts 8 steps stale\n"
              "● a seed   ◆ their mean   | the best while training")
     starts = [float(row["first_accuracy"]) for row in cells["naive"].values()]
     axis.axvline(sum(starts) / len(starts), color="#999999", linestyle=":")
+    axis.text(0.65, 9.5, "dotted: before training", fontsize=8, ha="right", va="center")
     return figure
 
 
@@ -253,8 +500,7 @@ ARMS = {"matched": (BLACK, "-"), "decoupled_seq_is": (BLUE, "-"), "decoupled_tok
 
 
 def curves(rows, axis=None):
-    """Held-out accuracy against the step: a thin line per seed, a thick
-    one for the mean of an arm."""
+    """Draw held-out accuracy against the step: thin lines are seeds, a thick one an arm's mean."""
     figure, axis = (None, axis) if axis else plt.subplots(figsize=(5.2, 3.2))
     for arm, (color, style) in ARMS.items():
         seeds = [[float(x) for x in row["curve"].split()] for row in rows if row["method"] == arm]
@@ -265,30 +511,92 @@ def curves(rows, axis=None):
             means = [sum(values) / len(values) for values in zip(*seeds, strict=True)]
             axis.plot(steps, means, linestyle=style, color=color,
                       label=f"{arm} ({len(seeds)} seed{'s'[:len(seeds) - 1]})")
-    axis.set(xlabel="step", ylabel="held-out accuracy", ylim=(-0.02, 1))
+    axis.set(xlabel="training step", ylabel="held-out accuracy", ylim=(-0.02, 1))
     if figure:
         axis.legend(fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
     return figure
 
 
+def apart(heights, least):
+    """Move {name: height} up or down as little as keeps them `least` from one another."""
+    names = sorted(heights, key=lambda name: heights[name])
+    groups = [[[name], heights[name]] for name in names]               # names, the middle of them
+    while True:
+        close = [i for i in range(len(groups) - 1) if groups[i + 1][1] - groups[i][1]
+                 < least * (len(groups[i][0]) + len(groups[i + 1][0])) / 2 - 1e-9]
+        if not close:
+            return {name: middle + least * (i - (len(group) - 1) / 2)
+                    for group, middle in groups for i, name in enumerate(group)}
+        group = groups[close[0]][0] + groups.pop(close[0] + 1)[0]
+        groups[close[0]] = [group, statistics.mean(heights[name] for name in group)]
+
+
 def study_64():
-    """The second study's three main regimes, those that have been run: every arm's curves."""
+    """Draw the curves of the second study's three main regimes, each arm with its name."""
     found = runs("study-64")
     names = [regime for regime in ("int4_fast", "int4_slow", "staleness_4") if regime in found]
-    figure, axes = plt.subplots(1, len(names), figsize=(1.2 + 3 * len(names), 3.2), sharey=True,
+    figure, axes = plt.subplots(1, len(names), figsize=(3.7 * len(names), 3.5), sharey=True,
                                 squeeze=False)
     for axis, regime in zip(axes[0], names, strict=True):
         curves([row for of_method in found[regime].values() for row in of_method.values()], axis)
-        axis.set(title=regime)
-    lines = {line.get_label().split(" (")[0]: line for axis in axes[0]
-             for line in axis.get_legend_handles_labels()[0]}
-    figure.legend(lines.values(), lines, loc="outside lower center", ncols=4, fontsize=8)
+        ends = {line.get_label().split(" (")[0]: line.get_ydata()[-1]
+                for line in axis.get_legend_handles_labels()[0]}
+        for arm, height in apart(ends, 0.058).items():
+            color = DARK.get(arm, ARMS[arm][0])
+            axis.plot([40, 42], [ends[arm], height], color=color, linewidth=0.7, clip_on=False)
+            axis.text(42.5, height, arm, color=color, fontsize=8, va="center")
+        axis.set(xlim=(4, 40), xticks=range(10, 41, 10))
+        axis.set_title(f"{regime}\n" + TITLES[regime].replace("\n", " "), loc="left", fontsize=9)
+        axis.label_outer()
     return figure
 
 
+DARK = {"decoupled_token_is": "#2888BB", "bypass_ppo_clip": "#B67A00",      # legible as text
+        "bypass_low_open": "#B0558A", "bypass_high_open": "#777777"}
+
+
+def study_64_forest():
+    """Draw every contrast of the second study with its interval, by regime; filled: separable."""
+    of_regime = {}
+    for regime, arm, other, pair, separable in judged_contrasts():
+        of_regime.setdefault(regime, []).append((arm, other, *paired(*pair, "area"), separable))
+    figure, axis = plt.subplots(figsize=(7.2, 9.2))
+    y, ticks, labels = 0.0, [], []
+    for regime, rows in of_regime.items():
+        y -= 0.35
+        axis.text(-0.815, y, regime, fontsize=8, fontweight="bold", va="center")
+        said = TITLES.get(regime, regime.split("_")[-1] + " tokens").replace("\n", " ")
+        said = said.replace("weights rounded to ", "").replace("weights of ", "")
+        axis.text(0.49, y, said, fontsize=7, va="center", ha="right")
+        y -= 1
+        for arm, other, gap, width, separable in rows:
+            color = BLUE if gap > 0 else RED
+            color = color if separable else "#777777"
+            axis.plot([gap - width, gap + width], [y, y], color=color, linewidth=1.2)
+            axis.plot(gap, y, "o", markersize=5, color=color,
+                      markerfacecolor=color if separable else "white")
+            ticks.append(y)
+            labels.append(f"{arm} − {other}")
+            y -= 1
+    axis.axvline(0, color=BLACK, linewidth=0.9)
+    axis.text(0.012, 0.55, "first arm better →", fontsize=8)
+    axis.text(-0.012, 0.55, "← first arm worse", fontsize=8, ha="right")
+    axis.text(-0.44, -25, "filled, in colour:\nseparable after adjustment\n\n"
+              "hollow, grey:\nnot separable", fontsize=8, va="center", ha="center")
+    axis.set_yticks(ticks, labels, fontsize=7)
+    axis.tick_params(axis="y", length=0)
+    axis.grid(axis="y", visible=False)
+    axis.set(xlim=(-0.83, 0.5), ylim=(y, 1.4),
+             xlabel="difference of the area: held-out accuracy averaged over steps 5 to 40\n"
+             "(0 to 1; mean over ten seeds and 95 % interval)")
+    return figure
+
+
+CALLED = {"naive": "disabled", "matched": "equal weights\non both sides"}     # in a figure
+
+
 def study_64_areas(regimes=("int4_fast", "int4_slow", "staleness_4")):
-    """The endpoint of the second study in regimes that have been run: a
-    dot per seed, their mean."""
+    """Draw the second study's endpoint in regimes that have been run, with a dot per seed."""
     found = runs("study-64")
     names = [regime for regime in regimes if regime in found]
     shown = [arm for arm in ("naive", "bypass_ppo_clip", "decoupled_token_is", "decoupled_seq_is",
@@ -307,20 +615,22 @@ def study_64_areas(regimes=("int4_fast", "int4_slow", "staleness_4")):
         starts = [float(row["first_accuracy"]) for row in found[regime]["naive"].values()]
         axis.axvline(sum(starts) / len(starts), color="#999999", linestyle=":")
         axis.set(title=TITLES[regime], xlim=(0, 1), ylim=(-0.5, len(shown) - 0.5),
-                 yticks=range(len(shown)), yticklabels=shown)
+                 yticks=range(len(shown)), yticklabels=[CALLED.get(arm, arm) for arm in shown])
     figure.supxlabel("area under the held-out accuracy of 40 steps      "
                      "● a seed   ◆ their mean   dotted: before training", fontsize=9)
     return figure
 
 
 def study_64_others():
-    """The same in the regimes of the second family."""
+    """Draw the endpoint in the regimes of the second family."""
     return study_64_areas(("int4_staleness_4", "vllm_bf16_staleness_4", "int5", "int6"))
 
 
 def study_64_tried(regime="int4_fast"):
-    """What every arm of one regime adds to the area of `naive`, paired by seed: a
-    dot per seed, their mean."""
+    """Draw what every arm of one regime adds to the area of `naive`, paired by seed.
+
+    A dot is a seed, a diamond the mean.
+    """
     arms = runs("study-64")[regime]
     gains = {arm: [float(row["area"]) - float(arms["naive"][seed]["area"])
                    for seed, row in rows.items()] for arm, rows in arms.items()}
@@ -339,8 +649,10 @@ def study_64_tried(regime="int4_fast"):
 
 
 def study_64_lengths():
-    """Four-bit weights, large steps, by length: what χ² of a token says of a response's
-    ESS/N, and what was learnt."""
+    """Draw ESS/N and areas by the length of an answer, for four-bit weights and large steps.
+
+    The left panel compares ESS/N with what χ² of a token predicts.
+    """
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3))
     shown = ("decoupled_seq_is", "decoupled_token_is", "naive")
     found = {length: runs("study-64").get(regime, {}) for length, regime in LENGTHS.items()}
@@ -349,11 +661,14 @@ def study_64_lengths():
         seeds = found[length]["decoupled_seq_is"].values()
         left.plot([(1 + float(row["chi2_token"])) ** -(length + 1) for row in seeds],
                   [1 / (1 + float(row["chi2_seq"])) for row in seeds], marker, color=color,
-                  markersize=4, label=f"{length} tokens")
+                  markersize=4)
+        x, y = {16: (0.44, 0.86), 32: (0.6, 0.56), 64: (0.2, 0.7), 128: (0.3, 0.3)}[length]
+        left.text(x, y, f"{length} tokens", color=DARK.get(color, color), fontsize=8)
     left.plot([0, 1], [0, 1], color="#999999", linewidth=1)
-    left.set(xlim=(0, 1), ylim=(0, 1), xlabel="$(1 + χ²_{token})^{-|y|}$",
-             title="ESS/N of responses")
-    left.legend(fontsize=8, loc="lower right")
+    left.text(0.72, 0.62, "formula", color="#777777", fontsize=8, rotation=42)
+    left.set(xlim=(0, 1), ylim=(0, 1),
+             xlabel="predicted from a token: $(1 + χ²_{token})^{-|y|}$",
+             ylabel="ESS/N of responses", title="decoupled_seq_is")
     for arm in shown:
         areas = {length: [float(row["area"]) for row in arms[arm].values()]
                  for length, arms in found.items()}
@@ -361,13 +676,15 @@ def study_64_lengths():
                                              for x in values]
         right.plot(*zip(*points, strict=True), "o", color=color, markersize=3, alpha=0.4,
                    markeredgewidth=0)
-        right.plot(list(areas), [statistics.mean(values) for values in areas.values()],
-                   linestyle=style, color=color, label=arm)
-    right.set(xscale="log", ylim=(0, 1), xlabel="tokens of an answer",
-              title="area under the held-out accuracy")
+        means = [statistics.mean(values) for values in areas.values()]
+        right.plot(list(areas), means, linestyle=style, color=color)
+        x, y = {"decoupled_seq_is": (17, 0.95), "decoupled_token_is": (17, 0.68),
+                "naive": (62, 0.52)}[arm]
+        right.text(x, y, arm, color=DARK.get(arm, color), fontsize=8)
+    right.set(xscale="log", ylim=(0, 1), xlabel="length of an answer, tokens",
+              ylabel="area", title="int4_fast, by length")
     right.set_xticks(list(found), labels=map(str, found))
     right.minorticks_off()
-    right.legend(fontsize=8, loc="lower left")
     return figure
 
 
@@ -382,8 +699,7 @@ TITLES = {"int4_fast": "weights rounded to 4 bits,\nlarge steps",
 
 
 def demo():
-    """What `python trainer.py` did: learning on the left, the distance of
-    the policies on the right."""
+    """Draw what `python trainer.py` did: learning, and the distance of the policies."""
     lines = [json.loads(line) for line in (ROOT / "runs/demo/metrics.jsonl").open()]
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 2.6))
     steps = [line["step"] for line in lines]
@@ -411,8 +727,7 @@ MARKERS = "osD^vXP<>"  # 8, 7 and 9 of them: no two groups have the same three
 
 
 def read_run(given):
-    """Return what is compared of a run: its name, seed, other settings, and
-    {step: {metric: number}}."""
+    """Return a run's name, seed, other settings and {step: {metric: number}}."""
     from plumbing.checkpoints import read_metrics                   # it loads transformers: 3 s
     places, files = [Path(given), Path("runs") / given], ("config.yaml", "metrics.jsonl")
     found = [place for place in places if any((place / file).exists() for file in files)]
@@ -439,8 +754,10 @@ def read_run(given):
 
 
 def read_settings(path):
-    """Return a run's seed, and the settings that stay when it is continued. One that is
-    left out has its default."""
+    """Return a run's seed, and the settings that stay when it is continued.
+
+    A setting that is left out has its default.
+    """
     defaults = {key: of.default for key, _, of in leaves(Settings)
                 if of.default is not dataclasses.MISSING}
     given = flat(cast(dict, OmegaConf.to_container(read_yaml(path, [])[0])))
@@ -451,15 +768,17 @@ def read_settings(path):
 
 
 def with_ess(line):
-    """Add ESS/N of the tokens, 1/(1 + χ²). Each run's own effective sample size is that of its
-    weights, of tokens in one and of sequences in another: these cannot be compared."""
+    """Add ESS/N of the tokens, 1/(1 + χ²).
+
+    A run's own effective sample size is that of its weights. These are weights of tokens in one run
+    and of sequences in another, which cannot be compared.
+    """
     chi2 = line.get("rollout_corr/chi2_token", math.nan)               # nan: nothing was left
     return {**line, "ESS/N_token": 1 / (1 + max(chi2, 0.0))}
 
 
 def groups_of(found):
-    """Return {name: runs}: runs that differ in nothing but their seed are a group,
-    named by what sets it apart."""
+    """Return {name: runs}: runs of a group differ in their seed alone; its name sets it apart."""
     groups = []
     for run in found:
         group = next((group for group in groups if group[0].settings == run.settings), [])
@@ -480,24 +799,21 @@ def groups_of(found):
 
 
 def in_words(settings, keys):
-    """Return key=value for those of the keys that the settings have;
-    where they have none, say so."""
+    """Return key=value for those of the keys that the settings have, or say that they have none."""
     values = {key: settings[key] for key in keys if key in settings}
     words = [f"{key}={x if isinstance(x, str) else json.dumps(x)}" for key, x in values.items()]
     return ", ".join(words or [f"no {key}" for key in keys])
 
 
 def values_of(runs, metric):
-    """Return {step: a finite value per run}, for the steps at which
-    every run of a group has one."""
+    """Return {step: a finite value per run} for the steps at which all runs of a group have one."""
     found = {step: [run.steps.get(step, {}).get(metric, math.nan) for run in runs]
              for step in runs[0].steps}
     return {step: values for step, values in found.items() if all(map(math.isfinite, values))}
 
 
 def band(values):
-    """Return mean, low and high: mean ± standard deviation (n − 1), but of two seeds
-    the lower and the higher."""
+    """Return mean, low and high: mean ± standard deviation (n − 1), or both values of two seeds."""
     mean = statistics.mean(values)
     if len(values) < 3:
         return mean, min(values), max(values)
@@ -505,8 +821,10 @@ def band(values):
 
 
 def draw_runs(groups, metrics):
-    """Draw a panel per metric below the groups' names. The view is what the seeds
-    reach; a band may go beyond it."""
+    """Draw a panel per metric below the groups' names.
+
+    The view is what the seeds reach. A band may go beyond it.
+    """
     columns = min(3, len(metrics))
     rows = math.ceil(len(metrics) / columns)
     figure, axes = plt.subplots(rows, columns, figsize=(max(6, 3.4 * columns), 2.4 * rows),
@@ -530,8 +848,7 @@ def draw_runs(groups, metrics):
 
 
 def draw_group(axis, i, values):
-    """Draw the mean of a group's seeds and its band; with a marker at every
-    point where these are few."""
+    """Draw the mean of a group's seeds and its band; mark every point where these are few."""
     if not values:
         return
     steps, (mean, low, high) = list(values), zip(*map(band, values.values()), strict=True)
@@ -548,8 +865,7 @@ def look_of(i):
 
 
 def legend_above(figure, groups):
-    """Put the groups' names above the panels, in as many columns as fit, and make the
-    figure higher by as much."""
+    """Put the groups' names above the panels, in as many columns as fit, and enlarge the figure."""
     kinds, names, handles = {1: "1 seed", 2: "mean and range of 2 seeds"}, [], []
     for i, (name, runs) in enumerate(groups.items()):
         kind = kinds.get(len(runs), f"mean ± std of {len(runs)} seeds")
@@ -567,8 +883,10 @@ def legend_above(figure, groups):
 
 
 def table_of(groups):
-    """Return an aligned table, a line per group. "Last" is the last step at which all
-    of its runs have a value."""
+    """Return an aligned table, a line per group.
+
+    "Last" is the last step at which all of its runs have a value.
+    """
     lines = [("", "seeds", "steps", "accuracy, first → last", "last reward", "last k3")]
     for name, runs in groups.items():
         accuracy, reward, k3 = (list(values_of(runs, metric).values()) or [None]
@@ -614,8 +932,7 @@ def left_out(groups, metrics):
 
 
 def panels_of(given, found):
-    """Return the metrics to draw: those that were named, each of which must be there, or
-    those of PANELS that are."""
+    """Return the metrics to draw: the named ones, which must all be there, or those of PANELS."""
     known = {name for run in found for line in run.steps.values() for name, x in line.items()
              if math.isfinite(x)}
     for name in given or ():
@@ -649,8 +966,7 @@ def compare(runs, metrics, out):
 
 
 def compare_runs(argv):
-    """The command line of `runs`. Return the exit code: 2 after the
-    sentence that says what is wrong."""
+    """Run the command `runs`; return the exit code, 2 after a sentence that says what is wrong."""
     parser = argparse.ArgumentParser(prog="figures.py runs",
                                      description="Draw training curves of runs side by side.")
     parser.add_argument("runs", nargs="+", metavar="RUN",
@@ -673,6 +989,31 @@ SIGNED = ("temperature", "raw", "cut", "shift", "padding", "retokenised", "in-fl
           "softcap")
 
 
+def card(regime="int4_slow"):
+    """Draw what a link to the book shows, 1200 × 630 pixels: three arms of the second study."""
+    said = {"decoupled_seq_is": "sequence weights", "naive": "no correction",
+            "bypass_ppo_clip": "bypass\n(saves a pass)"}
+    found = runs("study-64")[regime]
+    figure, axis = plt.subplots(figsize=(1200 / 110, 630 / 110))
+    curves([row for arm in said for row in found[arm].values()], axis)
+    for line in axis.get_lines():
+        line.set_linewidth(2 * line.get_linewidth())
+    for arm, words in said.items():
+        rows = found[arm].values()
+        end = statistics.mean(float(row["curve"].split()[-1]) for row in rows)
+        area = statistics.mean(float(row["area"]) for row in rows)
+        axis.text(40.8, end, f"{words}\naverage {area:.2f}", fontsize=16, va="center",
+                  color=DARK.get(arm, ARMS[arm][0]))
+    axis.set(xlim=(5, 40), xticks=range(10, 41, 10))
+    axis.set_xlabel("training step, the sampler's weights at four bits", fontsize=15)
+    axis.set_ylabel("held-out accuracy", fontsize=15)
+    axis.tick_params(labelsize=13)
+    axis.set_title("Your sampler is not your policy.", fontsize=32, weight="bold", loc="left",
+                   pad=18)
+    cast(Any, figure.get_layout_engine()).set(w_pad=0.35, h_pad=0.3)
+    return figure
+
+
 def signatures():
     """Plant causes in one model, and draw a row of five panels for each, a healthy pair first."""
     with torch.no_grad(), plt.rc_context({"axes.grid": False}):
@@ -685,13 +1026,17 @@ def signatures():
 
 # ----------------------------------------------------------------------------- the command line
 
-FIGURES = {"length-trap": length_trap, "bias-variance": bias_variance,
-           "kl-estimators": kl_estimators,
-           "gradient-field": gradient_field, "batch-size": batch_size, "study": study,
-           "study-64": study_64, "study-64-areas": study_64_areas,
-           "study-64-others": study_64_others,
+FIGURES = {"three-policies": three_policies, "gradient-choices": gradient_choices,
+           "length-trap": length_trap, "bias-variance": bias_variance,
+           "weight-levels": weight_levels, "loss-coefficients": loss_coefficients,
+           "kl-estimators": kl_estimators, "effective-samples": effective_samples,
+           "two-ratios": two_ratios,
+           "gradient-field": gradient_field, "clip-around-mu": clip_around_mu,
+           "batch-size": batch_size, "study": study,
+           "study-64": study_64, "study-64-forest": study_64_forest,
+           "study-64-areas": study_64_areas, "study-64-others": study_64_others,
            "study-64-tried": study_64_tried, "study-64-lengths": study_64_lengths,
-           "signatures": signatures}
+           "signatures": signatures, "card": card}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["runs"]:
@@ -699,5 +1044,7 @@ if __name__ == "__main__":
     for name in sys.argv[1:] or FIGURES:
         image, path = io.BytesIO(), ROOT / "math" / "figures" / f"{name}.png"
         (FIGURES | {"demo": demo})[name]().savefig(image, dpi=110)
-        few = Image.open(image).convert("RGB").quantize(48, dither=Image.Dither.NONE)    # colours
+        # 192 colours are (nearly) all of them: with fewer, two arms would look alike.
+        few = Image.open(image).convert("RGB").quantize(192, Image.Quantize.FASTOCTREE,
+                                                        dither=Image.Dither.NONE)
         few.save(path, optimize=True)

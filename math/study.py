@@ -1,8 +1,7 @@
-"""Does training collapse without correction, and does correction rescue
-it? The runs, one line each.
+"""Run the study: does training collapse without correction, and does correction rescue it?
 
-    python math/study.py                     # what study.yaml asks for and study.csv has not got
-                                             # yet; then the figures, and chapter 10's tables
+    python math/study.py                     # the runs of study.yaml that study.csv does not have;
+                                             # then the figures, and chapter 12's tables
     python math/study.py math/study-64.yaml  # the same for the second study
     python math/study.py --quick             # three runs of it and runs/quick.png: collapse, rescue
 
@@ -36,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 # ---------------------------------------------------------------------------------------- one run
 
 def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
-    """Trains, and reads its line of the table out of the run's metrics."""
+    """Train a cell, and return its line of the table from the run's metrics."""
     import trainer
     from plumbing.checkpoints import read_metrics
     from plumbing.run import directory_of
@@ -70,7 +69,7 @@ def config_of(study: dict, regime: str, method: str, seed: int):
 
 
 def warm_start(config, lock: Path) -> None:
-    """The policy that all arms of a seed begin with: made by one cell while the others wait."""
+    """Make the policy that all arms of a seed begin with, in one cell while the others wait."""
     from plumbing.faults import process_group
     from plumbing.tasks import make_demo_model, make_task
     with lock.open("w") as file, process_group():
@@ -79,8 +78,7 @@ def warm_start(config, lock: Path) -> None:
 
 
 def in_float32(evaluate):
-    """One evaluator for all arms: the transformers engine in float32,
-    whatever samples the rollouts."""
+    """Return an evaluator that is the same for all arms: the transformers engine in float32."""
     from plumbing.engines import make_engine
     from plumbing.tasks import make_demo_model
 
@@ -97,8 +95,10 @@ def in_float32(evaluate):
 
 
 def watch(trainer) -> dict:
-    """Will hold the first update's shares of tokens whose π_θ/μ is beyond either end
-    of the clip, by A's sign."""
+    """Return a dict that will hold the first update's shares of tokens beyond the clip's ends.
+
+    A share is that of the tokens whose π_θ/μ is beyond one end, for one sign of A.
+    """
     import torch
     loss, found = trainer.policy_loss, {}
 
@@ -116,16 +116,16 @@ def watch(trainer) -> dict:
 
 
 def plant(method: str, trainer) -> dict:
-    """The mistake, the controls and two weights: on purpose, the trainer has no settings for them.
+    """Plant a method that is not among the trainer's settings: a mistake, a control or a weight.
 
-    Returns what they will have counted when the run has ended.
+    Return a dict that has the method's counts when the run has ended.
     """
     import torch
     loss, correct, train = trainer.policy_loss, trainer.correct, trainer.train
     tokens_to_learn_from, found = trainer.tokens_to_learn_from, {}
 
     def double_count(log_prob, old, rollout, advantages, mask, *rest, **more):
-        """PPO's ratio is π_θ/μ already, and π_θ/μ weighs it again: w·min(ρA, clip(ρ)A)."""
+        """Weigh PPO's ratio, which is π_θ/μ already, by π_θ/μ again: w·min(ρA, clip(ρ)A)."""
         weights = torch.where(mask, log_prob - rollout, 0.0).detach().exp().clamp(max=2.0)
         return loss(log_prob, old, rollout, weights * advantages, mask, *rest, **more)
 
@@ -171,7 +171,7 @@ def plant(method: str, trainer) -> dict:
 
 
 def sgd_with_adams_first_step(run):
-    """SGD whose rate is such that its first step is as long as that of the run's AdamW would be."""
+    """Return an SGD whose first step is as long as that of the run's AdamW would be."""
     import torch
     optimizer, factor = torch.optim.SGD(run.policy.parameters(), lr=run.config.train.lr), []
 
@@ -190,7 +190,7 @@ def sgd_with_adams_first_step(run):
 
 
 def summary(lines: list[dict]) -> dict:
-    """One line of study.csv. Means over the steps; χ², whose tail is heavy, as the median."""
+    """Return one line of study.csv: means over the steps, but the median of the heavy-tailed χ²."""
     def each(name, default: Any = None) -> list[Any]:
         return [line.get(f"rollout_corr/{name}", default) for line in lines]
 
@@ -221,7 +221,7 @@ def summary(lines: list[dict]) -> dict:
 
 
 def judged(lines: list[dict]) -> str:
-    """What `diagnose` looks at, step by step: JSON with four digits."""
+    """Return what `diagnose` looks at, step by step, as JSON with four digits."""
     from doctor import HEALTHY
     names = {row[0] for row in HEALTHY} | {"is_ratio_mean", "is_ratio_z", "kl", "kl_z"}
     steps = [{name.removeprefix("rollout_corr/"): float(f"{value:.4g}")
@@ -244,15 +244,14 @@ def smooth(values: list[float], width: int = 5) -> list[float]:
 
 
 def first(flags):
-    """The first step at which it holds, or nothing."""
+    """Return the first step at which a flag holds, or nothing."""
     return next((step for step, flag in enumerate(flags, 1) if flag), "")
 
 
 # ------------------------------------------------------------------------------------- all of them
 
 def wanted(study: dict) -> list[tuple[str, str, int]]:
-    """The cells, each once, block by block and seed by seed; method
-    `presets` stands for all of them."""
+    """Return the cells, each once, by block and seed; method `presets` stands for all presets."""
     from correction import HISTORICAL, PRESETS
     presets = [name for name in PRESETS if name not in HISTORICAL and name != "disabled"]
     found = {}
@@ -270,7 +269,7 @@ def read(path: Path) -> list[dict]:
 
 
 def write(path: Path, rows: list[dict]) -> None:
-    """With the columns that the file began with."""
+    """Write the rows, with the columns that the file began with."""
     part = path.with_suffix(".part")
     with part.open("w", newline="") as file:
         table = csv.DictWriter(file, list(rows[0]), lineterminator="\n", extrasaction="ignore")
@@ -298,8 +297,10 @@ def run_all(study: dict, path: Path, workers: int) -> None:
 
 
 def declared(path: Path) -> dict:
-    """What a study declares; `like` names the study whose settings, regimes
-    and methods it begins with."""
+    """Return what a study declares, on top of what the study named by `like` declares.
+
+    It inherits settings, evaluator, regimes and methods.
+    """
     own = cast(DictConfig, OmegaConf.load(path))
     if "like" in own:
         base = cast(DictConfig, OmegaConf.load(path.with_name(own.like)))
@@ -324,7 +325,7 @@ def main() -> None:
 
 
 def quick(workers: int) -> None:
-    """The cells that study-64.yaml names for a reader in a hurry, and runs/quick.png."""
+    """Run the few cells that study-64.yaml names as quick, and draw runs/quick.png."""
     study = declared(ROOT / "math" / "study-64.yaml")
     rows, picture = Path("runs") / ".study" / "quick.csv", Path("runs") / "quick.png"
     rows.parent.mkdir(parents=True, exist_ok=True)

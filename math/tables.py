@@ -1,4 +1,4 @@
-"""Writes the generated tables between their markers, in README.md and in the chapters.
+"""Write the generated tables between their markers, in the two READMEs and in math/.
 
 Each table stands between <!-- begin: NAME --> and <!-- end: NAME -->; a file without a
 marker is left alone. No number is typed: all come from the presets, from the public
@@ -36,6 +36,7 @@ from rejection import interval as read_interval
 from surrogates import LOSSES
 from estimators import LEVELS, kl_estimate, masked_log_ratio
 from losses import LossConfig, kl_loss, policy_loss, reinforce_loss
+from plumbing.settings import documented
 from doctor import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED, diagnose
 
 SUM = "seq-mean-token-sum"
@@ -43,7 +44,7 @@ TODAY = [name for name in PRESETS if name not in HISTORICAL and name not in ("ge
 
 
 def markdown(header, rows):
-    """With a minus, not a hyphen, where a cell begins with a negative number."""
+    """Write a table; a cell that begins with a negative number has a minus, not a hyphen."""
     lines = [[str(cell).replace("|", "\\|") for cell in line]
              for line in (header, ["---"] * len(header), *rows)]
     return re.sub(r"(?<=\| )-(?=\d)", "−",
@@ -51,7 +52,7 @@ def markdown(header, rows):
 
 
 def number(x, digits=2):
-    """A figure, or a bold 0 for what is 0 to rounding."""
+    """Write a figure; what is 0 to rounding is a bold 0."""
     return "**0**" if abs(x) < 1e-10 else "< 0.01" if abs(x) < 0.005 else f"{x:.{digits}f}"
 
 
@@ -78,7 +79,7 @@ def rejection_in_words(config):
 
 
 def criteria():
-    """The rows of CRITERIA: what is kept, and what it takes to judge."""
+    """List the rows of CRITERIA: what each keeps, and what it needs to judge."""
     rows = [[f"`{name}`", row.of, row.statistic,
              "[lo, hi]" if row.read is read_interval else "upper bound",
              ", ".join(f"`{needed}`" for needed in row.needs) or "–"]
@@ -88,7 +89,7 @@ def criteria():
 
 
 def losses():
-    """The rows of LOSSES: their own numbers, and which ratio they have."""
+    """List the rows of LOSSES: the settings that only they have, and their ratio."""
     ratio = {"token": "r of the token", "geometric": "geometric mean of r", None: "none"}
     rows = [[f"`{name}`", row.meaning, ratio[row.level], ", ".join(
         f"`{key}` {'null' if own is None else f'{own:g}'}" for key, own in row.own.items()) or "–"]
@@ -100,16 +101,16 @@ def presets():
     rows = []
     for name in TODAY:
         config = PRESETS[name]()
-        mode = "bypass: π_θ/μ" if config.bypass_mode else "decoupled: π_old/μ"
+        mode = "bypass" if config.bypass_mode else "decoupled"
         rows.append([f"`{name}`", mode, weights_in_words(config), rejection_in_words(config),
                      config.loss_type])
-    return markdown(["preset", "mode: ρ", "weights", "kept only if", "loss"], rows)
+    return markdown(["preset", "mode", "weights", "kept only if", "loss"], rows)
 
 
 # ---------------------------------------------------------------------------------------------- KL
 
 def kl_table():
-    """Every estimator's mean value and expected gradient, on- and off-policy."""
+    """List every estimator's mean value and expected gradient, on- and off-policy."""
     pi = Policy(V=3, T=3, seed=0)
     ref, off = pi.perturbed(seed=3, size=0.5), pi.perturbed(seed=1, size=0.5)
     lp, ref_lp, mask, rows = pi.log_probs(), ref.log_probs().detach(), pi.mask, len(pi.tokens)
@@ -194,7 +195,7 @@ def kl_table():
 # -------------------------------------------------------------------------------- bias and variance
 
 def long_policy(T, seed):
-    """A policy that seldom ends before T, so that most responses have T tokens."""
+    """Return a policy that seldom ends before T, so that most responses have T tokens."""
     policy = Policy(V=3, T=T, seed=seed)
     with torch.no_grad():
         policy.logits[:, 0] -= 2.0
@@ -202,9 +203,10 @@ def long_policy(T, seed):
 
 
 def without_end(config, train_lp, mu_lp, mask, advantages, visits):
-    """Decide as `correct` does, for a batch in which each response is met `visits` [B, 1] often.
+    """Decide as `correct` does for a batch that contains each response `visits` [B, 1] times.
 
-    That changes second_moment alone: the worst tokens go until the mean under μ is met.
+    Only the decision of second_moment depends on that: it rejects the worst tokens until the mean
+    under μ meets the bound.
     """
     others = {name: x for name, x in config.rollout_rs.items() if name != "second_moment"}
     decided = correct(train_lp, mu_lp, mask, replace(config, rollout_rs=others), advantages)
@@ -218,14 +220,14 @@ def without_end(config, train_lp, mu_lp, mask, advantages, visits):
 
 
 def field(config, theta, old, mu, advantages):
-    """∇ of every response's objective in one call: by the logits of its states [N, T,
-    V], the correction, the mean.
+    """Return each response's gradient by the logits of its states, the correction and the mean.
 
-    With N rows, N·loss is the sum of the rows' losses; d/d log π(v) of it, of the tokens' own and
-    of all other v that score centering subtracts, is what each token contributes.
+    The gradient is that of the response's objective, [N, T, V]. With N rows, N·loss is the sum of
+    the rows' losses. A token contributes d/d log π(v) of it, for the token itself and for all other
+    v that score centering subtracts.
     """
     states, tokens, mask = theta.states, theta.tokens[..., None], theta.mask
-    # [N, T, V]
+    # every and mu_every are log-probs of all tokens: [N, T, V]
     every, mu_every = theta.step_log_probs()[states], mu.step_log_probs().detach()[states]
     lp = every.gather(-1, tokens)[..., 0] * mask
     old_lp, mu_lp = old.log_probs().detach(), mu.log_probs().detach()
@@ -242,7 +244,7 @@ def field(config, theta, old, mu, advantages):
 
 
 def side_by_side(policies):
-    """Independent policies as the blocks of one, so that one call computes all of them."""
+    """Join independent policies as blocks of one, so that one call computes all of them."""
     whole = Policy(policies[0].V, policies[0].T)
     whole.tokens, whole.mask = (torch.cat([getattr(p, x) for p in policies])
                                 for x in ("tokens", "mask"))
@@ -254,7 +256,7 @@ def side_by_side(policies):
 def moments(config, theta, old, mu, advantages, policies=1):
     """Return mean and variance of the gradient from one response, and the share of tokens kept.
 
-    Of each of the policies side by side: [policies, P], [policies] (the trace) and [policies].
+    Each has a value per policy side by side: [policies, P], [policies] (the trace), [policies].
     """
     def of_each(values):
         return (mu.probs().detach() * values).reshape(policies, -1).sum(-1)
@@ -272,7 +274,7 @@ POLICIES = 64  # random ones that an average is over
 
 
 def root_mean_square(values, units):
-    """√(Σ values / Σ units), and its standard error: by leaving out each policy in turn."""
+    """Return √(Σ values / Σ units) and its jackknife standard error over the policies."""
     total = (values.sum() / units.sum()).sqrt().item()
     without = ((values.sum() - values) / (units.sum() - units)).sqrt()
     n = len(values)
@@ -281,8 +283,7 @@ def root_mean_square(values, units):
 
 @cache
 def crowd(T):
-    """Random policies side by side, noise for the logits of others near them, and a
-    reward of every response."""
+    """Return random policies side by side, noise for two policies near them, and rewards."""
     alone = [long_policy(T, seed) for seed in range(POLICIES)]
     noise = [torch.cat([Policy(3, T, seed + first).logits.detach() for seed in range(POLICIES)])
              for first in (100, 200)]
@@ -298,7 +299,7 @@ def near(policy, noise, size):
 
 @cache
 def studies(T, size, update):
-    """π_old, μ with noise of this size, π_θ, the advantages, ∇J of each [policies, P]."""
+    """Return π_old, μ with noise of this size, π_θ, the advantages, and each ∇J: [policies, P]."""
     old, noise, reward = crowd(T)
     mu, theta = near(old, noise[0], size), near(old, noise[1], update)
     value = (old.probs().detach() * reward[:, 0]).reshape(POLICIES, -1).sum(-1)  # J of each
@@ -319,7 +320,7 @@ def bias_and_std(config, T, size, update=0.0):
 
 
 def priced(found):
-    """A cell: bias ± its standard error / standard deviation."""
+    """Write a cell: bias ± its standard error / standard deviation."""
     bias, error, std, _ = found
     return f"{number(bias)}{'' if error < 0.005 else f' ± {error:.2f}'} / {std:.2f}"
 
@@ -335,21 +336,30 @@ IDEAS_OF_2026 = {
     "`second_moment: 0.04` (M2PO)": RolloutCorrectionConfig(rollout_rs={"second_moment": 0.04})}
 
 
-def studied():
-    """The presets; before them the exact weight, after them this year's ideas, and two with bounds
-    that short responses can meet."""
+def exact_and_presets():
+    """Return the configurations of the exact weight and of the presets."""
     return {"sequence ρ, C = ∞": RolloutCorrectionConfig.bypass_pg_is(torch.inf),
-            **{f"`{name}`": PRESETS[name]() for name in TODAY},
-            **IDEAS_OF_2026,
-            "`decoupled_geo_rs`, 0.8–1.25": RolloutCorrectionConfig.decoupled_geo_rs((0.8, 1.25)),
-            "`decoupled_k3_rs`, 0.1": RolloutCorrectionConfig.decoupled_k3_rs(0.1)}
+            **{f"`{name}`": PRESETS[name]() for name in TODAY}}
+
+
+# These presets have bounds that short responses can meet.
+WIDER = {"`decoupled_geo_rs`, 0.8–1.25": RolloutCorrectionConfig.decoupled_geo_rs((0.8, 1.25)),
+         "`decoupled_k3_rs`, 0.1": RolloutCorrectionConfig.decoupled_k3_rs(0.1)}
+# All methods of 2026 but the last are in bypass mode with `loss_type: reinforce`.
+METHODS_IN_BYPASS = {name: x for name, x in IDEAS_OF_2026.items() if x.bypass_mode}
+METHODS_DECOUPLED = {name: x for name, x in IDEAS_OF_2026.items() if not x.bypass_mode} | WIDER
+
+
+def studied():
+    """Return the presets, the ideas of 2026, and two with bounds that short responses can meet."""
+    return exact_and_presets() | IDEAS_OF_2026 | WIDER
 
 
 def collapsed(rows, later=None):
-    """Rows with the same figures as one that names all.
+    """Join the rows that have the same figures into one row that names all of them.
 
-    Where they differ in the column `later` alone, it says first what is
-    decoupled and then what is bypass.
+    Rows that differ only in the column `later` are joined, too. That cell gives the figure of the
+    decoupled methods, then that of the bypass methods.
     """
     groups = {}
     for name, *figures in rows:
@@ -366,15 +376,19 @@ def collapsed(rows, later=None):
     return lines
 
 
-def bias_variance():
+def prices(methods):
+    """Tabulate bias and standard deviation of a response's gradient for each of the methods.
+
+    A column is for T = 4 and Δ = 0.2 unless it says otherwise.
+    """
     settings = [(4, 0.05, 0), (4, 0.2, 0), (4, 0.5, 0), (2, 0.2, 0), (8, 0.2, 0), (4, 0.2, 0.2)]
-    names = [f"Δ = {size:g}, T = {T}" + (", later" if update else "")
+    names = ["later" if update else f"Δ = {size:g}" if T == 4 else f"T = {T}"
              for T, size, update in settings]
     rows = []
-    for name, config in studied().items():
+    for name, config in methods.items():
         found = [bias_and_std(config, *setting) for setting in settings]
-        rows.append([name, *map(priced, found), f"{100 * found[1][3]:.0f} %"])
-    return markdown(["preset", *names, "kept, " + names[1]], collapsed(rows, later=5))
+        rows.append([name, *map(priced, found), f"{found[1][3]:.2f}"])
+    return markdown(["method", *names, "kept"], collapsed(rows, later=5)).replace(" --- |", "---|")
 
 
 # ----------------------------------------------------------------------------------------- metrics
@@ -448,7 +462,7 @@ FORMULAS = {
 
 
 def every_metric():
-    """The names of all metrics that any configuration reports."""
+    """Return the names of all metrics that any configuration reports."""
     pi, names = Policy(V=3, T=3, seed=0), {}
     bounds = {name: (0.5, 2.0) if row.read is read_interval else 0.1
               for name, row in CRITERIA.items()}
@@ -459,7 +473,7 @@ def every_metric():
 
 
 def family(name):
-    """The row of FORMULAS that a metric belongs to."""
+    """Return the row of FORMULAS that a metric belongs to."""
     if name in FORMULAS:
         return name
     criterion = f"rollout_rs_(?:{'|'.join(sorted(CRITERIA, key=len)[::-1])})"
@@ -470,9 +484,8 @@ def family(name):
     return name
 
 
-def metrics():
-    """What `diagnose` judges, then what a correction reports; a name
-    without a formula is a KeyError."""
+def healthy():
+    """List the ranges by which `diagnose` judges, then the reasons why a step may teach nothing."""
     judged = [[f"`{name}`", f"{low:g}" if low == high else f"{low:g} to {high:g}", meaning, remedy]
               for name, low, high, meaning, remedy in HEALTHY]
     judged.insert(0, ["`k3_kl`, with nothing that corrects it", f"0 to {UNCORRECTED:g}",
@@ -482,33 +495,50 @@ def metrics():
                for name, (limit, meaning, remedy) in SEVERE.items()]
     lessons = [[", ".join(f"`{name}` = {value}" for name, value in values.items()), meaning, remedy]
                for values, meaning, remedy in NO_LESSON]
+    return (markdown(["metric", "healthy", "outside it", "what to turn"], judged)
+            + "\n\nWhere a step teaches nothing, `diagnose` names the first reason that holds:\n\n"
+            + markdown(["where", "why", "what to turn"], lessons))
+
+
+def metrics():
+    """List every metric that a correction reports; a name without a formula raises KeyError."""
     names = every_metric()
     formulas = [[f"`{row}`", FORMULAS[row]]
                 for row in dict.fromkeys(family(name) for name in names)]
-    return (markdown(["metric", "healthy", "outside it", "what to turn"], judged)
-            + "\n\nA step that teaches nothing has its reason named, the first that holds:\n\n"
-            + markdown(["where", "why", "what to turn"], lessons)
-            + f"\n\nThese are all {len(names)} metrics, `rollout_corr/` left out. PREFIX is "
-            "`rollout_is` (w: the weights before they are normalised), `rollout_is_raw` (w: ρ at "
-            "their level) or\nCRITERION`_rho` (w: ρ at the level of a criterion that bounds it); "
-            "CRITERION is `rollout_rs_` and the criterion's name.\nρ is a token's, or its "
-            "sequence's product or geometric mean; N how many tokens or responses there are. "
-            "Other\nsystems' names for them are in `adapters/names.py`.\n\n"
+    return (f"The table has all {len(names)} metrics of a correction, without their prefix "
+            "`rollout_corr/`. N counts tokens or responses.\n\n"
+            "* PREFIX stands for one of: `rollout_is`, the weights before they are normalised; "
+            "`rollout_is_raw`, ρ at the level of\n  the weights; CRITERION`_rho`, ρ at the level "
+            "of a criterion that bounds ρ.\n"
+            "* CRITERION stands for `rollout_rs_` and the name of a criterion.\n"
+            "* w is what PREFIX says; ρ a token's, or a sequence's product or geometric mean.\n\n"
             + markdown(["metric", "formula"], formulas))
+
+
+# ---------------------------------------------------------------------------------------- settings
+
+def settings():
+    """List every setting of the trainer: its default, what it may be, what it means."""
+    rows = [[f"`{key}`", f"`{default}`", meaning, may_be]
+            for key, default, meaning, may_be in documented()]
+    return markdown(["setting", "default", "meaning", "may be"], rows)
 
 
 # ----------------------------------------------------------------------------------- gradient field
 
 def ascend(config, start, noise, reward, lagging, beta=0.3, steps=400, rate=0.1, lag=8):
-    """Exact ascent on E[R] − β KL(π‖start), without sampling noise: the logits of every step.
+    """Return the logits of every step of exact ascent on E[R] − β KL(π‖start), without noise.
 
-    The gradient of E[R] is the preset's, in expectation over μ; that of the KL is the true one, for
-    all. start, noise: lists of policies and of what is added to the sampler's logits; reward
-    [policies, N, 1]; lagging [policies]: whether μ follows `lag` steps behind, or stays at the
-    start. Every step sets π_old := π_θ and is a step of Adam, whose rate falls linearly to 0; Adam
-    works on each logit alone, so the studies do not touch one another. After it the logits are
-    rounded to multiples of 2⁻²². Where a bound rejects, the ascent is chaotic: the last bit of a
-    sum, which depends on the processor, would decide what is rejected 400 steps later.
+    The gradient of E[R] is the preset's, in expectation over μ. That of the KL is the true one,
+    for all presets. start, noise: lists of policies, and of what is added to the sampler's logits.
+    reward: [policies, N, 1]. lagging [policies]: whether μ follows `lag` steps behind, or stays at
+    the start.
+
+    Every step sets π_old := π_θ and is a step of Adam, whose learning rate falls linearly to 0.
+    Adam works on each logit alone, so the studies do not affect one another. After the step the
+    logits are rounded to multiples of 2⁻²². Where a bound rejects, the ascent is chaotic: without
+    rounding, the last bit of a sum, which depends on the processor, would decide what is rejected
+    400 steps later.
     """
     origin, theta, old, mu = (side_by_side(start) for _ in range(4))
     noise, shape = torch.cat(noise), reward.shape
@@ -530,9 +560,7 @@ def ascend(config, start, noise, reward, lagging, beta=0.3, steps=400, rate=0.1,
 
 
 def gain_reached(logits, start, reward, beta=0.3):
-    """Return the share of the possible gain in J = E[R] − β KL(π‖start) that each study reached.
-
-    It is one number for each of the policies.
+    """Return the share of the possible gain in J = E[R] − β KL(π‖start) that each policy reached.
 
     The optimum is known: π* ∝ start·exp(R/β), with J* = β log E_start[exp(R/β)].
     """
@@ -553,7 +581,7 @@ def gradient_field(studies=10, size=0.5):
     lagging = torch.arange(2 * studies) >= studies
     rows, ends = [], {}
     for name, config in studied().items():
-        # At π_θ = π_old, decoupled PPO and weighted REINFORCE have one gradient: computed once.
+        # At π_θ = π_old, decoupled PPO and weighted REINFORCE have the same gradient.
         clips = config.bypass_mode and config.loss_type == "ppo_clip"
         key = weights_in_words(config), rejection_in_words(config), clips, config.score_centering
         if key not in ends:
@@ -569,12 +597,11 @@ def gradient_field(studies=10, size=0.5):
 # ------------------------------------------------------------------------- batch-size invariance
 
 def consume(config, start, reward, parts, oldest, shares=8, rounds=20, rate=1.0):
-    """The logits after `rounds` of exact ascent on data of mixed age, each
-    consumed in `parts` updates.
+    """Return the logits after exact ascent on data of mixed age, used in `parts` updates a round.
 
-    A round has eight shares of data, sampled by the policies of 0 … `oldest` rounds ago,
-    evenly; π_old is the policy at its start. An update sums the shares it takes, so the step
-    per share is always the same.
+    Each of the `rounds` has eight shares of data. Their samplers are the policies of 0 … `oldest`
+    rounds ago, evenly spaced, and π_old is the policy at the start of the round. An update sums the
+    shares it takes, so the step per share is always the same.
     """
     theta, old, mu = (side_by_side(start) for _ in range(3))
     ages, path = [round(share * oldest / (shares - 1)) for share in range(shares)], []
@@ -599,8 +626,10 @@ OBJECTIVES = {"decoupled": "decoupled_token_is", "coupled": "bypass_ppo_clip"}
 
 @cache
 def gains_by_batch_size():
-    """{(objective, oldest age, mini-batches): share of the gain in E[R]
-    reached, mean of ten policies}"""
+    """Return {(objective, oldest age, mini-batches): share of the gain in E[R] that is reached}.
+
+    The share is a mean of ten policies.
+    """
     start = [Policy(V=3, T=3, seed=seed) for seed in range(10)]
     reward, found = torch.stack([rewards(p, seed + 300) for seed, p in enumerate(start)]), {}
 
@@ -629,7 +658,7 @@ def batch_size():
 
 @cache
 def runs(study="study"):
-    """math/study.csv: {regime: {method: {seed: row}}}."""
+    """Read math/study.csv, or another study's table, as {regime: {method: {seed: row}}}."""
     found = {}
     for row in csv.DictReader((ROOT / "math" / f"{study}.csv").open()):
         of_method = found.setdefault(row["regime"], {}).setdefault(row["method"], {})
@@ -637,16 +666,23 @@ def runs(study="study"):
     return found
 
 
+def called(regime):
+    """Return a regime's name in the text: `matched` is an arm of the second study there."""
+    return "on_time" if regime == "matched" else regime
+
+
 def paired(rows, other, name="final_accuracy"):
-    """Mean difference over common seeds, of the final accuracies or another column, and the
-    half-width of its 95 % interval."""
+    """Return the mean difference over common seeds, and the half-width of its 95 % interval.
+
+    The difference is that of the final accuracies, or of another column.
+    """
     seeds = sorted(set(rows) & set(other))
     differences = [float(rows[s][name]) - float(other[s][name]) for s in seeds]
     student = STUDENT[min(len(seeds), 20) - 2]
     return statistics.mean(differences), student * statistics.stdev(differences) / len(seeds) ** 0.5
 
 
-# The 0.975 quantile of t with 1, 2, … 19 degrees of freedom.
+# STUDENT has the 0.975 quantile of t with 1, 2, … 19 degrees of freedom.
 STUDENT = [12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,
            2.160, 2.145, 2.131, 2.120,
            2.110, 2.101, 2.093]
@@ -660,23 +696,23 @@ def mean_of(rows, name="final_accuracy"):
 
 
 def spread(rows, name="final_accuracy"):
-    """Mean and standard deviation of a column."""
+    """Write mean and standard deviation of a column."""
     deviation = statistics.stdev(float(row[name]) for row in rows.values())
     return f"{mean_of(rows, name):.2f} ± {deviation:.2f}"
 
 
 def difference(rows, other):
-    """Of two methods, in words; nothing of a method and itself."""
+    """Write the difference of two methods; a method has none from itself."""
     if rows is other:
         return "–"
     gap, width = paired(rows, other)
-    # −0.00 is 0
+    # + 0 turns −0.00 into 0.00
     return f"{round(gap, 2) + 0:+.2f} ± {width:.2f}" + ("" if abs(gap) > width
                                                         else ", not separable")
 
 
 def study(regime):
-    """Means over seeds, sorted by the final accuracy; at least three seeds."""
+    """Tabulate means over seeds by final accuracy, for methods with at least three seeds."""
     lines, methods = [], {m: rows for m, rows in runs()[regime].items()
                           if len(rows) > 2 and not m.endswith(AGAIN)}
     against = ("naive", "decoupled_token_is")
@@ -695,7 +731,7 @@ def study(regime):
 
 
 def late_runs(method):
-    """{(seed, other rounding?): row} of a method eight steps late."""
+    """Return {(seed, other rounding?): row} of a method eight steps stale."""
     return {(seed, again): row for again in (False, True)
             for seed, row in runs()["staleness_8"][method + again * AGAIN].items()}
 
@@ -708,8 +744,10 @@ FRONTIER = {"seeds 1 to 5, which singled it out": lambda seed, again: seed <= 5 
 
 
 def study_frontier(method="token_is_opsm", against="bypass_ppo_clip"):
-    """The best mean at the full rate against the best preset, by what part
-    the runs had in choosing it."""
+    """Compare the method with the best mean at the full learning rate with the best preset.
+
+    A line is a set of runs; sets differ in what part the runs had in choosing the method.
+    """
     lines = []
     for name, chosen in FRONTIER.items():
         one, two = ({key: row for key, row in late_runs(m).items() if chosen(*key)}
@@ -721,7 +759,7 @@ def study_frontier(method="token_is_opsm", against="bypass_ppo_clip"):
 
 
 def study_rounding():
-    """What another rounding does to the end of a run, beside what another seed does."""
+    """Compare what another rounding does to the end of a run with what another seed does."""
     lines = []
     for regime, methods in runs().items():
         for method in [m for m in methods if m + AGAIN in methods]:
@@ -729,7 +767,7 @@ def study_rounding():
                         for m in (method, method + AGAIN))
             moved = [abs(one[seed] - two[seed]) for seed in two]
             between = [abs(one[a] - one[b]) for a, b in itertools.combinations(two, 2)]
-            lines.append([f"`{regime}`", f"`{method}`", f"{statistics.mean(moved):.3f}",
+            lines.append([f"`{called(regime)}`", f"`{method}`", f"{statistics.mean(moved):.3f}",
                           f"{max(moved):.3f}",
                           f"{statistics.mean(between):.3f}"])
     return markdown(["regime", "method", "same seed, other rounding: mean difference", "largest",
@@ -737,7 +775,7 @@ def study_rounding():
 
 
 def per_token_k3(size, T):
-    """E_μ of a token's k3 between `old` and `mu`, where `mu` is `old` with noise of this size."""
+    """Return E_μ of a token's k3 between `old` and `mu`, which is `old` with noise of this size."""
     old, noise, _ = crowd(T)
     mu = near(old, noise[0], size)
     k3 = torch.where(old.mask, kl_estimate(mu.log_probs(), old.log_probs(), "k3"), 0.0).detach()
@@ -760,9 +798,10 @@ def ranks(values):
 
 
 def predictions(regime="staleness_8", common=0.1, samples=512):
-    """What the oracle says of each method's gradient beside what its runs came to.
+    """Compare what the oracle says of each method's gradient with how the method's runs ended.
 
-    Bias and standard deviation as in `bias_and_std`; error: of a mean over so many samples.
+    Bias and standard deviation are those of `bias_and_std`. The error is that of a mean over
+    `samples` responses.
     """
     study = yaml.safe_load((ROOT / "math/study.yaml").read_text())
     lines, errors, outcomes = [], {}, {}
@@ -795,8 +834,10 @@ def predictions(regime="staleness_8", common=0.1, samples=512):
 
 
 def warnings():
-    """Which metric crossed its line before a five-step mean reward fell
-    by 0.1, and which in vain."""
+    """Count how often a metric crossed its line before the mean reward fell, and how often in vain.
+
+    The reward is a mean of five steps, and it fell if it is 0.1 below its best.
+    """
     rows = [row for of_regime in runs().values() for found in of_regime.values()
             for row in found.values()]
     fell = [row for row in rows if row["drop_step"]]
@@ -814,25 +855,24 @@ def warnings():
 
 
 def study_grid():
-    """Seed 1, every method in every regime that was run: final accuracy."""
+    """Tabulate the final accuracy of seed 1 for every method in every regime that was run."""
     regimes = list(runs())
     methods = dict.fromkeys(m for r in regimes for m in runs()[r] if not m.endswith(AGAIN))
     rows = [[f"`{m}`", *(f"{float(runs()[r][m][1]['final_accuracy']):.2f}"
                          if 1 in runs()[r].get(m, {}) else "" for r in regimes)] for m in methods]
-    return markdown(["method", *(f"`{r}`" for r in regimes)], rows)
+    return markdown(["method", *(f"`{called(r)}`" for r in regimes)], rows)
 
 
 # ---------------------------------------------------------------------- the second study's results
 
 @cache
 def declared():
-    """study-64.yaml."""
+    """Read study-64.yaml."""
     return yaml.safe_load((ROOT / "math/study-64.yaml").read_text())
 
 
 def best_arm(arms):
-    """The largest mean area among the corrected arms that were declared for it;
-    None before one has been run."""
+    """Return the corrected arm with the largest mean area; None before one has been run."""
     there = [m for m in CORRECTIONS if m in arms]
     return max(there, key=lambda m: mean_of(arms[m], "area"), default=None)
 
@@ -846,8 +886,10 @@ def below_start(row):
 
 
 def contrasts(family):
-    """{(regime, one, other): (rows of one, of other)} of a family's
-    contrasts, what there is of each."""
+    """Return the rows of a family's contrasts: {(regime, one, other): [rows of one, of other]}.
+
+    A contrast that has not been run has fewer rows.
+    """
     found = {}
     for regime, one, other in [(r, *pair) for part in family for r in part["regimes"]
                                for pair in part["contrasts"]]:
@@ -860,23 +902,91 @@ def contrasts(family):
     return found
 
 
-def study_64_contrasts(family):
-    """Every contrast of a declared family, run or not; a verdict needs all its seeds."""
+def tested(family):
+    """Test the contrasts of a family that have all seeds: {contrast: (p, p adjusted by Holm)}."""
     found = contrasts(family)
     whole = {key: pair for key, pair in found.items()
              if pair and len(pair[0]) == len(declared()["judged"]["seeds"])}
     p_area = {key: sign_flip([float(one[s]["area"]) - float(other[s]["area"]) for s in one])
               for key, (one, other) in whole.items()}
-    holm_area = holm(p_area, family=len(found))
+    adjusted = holm(p_area, family=len(found))
+    return {key: (p_area[key], adjusted[key]) for key in p_area}
+
+
+def judged_contrasts():
+    """List both families' contrasts with all seeds: regime, arm, other, their rows, separable."""
+    found = []
+    for family in ([declared()["judged"]], declared()["judged_later"]):
+        pairs, results = contrasts(family), tested(family)
+        for (regime, one, other), (_, adjusted) in results.items():
+            name = best_arm(runs("study-64")[regime]) if other == "best" else other
+            found.append((regime, one, name, pairs[regime, one, other], adjusted <= 0.05))
+    return found
+
+
+def of_contrasts(*wanted):
+    """Return both mean areas, the difference and the verdict of each (regime, arm, other)."""
+    found = {(regime, one, other): (pair, separable)
+             for regime, one, other, pair, separable in judged_contrasts()}
+    cells = []
+    for key in wanted:
+        pair, separable = found[key]
+        gap = "{:+.3f} ± {:.3f}".format(*paired(*pair, "area"))
+        cells.append((*(f"{mean_of(rows, 'area'):.2f}" for rows in pair), gap,
+                      "yes" if separable else "no"))
+    return cells
+
+
+def study_64_findings():
+    """Write the six findings of the second study: one contrast each, or one for each length."""
+    _, seq, bypass = CORRECTIONS
+    lengths = ("int4_fast_length_16", "int4_fast_length_32", "int4_fast")
+    rows = {
+        "Weights help": [("int4_fast", seq, "naive")],
+        "Sequence weights give back most": [("int4_fast", "matched", seq)],
+        "Bypass PPO fails on rounded weights": [("int4_fast", bypass, "naive")],
+        "Bypass PPO works on stale weights": [("staleness_4", bypass, "naive")],
+        "The gain grows with length": [(r, seq, "naive") for r in lengths],
+        "Rejection alone helps, too": [("int4_fast", "decoupled_k3_rs", "naive")]}
+    lines = []
+    for n, (name, keys) in enumerate(rows.items(), 1):
+        _, one, other = keys[0]
+        found = [(f"`{key[0]}`", f"{a} against {b}", *rest)
+                 for key, (a, b, *rest) in zip(keys, of_contrasts(*keys), strict=True)]
+        lines.append([f"{n}. {name}", f"`{one}` against `{other}`",
+                      *map(", ".join, zip(*found, strict=True))])
+    return markdown(["finding", "compared", "regime", "mean areas", "difference, 95 %",
+                     "separable"], lines)
+
+
+def study_64_negatives():
+    """Write what was tried beside the two weights, each against its own control."""
+    token, seq, _ = CORRECTIONS
+    tried = {"sequence instead of token weights": ("int4_fast", seq, token),
+             "OPSM on top of token weights": ("int4_fast", "token_is_opsm", token),
+             "prefix products instead of token weights": ("int4_fast", "prefix", token),
+             "centered scores on top of token weights, bypass mode":
+                 ("int4_fast", "score_centering", "bypass_pg_token_is"),
+             "a bound on |π − μ|, no weights": ("int4_fast", "token_tv", "naive"),
+             "a bound on the second moment, no weights":
+                 ("int4_fast", "second_moment", "naive")}
+    lines = [[name, f"`{one}`", f"`{other}`", *cells[2:]] for (name, (_, one, other)), cells
+             in zip(tried.items(), of_contrasts(*tried.values()), strict=True)]
+    return markdown(["tried", "arm", "compared with", "difference, 95 %", "separable"], lines)
+
+
+def study_64_contrasts(family):
+    """List every contrast of a declared family, run or not; a verdict needs all its seeds."""
+    found, results = contrasts(family), tested(family)
     lines = []
     for (regime, one, other), pair in found.items():
         key, n = (regime, one, other), len(pair[0]) if len(pair) == 2 else 0
         line = [f"`{regime}`", f"`{one}` − {f'`{other}`' if other else 'best'}", n]
         line += ["{:+.3f} ± {:.3f}".format(*paired(pair[0], pair[1], "area")) if n > 1 else "",
                  " : ".join(str(sum(map(ended_at_0, rows.values()))) for rows in pair) if n else ""]
-        if key in whole:
-            line += [f"{p_area[key]:.4f}", f"{holm_area[key]:.3f}",
-                     "separable" if holm_area[key] <= 0.05 else "not separable"]
+        if key in results:
+            line += [f"{results[key][0]:.4f}", f"{results[key][1]:.3f}",
+                     "separable" if results[key][1] <= 0.05 else "not separable"]
         else:
             line += ["", "", "not run to the end" if n else "not run"]
         lines.append(line)
@@ -886,15 +996,14 @@ def study_64_contrasts(family):
 
 
 def adjusted_mcnemar(family):
-    """Whether as many runs of each arm ended at 0: the exact p of every
-    contrast of a family, adjusted."""
+    """Return the exact, adjusted p that both arms of a contrast end at 0 equally often."""
     found = contrasts(family)
     return holm({key: mcnemar(*([ended_at_0(row) for row in rows.values()] for rows in pair))
                  for key, pair in found.items()}, family=len(found))
 
 
 def study_64_arms():
-    """Every arm that has been run, by regime and area."""
+    """List every arm that has been run, by regime and area."""
     lines = []
     for regime, arms in runs("study-64").items():
         for arm, rows in sorted(arms.items(), key=lambda item: -mean_of(item[1], "area")):
@@ -913,8 +1022,7 @@ def study_64_arms():
 
 
 def study_64_empty():
-    """The control of mini-batches of which nothing is kept: its three
-    arms, then its two contrasts."""
+    """Tabulate the control of mini-batches of which nothing is kept: three arms, two contrasts."""
     arms, lines = runs("study-64-empty")["int4_fast"], []
     declaration = yaml.safe_load((ROOT / "math" / "study-64-empty.yaml").read_text())["judged"]
     for arm in dict.fromkeys(arm for pair in declaration["contrasts"] for arm in reversed(pair)):
@@ -943,8 +1051,11 @@ def study_64_empty():
 
 
 def study_empty():
-    """The first study's runs that kept least: final accuracy when an empty mini-batch still took
-    its step, then of the rerun, in which it takes none, and how many it had."""
+    """Tabulate the first study's runs that kept least, before and after a rerun.
+
+    A cell has the final accuracy when an empty mini-batch still took its step, then that of the
+    rerun, in which it takes none, and how many it had.
+    """
     again, before = runs("study-empty"), runs("study-stepped")
     methods = dict.fromkeys(method for arms in again.values() for method in arms)
     lines = []
@@ -956,18 +1067,18 @@ def study_empty():
                       *("{:.2f} → {:.2f}, {}".format(float(cells[r][0]["final_accuracy"]),
                       float(cells[r][1]["final_accuracy"]), cells[r][1]["empty_updates"])
                         if r in cells else "" for r in again)])
-    return markdown(["preset", *(f"`{regime}`" for regime in again)], lines)
+    return markdown(["preset", *(f"`{called(regime)}`" for regime in again)], lines)
 
 
 def said(steps):
-    """The sentences of `diagnose` on a run's first steps, by the metric that they begin with."""
+    """Return what `diagnose` says on a run's first steps, by the metric that a sentence names."""
     sentences = [sentence for step in steps for sentence in diagnose(step)]
     return {sentence.split()[0] + (", uncorrected" if "nothing corrects it" in sentence else "")
             for sentence in sentences}
 
 
 def study_64_warned():
-    """Counts the runs of which each sentence was said by the tenth step, by how the run ended."""
+    """Count the runs in which `diagnose` said a sentence by step 10, by how the run ended."""
     below, above, between, names = [], [], [], ["is_ratio_mean", "kl",
                                                 "k3_kl, uncorrected", *(row[0] for row in HEALTHY)]
     with (ROOT / "math" / "study-64-warnings.csv").open() as file:
@@ -993,7 +1104,7 @@ def study_64_warned():
 
 
 def study_64_rounding():
-    """The floor: how far another rounding moves the area."""
+    """Tabulate the noise floor: how far another rounding moves the area."""
     lines = []
     for regime, arms in runs("study-64").items():
         for arm in [m for m in arms if m + AGAIN in arms]:
@@ -1006,8 +1117,10 @@ def study_64_rounding():
 
 
 def study_64_score(regime="int4_fast"):
-    """The oracle's prediction, committed with the declaration, beside what came of it on the
-    seeds that all arms have."""
+    """Compare the oracle's prediction, committed with the declaration, with what was found.
+
+    The rows are those of the seeds that all arms have.
+    """
     predicted = declared()["predicted"]
     arms = runs("study-64").get(regime, {})
     there = [arm for arm in predicted["int4_order"] if arm in arms]
@@ -1029,102 +1142,150 @@ def study_64_score(regime="int4_fast"):
 
 
 def study_64_shares():
-    """Write which shares of the first update's tokens there are, before any arm has moved.
+    """Write the shares of the first update's tokens beyond either end of the clip, by A's sign.
 
-    They are told apart by what μ makes of a token and by the sign of A.
+    No arm has moved before that update, so its ratio is what μ makes of a token.
     """
     merged = {}  # regimes that differ by what comes later have the same first update
     for regime, arms in runs("study-64").items():
         if "rollout.quantize_bits" in declared()["regimes"][regime] and "bypass_ppo_clip" in arms:
-            # one arm: `_again` counts the first of its two micro-batches alone
+            # This arm alone is taken: `_again` counts only the first of its two micro-batches.
             seeds = arms["bypass_ppo_clip"]
             shares = [100 * mean_of(seeds, f"{end}_{sign}")
                       for end in ("below", "above") for sign in ("negative", "positive")]
             merged.setdefault((len(seeds), *(f"{x:.2f} %"
                                              for x in shares)), []).append(f"`{regime}`")
-    return markdown(["regimes", "seeds", "π/μ < 0.8, A < 0: dropped", "π/μ < 0.8, A > 0",
-                     "π/μ > 1.2, A < 0",
-                     "π/μ > 1.2, A > 0: dropped"],
-                    [[", ".join(names), *rest] for rest, names in merged.items()])
+    lines = []
+    for (seeds, *four), names in merged.items():
+        low_neg, low_pos, high_neg, high_pos = four
+        lines += [[f"{', '.join(names)}: {seeds} seeds", "below 0.8", f"**{low_neg}, dropped**",
+                   low_pos],
+                  ["", "above 1.2", high_neg, f"**{high_pos}, dropped**"]]
+    return markdown(["regimes", "ratio π_θ/μ", "A < 0", "A > 0"], lines)
 
 
 def study_64_ends(regime="int4_fast"):
-    """What the ends of the clip do to training, paired by seed: declared
-    as arms, not as contrasts."""
+    """Compare arms by how much of the clip around μ they have, seed by seed."""
     arms, against = runs("study-64")[regime], ("bypass_ppo_clip", "decoupled_token_is")
-    lines = [[f"`{arm}`", len(arms[arm]), spread(arms[arm], "area"),
+    lines = [[f"`{arm}`", spread(arms[arm], "area"),
               *("" if arm == other
                 else "{:+.3f} ± {:.3f}".format(*paired(arms[arm], arms[other], "area"))
-                for other in against)]
-             for arm in ("bypass_ppo_clip", "bypass_high_open", "bypass_low_open", "bypass_open")]
-    return markdown(["arm", "seeds", "area", *(f"minus `{other}`, 95 %" for other in against)],
-                    lines)
+                for other in against),
+              sum(map(below_start, arms[arm].values())),
+              sum(map(ended_at_0, arms[arm].values()))]
+             for arm in ("bypass_ppo_clip", "bypass_high_open", "bypass_low_open", "bypass_open",
+                         "bypass_pg_is", "decoupled_token_is", "decoupled_seq_is")]
+    return markdown(["arm", "area", *(f"minus `{other}`, 95 %" for other in against),
+                     "area below the start", "ends at 0"], lines)
 
 
 def areas(regime, arm):
-    """Mean and standard deviation of the second study's endpoint."""
+    """Return mean and standard deviation of the second study's endpoint."""
     rows = runs("study-64").get(regime, {}).get(arm, {})
     return spread(rows, "area") if len(rows) > 1 else "(not run)"
 
 
 def study_64_summary():
-    """The README's first figure in words."""
+    """Return the caption of the README's figure: two sentences."""
     token, seq, bypass = CORRECTIONS
     rounded, late = ({arm: areas(regime, arm) for arm in ("naive", "matched", *CORRECTIONS)}
                      for regime in ("int4_fast", "staleness_4"))
-    naive = runs("study-64")["int4_fast"]["naive"]
+    seeds = len(runs("study-64")["int4_fast"]["naive"])
     return f"""\
-A small model learns to close brackets, sixty-four tokens an answer. The figure has the area under its held-out accuracy
-over forty steps ({len(naive)} seeds: mean and standard deviation; {mean_of(naive, 'first_accuracy'):.2f} before training). Where the engine's weights are rounded to
-four bits, a trainer that ignores π_rollout comes to **{rounded['naive']}**, and to {rounded['matched']} with equal weights on both sides.
-Truncated importance weights bring it to **{rounded[token]}** (`{token}`) and **{rounded[seq]}** (`{seq}`).
-`{bypass}`, which takes π_rollout for π_old, comes to {rounded[bypass]}: each end of its clip pulls the policy towards
-the damage. Where the engine's weights are four steps late instead, and the steps a fifth as large, all three are better
-than none: {late[token]}, {late[seq]} and {late[bypass]}, against {late['naive']}."""  # noqa: E501
+*Held-out accuracy averaged over forty steps, {seeds} seeds a preset: with four-bit weights in the engine (left) `disabled`
+reaches {rounded['naive']}, `{token}` {rounded[token]}, `{seq}` {rounded[seq]}, and equal weights on both sides
+{rounded['matched']}. `{bypass}`, which takes π_rollout for π_old, falls to {rounded[bypass]} there, and does as well as the two
+({late[bypass]}, `disabled` {late['naive']}) where the weights are only four steps stale (right).*"""  # noqa: E501
+
+
+def mean_area(regime, arm):
+    """Write the mean area of an arm of the second study, nothing where it was not run."""
+    rows = runs("study-64").get(regime, {}).get(arm)
+    return f"{mean_of(rows, 'area'):.2f}" if rows else ""
+
+
+def mean_final(regime, arm):
+    """Write the mean final accuracy of a method of the first study, nothing where not run."""
+    rows = runs().get(regime, {}).get(arm)
+    return f"{mean_of(rows):.2f}" if rows else ""
 
 
 def advice():
-    """What the two studies recommend; each line with the regime that it was measured in."""
+    """Write what the two studies recommend, then a table of the means behind it."""
     token, seq, bypass = CORRECTIONS
-    coarse, vllm, long = "int4_staleness_4", "vllm_bf16_staleness_4", "int4_fast_length_128"
-    late, both, on_time = (runs()[regime]
-                           for regime in ("staleness_8", "int4_staleness_4", "matched"))
-    small = [mean_of(late[f"small_steps_{name}"])
-             for name in ("token_is", "seq_is", "bypass_ppo_clip")]
-    ends = [mean_of(rows) for method, rows in on_time.items()
-            if len(rows) > 2 and not method.endswith(AGAIN)]
+    long = runs("study-64")["int4_fast_length_128"]
+    below = sum(below_start(row) for arm in (token, seq) for row in long[arm].values())
     chosen = FRONTIER["all that had no part in choosing it"]
-    fair = {m: spread({key: row for key, row in late_runs(m).items() if chosen(*key)})
-            for m in ("token_is_opsm", bypass)}
+    opsm, plain = (mean_of({key: row for key, row in late_runs(m).items() if chosen(*key)})
+                   for m in ("token_is_opsm", bypass))
     geo = [row for regime in runs().values() for method, rows in regime.items()
            for row in rows.values()
            if "_geo_rs" in method]  # geo_rs and pg_rs are two of them by other names
     fallen = sum(float(row["final_accuracy"]) < float(row["first_accuracy"]) for row in geo)
-    narrow = runs("study-64")["int4_fast"]["decoupled_geo_rs"]
-    below = sum(below_start(row) for arm in (token, seq)
-                for row in runs("study-64")[long][arm].values())
+    small = "at 3/10 of the learning rate"
+    regimes = {
+        "four bits, larger learning rate": "int4_fast",
+        "four bits, a third of that rate": "int4_slow", "five bits": "int5", "six bits": "int6",
+        "four bits, 128 tokens": "int4_fast_length_128", "four steps stale": "staleness_4",
+        "four bits and four steps stale": "int4_staleness_4"}
+    arms = ("naive", token, seq, bypass, "bypass_pg_is")
+    lines = [[name, f"`{regime}`", *(mean_area(regime, arm) for arm in arms)]
+             for name, regime in regimes.items()]
+    nine = {"eight steps stale": "staleness_8", "four bits and four steps stale":
+            "int4_staleness_4", "six bits, on time": "matched"}
+    for name, regime in nine.items():
+        lines.append([f"nine tokens: {name}", f"`{called(regime)}`",
+                      *(mean_final(regime, arm) if len(runs()[regime].get(arm, ())) > 2 else ""
+                        for arm in arms)])
+        if regime == "staleness_8":
+            lines.append([f"nine tokens: the same {small}", f"`{regime}`",
+                          mean_final(regime, "small_steps"),
+                          *(mean_final(regime, f"small_steps_{name}")
+                            for name in ("token_is", "seq_is", bypass)), ""])
     return f"""\
-* Coarse weights in the engine: `{seq}` or `{token}` (four bits, 64 tokens: {areas('int4_fast', seq)} and
-  {areas('int4_fast', token)}, uncorrected {areas('int4_fast', 'naive')}; at a third of the rate {areas('int4_slow', seq)} and {areas('int4_slow', token)},
-  uncorrected {areas('int4_slow', 'naive')}; five bits there: {areas('int5', seq)} and {areas('int5', token)}, uncorrected {areas('int5', 'naive')}). At 128 tokens they
-  come to {areas(long, seq)} and {areas(long, token)}, uncorrected to {areas(long, 'naive')}, but {below} of their twenty runs have an
-  area below their start all the same (a smaller rate was not tried). **Not `{bypass}`** (64 tokens:
-  {areas('int4_fast', bypass)} and {areas('int4_slow', bypass)}): it saves a forward pass and
-  [follows the damage](math/10-evidence.md#why-bypass-dies-on-a-damaged-μ). `bypass_pg_is` saves it too, has no clip, and came to
-  {areas('int4_fast', 'bypass_pg_is')} at the larger rate; many steps late it failed (nine tokens, staleness 8: {spread(late['bypass_pg_is'])}).
-* Weights a few steps late, and small steps: any of the three; `{bypass}` is the cheapest (staleness 4, 64 tokens: {areas('staleness_4', bypass)},
-  `{token}` {areas('staleness_4', token)}, `{seq}` {areas('staleness_4', seq)}, uncorrected {areas('staleness_4', 'naive')}). vLLM in bf16 as the engine made no
-  difference that shows ({areas(vllm, token)}, {areas(vllm, seq)} and {areas(vllm, 'naive')}; bypass was not run there).
-* Many steps late: a smaller step first, and then any of the three (staleness 8, nine tokens: {min(small):.2f} to {max(small):.2f}, uncorrected
-  {spread(late['small_steps'])}). Where the rate must stay, `{bypass}` or `{token}` with `rollout_rs: {{opsm: 0.1}}` (15 runs that had
-  no part in singling out the latter: {fair[bypass]} and {fair['token_is_opsm']}, not separable; uncorrected {spread(late['naive'])}).
-* Coarse and late: `{seq}` or `{token}` (four bits and staleness 4, 64 tokens: {areas(coarse, seq)} and {areas(coarse, token)}, uncorrected
-  {areas(coarse, 'naive')}, `{bypass}` {areas(coarse, bypass)}; nine tokens: {spread(both[seq])} and {spread(both[token])}, with opsm
-  {spread(both['token_is_opsm'])}, uncorrected {spread(both['naive'])}, `{bypass}` {spread(both[bypass])}).
-* On time and rounded to six bits: `{token}` or `{seq}` gain little (64 tokens: {areas('int6', token)} and {areas('int6', seq)}, uncorrected
-  {areas('int6', 'naive')}); nine tokens: `{token}`, with opsm or without, `{bypass}` and none end at {min(ends):.2f} to {max(ends):.2f}.
-* Not the `geo_rs` family with its bounds of 0.1 % on nine tokens (one seed in each of {len(runs())} regimes: {fallen} of {len(geo)}
-  runs ended below their start). At 64 tokens and four bits `decoupled_geo_rs` keeps {100 * mean_of(narrow, 'kept'):.0f} % and comes to {spread(narrow, 'area')}."""  # noqa: E501
+* **Coarse weights in the engine:** take `{seq}` or `{token}`.
+* **Not `{bypass}` on coarse weights:** it saves a forward pass and [follows the damage](11-clip-around-mu.md).
+  `bypass_pg_is` saves the same pass and has no clip. On weights eight steps stale it is not separable from `naive`.
+* **Long answers at four bits:** weights help on average, but {below} of the twenty corrected runs at 128 tokens have an
+  area below their start. A smaller learning rate was not tried there.
+* **Weights a few steps stale, small steps:** take any of the three; `{bypass}` is the cheapest.
+* **Weights many steps stale:** reduce the learning rate first, then take any of the three.
+* **Many steps stale and the learning rate must stay:** take `{bypass}`, or `{token}` with
+  `rollout_rs: {{opsm: 0.1}}`. The two are not separable: {plain:.2f} and {opsm:.2f} in 15 runs each, with those left out
+  that singled out the latter.
+* **Coarse and stale:** take `{seq}` or `{token}`.
+* **On time and rounded to six bits:** `{token}` and `{seq}` gain little.
+* **Not the `geo_rs` family with its bounds of 0.1 % on short answers:** {fallen} of its {len(geo)} runs on nine tokens
+  ended below their start (one seed in each of {len(runs())} regimes).
+
+{markdown(["situation", "regime", *(f"`{arm}`" for arm in arms)], lines)}"""  # noqa: E501
+
+
+def advice_rows():
+    """Write the README's short form of the advice: five situations, numbers of the same runs."""
+    token, seq, bypass = CORRECTIONS
+    small = [float(mean_final("staleness_8", f"small_steps_{name}"))
+             for name in ("token_is", "seq_is", bypass)]
+    both, late = "int4_staleness_4", "staleness_4"
+    rows = [
+        ["coarse weights in the engine", f"`{seq}` or `{token}`, not `{bypass}`",
+         f"rounded to four bits: {mean_area('int4_fast', seq)} (`{seq}`) against "
+         f"{mean_area('int4_fast', 'naive')} without"],
+        ["a few steps stale, small steps", f"`{bypass}` (cheapest), `{token}` or `{seq}`",
+         f"four steps stale: {mean_area(late, bypass)} (`{bypass}`) against "
+         f"{mean_area(late, 'naive')} without"],
+        ["many steps stale", "a smaller learning rate, then any of the three",
+         f"eight steps stale, nine tokens, 3/10 of the rate: {min(small):.2f} to {max(small):.2f} "
+         f"against {mean_final('staleness_8', 'small_steps')} without"],
+        ["coarse and stale", f"`{seq}` or `{token}`",
+         f"four bits, four steps stale: {mean_area(both, seq)} (`{seq}`) against "
+         f"{mean_area(both, 'naive')} without"],
+        ["on time and finely rounded", f"`{token}` or `{seq}`; the gain is small",
+         f"rounded to six bits: {mean_area('int6', token)} (`{token}`) against "
+         f"{mean_area('int6', 'naive')} without"]]
+    return markdown(["your situation", "take", "evidence"], rows) + (
+        "\n\nHeld-out accuracy, averaged over training on 64-token answers (nine tokens: at the "
+        "end). “Without” is `disabled`.")
 
 
 CORRECTIONS = ["decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip"]
@@ -1144,6 +1305,8 @@ TABLES = {"doctor-rates": lambda: rates("doctor-rates.txt", -2),
           "doctor-sizes": lambda: rates("doctor-rates.txt", -1),
           "rescore-rates": lambda: rates("rescore-rates.txt"),
           "study-64-summary": study_64_summary, "advice": advice,
+          "advice-rows": advice_rows, "study-64-findings": study_64_findings,
+          "study-64-negatives": study_64_negatives,
           "study-64-contrasts": lambda: study_64_contrasts([declared()["judged"]]),
           "study-64-later": lambda: study_64_contrasts(declared()["judged_later"]),
           "study-64-arms": study_64_arms,
@@ -1155,7 +1318,7 @@ TABLES = {"doctor-rates": lambda: rates("doctor-rates.txt", -2),
           "words-prediction": lambda: markdown(*words.prediction()),
           "words-place": lambda: markdown(*words.pushes()),
           "words-ends": lambda: markdown(*words.ends()),
-          "study-matched": lambda: study("matched"),
+          "study-on-time": lambda: study("matched"),
           "study-staleness-8": lambda: study("staleness_8"),
           "study-int4": lambda: study("int4_staleness_4"),
           "study-vllm": lambda: study("vllm_bf16_staleness_8"), "study-rounding": study_rounding,
@@ -1163,7 +1326,11 @@ TABLES = {"doctor-rates": lambda: rates("doctor-rates.txt", -2),
           "study-predictions": predictions, "study-grid": study_grid, "study-warnings": warnings,
           "batch-size": batch_size, "presets": presets, "criteria": criteria,
           "losses": losses, "kl-table": kl_table,
-          "bias-variance": bias_variance, "metrics": metrics, "gradient-field": gradient_field}
+          "prices-presets": lambda: prices(exact_and_presets()),
+          "prices-bypass": lambda: prices(METHODS_IN_BYPASS),
+          "prices-decoupled": lambda: prices(METHODS_DECOUPLED),
+          "healthy": healthy, "metrics": metrics, "settings": settings,
+          "gradient-field": gradient_field}
 
 
 @cache
@@ -1173,7 +1340,8 @@ def block(name):
 
 def main(arguments):
     stale = []
-    for path in [ROOT / "README.md", *sorted((ROOT / "math").glob("*.md"))]:
+    for path in [ROOT / "README.md", ROOT / "adapters" / "README.md",
+                 *sorted((ROOT / "math").glob("*.md"))]:
         old = path.read_text() if path.exists() else ""
         marked = re.compile("<!-- begin: (" + "|".join(TABLES) + r") -->.*?<!-- end: \1 -->",
                             re.DOTALL)

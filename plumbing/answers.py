@@ -1,43 +1,45 @@
-r"""When an answer is right: other ways to write one number are equal, and nothing is computed.
+r"""Decide when an answer is right: other ways to write a number are equal, and nothing is computed.
 
-This file decides which part of a response is its answer, and what may differ from the row's answer.
-To miss a right answer costs a little of the signal; a wrong one that is accepted is what the policy
-will learn to write. So whatever is in doubt is wrong.
+This file decides which part of a response is its answer, and how it may differ from the row's. A
+right answer that is missed costs a little of the signal. A wrong one that is accepted is what the
+policy will learn to write. So whatever is in doubt is wrong.
 
 * The answer is what follows the last ####, up to the end of that line. Without one it is what the
   last \boxed{…} holds, and without that the whole response.
-* White space, one final full stop and these marks around all of it go: **42**, *42*, __42__, _42_,
-  `42`, $42$, $$42$$, \(42\), \[42\], \boxed{42}, \text{42}. A list stays one: $41$ or $42$.
+* White space, one final full stop and these marks around all of it are removed: **42**, *42*,
+  __42__, _42_, `42`, $42$, $$42$$, \(42\), \[42\], \boxed{42}, \text{42}. A list stays one: $41$ or
+  $42$.
 * A number loses its plus sign, leading zeros, zeros at the end of its decimals, a currency sign,
   and the separators of thousands: commas, or spaces that do not break (LaTeX's \, is one). U+2212
-  is a minus, and −0 is 0. So $1,234.50 and +01234.5 are equal. However long, every digit counts.
+  is a minus, and −0 is 0. So $1,234.50 and +01234.5 are equal. However long a number is, every
+  digit counts.
 * A unit behind a number is ignored where the row's answer is a bare number: 42 apples, 42 km/h,
   42%, 42\text{ cm}^2, 42 square feet and $42 per week are then 42. Where the row's answer has a
   unit, the response must have it too. A word that makes another number of it is no unit, nor are
   two words: 42 thousand, 42 or 43, 42 and a half are text.
-* All else is text and is compared letter by letter, with its capitals: 3 kings is not 3 queens, and
-  \frac{1}{2} is 1/2, but neither 2/4 nor 0.5. Nor is 1e3 1000.
+* All else is text and is compared letter by letter, capitals included: 3 kings is not 3 queens.
+  \frac{1}{2} is 1/2, but neither 2/4 nor 0.5, and 1e3 is not 1000.
 """
 
 import re
 
-LONGEST = 300              # characters of an answer that may be a number, or have marks around it
+LONGEST = 300              # characters at most of a number, or of a text with marks around it
 SPACES = "\u00a0\u2007\u2009\u202f"            # no-break, as wide as a digit, thin, narrow no-break
-MONEY = "[$＄€£¥]"                             # ＄ stands for \$, which is never one of a pair
+MONEY = "[$＄€£¥]"                             # ＄ stands for \$, which never pairs
 
-# A pair of marks around the whole: no other mark of this kind may be between the two.
+# A pair of marks around the whole, without another mark of its kind between the two.
 MARKS = [re.compile(pattern) for pattern in (
     r"(?P<mark>\*\*|__|\$\$|[*_`$])(?P<inner>(?:(?!(?P=mark)).)+)(?P=mark)",
     r"\\\((?P<inner>(?:(?!\\[()]).)+)\\\)", r"\\\[(?P<inner>(?:(?!\\[][]).)+)\\\]",
     r"\\boxed\{(?P<inner>(?:[^{}]|\{[^{}]*\})*)\}")]
 
-# What is written otherwise in LaTeX, and what replaces it; the last is no LaTeX.
+# LaTeX forms and their replacements; the last one is not LaTeX.
 WRITTEN = [(re.compile(pattern), plain) for pattern, plain in (
     (r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}", r"\1"), (r"\\\$", "＄"), (r"\\%", "%"),
     (r"\{,\}|,\\!", ","), (r"\\,", "\u2009"), (r"\\[;: ]", " "), (r"\^\{?\\circ\}?", "°"),
     (r"^([-+]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}$", r"\1\2/\3"), ("\u2212", "-"))]
 
-# Units, and the words that are none, since they make another number of the one before them.
+# Units, and words that are no units, since they change the number before them.
 NUMERALS = ("(?:one|two|three|thir|four|fort|fi[fv]|six|seven|eigh|nin|eleven|twel|twen|half|halv|"
             "quarter|hundred|thousand|dozen)[a-z]*|zero|ten(?:s|ths?)?|[a-z]*illi(?:on|ard)[a-z]*|"
             "score|gross|grand|lakhs?|crores?|squared|cubed|factorial|and|plus|minus|times|over|"
@@ -70,7 +72,7 @@ def final_answer(text: str) -> str:
 
 
 def number_and_unit(text: str) -> tuple[str, str]:
-    """("1234.5", "km"); a bare number has the unit "", and what is no number is all unit."""
+    """Return ("1234.5", "km"); a bare number has the unit "", and other text is all unit."""
     text = strip_marks(extract_answer(text))
     found = NUMBER.fullmatch(text) if len(text) <= LONGEST else None
     signs = re.sub("[^-+]", "", found["sign"]) if found else ""
@@ -98,7 +100,7 @@ def extract_answer(text: str) -> str:
 
 
 def strip_marks(text: str) -> str:
-    """Take the marks off that surround the whole of it, one pair after the other."""
+    """Remove the marks that surround all of a text, one pair after the other."""
     text, before = " ".join(re.split(rf"[^\S{SPACES}]+", text)).strip(), None
     while text != before and len(text) <= LONGEST:
         before = text

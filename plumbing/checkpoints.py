@@ -1,8 +1,8 @@
-"""Checkpoints, and files that are there whole or not at all.
+"""Write checkpoints, and other files, so that each is there whole or not at all.
 
-This file decides: all that a later step reads is in a checkpoint, as safetensors, sharded as the
-ranks hold it; it is written beside its place and renamed when whole, so that the last good one
-remains, whenever the run is killed. A run continues with the settings it began with.
+A checkpoint holds all that a later step reads, as safetensors, sharded as the ranks hold it. It is
+written beside its place and renamed when whole, so the last good one remains whenever the run is
+killed. A run continues with the settings it began with.
 """
 
 import contextlib
@@ -26,10 +26,9 @@ from policy import full_weights
 
 
 class Checkpoints:
-    """checkpoints/step-000050/: the ranks' safetensors (no pickles), and state.json.
+    """Keep checkpoints/step-000050/: the ranks' safetensors (no pickles), and state.json.
 
-    A checkpoint is written beside its place and renamed when whole: the last good one remains.
-    Other names in there are not the run's, and left alone.
+    Other names in the directory are not the run's, and are left alone.
     """
 
     def __init__(self, directory: Path, config: Config):
@@ -44,21 +43,21 @@ class Checkpoints:
                 raise unreadable(found[-1]) from None
 
     def whole(self) -> list[Path]:
-        """The checkpoints that are there, oldest first."""
+        """Return the checkpoints that are there, oldest first."""
         names = (path for path in self.directory.glob("step-*") if path.is_dir())
         return sorted(path for path in names if re.fullmatch(r"step-\d{6,}", path.name, re.ASCII))
 
     def resumption(self) -> str:
-        """Where the same command would go on, by what is there now."""
+        """Say where the same command would continue, given what is there now."""
         if not (found := self.whole()):
             return "there is no checkpoint yet, so the same command begins anew"
         step = int(found[-1].name.removeprefix("step-"))
         return f"the same command goes on after step {step}, from {found[-1]}"
 
     def require_same(self, then: dict) -> None:
-        """Refuse to continue a run of the settings `then` with others, but for CHANGEABLE.
+        """Raise UserError if a run with the settings `then` now has others, except for CHANGEABLE.
 
-        A setting that there was not yet had what is now its default.
+        A setting that did not exist then had its present default.
         """
         defaults = flat(asdict(Config()))
         then = {key: defaults.get(key) for key in self.settings if key in defaults} | then
@@ -70,7 +69,7 @@ class Checkpoints:
                             "another run=NAME, or delete that directory")
 
     def state(self, run: Any, waiting: list[dict]) -> dict[str, Tensor]:
-        """All that a later step reads, by name: this rank's part of it."""
+        """Return all that a later step reads, by name: this rank's part of it."""
         state = {f"waiting.{i}.{name}": x for i, snapshot in enumerate(waiting)
                  for name, x in snapshot.items()}          # the engine's weights that are due later
         for name, parameter in run.policy.named_parameters():
@@ -83,17 +82,17 @@ class Checkpoints:
             dcp.save(self.state(run, run.sync.state_dict()["waiting"]),
                      storage_writer=TensorByTensor(str(path), save_distributed=True))
             if run.main:
-                moved = any(run.optimizer.state.values())         # or every update was empty so far
+                moved = any(run.optimizer.state.values())         # else all updates were empty
                 write(path / "state.json", [{
                     "step": step, "before": run.before, "moments": moved, "engine": run.engine.name,
                     "data": run.task.digest, "settings": self.settings}])
         self.prune(run)
 
     def prune(self, run: Any) -> None:
-        """Down to train.keep, and nothing half written: a run may have been killed meanwhile."""
+        """Delete all but the newest train.keep checkpoints, and what is half written."""
         old = self.whole()[:-self.keep]
         for path in [*old, *self.directory.glob(".step-*.part")] * run.main:
-            shutil.rmtree(path, ignore_errors=True)         # no link; NFS keeps what is open
+            shutil.rmtree(path, ignore_errors=True)         # not a link; NFS keeps open files
 
     def load(self, run: Any) -> None:
         if (engine := self.saved.get("engine")) != run.engine.name:
@@ -102,7 +101,7 @@ class Checkpoints:
         if self.saved.get("data", run.task.digest) != run.task.digest:
             raise UserError(f"{self.directory.parent} was trained on other questions or answers "
                             "than task.path has now: bring them back, or choose another run=NAME")
-        if self.saved.get("moments", True):                # an update by nothing makes the moments
+        if self.saved.get("moments", True):                # a zero update creates the moments
             for parameter in run.policy.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             run.optimizer.step()
@@ -125,9 +124,9 @@ def unreadable(path: Path | str) -> UserError:
 
 @contextlib.contextmanager
 def write_aside(place: Path) -> Iterator[Path]:
-    """A directory for all ranks to write into, renamed into its place when they are through.
+    """Yield a directory for all ranks to write into; rename it into its place when they are done.
 
-    Where a link stands at that place, the files go one by one to what it points to: it stays.
+    If that place is a link, the files are moved one by one to its target, and the link stays.
     """
     linked, place = place.is_symlink(), place.resolve()
     part, main = place.with_name(f".{place.name}.part"), dist.get_rank() == 0
@@ -152,14 +151,14 @@ def write_aside(place: Path) -> Iterator[Path]:
 
 
 def write(path: Path, lines: list[dict]) -> None:
-    """A file of JSON lines that is there whole or not at all."""
+    """Write a file of JSON lines that is there whole or not at all."""
     part = path.with_name(f".{path.name}.part")
     part.write_text("".join(json.dumps(line) + "\n" for line in lines))
     os.replace(part, path)
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The lines that are whole: the last one of a run that was killed may not be."""
+    """Return the whole lines; a killed run may have left the last one incomplete."""
     lines = path.read_text(errors="replace").splitlines(keepends=True)
     try:
         found = [json.loads(line) for line in lines if line.endswith("\n")]

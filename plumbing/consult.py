@@ -1,4 +1,4 @@
-"""The doctor's command: reads a dump, or samples one, and prints what doctor.py makes of it.
+"""Run the doctor's command: read a dump, or sample one, and print what doctor.py finds in it.
 
     python doctor.py DUMP.jsonl [--json] [--figure FILE.png]
     python doctor.py [DUMP.jsonl] --model DIR [--older DIR …] [--engine vllm]
@@ -19,11 +19,11 @@ from plumbing.settings import UserError
 if TYPE_CHECKING:
     from plumbing.rescore import Rescored
 
-RESCORED = 1024                 # responses at most that the model scores
+RESCORED = 1024                 # most responses that the model scores
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command: 0 if the pair is healthy, 1 if a cause was found, 2 if it cannot be read."""
+    """Run the command; return 0 for a healthy pair, 1 for a cause found, 2 for unreadable input."""
     parser = argparse.ArgumentParser(prog="doctor.py", description="From log-probs to the cause.")
     parser.add_argument("dump", nargs="?", metavar="DUMP", help="JSON-lines or parquet, a response "
                         "a line; without one --model samples")
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
-    """Return the report, and what the columns are where a model has rescored them."""
+    """Return the report, and with a model also what the rescored columns are."""
     responses, rescored = read(given.dump) if given.dump else iter(()), None
     if given.model:                 # imported here: a dump alone needs no transformers
         from transformers.utils import logging
@@ -80,7 +80,7 @@ def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
 
 
 def explained(rescored: "Rescored", suggested: list[Finding]) -> list[Finding]:
-    """Return what the model found, of the guilty columns; or the dump's, if a column is unknown."""
+    """Return the model's findings on the faulty columns, or the dump's if a column is unknown."""
     columns = {"log μ": rescored.rollout, "log π": rescored.train}
     if any(match.cause == "unknown" for match in columns.values()):
         return suggested

@@ -1,8 +1,8 @@
-"""A run's directory belongs to one run, and to one process at a time.
+"""Give a run's directory to one run, and to one process at a time.
 
-This file decides: who trains in runs/<run>/ holds a lock of the system's on .lock there, which goes
-with its process, however that ends; who comes second is told by whom it is held. What is finished
-stays as it is. What is not the run's own in there is neither read nor touched.
+The process that trains in runs/<run>/ holds a lock of the operating system on .lock there, which
+ends with the process in any case. A second process is told which one holds it. Finished runs stay
+as they are. Files that are not the run's own are neither read nor touched.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from plumbing.settings import UserError
 
 @contextlib.contextmanager
 def hold_directory(place: Path) -> Iterator[None]:
-    """The directory, made if need be, for this process alone; without a trace if nothing is left.
+    """Hold the directory, made if need be, for this process alone; remove it if it stays empty.
 
-    Of several ranks the first one holds it. Raises UserError where another process does, or where
+    With several ranks the first one holds it. Raises UserError if another process does, or if
     nothing can be written.
     """
     words, file = [""], None
@@ -46,7 +46,7 @@ def hold_directory(place: Path) -> Iterator[None]:
         yield
     finally:
         if file is not None:
-            with contextlib.suppress(OSError):                 # it is gone, or runs/ has others
+            with contextlib.suppress(OSError):                 # gone, or runs/ is not empty
                 if [path.name for path in place.iterdir()] == [".lock"]:
                     (place / ".lock").unlink()
                     for path in made:
@@ -56,7 +56,7 @@ def hold_directory(place: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def take_turns(path: Path) -> Iterator[None]:
-    """One process after the other, for what several runs may want to make at the same time."""
+    """Let one process after the other make what several runs may want at the same time."""
     file = None
     if dist.get_rank() == 0:
         try:
@@ -73,10 +73,10 @@ def take_turns(path: Path) -> Iterator[None]:
 
 
 def lock_file(path: Path, wait: bool = False) -> IO[str]:
-    """The open file `path`, locked, and in it who holds it; closing it or dying gives it back.
+    """Return the open file `path`, locked, with its holder's name in it; closing it unlocks.
 
-    POSIX's locks: NFS has them too, and no child of this process inherits them. Without `wait` a
-    lock that another process holds is a BlockingIOError that says which one.
+    The lock is POSIX's: NFS has it too, no child of this process inherits it, and it ends with the
+    process. Without `wait` a lock that another process holds is a BlockingIOError that names it.
     """
     while True:
         try:
@@ -95,7 +95,7 @@ def lock_file(path: Path, wait: bool = False) -> IO[str]:
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                 break
-        file.close()                               # whoever held it has removed it meanwhile
+        file.close()                               # its owner has removed it meanwhile
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}, since "
                f"{time.strftime('%Y-%m-%d %H:%M:%S')}")
@@ -104,7 +104,7 @@ def lock_file(path: Path, wait: bool = False) -> IO[str]:
 
 
 def require_writable(place: Path) -> None:
-    """Refuse a directory of which a part that is there already cannot be written."""
+    """Raise UserError if an existing part of the directory cannot be written."""
     for path in (place, place / "checkpoints", place / "model"):
         if path.exists() and not os.access(path, os.W_OK | os.X_OK):
             raise not_writable(path, os.strerror(errno.EACCES))

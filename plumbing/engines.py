@@ -1,7 +1,7 @@
-"""An engine is chosen by its name: vLLM where it imports, else Hugging Face's `generate`.
+"""Choose an engine by its name: vLLM where it imports, else Hugging Face's `generate`.
 
-This file decides: an unknown name is answered with the nearest one, and a vLLM that is installed
-and does not import is worth a warning.
+An unknown name is answered with the nearest one. A vLLM that is installed but does not import is
+worth a warning.
 """
 
 import difflib
@@ -28,8 +28,8 @@ def make_engine(
     path: directory or hub id of the first weights. dtype: a key of DTYPES. max_model_len: longest
     prompt plus response. gpu_memory_utilization: vLLM's share of the GPU while awake. batch_size:
     most samples at a time. enforce_eager: vLLM without CUDA graphs and compilation, far slower on a
-    GPU; None: on a CPU only. top_p, top_k, min_p: see `Cut.of`. candidates: with each token come
-    those of μ's likeliest, or with a cut all that are left. Under torchrun, call
+    GPU; None: on a CPU only. top_p, top_k, min_p: see `Cut.of`. candidates: how many of μ's
+    likeliest ids come with each token; with a cut all that are kept come. Under torchrun, call
     `init_process_group` before and `close` the engine before `destroy_process_group`.
     """
     kinds = ["auto", "vllm", "transformers"]
@@ -47,7 +47,7 @@ def make_engine(
         except ImportError as error:
             if kind == "vllm":
                 raise RuntimeError(f"rollout.engine=vllm: {error}") from None
-            if find_spec("vllm"):  # installed and broken is worth a word, absent is not
+            if find_spec("vllm"):  # warn if it is broken, not if it is absent
                 warnings.warn(f"rollout.engine=auto takes transformers: {error}", stacklevel=2)
         else:
             return VllmEngine(path, gpu_memory_utilization=gpu_memory_utilization,

@@ -1,8 +1,8 @@
-"""What a machine does to a run: ranks, calls that hang, failures; each is one sentence at the most.
+"""Handle ranks, calls that hang, and failures; each failure prints one sentence at most.
 
-This file decides: the first rank that fails speaks, and the others end without a word; whatever is
-no bug of this program is one sentence and an exit code (2: the user can mend it, 130, 143, 129: a
-signal, 1: the machine), and a bug is a traceback.
+This file decides that only the first failing rank prints, and that the others exit silently. What
+is not a bug of this program prints one sentence and sets an exit code: 2 if the user can mend it,
+130, 143 or 129 for a signal, 1 for the machine. A bug is a traceback.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from torch.distributed import checkpoint as dcp
 from plumbing.settings import UserError
 from plumbing.signals import Ended, Received
 
-# How torch, vLLM and gloo say it.
+# How torch, vLLM and gloo word it.
 OUT_OF_MEMORY = ("MemoryError|out of memory|can't allocate memory|memory for the cache|"
                  "gpu_memory_utilization")
 LOST = "connection (closed|reset) by peer|broken pipe|remote process exited"
@@ -34,7 +34,7 @@ LOST = "connection (closed|reset) by peer|broken pipe|remote process exited"
 
 @contextlib.contextmanager
 def process_group() -> Iterator[torch.device]:
-    """The device of this rank, inside a process group: torchrun's, or one of a single process."""
+    """Yield this rank's device in a process group: torchrun's, or one of a single process."""
     local, on_gpu = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.is_available()
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -43,15 +43,15 @@ def process_group() -> Iterator[torch.device]:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (cores or 1) // ranks))
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    # No device_id: with it a new group is split off by all ranks, also by those that are not in it,
-    # and vLLM makes groups that not all ranks are in.
+    # No device_id: with it all ranks must take part in making a group, also those outside it, and
+    # vLLM makes groups that not all ranks are in.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo",
                             **({} if "RANK" in os.environ else alone))
     try:
         yield device
-        # Gloo's threads free a collective's tensors after its result is known. One that did so
-        # while the interpreter shuts down would abort the process, and a cache of DTensor's keeps
-        # the group, so that destroying it does not wait for them: they get the GIL, and time.
+        # Gloo's threads free a collective's tensors after its result is known. If one does so
+        # while the interpreter shuts down, the process aborts. Destroying the group does not wait
+        # for them, since a cache of DTensor's keeps it. So they get the GIL, and time, here.
         dist.barrier()
         time.sleep(0.1)
     except BaseException as error:
@@ -62,7 +62,7 @@ def process_group() -> Iterator[torch.device]:
 
 
 def require_one_directory(place: Path) -> None:
-    """All ranks see what the first one writes: else each node would keep a part of a checkpoint."""
+    """Raise UserError if ranks do not see the first one's files: checkpoints would be split."""
     names = [f".seen-by-all-{secrets.token_hex(8)}"]
     dist.broadcast_object_list(names)
     token = place / names[0]
@@ -80,20 +80,22 @@ def require_one_directory(place: Path) -> None:
 
 
 def first_to_fail() -> bool:
-    """Whether no other rank has failed before: the failures that follow are its consequences."""
-    with contextlib.suppress(Exception):           # the store may have gone with the launcher
+    """Say whether no other rank has failed before; later failures are consequences."""
+    with contextlib.suppress(Exception):           # the store may be gone with the launcher
         return dist.distributed_c10d._get_default_store().add("failed", 1) == 1
     return True
 
 
 class EngineError(RuntimeError):
-    """The last words of an engine that failed, in one sentence."""
+    """Report in one sentence why an engine failed."""
 
 
 @contextlib.contextmanager
 def watch_engine(engine: Any, seconds: float) -> Iterator[None]:
-    """One call of an engine. Whatever it raises becomes an EngineError; after `seconds` of it,
-    a sentence is printed and the process ends: nothing can be raised into a call that hangs.
+    """Guard one call of an engine; whatever the engine raises becomes an EngineError.
+
+    After `seconds` a sentence is printed and the process ends, since nothing can be raised into a
+    call that hangs.
     """
     caller = threading.get_ident()
 
@@ -120,15 +122,15 @@ def watch_engine(engine: Any, seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def report_errors() -> Iterator[Any]:
-    """Yields .code, the exit code. A failure in here is its sentence; a bug is raised."""
+    """Yield an object with the exit .code; expected failures print a line, bugs propagate."""
     outcome = SimpleNamespace(code=0)
     try:
         yield outcome
     except (Exception, KeyboardInterrupt, Ended, dcp.CheckpointException) as error:
-        error = Received.ended or error            # which another error may have come of
+        error = Received.ended or error            # a signal may have caused the error
         codes = {KeyboardInterrupt: 130, UserError: 2}
         outcome.code = getattr(error, "code", codes.get(type(error), 1))
-        # Before the ranks have met they all find the same: the first one says it.
+        # Before the ranks have met they all find the same error; the first one prints it.
         if getattr(error, "silent", int(os.environ.get("RANK", "0")) > 0):
             return
         if not (sentence := explain(error)):
@@ -137,7 +139,7 @@ def report_errors() -> Iterator[Any]:
 
 
 def explain(error: BaseException) -> str:
-    """A sentence for what a machine does to a run; nothing for what must be a bug."""
+    """Return a sentence for an expected failure, or nothing for what must be a bug."""
     words, full = str(error), getattr(error, "errno", None) == errno.ENOSPC
     if isinstance(error, (UserError, Ended)):
         return words

@@ -1,4 +1,4 @@
-"""A dump is drawn as five panels, by which a reader recognises its cause.
+"""Draw a dump as five panels, by which a reader recognises its cause.
 
     save(tokens, "figure.png")          # a row of one's own, above those of the known causes
 """
@@ -14,7 +14,7 @@ SIGNATURES = Path(__file__).parent.parent / "math/figures/signatures.png"
 TITLES = ("logit π over logit μ", "gap in logits, by token", "gap: response × token",
           "Δ log π over Δ log μ, same prefix", "running E[ρ] − 1, ± 2 errors")
 DPI = 110                               # of the book's figures
-SHOWN = 600                             # points of a panel: more would be one blot
+SHOWN = 600                             # most points of a panel; more would blur
 
 
 def draw_row(axes: Any, x: Tokens, name: str) -> None:
@@ -50,7 +50,7 @@ def draw_row(axes: Any, x: Tokens, name: str) -> None:
 
 
 def _scatter(axis: Any, x: torch.Tensor, y: torch.Tensor, dots: dict[str, Any]) -> None:
-    """Draw points beside the diagonal on which they would lie if the two sides agreed."""
+    """Draw points and the diagonal on which they would lie if the two sides agreed."""
     if len(x):
         axis.axline((0, 0), slope=1, color="#999999", linewidth=0.6)
         ends = [f(torch.cat([x, y])).item() for f in (torch.min, torch.max)]
@@ -75,7 +75,7 @@ def draw(dumps: dict[str, Tokens]) -> Any:
 
 
 def save(x: Tokens, path: str) -> None:
-    """Draw a dump of one's own above the signatures of chapter 11, and save both."""
+    """Draw a dump of one's own above the signatures of chapter 13, and save both as one image."""
     import io
 
     from PIL import Image

@@ -1,7 +1,8 @@
-"""What a recorded column may be: a table of hypotheses, each with log-probs by the trainer's model.
+"""List what a recorded column may be: hypotheses, each with log-probs by the trainer's model.
 
-This file decides which hypotheses there are, and which of their values are tried. A row is added to
-`TABLE`; plumbing/rescore.py matches columns to it. Left out: two faults of one side at once.
+This file decides which hypotheses there are, and which of their values are tried. To add one, add a
+row to `TABLE`; plumbing/rescore.py matches columns to the rows. Two faults on one side at once are
+left out.
 """
 
 import copy
@@ -19,14 +20,14 @@ from torch.func import functional_call
 from kernels.shapes import pad_rows
 from rollout import quantize_weights
 
-NEVER = -30.0          # the log-prob of a token that a cut would never have let through
-CERTAIN = -1e-3        # log-probs nearer to 0 are cut to this: their log-odds are rounding
-EXACT = 1e-6           # squared log-odds: what float32 leaves
+NEVER = -30.0          # the log-prob of a token that a cut excludes
+CERTAIN = -1e-3        # log-probs nearer to 0 become this: their log-odds are rounding
+EXACT = 1e-6           # squared log-odds: float32's rounding
 Rows = Sequence[tuple[list[int], list[int]]]           # prompts and responses
 
 
 class Scorer:
-    """A Scorer gives log-probs of N tokens by one model as it is, or changed in one respect."""
+    """Compute log-probs of N tokens by one model as it is, or changed in one respect."""
 
     def __init__(self, model: Any, older: list[dict[str, Tensor]], rows: Rows,
                  dtype: torch.dtype = torch.float32, temperature: float = 1.0) -> None:
@@ -46,8 +47,8 @@ class Scorer:
                starts: Sequence[int] = (), window: int = 0) -> Tensor:
         """Return the logits before each token of the rows' responses: [N, V].
 
-        weights: in the place of the model's own; of tied ones, those alone that are named. starts:
-        the position of each row's first token. window: the last tokens that are attended to.
+        weights: used instead of the model's own; of tied ones, only those that are named. starts:
+        the position of each row's first token. window: how many of the last tokens are attended to.
         """
         rows, found = rows or self.rows, []
         weights = {name: w.to(self.dtype) for name, w in (weights or {}).items()}
@@ -73,21 +74,21 @@ class Scorer:
         return z.gather(-1, self.tokens[:, None]).squeeze(-1) - z.logsumexp(-1)
 
     def scored(self, key: Any, **changed: Any) -> Tensor:
-        """Return log-probs by changed logits, which take a pass of the model once: [N]."""
+        """Return log-probs by changed logits, whose pass of the model runs once per key: [N]."""
         if key not in self.kept:
             self.kept[key] = self.log_prob(self.logits(**changed))
         return self.kept[key]
 
     @cached_property
     def noisy(self) -> "Scorer":
-        """The same in bfloat16."""
+        """Return the same scorer in bfloat16."""
         s = Scorer(self.original, self.older, self.rows, torch.bfloat16, self.temperature)
         s.slack = 4 * (s.plain - self.plain).std(-1).square().mean().sqrt().item()
         return s
 
     @cached_property
     def uncapped(self) -> Tensor:
-        """The logits before the final softcap: [N, V]."""
+        """Return the logits before the final softcap: [N, V]."""
         cap = getattr(self.config, "final_logit_softcapping", None)
         bare = copy.deepcopy(self.original)
         bare.config.get_text_config().final_logit_softcapping = None
@@ -95,29 +96,29 @@ class Scorer:
 
     @cached_property
     def ordered(self) -> Tensor:
-        """The probabilities, the largest first: [N, V]."""
+        """Return the probabilities, the largest first: [N, V]."""
         return (self.plain / self.temperature).softmax(-1).sort(-1, descending=True).values
 
     @cached_property
     def before(self) -> Tensor:
-        """The mass before each of these: [N, V]."""
+        """Return the mass before each of `ordered`: [N, V]."""
         return self.ordered.cumsum(-1) - self.ordered
 
     def cut(self, inside: Callable[[float], Tensor]) -> Tensor:
         """Return log-probs over the likeliest tokens alone: [N].
 
-        inside: which of `ordered` have a place, given how far noise moves logits: [N, V].
+        inside: given how far noise moves logits, says which of `ordered` are kept: [N, V].
         """
         p = (self.plain / self.temperature).softmax(-1).gather(-1, self.tokens[:, None])
         rank = (self.ordered > p).sum(-1)
-        # A token from beyond the edge by no more than noise was inside for whoever drew it.
+        # A token outside the edge by no more than noise was inside for the sampler.
         count = torch.maximum(inside(0.0).sum(-1), rank + 1)
         mass = self.ordered.cumsum(-1).gather(-1, count[:, None] - 1)
         return torch.where(rank < inside(self.slack).sum(-1), (p / mass).log().squeeze(-1), NEVER)
 
     @cached_property
     def counts(self) -> Tensor:
-        """How often each id was in the response before each token: [N, V]."""
+        """Count how often each id was in the response before each token: [N, V]."""
         counts = torch.zeros_like(self.plain)
         for n in self.place.nonzero().flatten().tolist():
             counts[n] = counts[n - 1]
@@ -125,7 +126,7 @@ class Scorer:
         return counts
 
     def repeated(self, penalty: float) -> Tensor:
-        """Return log-probs after a repetition penalty, on ids of the prompt too: [N]."""
+        """Return log-probs after a repetition penalty, which counts ids of the prompt too: [N]."""
         seen = self.counts > 0
         for i, (prompt, _) in enumerate(self.rows):
             seen[(self.row == i).nonzero(), torch.tensor(prompt)] = True
@@ -140,7 +141,7 @@ class Scorer:
             if not module or module in (module_of(name), module_of(tied.get(name, name)))})
 
     def rounded(self, how: int | str, ends: bool) -> Tensor:
-        """Return log-probs by rounded matrices, those of embedding and head with them or not."""
+        """Return log-probs by rounded matrices; `ends` says if embedding and head are: [N]."""
         model = self.original
         outer = [m.weight.data_ptr() for m in (model.get_input_embeddings(),
                                                model.get_output_embeddings())]
@@ -151,7 +152,7 @@ class Scorer:
             {name: to_fp8(w, how) for name, w in matrices.items()}))
 
     def dropped(self, p: float, draws: int = 16) -> Tensor:
-        """Return log-probs with dropout at rate p, the mean of several draws in log-odds: [N]."""
+        """Return log-probs with dropout at rate p, averaged over several draws in log-odds: [N]."""
         model = self.model.train()
         for module in model.modules():
             if hasattr(module, "attention_dropout"):
@@ -171,9 +172,9 @@ class Scorer:
             (change(prompt, tokens) or prompt[-1:], tokens) for prompt, tokens in self.rows])
 
     def padded(self, width: int, together: int, places: str) -> Tensor:
-        """Return log-probs after prompts that were padded on the left, without a mask: [N].
+        """Return log-probs after prompts that were padded on the left without a mask: [N].
 
-        To `width`, or where it is 0 to the longest of so many rows that were padded together.
+        Prompts are padded to `width`; where it is 0, to the longest of each `together` rows.
         """
         sizes, pad = [len(prompt) for prompt, _ in self.rows], self.config.pad_token_id or 0
         widths = [width or max(sizes[i - i % together:][:together]) for i in range(len(sizes))]
@@ -183,7 +184,7 @@ class Scorer:
                              [-n for n in pads] if places == "right" else ())
 
     def recent(self, last: int) -> Tensor:
-        """Return log-probs after the last tokens alone, each token by a pass of its own: [N]."""
+        """Return log-probs given only the `last` tokens before each, in a pass of its own: [N]."""
         return self.scored(("recent", last), rows=[
             ((p + tokens[:t])[-last:], [y]) for p, tokens in self.rows
             for t, y in enumerate(tokens)])
@@ -211,20 +212,20 @@ def module_of(name: str) -> str:
 
 
 def to_fp8(w: Tensor, how: str) -> Tensor:
-    """Round to e4m3: "fp8" as it is, or with "a scale per tensor" or "a scale per row"."""
+    """Round to e4m3 and back: "fp8" as it is, or with "a scale per tensor" or "a scale per row"."""
     largest = w.abs().amax(-1, keepdim=True) if "row" in how else w.abs().max()
     scale = largest.clamp(min=1e-12) / 448 if "scale" in how else torch.ones(())
     return (w / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
 
 
 class Hypothesis(NamedTuple):
-    """A Hypothesis is a row of `TABLE`: log-probs by a name and a cause, and the values to try."""
+    """Hold a row of `TABLE`: a name, a cause, a way to score, and the values to try."""
 
-    name: str                                          # with a place for the value
+    name: str                                          # with a placeholder for the value
     cause: str | None                                  # None: no fault
     score: Callable[[Scorer, Any], Tensor]             # → [N], NaN where it says nothing
     values: Callable[[Scorer, Tensor], Iterable[Any]]  # of the scorer and the squared gap [N]
-    search: bool = False                               # between these values too
+    search: bool = False                               # also search between the values
 
 
 def listed(*values: Any) -> Callable[..., Sequence[Any]]:
@@ -236,7 +237,7 @@ def ratios(low: float, high: float, count: int = 40) -> Callable[..., list[float
 
 
 def changes(places: Callable[[Scorer], Tensor]) -> Callable[[Scorer, Tensor], list[int]]:
-    """Return what finds the places [N] from which the squared gap is likeliest another one."""
+    """Return a function that finds the places [N] where the squared gap most likely changes."""
     def find(s: Scorer, gap: Tensor) -> list[int]:
         at = places(s)
 
@@ -255,7 +256,7 @@ def modules(s: Scorer, _: Tensor) -> Iterator[tuple[str, int]]:
 
 
 def paddings(s: Scorer, _: Tensor) -> Iterator[tuple[int, int, str]]:
-    """List ways to pad: the width or how many rows have one, and whether positions are right."""
+    """List ways to pad: the width, or how many rows share one, and whether positions are right."""
     longest = int(s.sizes(False).max())
     widths = sorted({longest + i for i in range(9)} | {2 ** i for i in range(4, 10)
                                                        if 2 ** i > longest})
@@ -267,7 +268,7 @@ def paddings(s: Scorer, _: Tensor) -> Iterator[tuple[int, int, str]]:
 ROUNDINGS = listed(*range(2, 9), "fp8", "fp8, a scale per tensor", "fp8, a scale per row")
 PENALTIES = listed(*(i / 10 for i in range(-20, 21) if i))
 ONCE = listed(None)
-# Rows that rescore.py speaks of.
+# Rows that rescore.py refers to by name.
 IN_16_BITS = "plain by a log-softmax in bfloat16"
 SCALED, DIVIDED = "at temperature {:.3g}", "divided by {:.3g} after the softmax"
 TABLE = list(starmap(Hypothesis, (

@@ -1,7 +1,7 @@
-"""A model is whole, or refused by name: its place, its weights, its tokenizer.
+"""A model is complete, or it is refused by name: its place, its weights, its tokenizer.
 
-This file decides: what would be filled in at random, or fail in the middle of a run, is one
-sentence before anything is trained; and nothing is drawn at random while a policy is scored.
+This file decides: a model that would be filled in at random, or would fail in the middle of a run,
+is refused with one sentence before training. Nothing is drawn at random while a policy is scored.
 """
 
 import re
@@ -38,7 +38,7 @@ def require_place(path: str, key: str = "policy.path=") -> None:
 
 
 def configuration(path: str) -> tuple[Any, dict[str, float]]:
-    """The model's config.json without dropout, and what was turned off, by name.
+    """Return the model's config.json with dropout set to 0, and what was turned off, by name.
 
     With dropout, or a router's jitter, π_old and π_θ would differ at equal weights.
     """
@@ -49,7 +49,7 @@ def configuration(path: str) -> tuple[Any, dict[str, float]]:
 
 
 def read_model(path: str) -> Any:
-    """The model in float32; raises ValueError with the names of the weights that are not right."""
+    """Return the model in float32; raise ValueError with the names of weights that are wrong."""
     config, _ = configuration(path)
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
@@ -72,12 +72,12 @@ def read_model(path: str) -> Any:
 
 
 def some(names: list[str]) -> str:
-    """The first five, and how many more there are."""
+    """Join the first five names, and say how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def empty_model(path: str) -> Any:
-    """The model that `read_model` returns, without weights and their memory."""
+    """Return the model that `read_model` returns, without weights and their memory."""
     config, _ = configuration(path)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -90,9 +90,10 @@ def empty_model(path: str) -> Any:
 
 def build_sdpa_mask(*args: Any, attention_mask: Tensor | None = None,
                     allow_is_causal_skip: bool = True, **settings: Any) -> Tensor | None:
-    """Build transformers' mask for SDPA, which is left out where there is no attention mask.
+    """Build transformers' mask for SDPA, or none where there is no attention mask.
 
-    transformers' own also looks on the device whether it can be left out, and so waits for it.
+    transformers' own function may leave out more masks, but for that it looks at the mask on the
+    device, and so makes the host wait.
     """
     return sdpa_mask(*args, attention_mask=attention_mask, **settings,
                      allow_is_causal_skip=allow_is_causal_skip and attention_mask is None)
@@ -107,7 +108,7 @@ def avoid_host_waits(model: transformers.PreTrainedModel) -> None:
 
 
 def read_tokenizer(path: str) -> Any:
-    """The model's tokenizer. Without its files some classes make an empty one: that is refused."""
+    """Return the model's tokenizer, and refuse the empty one that some classes make of no files."""
     missing = ValueError("it has no tokenizer: tokenizer.json, which save_pretrained of its "
                          "tokenizer writes, is not there")
     try:
@@ -124,7 +125,7 @@ def read_tokenizer(path: str) -> Any:
 def require_vocabulary(tokenizer: Any, vocabulary: int, ids: set[int]) -> list[str]:
     """Refuse a model without a row for each of the `ids` that a run will give it.
 
-    Returns a sentence where the tokenizer has further tokens, which the run does not meet.
+    Return a sentence if the tokenizer has further tokens, which the run does not use.
     """
     if unknown := sorted(i for i in ids if i >= vocabulary):
         raise ValueError(f"its vocabulary has {vocabulary} tokens, and its tokenizer makes number "

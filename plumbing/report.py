@@ -1,4 +1,4 @@
-"""What a run says of itself: its settings in short, its closing table, its curves.
+"""A run reports its settings in short, its closing table and its curves.
 
 This file decides nothing: it reads the metrics that are there.
 """
@@ -11,20 +11,21 @@ from plumbing.settings import Config
 
 
 def summarize(config: Config) -> str:
-    """The settings that decide most, for the run's first lines."""
+    """Return the settings that matter most, for the run's first lines."""
     rollout, train = config.rollout, config.train
     weights = f"{rollout.quantize_bits}-bit" if rollout.quantize_bits else rollout.dtype
     return (f"{rollout.prompts} prompts × {rollout.samples} responses of at most "
             f"{rollout.max_tokens} tokens a step at temperature {rollout.temperature:g}, from "
-            f"{weights} weights{f', {rollout.staleness} updates late' * (rollout.staleness > 0)}; "
+            f"{weights} weights{f', {rollout.staleness} syncs stale' * (rollout.staleness > 0)}; "
             f"{train.steps} steps of {train.epochs * train.mini_batches} updates at learning rate "
             f"{train.lr:g}, {train.micro_batch_size} rows at a time")
 
 
 def judge_accuracy(before: float, after: float, n: int) -> str:
-    """Whether the accuracy on n problems rose or fell beyond two standard errors of a difference.
+    """Say whether the accuracy on n problems rose or fell by more than two standard errors.
 
-    √(p(1 − p)/n + q(1 − q)/n), with (right + 1)/(n + 2) for p and q, so that 0 and 1 have one too.
+    The standard error is that of a difference, √(p(1 − p)/n + q(1 − q)/n). For p and q it takes
+    (right + 1)/(n + 2), so that accuracies of 0 and 1 have an error, too.
     """
     shares = [(accuracy * n + 1) / (n + 2) for accuracy in (before, after)]
     error = math.sqrt(sum(p * (1 - p) / n for p in shares))
@@ -35,7 +36,7 @@ def judge_accuracy(before: float, after: float, n: int) -> str:
 
 
 def closing_table(lines: list[dict], before: float, after: float, n: int) -> list[str]:
-    """The first step beside the last, what the accuracy on n problems did, and what looks wrong."""
+    """Compare the first step with the last, judge the accuracy on n problems, and list warnings."""
     first, last = lines[0], lines[-1]
     table = [(f"accuracy, {n} held-out problems, sampled", before, after)]
     for name in ("reward/mean", "response/length_mean", "rollout_corr/k3_kl"):
@@ -47,7 +48,7 @@ def closing_table(lines: list[dict], before: float, after: float, n: int) -> lis
 
 
 def ess(metrics: dict) -> float:
-    """ESS/N of the raw weights where there are any, else the tokens' 1/(1 + χ²)."""
+    """Return ESS/N of the raw weights, or, if a run has no weights, 1/(1 + χ²) of its tokens."""
     raw = metrics.get("rollout_corr/rollout_is_raw_eff_sample_size")
     chi2 = max(metrics.get("rollout_corr/chi2_token", math.nan), 0.0)       # nan: nothing was left
     return 1 / (1 + chi2) if raw is None else raw

@@ -1,11 +1,12 @@
 """Rescoring decides what a dump can only suggest: which distribution IS log μ, which IS log π?
 
 The trainer's model scores the same tokens under every row of plumbing/hypotheses.py, and both
-columns of a dump are matched to these. This file decides
+columns of a dump are matched to these scores. This file decides
 * A hypothesis h is judged by the share of the gap to the plain model that it leaves,
-  Σ(recorded − h)² / Σ(recorded − plain)², in log-odds, where noise of the logits is level.
+  Σ(recorded − h)² / Σ(recorded − plain)². Both are log-odds: there, noise of the logits has the
+  same size for every token.
 * A hypothesis with values to search pays for them: it must be likelier by their number.
-* What bfloat16 changes on this model is measured, and is no fault.
+* The effect of bfloat16 is measured on this model, and is no fault.
 
     found = rescore("path/to/model", ["one/update/older", "two/updates/older"], responses)
     print(*found.lines(), found.as_json(), sep="\\n")
@@ -30,7 +31,7 @@ from policy import Policy
 from rollout import DTYPES
 
 LOGITS = 2 ** 28       # at most, in float32: 1 GB; further responses are left out
-# Set by hand. How far signals lie from them is known for 175 faults on TUNED of rescore_rates.py.
+# Set by hand. rescore_rates.py shows the margins: 175 faults on the models of TUNED.
 SOLVED = 1e-4          # share left: no further row is tried
 HARMLESS = 0.05        # share left by the plain model in bfloat16: its own kernels left up to 0.034
 EXPLAINED = 0.35       # share left: right rows, but for dropout, left up to 0.06, and up to 0.19
@@ -76,7 +77,7 @@ class Rescored(NamedTuple):
 
 def match(s: Scorer, recorded: Tensor, mask: Tensor,
           table: Sequence[Hypothesis] = TABLE) -> list[Match]:
-    """Match a column [N] to each row of a table, until one leaves nothing."""
+    """Match a column [N] to each row of a table, until a row leaves (almost) nothing of the gap."""
     r = log_odds(recorded)
     gap = (r - log_odds(s.log_prob(s.plain))).square() * mask
     found, kept = list[Match](), (r[mask] > NEVER).all()       # kept: nothing drawn was cut off
@@ -110,7 +111,8 @@ def match(s: Scorer, recorded: Tensor, mask: Tensor,
 def judge(s: Scorer, recorded: Tensor, mask: Tensor) -> Match:
     """Return which hypothesis a column [N] is.
 
-    What it leaves must be about what kernels of the same weights differ by, or a part of the gap.
+    What the hypothesis leaves must be as small as the difference between two kernels with the same
+    weights, or a small share of the gap.
     """
     def squares(h: Tensor) -> float:
         return (log_odds(recorded) - log_odds(h)).square()[mask].mean().item() + EXACT
@@ -121,7 +123,7 @@ def judge(s: Scorer, recorded: Tensor, mask: Tensor) -> Match:
                       + EXACT)
     share = squares(noisy) / gap
     if min(m.left for m in fits) > SOLVED:
-        # Noise decides who is at the edge of a cut. Where it shows, small faults are on top of it.
+        # Noise decides which tokens are at the edge of a cut, and it can hide a small fault.
         large = {None, "shift", "context", "padding", "window", "dropout"}
         small = [h for h in TABLE if h.cause == "cut" or (share < 0.8 and h.cause not in large)]
         earned = mask.sum().item() / 2 * math.log(share)
@@ -158,7 +160,7 @@ def rescore(path: str, older: Sequence[str], responses: Iterable[Response]) -> R
         [r.rollout_log_probs for r in kept], [r.train_log_probs for r in kept]))
     mask = torch.tensor([m for r in kept for m in r.mask])
     rollout, train = judge(s, μ, mask), judge(s, π, mask)
-    # Both may be at the temperature of sampling; then it is from there that one departs.
+    # Both columns may be at the sampling temperature. Then a fault is a departure from there.
     for one, other, column in sorted(((rollout, train, π), (train, rollout, μ)),
                                      key=lambda pair: pair[0].left):
         if one.row == SCALED and other.cause:
@@ -170,7 +172,7 @@ def rescore(path: str, older: Sequence[str], responses: Iterable[Response]) -> R
                 agreed = one._replace(cause=None)
                 rollout, train = (agreed, hot) if column is π else (hot, agreed)
                 break
-    # E[log π − log μ] ≤ 0 over samples of μ. Else they are of π, and μ is a raw record.
+    # E[log π − log μ] ≤ 0 on samples of μ. If it is positive, π drew them, and μ is a raw record.
     proper = train.cause in ("temperature", "cut", "penalty") and train.row != DIVIDED
     if rollout.cause is None and proper and (π - μ)[mask].sum() > 0:
         rollout = train._replace(name=f"plain, before {train.name}", cause="raw")
@@ -187,7 +189,7 @@ def sample_and_score(path: str, engine: str, prompts: Sequence[list[int]], *, ma
                      train_dtype: str = "float32", **settings: Any) -> list[Response]:
     """Sample a response to each prompt with an engine, and score it with the trainer's policy.
 
-    engine, dtype, settings: as in `make_engine`, such as top_p, whose sets are not replayed.
+    engine, dtype, settings are those of `make_engine`. A set of top_p or top_k is not replayed.
     """
     longest = max(map(len, prompts)) + max_tokens
     sampler = make_engine(engine, path, dtype=dtype, max_model_len=longest, **settings)
@@ -206,7 +208,7 @@ def sample_and_score(path: str, engine: str, prompts: Sequence[list[int]], *, ma
 
 
 def random_prompts(path: str, count: int = 32, same: int = 4) -> list[list[int]]:
-    """Return prompts of 5 to 12 random ids, each `same` times, where there is no task."""
+    """Return prompts of 5 to 12 random ids, each `same` times, for a model without a task."""
     vocabulary, g = AutoConfig.from_pretrained(path).get_text_config().vocab_size, torch.Generator()
     drawn = [torch.randint(vocabulary, (5 + i % 8,), generator=g.manual_seed(i)).tolist()
              for i in range(count // same)]

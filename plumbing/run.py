@@ -1,6 +1,6 @@
-"""A run: what it has open, what it says, and what it leaves behind in runs/<run>/.
+"""A run holds what is open, reports what happens, and leaves its results in runs/<run>/.
 
-This file decides nothing that is learned: it opens task, models and engine, counts the steps under
+This file decides nothing that is learned. It opens task, models and engine, counts the steps under
 a progress bar, writes metrics, curves and the final model, and watches the engine's calls.
 """
 
@@ -48,7 +48,7 @@ LOOKED_AT = 2 ** 14        # tokens of the first batch: the doctor needs less th
 
 @contextlib.contextmanager
 def open_run(config: Config) -> Iterator["Run | None"]:
-    """The run of a configuration, in its process group; None if it is finished already."""
+    """Open the run of a configuration in its process group; yield None if it is finished."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -82,8 +82,10 @@ def directory_of(config: Config) -> Path:
 
 
 def keep_memory() -> None:
-    """What is freed stays with the process: else the kernel hands out, and clears, every large
-    tensor anew, which takes a third of an update of 0.5B parameters. glibc's mallopt(3)."""
+    """Keep freed memory in the process, by glibc's mallopt(3).
+
+    Otherwise the kernel clears every large tensor anew: a third of an update of 0.5B parameters.
+    """
     with contextlib.suppress(OSError, AttributeError):         # another C library
         mallopt, trim_threshold, mmap_max = ctypes.CDLL(None).mallopt, -1, -4       # of malloc.h
         mallopt(mmap_max, 0)                   # no block is a mapping of its own
@@ -91,9 +93,9 @@ def keep_memory() -> None:
 
 
 class Run:
-    """What a run has open: the directory runs/<run>/, the models, the engine, the clock."""
+    """A Run has the directory runs/<run>/, the models, the engine and the clock."""
 
-    # What `open` makes.
+    # `open` makes these.
     task: Task
     tokenizer: Any
     prompts: list[list[int]]                       # token ids, of train and of the held-out ones
@@ -102,7 +104,7 @@ class Run:
     policy: Policy
     optimizer: torch.optim.Optimizer
     sync: WeightSync
-    # What `steps` keeps for the step that is done now.
+    # `steps` keeps these for the current step.
     step: int
     began: float
     times: dict[str, float]                        # seconds of each part of the step
@@ -127,7 +129,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether all is done. What is done and cannot go on is a UserError: it is not replaced."""
+        """Say whether all is done; a run that is done but cannot go on raises UserError."""
         record, steps = self.directory / "finished.json", self.config.train.steps
         model = (self.directory / "model" / "config.json").exists()
         if record.exists():
@@ -197,7 +199,7 @@ class Run:
                                config.rollout.dtype)
 
     def encode(self, model: Any) -> tuple[list[list[int]], list[list[int]]]:
-        """Token ids of every prompt, of train and held out; what is no prompt leaves the task."""
+        """Encode every prompt, of train and held out; leave out what cannot be a prompt."""
         task, config = self.task, self.config
         context = getattr(model.get_text_config(), "max_position_embeddings", None) or math.inf
         room, problems = context - config.rollout.max_tokens, [*task.train, *task.held_out]
@@ -222,7 +224,7 @@ class Run:
         return encoded[:n], encoded[n:]
 
     def token_ids(self, texts: list[str]) -> list[list[int]]:
-        """Encode texts, by the chat template of a model that has one; long work has a bar."""
+        """Encode texts, by the model's chat template if it has one; show a bar for many texts."""
         found, quiet = [], not self.main or len(texts) <= 10_000
         for i in tqdm(range(0, len(texts), 1000), desc="tokens", mininterval=1, disable=quiet):
             part = texts[i:i + 1000]
@@ -235,7 +237,7 @@ class Run:
         return found
 
     def restore(self) -> None:
-        """To the last checkpoint, if there is one."""
+        """Go back to the last checkpoint, if there is one."""
         config, count = self.config, sum(p.numel() for p in self.policy.parameters())
         if count < 10_000_000:
             torch.set_num_threads(1)         # a second thread costs a tiny model more than it saves
@@ -253,7 +255,7 @@ class Run:
         signals.Received.where = self.checkpoints.resumption
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps still to do, under a progress bar."""
+        """Yield the numbers of the remaining steps, under a progress bar."""
         config, self.accuracy = self.config, self.before
         if self.main:              # the metrics are cut back to the last checkpoint
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -275,7 +277,7 @@ class Run:
                     yield step
 
     def tensorboard(self) -> Any:
-        """A writer of the same metrics for TensorBoard, where that is installed; else None."""
+        """Return a TensorBoard writer of the metrics, or a context of None without TensorBoard."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -285,7 +287,7 @@ class Run:
         return SummaryWriter(self.directory / "tensorboard", purge_step=self.done + 1)
 
     def nonfinite(self, what: str, own: list[str]) -> None:
-        """All ranks together: end the run with the first sentence found, or say and count it."""
+        """End the run with the first sentence of any rank, or report the sentence and count it."""
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
         found = sum(everyone, []) or ["the gradient of π_θ is not finite, though its log-probs are"]
@@ -296,7 +298,7 @@ class Run:
         self.say(f"* {sentence}")
 
     def nonfinite_rows(self, batch: Any, policies: dict[str, Tensor]) -> list[str]:
-        """Policy, token and prompt of the first log-prob that is not finite, for each such row."""
+        """Return policy, token and prompt of each row's first log-prob that is not finite."""
         found, width = {}, batch.response_mask.shape[1]
         for policy, log_prob in policies.items():
             for row, t in (~log_prob.isfinite() & batch.response_mask).nonzero().tolist():
@@ -324,12 +326,12 @@ class Run:
                                                     skip_special_tokens=True)
 
     def push_weights(self) -> None:
-        """Give the engine what it samples with in training: rounded and late, as configured."""
+        """Give the engine its weights for training: rounded and stale, as configured."""
         with watch_engine(self.engine, self.config.rollout.timeout):
             self.sync.push(full_weights(self.policy))
 
     def load_weights(self) -> None:
-        """Give the engine the policy's weights as they are, for an evaluation."""
+        """Give the engine the policy's current weights, unrounded, for an evaluation."""
         with watch_engine(self.engine, self.config.rollout.timeout):
             self.engine.update_weights(full_weights(self.policy))
 
@@ -360,11 +362,11 @@ class Run:
                 self.say(f"* step {step}: {sentence}")
 
     def looks_at(self, step: int) -> bool:
-        """Say whether `look_at` wants a step's log-probs: the first of this start, or a dump's."""
+        """Say whether `look_at` wants a step's log-probs, for the doctor or for a dump."""
         return not self.looked or step <= self.config.train.dump
 
     def look_at(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Dump a step's rows, of all ranks; of the first, say what doctor.py makes of some."""
+        """Dump a step's rows from all ranks, and report what doctor.py says of the first step."""
         if step <= self.config.train.dump:
             parts: list[Any] = [None] * dist.get_world_size()
             dist.gather_object(rows, parts if self.main else None)
@@ -381,7 +383,7 @@ class Run:
         self.looked = True
 
     def save_if_due(self, step: int) -> None:
-        """Every train.save_every steps, at the end, and when SIGTERM has come to any rank."""
+        """Save every train.save_every steps, at the end, and when any rank has received SIGTERM."""
         told = torch.tensor(float(signals.Received.told_to_end))
         dist.all_reduce(told)
         if told or step == self.config.train.steps or step % self.config.train.save_every == 0:
@@ -419,7 +421,7 @@ class Run:
 
 
 def ends_of(path: str, model: Any, tokenizer: Any) -> list[int]:
-    """The ids that end a response: the model's in generation_config.json, and the tokenizer's."""
+    """Return the ids that end a response: those of generation_config.json and the tokenizer's."""
     try:
         ends = transformers.GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:                # not every model has one

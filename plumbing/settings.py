@@ -32,7 +32,7 @@ FILE_KINDS = ("jsonl", "parquet")          # of task.kind: the questions come fr
 
 
 class UserError(Exception):
-    """One sentence, on one line, for whoever started the run."""
+    """Carry one sentence, on one line, for the user."""
 
     def __init__(self, sentence: str):
         super().__init__(" ".join(sentence.split()))
@@ -41,119 +41,132 @@ class UserError(Exception):
 # -------------------------------------------------------------------------------- what there is
 
 def setting(default: Any, meaning: str, low: float | None = None, high: float = 2 ** 31) -> Any:
-    """A field with what it means, and the smallest and largest value that make sense."""
+    """Return a field with its meaning and the smallest and largest value that make sense."""
     return field(default=default, metadata={"meaning": meaning, "low": low, "high": high})
 
 
 @dataclass
 class TaskConfig:
     kind: Literal["arithmetic", "sort", "dyck", "jsonl", "parquet"] = setting(
-        "arithmetic", "what is learned; jsonl, parquet: the questions of a file, with the settings "
-        "of configs/gsm8k.yaml where no FILE.yaml is given")
+        "arithmetic", "the task; jsonl and parquet take questions from a file, and the settings of "
+        "configs/gsm8k.yaml where no FILE.yaml is given")
     size: int = setting(2, "digits per number, or digits to sort", 1, 9)
-    length: int = setting(64, "dyck: brackets in an answer", 2, 512)
-    depth: int = setting(3, "dyck: most brackets open at once", 2, 9)
-    path: str | None = setting(None, "file whose rows have `question` and `answer`")
-    eval_path: str | None = setting(None, "the held-out ones; null: eval_size rows of `path`")
+    length: int = setting(64, "dyck: number of brackets in an answer", 2, 512)
+    depth: int = setting(3, "dyck: largest number of brackets open at once", 2, 9)
+    path: str | None = setting(None, "a file whose rows have `question` and `answer`")
+    eval_path: str | None = setting(
+        None, "a file of held-out questions; null: eval_size rows of `path`")
     eval_size: int | None = setting(
-        None, "held-out problems, one sample each; null: 1024, but of a file without eval_path at "
-        "most a tenth of its rows", 1)
+        None, "number of held-out problems, one sample each; null: 1024, but at most a tenth of "
+        "the rows of a file without eval_path", 1)
     on_bad_row: Literal["raise", "skip"] = setting(
-        "raise", "on rows that cannot be used and prompts that are too long: end, or go on without")
-    instruction: str = setting("", "appended to every question of a file")
+        "raise", "on unusable rows and prompts that are too long: end the run, or leave them out")
+    instruction: str = setting("", "text appended to every question of a file")
 
 
 @dataclass
 class PolicyConfig:
-    path: str | None = setting(None, "directory or hub id; null: a tiny demo model")
+    path: str | None = setting(None, "a model's directory or hub id; null: a tiny demo model")
     dtype: Literal["float32", "bfloat16"] = setting(
-        "float32", "of the computation; weights and moments are float32")
-    gradient_checkpointing: bool = setting(False, "less memory for a second forward pass")
+        "float32", "precision of the computation; weights and moments are float32")
+    gradient_checkpointing: bool = setting(
+        False, "save memory at the cost of a second forward pass")
 
 
 @dataclass
 class RolloutConfig:
     engine: Literal["auto", "vllm", "transformers"] = setting(
-        "auto", "what samples; auto: vLLM where it imports")
-    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "of the engine")
-    prompts: int = setting(128, "per step, over all ranks", 1)
-    samples: int = setting(8, "per prompt: a group", 1)
-    max_tokens: int = setting(10, "longest response", 1)
-    temperature: float = setting(1.0, "of sampling, and of all log-probs", 0.01, 100)
+        "auto", "the sampler; auto: vLLM where it imports, else transformers")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting(
+        "float32", "precision of the engine")
+    prompts: int = setting(128, "prompts per step, over all ranks", 1)
+    samples: int = setting(8, "responses per prompt: the size of a group", 1)
+    max_tokens: int = setting(10, "largest number of tokens in a response", 1)
+    temperature: float = setting(
+        1.0, "temperature of sampling and of all log-probs", 0.01, 100)
     top_p: float = setting(
-        1.0, "samples from the fewest tokens of this mass; all log-probs are of these", 0.01, 1)
+        1.0, "sample from the fewest tokens of this mass; log-probs are renormalised to them", 0.01,
+        1)
     top_k: int | None = setting(
-        None, "samples from this many likeliest tokens, likewise; null, 0 or -1: from all", -1)
+        None, "sample from this many likeliest tokens, likewise; null, 0 or -1: from all", -1)
     min_p: float = setting(
-        0.0, "samples from tokens of this times the greatest probability or more, likewise", 0, 1)
+        0.0, "sample from tokens with at least this share of the largest probability, likewise", 0,
+        1)
     candidates: int = setting(
-        64, "likeliest tokens of μ, or all that are kept: for correction.score_centering", 1)
-    quantize_bits: int | None = setting(None, "of weights on their way to the engine", 2, 16)
-    staleness: int = setting(0, "updates by which the engine lags", 0)
-    batch_size: int = setting(512, "samples generated at a time", 1)
-    mask_truncated: bool = setting(False, "responses cut at max_tokens give no gradient")
-    timeout: float = setting(1800.0, "seconds for one call of the engine", 1)
-    enforce_eager: bool | None = setting(None, "vLLM without graphs; null: true on a CPU")
+        64, "for correction.score_centering: likeliest tokens of μ, or all that a cut keeps", 1)
+    quantize_bits: int | None = setting(
+        None, "bits to which weights are rounded on their way to the engine", 2, 16)
+    staleness: int = setting(0, "number of weight syncs by which the engine is stale", 0)
+    batch_size: int = setting(512, "responses generated at a time", 1)
+    mask_truncated: bool = setting(False, "give truncated responses no gradient")
+    timeout: float = setting(1800.0, "seconds that one call of the engine may take", 1)
+    enforce_eager: bool | None = setting(None, "run vLLM without graphs; null: true on a CPU")
     gpu_memory_utilization: float = setting(0.4, "vLLM's share of a GPU while awake", 0.01, 0.99)
 
 
 @dataclass
 class AdvantageConfig:
-    kind: Literal["grpo", "rloo", "reinforce"] = setting("grpo", "the baseline")
-    normalize_std: bool = setting(True, "grpo: divide by the group's standard deviation")
+    kind: Literal["grpo", "rloo", "reinforce"] = setting("grpo", "the estimator of advantages")
+    normalize_std: bool = setting(True, "grpo: divide advantages by the group's standard deviation")
 
 
 @dataclass
 class LossSettings:
     clip_low: float | None = setting(
-        None, "ε below 1; null: the loss's own", 0, 1)
+        None, "ε of the clip's lower end; null: the loss's own", 0, 1)
     clip_high: float | None = setting(
-        None, "ε above 1; null: the loss's own", 0)
-    dual_clip: float | None = setting(None, "bounds the loss of A < 0 by this many times −A", 1)
+        None, "ε of the clip's upper end; null: the loss's own", 0)
+    dual_clip: float | None = setting(None, "bound the loss where A < 0 by this many times −A", 1)
     tau_positive: float = setting(1.0, "sapo: steepness of its gate where A > 0", 1e-3)
     tau_negative: float = setting(1.05, "sapo: the same where A ≤ 0", 1e-3)
     aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
                          "seq-mean-token-sum-norm"] = setting(
-        "token-mean", "from tokens to a scalar")
+        "token-mean", "how the losses of tokens become one number")
     denominator: Literal["fixed", "kept"] = setting(
-        "fixed", "counts all response tokens, or those that rejection left")
-    kl_coef: float = setting(0.0, "of KL(π_θ‖π_ref); 0: no reference policy is loaded", 0)
+        "fixed", "divide by all response tokens, or by those that rejection kept")
+    kl_coef: float = setting(
+        0.0, "coefficient of KL(π_θ‖π_ref); 0: no reference policy is loaded", 0)
     kl_kind: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "kl", "mse",
                      "low_var_kl", "kl+", "mse+", "low_var_kl+"] | None = setting(
-        None, "its estimator; null: k3+ in the loss, k1 in the reward; + takes k2's gradient; the "
-        "last six are verl's names of k1, k2, k3")
-    kl_in: Literal["loss", "reward"] = setting("loss", "where it stands")
+        None, "the KL's estimator; null: k3+ in the loss, k1 in the reward; + takes k2's gradient; "
+        "the last six are verl's names of k1, k2, k3")
+    kl_in: Literal["loss", "reward"] = setting(
+        "loss", "whether the KL stands in the loss or the reward")
     kl_correction: Literal["none", "token", "prefix"] | None = setting(
-        None, "ratios of π to π_rollout that multiply it: of each token, or the product up to it; "
-        "null: token in the loss, none in the reward")
+        None, "ratio of π to π_rollout that multiplies the KL: the token's, or the product up to "
+        "it; null: token in the loss, none in the reward")
 
 
 @dataclass
 class TrainConfig:
-    steps: int = setting(150, "of sampling and updating", 1)
-    epochs: int = setting(1, "over one step's rollouts", 1)
+    steps: int = setting(150, "steps of sampling and updating", 1)
+    epochs: int = setting(1, "passes over one step's rollouts", 1)
     mini_batches: int = setting(4, "optimizer steps per epoch", 1)
     micro_batch_size: int = setting(256, "rows per forward pass and rank", 1)
     lr: float = setting(2e-4, "learning rate of AdamW", 0, 10)
-    warmup_steps: int = setting(10, "steps of rising rate", 0)
-    schedule: Literal["constant", "cosine"] = setting("constant", "of the rate after that")
+    warmup_steps: int = setting(10, "steps in which the learning rate rises", 0)
+    schedule: Literal["constant", "cosine"] = setting(
+        "constant", "the learning rate after that")
     max_grad_norm: float = setting(
-        1.0, "longer gradients are shortened to it; .inf: none are", 1e-6, math.inf)
-    weight_decay: float = setting(0.0, "of AdamW", 0, 10)
+        1.0, "largest norm of the gradient, which is scaled down to it; .inf: no limit", 1e-6,
+        math.inf)
+    weight_decay: float = setting(0.0, "weight decay of AdamW", 0, 10)
     save_every: int = setting(50, "steps between checkpoints", 1)
-    keep: int = setting(3, "checkpoints that stay", 1)
+    keep: int = setting(3, "number of checkpoints that are kept", 1)
     eval_every: int = setting(50, "steps between evaluations", 1)
-    dump: int = setting(0, "steps whose tokens and log-probs runs/<run>/dumps/ has, for doctor.py; "
-                        "run.dump is another name for it", 0)
-    grace: float = setting(25.0, "seconds that SIGTERM leaves: to end a step and save it", 0)
+    dump: int = setting(
+        0, "write the tokens and log-probs of this many steps to runs/<run>/dumps/, for doctor.py; "
+        "also named run.dump", 0)
+    grace: float = setting(25.0, "seconds after SIGTERM in which a step may end and be saved", 0)
     on_nonfinite: Literal["raise", "skip"] = setting(
-        "raise", "on a number that is not finite: end, or leave it out")
+        "raise", "on a number that is not finite: end the run, or leave the sample out")
 
 
 @dataclass
 class Config:
-    seed: int = setting(0, "of everything random", 0)
-    run: str | None = setting(None, "writes runs/<run>/; null: named after file and overrides")
+    seed: int = setting(0, "seed of all random draws", 0)
+    run: str | None = setting(
+        None, "name of the directory runs/<run>/; null: made of file and overrides")
     task: TaskConfig = field(default_factory=TaskConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -171,21 +184,27 @@ CHANGEABLE = {"train.steps", "train.save_every", "train.keep", "train.eval_every
 
 
 def help_text() -> str:
-    """Every setting with its default, what it may be, and what it means."""
+    """Return every setting with its default, what it may be, and what it means."""
     lines = ["settings (key=value, or nested in FILE.yaml), each with its default:"]
+    for key, default, meaning, may_be in documented():
+        lines += [f"  {key}={default}", f"      {meaning} ({may_be})"]
+    return "\n".join([*lines, "", *correction_help()])
+
+
+def documented() -> Iterator[tuple[str, str, str, str]]:
+    """Yield key, default, meaning and what it may be, for every setting."""
     for key, kind, of in leaves(Config):
         if not is_dataclass(kind):
             default = {} if of.default is MISSING else of.default
             default = yaml.safe_dump(default, default_flow_style=True).split("\n")[0]
             low, high = of.metadata.get("low"), of.metadata.get("high")
             may_be = describe(kind) + (f", {allowed(low, high)}" if low is not None else "")
-            lines += [f"  {key}={default}", f"      {of.metadata['meaning']} ({may_be})"]
-    return "\n".join([*lines, "", *correction_help()])
+            yield key, default, of.metadata["meaning"], may_be
 
 
 def correction_help() -> Iterator[str]:
-    """Presets, criteria and losses, a line each: what `correction` is made of."""
-    yield "correction.preset=NAME, each with the settings that it stands for in the README:"
+    """Yield a line for each preset, criterion and loss."""
+    yield "correction.preset=NAME, explained in math/6-correction.md:"
     for name, preset in PRESETS.items():
         if name not in HISTORICAL:
             yield f"  {name}: {preset.__doc__}"
@@ -193,7 +212,7 @@ def correction_help() -> Iterator[str]:
     for name, row in CRITERIA.items():
         bound = "in [lo, hi]" if row.read is interval else "at most BOUND"
         yield f"  {name}: {row.statistic} of each {row.of}, {bound}"
-    yield "correction.loss_type=NAME, each with its own numbers, which the section loss replaces:"
+    yield "correction.loss_type=NAME, each with its own numbers, which the settings loss.* replace:"
     for name, loss in LOSSES.items():
         numbers = ", ".join(f"{key}={'null' if own is None else f'{own:g}'}"
                             for key, own in loss.own.items())
@@ -203,7 +222,7 @@ def correction_help() -> Iterator[str]:
 # --------------------------------------------------------------------------------- how it is read
 
 def load_config(argv: list[str]) -> Config:
-    """FILE.yaml and dotted overrides, checked. Whatever is wrong is a UserError of one sentence."""
+    """Read and check FILE.yaml and dotted overrides. An error is a UserError of one sentence."""
     if Version(omegaconf.__version__) < Version("2.4"):
         raise UserError("the trainer needs OmegaConf 2.4, and here is "
                         f"{omegaconf.__version__}, which "
@@ -239,7 +258,7 @@ def load_config(argv: list[str]) -> Config:
 
 
 def read_yaml(path: Path | None, overrides: list[str]) -> tuple[DictConfig, DictConfig]:
-    """What the user says in all, and what of it in overrides. Without a path there is a default."""
+    """Return all that the user gives, and the overrides alone; without a path, a default."""
     source = f"{path} and the overrides" if path else "the overrides"
     try:
         texts = [*([read_text(path)] if path else []), *(o.partition("=")[2] for o in overrides)]
@@ -270,7 +289,7 @@ def read_yaml(path: Path | None, overrides: list[str]) -> tuple[DictConfig, Dict
 
 
 def default_settings(given: DictConfig) -> DictConfig:
-    """The demo's; for the questions of a file GSM8K's, without its files, their size, its model."""
+    """Return the demo's settings; for questions of a file GSM8K's without its files and model."""
     task = given.get("task")
     kind = task.get("kind") if isinstance(task, DictConfig) else None
     if kind not in FILE_KINDS:
@@ -294,7 +313,7 @@ def check_keys(settings: dict[str, Any], known: dict[str, Any]) -> None:
 
 
 def leaves(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """("train", TrainConfig, field), ("train.steps", int, field) … for all there is."""
+    """Yield ("train", TrainConfig, field), ("train.steps", int, field) … for every setting."""
     kinds = typing.get_type_hints(cls)
     for of in fields(cls):
         yield prefix + of.name, kinds[of.name], of
@@ -303,7 +322,7 @@ def leaves(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 
 def flat(settings: dict, prefix: str = "") -> dict[str, Any]:
-    """{"train": {"lr": 1}} → {"train.lr": 1}"""
+    """Return {"train.lr": 1} for {"train": {"lr": 1}}."""
     found = {}
     for key, value in settings.items():
         if isinstance(value, dict) and value:
@@ -334,7 +353,7 @@ def read_text(path: Path) -> str:
 
 
 def validate(config: Config) -> None:
-    """Values that have the right type and still make no sense."""
+    """Refuse values that have the right type and make no sense."""
     for section, part in [("", config), *((f"{f.name}.", getattr(config, f.name))
                                           for f in fields(Config)[2:])]:
         for f in fields(part) if is_dataclass(part) else ():
@@ -371,7 +390,7 @@ def check_run(name: str) -> None:
 
 
 def correction_of(config: Config) -> RolloutCorrectionConfig:
-    """The RolloutCorrectionConfig of `correction: {preset: NAME, field: value …}`, or a dialect."""
+    """Return the config of `correction: {preset: NAME, field: value …}`, or of a dialect."""
     try:
         return from_dialect(config.correction)
     except (ValueError, TypeError) as error:
@@ -379,14 +398,14 @@ def correction_of(config: Config) -> RolloutCorrectionConfig:
 
 
 def kl_of(how: LossSettings) -> tuple[str, str | None]:
-    """The KL term's estimator, and the level of the ratio that multiplies it, if any."""
+    """Return the KL's estimator, and the level of the ratio that multiplies it, if any."""
     kind, level = {"loss": ("k3+", "token"), "reward": ("k1", "none")}[how.kl_in]
     kind, level = kl_kind(how.kl_kind or kind), how.kl_correction or level
     return kind, None if level == "none" else level
 
 
 def remarks(config: Config) -> list[str]:
-    """What is accepted, and does something else than its name says."""
+    """Return a sentence on each setting that is accepted but does not do what its name says."""
     found, kind = kl_remarks(config), config.advantage.kind
     if config.train.lr == 0:
         found.append("train.lr=0 moves nothing")
@@ -409,10 +428,10 @@ def kl_remarks(config: Config) -> list[str]:
         return found
     if how.kl_in == "reward" and not k1:
         found.append(f"loss.kl_kind={kind} in the reward has another gradient than the KL: take k1 "
-                     "(chapter 7)")
+                     "(chapter 8)")
     if how.kl_in == "loss" and k1 and level is None:
         found.append("loss.kl_kind=k1 in the loss has a gradient of 0 on average: take k3+, or "
-                     "loss.kl_correction=token (chapter 7)")
+                     "loss.kl_correction=token (chapter 8)")
     options = correction_of(config)
     if how.kl_in == "reward" and options.bypass_mode:
         found.append("loss.kl_in=reward is of π_old, so bypass mode does not save its forward pass")

@@ -1,7 +1,7 @@
-"""A rank's part of a checkpoint: one safetensors file, written tensor by tensor.
+"""A rank writes its part of a checkpoint as one safetensors file, tensor by tensor.
 
 This file decides: saving takes the memory of one tensor. torch's own writer serialises the file in
-memory, which more than doubles a process; its reader reads this one, on any number of ranks.
+memory, which more than doubles a process. Its reader reads this file, on any number of ranks.
 """
 
 import json
@@ -17,7 +17,7 @@ NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class TensorByTensor(HuggingFaceStorageWriter):
-    """What the ranks have agreed to write (`plan`: shards and their offsets), streamed.
+    """A TensorByTensor streams the shards and offsets that the ranks agreed to write (`plan`).
 
     The format: the length of the header in 8 bytes, the header in JSON, the tensors' bytes.
     """
@@ -37,7 +37,7 @@ class TensorByTensor(HuggingFaceStorageWriter):
 
 
 def header(items: Any) -> dict:
-    """Type, shape and place of each tensor in the file, and of each shard in its whole tensor."""
+    """Return type, shape and place of each tensor in the file, and of its shard in the whole."""
     found, offsets, place = {}, {}, 0
     for item in items:
         chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype

@@ -1,10 +1,10 @@
-"""Ctrl-C, SIGTERM and SIGHUP: at any moment one sentence with the last checkpoint, and a code.
+"""Ctrl-C, SIGTERM and SIGHUP always end a run with an exit code and its last checkpoint's name.
 
-This file decides: while Python still imports, the process ends on the spot; from `listen` on a
-signal is raised as `Ended`, so that the engine is closed. SIGTERM first lets a step end and be
-saved, within the seconds of train.grace. A second signal waits for nothing.
+This file decides: while Python still imports, the process ends immediately. After `listen` a
+signal is raised as `Ended`, so that the engine is closed. SIGTERM first lets the step in progress
+end and be saved, within train.grace seconds. A second signal ends the process without waiting.
 
-It imports nothing of the others, since trainer.py imports it before all else.
+It imports no other file of this repository, since trainer.py imports it first.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ def nothing_yet() -> str:
 
 
 class Ended(BaseException):
-    """A signal came; `code` is the exit code. The sentence is that of the moment of asking."""
+    """A signal came: `code` is the exit code, and the text says what is left when it is printed."""
 
     def __init__(self, number: int):
         self.number, self.code = number, CODES[number]
@@ -35,7 +35,7 @@ class Ended(BaseException):
 
 
 class Received:
-    """What has come to this process, and what is to be done about it."""
+    """Received holds the signals that came to this process, and how they are answered."""
 
     where: Callable[..., str] = nothing_yet    # () says what is left of the run
     listening = False              # the imports are through
@@ -45,20 +45,20 @@ class Received:
 
 
 def catch() -> None:
-    """Answer the three signals here from now on; SIGHUP not where nohup ignores it."""
+    """Handle the three signals from now on, except SIGHUP where nohup ignores it."""
     for number in CODES:           # Ctrl-C in a background job too, which has it ignored
         if number != SIGHUP or signal.getsignal(SIGHUP) != signal.SIG_IGN:
             signal.signal(number, answer)
 
 
 def listen() -> None:
-    """Raise a signal from now on; before, and after `done`, it ends the process on the spot."""
+    """Raise a signal from now on; before this, and after `done`, it ends the process at once."""
     Received.where, Received.ended, Received.told_to_end = nothing_yet, None, False
     Received.listening = True
 
 
 def done() -> None:
-    """All is said and left behind: a signal ends what is left of the process."""
+    """Let a signal end the process immediately from now on, since everything is written."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     Received.where, Received.listening = lambda: "the run had ended", False
 
@@ -86,7 +86,7 @@ def end(number: int) -> None:
 
 @contextlib.contextmanager
 def save_first(grace: float) -> Iterator[None]:
-    """A step: on SIGTERM it has so many seconds to end and to be saved."""
+    """Give a step `grace` seconds after SIGTERM to end and to be saved."""
     if Received.ended:             # and somebody has caught it
         raise Received.ended
     Received.grace = grace

@@ -1,8 +1,8 @@
-"""The tasks: questions, answers and rewards; and a tiny model that has half learned one.
+"""A task has questions, answers and rewards; a tiny demo model is taught to half know them.
 
-This file decides: a reward is right or wrong; held-out problems are no training problems, and no
-question is in a file twice; a row that cannot be used is named; every problem is dealt once in a
-pass, in an order drawn from the seed. The demo model is taught here.
+This file decides: a reward is right or wrong. No held-out problem is a training problem, and no
+question is in a file twice. A row that cannot be used is named. A pass deals every problem once,
+in an order drawn from the seed. The demo model is taught here.
 """
 
 import functools
@@ -37,7 +37,7 @@ NAMED = 10                 # bad rows that a sentence names
 
 
 def seed_of(*what) -> int:
-    """31 bits from (seed, purpose, step, index …): the same in every process, on any machine."""
+    """Return 31 bits from (seed, purpose, step, index …), the same on any machine."""
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:4], "big") >> 1
 
 
@@ -57,7 +57,7 @@ class Task:
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of all questions and answers in their order: whether two runs have the same."""
+        """Return the SHA-256 of all questions and answers in order, which identifies the task."""
         content = hashlib.sha256(f"{len(self.train)} {len(self.held_out)}".encode())
         for question, answer, _ in itertools.chain(self.train, self.held_out):
             content.update(f" {len(question)} {len(answer)} {question}{answer}".encode())
@@ -72,7 +72,7 @@ class Task:
         return float(is_right(response, problem.answer))
 
     def order(self, seed: int, first: int, n: int) -> list[int]:
-        """Indices first … first + n of an endless sequence of shuffled passes over `train`."""
+        """Return indices first … first + n of an endless sequence of shuffled passes."""
         size, chosen = len(self.train), []
         for epoch in range(first // size, (first + n - 1) // size + 1):
             begin = first - epoch * size
@@ -97,7 +97,7 @@ def make_task(config: TaskConfig, seed: int) -> Task:
 
 
 def task_of_files(config: TaskConfig, seed: int) -> Task:
-    """The questions of task.path and task.eval_path, each once, and none of them in both parts."""
+    """Return the questions of task.path and task.eval_path, each once and in one part only."""
     paths = [path for path in (config.path, config.eval_path) if path is not None]
     files, bad = zip(*(read_problems(config.kind, path) for path in paths))
     remarks = leave_out(sum(bad, []), sum(map(len, files)), config.on_bad_row)
@@ -115,7 +115,7 @@ def task_of_files(config: TaskConfig, seed: int) -> Task:
 
 def divide(problems: list[Problem], config: TaskConfig,
             seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Train and held-out problems of one file."""
+    """Split one file into train and held-out problems."""
     size = config.eval_size or max(1, min(EVAL_SIZE, len(problems) // 10))
     if len(problems) <= size:
         raise UserError(f"to hold out {size} of the {len(problems)} different questions of "
@@ -127,7 +127,7 @@ def divide(problems: list[Problem], config: TaskConfig,
 
 def set_apart(problems: list[Problem], held_out: list[Problem], config: TaskConfig,
           remarks: list[str]) -> tuple[list[Problem], list[Problem]]:
-    """Train and held-out problems of two files: what the second one asks is not trained on."""
+    """Return train and held-out problems of two files; no held-out question is trained on."""
     asked = {plain(p.question) for p in held_out}
     train = [p for p in problems if plain(p.question) not in asked]
     if not train:
@@ -140,7 +140,7 @@ def set_apart(problems: list[Problem], held_out: list[Problem], config: TaskConf
 
 
 def drop_duplicates(problems: list[Problem], path: str, remarks: list[str]) -> list[Problem]:
-    """The first row of each question; how many others there were becomes a remark."""
+    """Return the first row of each question; a remark says how many repetitions were left out."""
     first = {}
     for problem in problems:
         first.setdefault(plain(problem.question), problem)
@@ -153,12 +153,12 @@ def drop_duplicates(problems: list[Problem], path: str, remarks: list[str]) -> l
 
 
 def plain(question: str) -> str:
-    """Return a question as it is compared: other white space makes no other question."""
+    """Return a question for comparison, in which all white space is one space."""
     return " ".join(question.split())
 
 
 def leave_out(bad: list[str], good: int, rule: str, why: str = "") -> list[str]:
-    """Do with bad rows what task.on_bad_row says: end with the first ten, or return a remark."""
+    """Apply task.on_bad_row to bad rows: raise an error with the first ten, or return a remark."""
     if not bad:
         return []
     of, why = f"{len(bad)} of {len(bad) + good} rows", f": {why}" if why else ""
@@ -170,7 +170,7 @@ def leave_out(bad: list[str], good: int, rule: str, why: str = "") -> list[str]:
 
 
 def make_problems(config: TaskConfig, rng: random.Random) -> list[Problem]:
-    """Up to 10 000 different questions: 17+25=, 3102> for digits to be sorted, or brackets."""
+    """Return up to 10 000 different questions: 17+25=, 3102> with digits to sort, or brackets."""
     if config.kind == "dyck":
         return dyck_problems(config.length, config.depth, rng)
     largest, sort, answers = 10 ** config.size, config.kind == "sort", {}
@@ -186,7 +186,7 @@ def make_problems(config: TaskConfig, rng: random.Random) -> list[Problem]:
 
 
 def dyck_problems(length: int, depth: int, rng: random.Random) -> list[Problem]:
-    """Every beginning of 16 brackets, (())()…>, each with one of its ends."""
+    """Return every beginning of 16 brackets, (())()…>, each with one of its completions."""
     beginnings = [""]
     for left in range(16 + length, length, -1):
         beginnings = [word + b for word in beginnings for b in next_brackets(word, left, depth)]
@@ -195,13 +195,13 @@ def dyck_problems(length: int, depth: int, rng: random.Random) -> list[Problem]:
 
 
 def next_brackets(word: str, left: int, depth: int) -> str:
-    """The brackets that may come next if `left` more in all are to balance it within the depth."""
+    """Return the brackets that may come next if the word is to balance after `left` more."""
     height = word.count("(") - word.count(")")
     return "(" * (height < min(depth, left)) + ")" * (height > 0)
 
 
 def completion(word: str, length: int, depth: int, rng: random.Random) -> str:
-    """So many brackets more that balance the word: a fair coin wherever both are possible."""
+    """Complete a word with `length` brackets; toss a fair coin wherever both are possible."""
     end = ""
     for left in range(length, 0, -1):
         end += rng.choice(next_brackets(word + end, left, depth))
@@ -209,13 +209,13 @@ def completion(word: str, length: int, depth: int, rng: random.Random) -> str:
 
 
 def balanced(word: str, depth: int) -> bool:
-    """Never below 0 open brackets, never more than `depth`, and 0 in the end."""
+    """Say whether a word closes all its brackets and has 0 to `depth` open at any time."""
     heights = list(itertools.accumulate((1 if b == "(" else -1 for b in word), initial=0))
     return set(word) <= set("()") and min(heights) == heights[-1] == 0 and max(heights) <= depth
 
 
 def read_problems(kind: str, path: str) -> tuple[list[Problem], list[str]]:
-    """The problems of a file, and a sentence for each of its rows that cannot be used."""
+    """Return the problems of a file, and a sentence for each of its rows that cannot be used."""
     try:
         if kind == "parquet":
             from pyarrow import parquet
@@ -265,11 +265,11 @@ def problem_of(row: Any, where: str) -> Problem:
 # ----------------------------------------------------------------------------------- demo model
 
 def make_demo_model(config: Config, task: Task) -> str:
-    """A tiny Llama with one token per character, badly taught; made once, under runs/.demo/.
+    """Make a tiny, badly taught Llama with one token per character, once, under runs/.demo/.
 
-    Taught with two answers in five wrong in one digit, it knows the right answer but is not sure
-    of it: greedy accuracy is near 1, sampled accuracy below 0.65. RL can sharpen that. Of brackets
-    it sees a new word each time, every other one with a mistake.
+    Two of five answers that it is taught have one wrong digit. So it knows the right answer but is
+    not sure of it: greedy accuracy is near 1, sampled accuracy below 0.65. RL can sharpen that. For
+    brackets it sees a new word each time, and half of the words have a mistake.
     """
     characters, wrong, steps, size, rate = "0123456789+=>", 0.4, 700, 256, 5e-3
     if task.depth is not None:
@@ -291,7 +291,7 @@ def make_demo_model(config: Config, task: Task) -> str:
 
 def teach(path: Path, task: Task, seed: int, characters: str, wrong: float, steps: int, size: int,
           rate: float) -> None:
-    """So many steps of `size` lessons, a share of them `wrong`; the model is left in `path`."""
+    """Train for `steps` steps of `size` lessons, a share `wrong` of them wrong; write `path`."""
     tokenizer: Any = character_tokenizer(characters)       # its ids have a type of many parts
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -326,7 +326,7 @@ def teach(path: Path, task: Task, seed: int, characters: str, wrong: float, step
 
 
 def sizes(config: Config) -> str:
-    """The settings that a demo model is made for: another value of one is another model."""
+    """Return the settings that identify a demo model: another value of one is another model."""
     task = config.task
     size = f"size={task.size}"
     if task.kind == "dyck":
@@ -336,7 +336,7 @@ def sizes(config: Config) -> str:
 
 
 def character_tokenizer(characters: str) -> Any:
-    """One token per character, saved and loaded like any other Hugging Face tokenizer."""
+    """Return a tokenizer with one token per character, saved and loaded like any other."""
     special = ["<pad>", "<eos>", "<unk>"]
     ids = {token: i for i, token in enumerate([*special, *characters])}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
@@ -347,7 +347,7 @@ def character_tokenizer(characters: str) -> Any:
 
 
 def lesson(task: Task, problem: Problem, wrong: bool, rng: random.Random) -> str:
-    """What is taught as the answer: a right one, or one with one mistake."""
+    """Return what is taught as the answer: a right one, or one with one mistake."""
     if task.depth is None:
         return corrupt(problem.answer, rng) if wrong else problem.answer
     word = problem.question.removesuffix(">")
@@ -361,7 +361,7 @@ def corrupt(answer: str, rng: random.Random) -> str:
 
 
 def unbalance(word: str, end: str, depth: int, rng: random.Random) -> str:
-    """The other bracket at one of the places where a single one was possible."""
+    """Reverse the bracket at one of the places where only one bracket was possible."""
     forced = [i for i in range(len(end))
               if len(next_brackets(word + end[:i], len(end) - i, depth)) == 1]
     at = rng.choice(forced)

@@ -1,8 +1,8 @@
-"""The README's commands and settings exist, word for word.
+"""The commands and settings of the README and of what it leads to exist, word for word.
 
-Each `python trainer.py …` or `torchrun … trainer.py …` in it is checked as the trainer would check
-it, before anything is loaded; test_trainer.py runs what can be run. The tables between markers are
-test_math.py's.
+Each `python trainer.py …` or `torchrun … trainer.py …` in them is checked as the trainer would
+check it, before anything is loaded. test_trainer.py runs what can be run. test_math.py tests the
+tables between markers.
 """
 
 import re
@@ -22,8 +22,11 @@ from plumbing.settings import Config, leaves, load_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+ADAPTERS = (ROOT / "adapters" / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = "\n".join([README, ADAPTERS, *(
+    path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("math/appendix-*.md")))])
 COMMANDS = sorted({command for command in re.findall(
-                       r"(?:python |torchrun [^`\n]*?)trainer\.py[^`\n#|]*", README)
+                       r"(?:python |torchrun [^`\n]*?)trainer\.py[^`\n#|]*", DOCUMENTS)
                    if "NAME" not in command and "…" not in command and "--help" not in command})
 
 
@@ -35,7 +38,7 @@ def test_the_two_commands_come_first():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_of_the_readme_is_a_valid_configuration(command, monkeypatch):
+def test_every_command_is_a_valid_configuration(command, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = shlex.split(command)
     assert load_config(words[words.index("trainer.py") + 1:]).train.steps >= 1
@@ -46,9 +49,9 @@ def test_commands_were_found():
 
 
 def test_the_sample_of_the_readme_corrects_once_and_is_right(monkeypatch):
-    """eq:decoupled-ppo: what it computes is `policy_loss` on its own.
+    """eq:decoupled-ppo: the README's sample computes the same as `policy_loss` on its own.
 
-    There is no second `correct`.
+    It does not call `correct` a second time.
     """
     (sample,) = re.findall("```python\n(from correction.*?)```", README, re.DOTALL)
     old, mu = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)).double()
@@ -65,25 +68,34 @@ def test_the_sample_of_the_readme_corrects_once_and_is_right(monkeypatch):
 
 
 def test_the_written_out_correction_is_valid():
+    chapter = (ROOT / "math" / "6-correction.md").read_text(encoding="utf-8")
     block = OmegaConf.to_container(OmegaConf.create(
-        re.search(r"```yaml\n(correction:.*?)```", README, re.DOTALL).group(1)))
+        re.search(r"```yaml\n(correction:.*?)```", chapter, re.DOTALL).group(1)))
     assert from_dialect(block["correction"]).rollout_rs["seq_max_k1"] == (1e-4, None)
 
 
-def test_settings_named_in_the_readme_exist():
+def test_settings_named_in_the_documents_exist():
     known = [key for key, *_ in leaves(Config)]
-    named = set(re.findall(r"`((?:task|policy|rollout|advantage|loss|train)\.[a-z_]+)", README))
+    named = set(re.findall(r"`((?:task|policy|rollout|advantage|loss|train)\.[a-z_]+)", DOCUMENTS))
     assert named - {"rollout.py", "policy.py"} <= set(known), named - set(known)
 
 
-def test_requirements_named_in_the_readme_exist():
-    for name in re.findall(r"requirements[a-z/-]*\.txt", README):
+def test_the_readme_is_short():
+    """It has at most 150 lines of at most 120 characters, and ± in the caption alone."""
+    lines = README.splitlines()
+    assert len(lines) <= 150 and max(map(len, lines)) <= 120
+    caption = re.search(r"<!-- begin: study-64-summary -->(.*?)<!-- end", README, re.DOTALL)
+    assert "±" in caption[1] and "±" not in README.replace(caption[1], "")
+
+
+def test_requirements_named_in_the_documents_exist():
+    for name in re.findall(r"requirements[a-z/-]*\.txt", DOCUMENTS):
         assert (ROOT / name).is_file(), name
 
 
 def test_a_package_name_may_be_put_before_the_files(tmp_path):
-    """eq:correction: it works by the README's own commands, away from the repository."""
-    (commands,) = re.findall("```bash\n(mkdir three_policies.*?)```", README, re.DOTALL)
+    """eq:correction: the commands of adapters/README.md work away from the repository, too."""
+    (commands,) = re.findall("```bash\n(mkdir three_policies.*?)```", ADAPTERS, re.DOTALL)
     ignore = shutil.ignore_patterns(".*", "runs", "tests", "math", "__pycache__")
     shutil.copytree(ROOT, tmp_path / "clone", ignore=ignore)
     subprocess.run(["bash", "-euc", commands], cwd=tmp_path / "clone", check=True)

@@ -1,4 +1,4 @@
-"""The study of chapter 10: its task, its exact tests, and what it has declared."""
+"""The study of chapter 12 has this task, these exact tests, and these declarations."""
 
 import functools
 import importlib.util
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def load(name):
-    """A script of math/ by its path: nothing there is importable by name."""
+    """Load a script of math/ by its path: nothing there is importable by name."""
     spec = importlib.util.spec_from_file_location(
         f"three_policies_{name}", ROOT / "math" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -40,7 +40,7 @@ contrasts, study = load("contrasts"), load("study")
 
 @functools.cache
 def words(length, depth):
-    """All of them, by the grammar: a word is empty or ( word of smaller depth ) word."""
+    """Return all words, by the grammar: a word is empty or ( word of smaller depth ) word."""
     if length == 0:
         return {""}
     if depth == 0:
@@ -67,7 +67,7 @@ def test_a_beginning_goes_on_in_every_way_that_is_right_and_in_no_other(start):
 def test_the_reward_of_brackets_is_the_checker_on_the_whole_word():
     task = tasks.make_task(TaskConfig(kind="dyck", length=6, depth=3, eval_size=50), seed=1)
     asked = [p.question for p in (*task.train, *task.held_out)]
-    # 1597 is Fibonacci's 17th.
+    # 1597 is the 17th number of Fibonacci.
     assert len(set(asked)) == len(asked) == 1597 and len(task.held_out) == 50
     assert all(task.reward(p, p.answer) == 1 for p in (*task.train, *task.held_out))
     for problem in task.held_out[:5]:
@@ -106,7 +106,7 @@ def test_brackets_that_cannot_be_asked_for_are_one_sentence(given, said):
 
 @pytest.fixture(scope="module")
 def untaught(tmp_path_factory):
-    """A directory with a model that knows brackets and no rules.
+    """Return a directory with a model that knows brackets and no rules.
 
     Of two brackets it is right now and then.
     """
@@ -125,7 +125,7 @@ def untaught(tmp_path_factory):
 
 @pytest.fixture
 def brackets(untaught, tmp_path, monkeypatch):
-    """brackets(NAME, "key=value" …) trains it: what it answered to the held-out beginnings."""
+    """brackets(NAME, "key=value" …) trains it, and returns its answers to held-out beginnings."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trainer, "evaluate", trainer.evaluate)       # put back after the test
 
@@ -168,14 +168,14 @@ def test_one_evaluator_judges_all_arms_in_float32(brackets):
 # ------------------------------------------------------------------------------------- declarations
 
 @pytest.mark.parametrize("name", ["study", "study-64"])
-def test_every_method_is_explained_in_the_chapter(name):
-    """A preset explains itself; what a file declares beside them has a row in the chapter.
+def test_every_method_is_explained_in_the_appendix(name):
+    """A preset explains itself; any other method of a file has a row in the appendix.
 
     Rounding has a sentence.
     """
-    chapter = (ROOT / "math" / "10-evidence.md").read_text()
+    appendix = (ROOT / "math" / "appendix-studies.md").read_text()
     declared = study.declared(ROOT / "math" / f"{name}.yaml")["methods"]
-    table = chapter.split("## Names")[1].split("## Tables")[0].split("\n")
+    table = appendix.split("\n## Names\n")[1].split("\n## ")[0].split("\n")
     rows = {line.split("`")[1] for line in table if line.startswith("| `")}
     assert {method for method in declared if not method.endswith("_again")} <= rows
 
@@ -231,7 +231,7 @@ def test_the_area_is_by_trapezoids_and_a_table_keeps_its_columns(tmp_path):
 
 
 def cells(arm, areas, final=0.5):
-    """Lines of study-64.csv: an area for each seed from 101."""
+    """Return lines of study-64.csv: an area for each seed from 101."""
     return {arm: {101 + i: {"area": str(a), "final_accuracy": str(final)}
                   for i, a in enumerate(areas)}}
 
@@ -317,10 +317,7 @@ words_of = load("words")
     "naive", "decoupled_token_is", "decoupled_seq_is", "token_is_opsm", "bypass_ppo_clip",
     "bypass_low_open", "bypass_high_open", "bypass_open", "bypass_pg_is"])
 def test_what_an_arm_does_in_expectation_is_the_oracles(name):
-    """All strings are in one call, by the homogeneity of the loss.
-
-    It is held against the oracle's, string by string.
-    """
+    """All strings in one call, by the homogeneity of the loss, agree with the oracle one by one."""
     config, clip = words_of.arm(name)
     pi = words_of.Words(1)
     mu = pi.moved(0.8 * words_of.damage(1))
@@ -347,11 +344,38 @@ def test_with_the_clip_open_bypass_is_exact_and_its_ends_are_where_they_are_said
     assert words_of.push("bypass_ppo_clip", error, reversed_at + 1e-6) < -0.3
 
 
+@pytest.mark.parametrize("arm, clip", [
+    ("bypass_ppo_clip", {}), ("bypass_ppo_clip", {"clip_low": 0.1, "clip_high": 0.28}),
+    ("bypass_low_open", {}), ("bypass_high_open", {}), ("bypass_open", {})])
+def test_one_expected_update_at_one_place_is_a_sum_of_three_terms(arm, clip):
+    """eq:clip-one-place: the loss's expected gradient is the formula, with its three values.
+
+    π takes the wrong token with probability p, μ with m; q is the chance that the rest is right.
+    """
+    low, high = (({"clip_low": 0.2, "clip_high": 0.2} | words_of.arm(arm)[1] | clip)[end]
+                 for end in ("clip_low", "clip_high"))
+    ranges = set()
+    for p, m, q in itertools.product((0.01, 0.025, 0.09), (0.005, 0.03, 0.12, 0.25, 0.45),
+                                     (0.1, 0.5, 0.8)):
+        wrong, right = p / m >= 1 - low, (1 - p) / (1 - m) <= 1 + high
+        found = words_of.push(arm, p, m, q, **clip)
+        terms = (wrong * (1 - m), right * (1 - q * (1 - m)), -(1 - q) * (1 - m))
+        assert abs(found - sum(terms)) < 1e-12
+        if wrong or right:
+            value = 1 if wrong and right else m if right else q * (1 - m)
+            assert abs(found - value) < 1e-12
+        ranges.add((wrong, right))
+    expected = {"bypass_ppo_clip": {(True, True), (False, True), (False, False)},
+                "bypass_low_open": {(True, True), (True, False)},
+                "bypass_high_open": {(True, True), (False, True)}, "bypass_open": {(True, True)}}
+    assert ranges == expected[arm]
+
+
 @pytest.mark.parametrize("end, sign", [("clip_low", -1.0), ("clip_high", 1.0)])
 def test_each_end_of_a_clip_around_the_sampler_pulls_towards_it(end, sign):
-    """eq:clip-pull holds at every state.
+    """eq:clip-pull: what an end adds has a positive product with log μ − log π in every state.
 
-    What the end changes in the gradient has a positive product with log μ − log π.
+    For the upper end this holds in the states with KL(π‖μ) < log 1.2.
     """
     config = RolloutCorrectionConfig.bypass_ppo_clip()
     for seed in range(20):

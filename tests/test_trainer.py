@@ -1,7 +1,7 @@
-"""The trainer: every preset and idea trains, sampling may be cut, a finished model is whole.
+"""The trainer trains with every preset and idea, also from cut sampling, and saves a whole model.
 
-How the work is split is tested by test_split.py, stops by test_resume.py, numbers that are none by
-test_nonfinite.py, and what users get wrong by test_mistakes.py.
+How the work is split is tested by test_split.py, stops by test_resume.py, numbers that are not
+finite by test_nonfinite.py, and what users get wrong by test_mistakes.py.
 """
 
 import json
@@ -51,7 +51,7 @@ IDEAS = [
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 @pytest.mark.parametrize("idea", IDEAS)
 def test_every_idea_of_2026_trains(idea, engine, run, request):
-    """Late, rounded and cut rollouts with each; the rejecting ones reject some tokens, not all."""
+    """Each trains on stale, rounded and cut rollouts; one that rejects does so for some tokens."""
     if engine == "vllm":
         request.getfixturevalue("vllm_required")
     cut = ["rollout.top_p=0.9", "rollout.temperature=0.7"] if "centering" in idea else []
@@ -64,10 +64,10 @@ def test_every_idea_of_2026_trains(idea, engine, run, request):
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_a_constant_reward_moves_nothing_with_centered_scores(engine, run, monkeypatch, request):
-    """eq:score-centering, on real models: μ is rounded, the advantage is 1 for all.
+    """eq:score-centering: on real models a constant advantage gives a gradient of noise around 0.
 
-    Where all candidates are known the gradient is noise around 0, and without centering it is a
-    drift. Summed over 400 samples of one prompt.
+    μ is rounded, the advantage is 1 for all, and all candidates are known. Without centering the
+    gradient is a drift. It is summed over 400 samples of one prompt.
     """
     if engine == "vllm":
         request.getfixturevalue("vllm_required")
@@ -113,7 +113,7 @@ NO_KL = gamma(16)
     ("transformers", ["correction.preset=bypass_pg_is", "train.mini_batches=1"]), ("vllm", []),
     ("vllm", ["rollout.staleness=2", "rollout.quantize_bits=4"])])
 def test_sampling_cut_by_top_p_and_top_k_trains(engine, settings, run, request, monkeypatch):
-    """On time ρ is 1 to rounding at every step: what is trained is what was sampled from."""
+    """Without staleness ρ is 1 to rounding at every step: what is trained is what sampled."""
     if engine == "vllm":
         request.getfixturevalue("vllm_required")
     sets, kept_ids = [], trainer.gather_kept_ids
@@ -131,9 +131,9 @@ def test_sampling_cut_by_top_p_and_top_k_trains(engine, settings, run, request, 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_sampling_cut_by_min_p_trains(engine, run, request, monkeypatch):
-    """On time k3 is that of two float32 computations, so the trainer's sets are the engine's.
+    """Without staleness k3 is that of two float32 computations, since the sets are the engine's.
 
-    And they do cut.
+    The sets do leave tokens out.
     """
     if engine == "vllm":
         request.getfixturevalue("vllm_required")
@@ -167,8 +167,7 @@ def test_kl_term_and_reference_policy(where, run):
 
 
 def test_learning_is_no_mismatch(run):
-    """The first mini-batch clips nothing where μ = π_old; what later ones clip is this step's own
-    learning."""
+    """The first mini-batch clips nothing where μ = π_old; later clips are this step's learning."""
     code, lines = run("correction.preset=bypass_ppo_clip", "rollout.quantize_bits=null",
                       "train.lr=0.05", "train.mini_batches=4", "train.epochs=2",
                       "loss.clip_low=0.01", "loss.clip_high=0.01")
@@ -226,8 +225,9 @@ def test_help_lists_every_setting_with_its_default_and_meaning(capsys):
         if not is_dataclass(kind):
             entry = rf"^  {re.escape(key)}=.*\n      {re.escape(of.metadata['meaning'])} \("
             assert re.search(entry, said, re.MULTILINE), key
-    for line in ("  train.steps=150\n      of sampling and updating (a whole number, at least 1)",
+    for line in ("  train.steps=150\n      steps of sampling and updating (a whole number, at "
+                 "least 1)",
                  "  policy.path=null\n",
-                 "  loss.kl_kind=null\n      its estimator; null: k3+ in the loss, k1 in the "
+                 "  loss.kl_kind=null\n      the KL's estimator; null: k3+ in the loss, k1 in the "
                  "reward; + takes k2's gradient"):
         assert line in said
