@@ -1,8 +1,8 @@
-"""Exact tests for a study of few paired seeds, for which no library is among the requirements.
+"""Exact tests for a study of few paired seeds need no library beyond the requirements.
 
-    sign_flip([0.2, 0.1, 0.3])                # p = 2/8: no other signs give as large a sum but −all
-    holm({"a": 0.01, "b": 0.04})              # adjusted p-values
-    mcnemar([1, 1, 0], [0, 0, 0])             # p of a paired yes or no
+sign_flip([0.2, 0.1, 0.3])                # p = 2/8: no other signs give as large a sum but −all
+holm({"a": 0.01, "b": 0.04})              # adjusted p-values
+mcnemar([1, 1, 0], [0, 0, 0])             # p of a paired yes or no
 """
 
 import itertools
@@ -10,9 +10,9 @@ from math import comb
 
 
 def sign_flip(differences: list[float]) -> float:
-    """Two-sided p of a mean of 0: the share of all 2^n choices of signs with as large a |sum|.
+    """Return the two-sided p of a mean of 0: the share of all 2^n signs with as large a |sum|.
 
-    Exact where, under the hypothesis, each difference is as likely as its negative (Fisher 1935).
+    It is exact where, by the hypothesis, a difference is as likely as its negative (Fisher 1935).
     """
     seen = abs(sum(differences)) - 1e-12             # equal to rounding counts as equal
     flips = itertools.product((1, -1), repeat=len(differences))
@@ -21,10 +21,10 @@ def sign_flip(differences: list[float]) -> float:
 
 
 def holm(p_values: dict, family: int | None = None) -> dict:
-    """Each p adjusted for `family` hypotheses (default: these), step by step from the smallest.
+    """Adjust each p for `family` hypotheses (default: these), step by step from the smallest.
 
-    Those of the family that are missing have no verdict yet: they count as p = 1. The chance of one
-    false rejection or more stays below the level at which the adjusted p is compared (Holm 1979).
+    Hypotheses of the family that are missing have no verdict yet: they count as p = 1. The chance
+    of a false rejection stays below the level that the adjusted p is compared with (Holm 1979).
     """
     left, highest, adjusted = family or len(p_values), 0.0, {}
     for name in sorted(p_values, key=p_values.__getitem__):
@@ -34,8 +34,10 @@ def holm(p_values: dict, family: int | None = None) -> dict:
 
 
 def mcnemar(one: list[bool], other: list[bool]) -> float:
-    """Two-sided exact p that both are as often true: of the pairs that
-    differ, a fair coin's tails."""
+    """Return the two-sided exact p that two paired events are equally likely.
+
+    Among the pairs that differ, either event is then a fair coin's result.
+    """
     more = sum(a and not b for a, b in zip(one, other, strict=True))
     less = sum(b and not a for a, b in zip(one, other, strict=True))
     n = more + less

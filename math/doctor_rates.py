@@ -1,9 +1,9 @@
-"""How often doctor.py names the planted cause: one table, from models that its rules never saw.
+"""Count how often doctor.py names the planted cause, on models that its rules never saw.
 
 The rules of doctor.py were written while looking at the dumps of the split `written` alone, and are
 judged on those of `judged`: other architectures, other seeds. math/doctor-rates.txt is its output.
-Seeds from 5000 were judged before, and their misses looked at: these begin at 9000, and were judged
-once.
+Seeds from 5000 were judged before, and their misses were looked at. So these seeds begin at 9000,
+and were judged once.
 
     python math/doctor_rates.py --cache DIR [--split judged] [--write math/doctor-rates.txt]
 """
@@ -40,7 +40,7 @@ PAIRS = (("temperature", "eos"), ("temperature", "weights"), ("shift", "temperat
 
 
 class Case(NamedTuple):
-    """One dump: on which model, what is planted, how strongly."""
+    """A Case is one dump: its model, what is planted, how strongly."""
 
     name: str
     architecture: str
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 
 def cases(split: str) -> Iterator[Case]:
-    """Every dump of a split: causes, healthy pairs, pairs of causes."""
+    """Yield every dump of a split: causes, healthy pairs, pairs of causes."""
     names = SPLITS[split]
     mixtures = [name for name in names if name in MIXTURES]
     for c, (cause, variants) in enumerate(plants.VARIANTS.items()):
@@ -75,7 +75,7 @@ def cases(split: str) -> Iterator[Case]:
 
 
 def dumps(split: str, cache: Path) -> Iterator[tuple[Case, Path]]:
-    """Make what the cache does not have yet, a file for each case."""
+    """Yield each case and its file; make the files that the cache does not have yet."""
     subjects: dict[tuple[str, int], sides.Subject] = {}
     folder = cache / split
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def dumps(split: str, cache: Path) -> Iterator[tuple[Case, Path]]:
 
 
 def judge(split: str, cache: Path, rows: int) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """Count, for each cause, the dumps and how many answers name it first or among two."""
+    """Count, for each cause, the dumps and the answers that name it first or among two."""
     count: Counter[tuple[str, str]] = Counter()
     missed: list[tuple[Case, float, str]] = []
     noise: dict[tuple[str, int], float] = {}            # of a model's healthy pairs the largest gap

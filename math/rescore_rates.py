@@ -2,8 +2,8 @@
 
     python math/rescore_rates.py [--tune] [-v] [CAUSE …]
 
-The split: rules and thresholds of plumbing/rescore.py were chosen on TUNED; the rates are those of
-JUDGED, other weights, prompts and draws. Without arguments the table goes to rescore-rates.txt.
+Rules and thresholds of plumbing/rescore.py were chosen on TUNED. The rates are those of JUDGED:
+other weights, prompts and draws. Without arguments the table goes to rescore-rates.txt.
 """
 
 import copy
@@ -55,7 +55,7 @@ class Planted(NamedTuple):
 def make_models(kind: str, seed: int, place: Path) -> tuple[Any, list[Any], list[str]]:
     """Return a model, its older checkpoints, newest first, and the directories of all of them.
 
-    An update adds noise of 3 % of their standard deviation to the weights.
+    An update adds noise to the weights, of 3 % of their standard deviation.
     """
     torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind]})
@@ -90,7 +90,7 @@ def sample(model: Any, prompts: list[list[int]], longest: int, readout) -> list[
 @torch.no_grad()
 def score(model: Any, prompts, responses, change=lambda p, y: p, readout=lambda z, p, y: z,
           dtype=torch.float32, log_softmax=lambda z: z.log_softmax(-1)) -> list[Tensor]:
-    """Return each response's log-probs: the reference, a row at a time."""
+    """Return each response's log-probs from the reference, which takes one row at a time."""
     found = []
     for prompt, y in zip(prompts, responses):
         before = change(prompt, y)
@@ -272,8 +272,9 @@ def planted(kind: str, seed: int, place: Path, groups: int = 8, longest: int = 3
             only: Sequence[str] = ()) -> Iterator[Planted]:
     """Yield every plant on both sides, each with one of three noises in turn: 4 rows a prompt.
 
-    The trainer's faults are on samples of the plain model. What both sides score correctly is in
-    float32, or in bfloat16 ("other"); the noise is on the faulty side too where it is "both".
+    The trainer's faults are planted on samples of the plain model. Log-probs of a side without a
+    fault are in float32, or in bfloat16 if the noise is "other". If it is "both", the faulty side
+    has the noise, too.
     """
     model, older, paths = make_models(kind, seed, place)
     rng, noisy, drawn = torch.Generator().manual_seed(seed), in_bfloat16(model), dict[Any, Any]()
@@ -319,7 +320,7 @@ def verdict(plant: Planted, found: Rescored) -> tuple[bool, bool, bool]:
 
 
 def table(sums: dict[str, list[int]]) -> str:
-    """Return the rates by cause, and of all plants but the healthy ones."""
+    """Return the rates by cause, and those of all plants but the healthy ones."""
     faulty = [sum(x) for x in zip(*(n for cause, n in sums.items() if cause != "none"))]
     rows = [*sums.items(), *([("**all faults**", faulty)] * bool(faulty))]
     return "\n".join(["| cause | plants | side | cause | value |", "|---|--:|--:|--:|--:|", *(
@@ -328,7 +329,7 @@ def table(sums: dict[str, list[int]]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Print what was missed, and the rates; those of a whole JUDGED are written to a file."""
+    """Print what was missed and the rates; write those of a whole JUDGED to a file."""
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     only = [x for x in arguments if not x.startswith("-")]

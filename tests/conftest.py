@@ -1,5 +1,6 @@
-"""Fixtures shared by the test files: a tiny model from a seed, runs of it, forks, and the guards of
-the tests that need vLLM, TRL or verl.
+"""Test files share these fixtures: a tiny model from a seed, its runs, forks, and guards.
+
+A guard skips a test that needs vLLM, TRL or verl where that is missing.
 
 `pyproject.toml` puts the repository root on `sys.path`; nothing here needs a download or a GPU.
 """
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from book_pages import book, browser, open_page  # noqa: F401 - fixtures
 
 CHARACTERS = "0123456789+-*/=?() abcd"
 LONGEST = ["demo", "ranks", "gpu", "directory", "faults", "math", "split", "memory", "rescore",
@@ -19,9 +21,9 @@ WORKERS = 4                            # more would have nothing left to do
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Let a worker for each core share the whole suite, file by file, where pytest-xdist is.
+    """Share the whole suite, file by file, among a worker for each core, if pytest-xdist is there.
 
-    What is named on the command line runs in this process, for it may be looked into; so does all
+    What is named on the command line runs in this process, so that it can be inspected; so does all
     of it with `-n 0`, `-s` or `--pdb`. A file stays with one worker: models, engines and runs are
     made once for all of its tests.
     """
@@ -38,19 +40,19 @@ def pytest_cmdline_main(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Sort for workers: the longest files first, so that none is left to one of them in the end."""
+    """Sort for workers: the longest files come first, so that no worker ends with a long one."""
     if hasattr(config, "workerinput"):
         rank = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
         items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 
 
 def make_tiny_model(directory):
-    """A directory as `save_pretrained` writes it: Qwen2, 2 layers, 26 tokens, float32, from a seed.
+    """Write a tiny model with `save_pretrained`: Qwen2, 2 layers, 26 tokens, float32, from a seed.
 
-    The embeddings are tied, as in most small models, and the weights are ten times the usual size,
-    so that the distributions are far from uniform and a wrong one is seen.
+    The embeddings are tied, as in most small models. The weights are ten times the usual size, so
+    that the distributions are far from uniform and a wrong distribution is noticed.
     """
-    # Imported here: the core's own tests must run where torch is and transformers is not.
+    # The import is here because the core's own tests must run without transformers.
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from plumbing.tasks import character_tokenizer
@@ -76,7 +78,7 @@ def tiny_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def forks():
-    """What begins a command of which the program is to run in a fork: see launching.py."""
+    """Yield the beginning of a command whose program is to run in a fork: see launching.py."""
     from launching import serving
     with serving() as begin:
         yield begin
@@ -91,9 +93,9 @@ SMALL = ["task.size=1", "task.eval_size=8", "rollout.prompts=4", "rollout.sample
 def run(tiny_model, tmp_path, monkeypatch):
     """run("key=value" …) trains the tiny model in an empty directory: (exit code, metrics lines).
 
-    The reward is one that an untaught model earns half of the time: a response of odd length. The
-    curves take longer than all the rest, so they are set up and drawn only where `draw` asks for
-    it: by the runs of every preset, of test_faults.py, and by the default command.
+    The reward is 1 for a response of odd length, which an untaught model earns half of the time.
+    Drawing the curves takes longer than everything else. So they are drawn only with `draw`: by the
+    runs of every preset, of test_faults.py, and by the default command.
     """
     import matplotlib.figure
 
@@ -115,13 +117,13 @@ def run(tiny_model, tmp_path, monkeypatch):
 
 
 def steady(lines):
-    """Metrics without what a clock or the memory says."""
+    """Return metrics without those of the clock or the memory."""
     return [{key: x for key, x in line.items()
              if not key.startswith(("time/", "tokens_per", "memory/"))} for line in lines]
 
 
 def weights(name):
-    """The finished model of a run."""
+    """Load the finished model of a run."""
     from safetensors.torch import load_file
     return load_file(f"runs/{name}/model/model.safetensors")
 

@@ -1,8 +1,8 @@
-"""The policies, batches and configurations that several test files of the core start from.
+"""Several test files of the core start from these policies, batches and configurations.
 
 Responses come from μ = MU unless a test says otherwise; PI is π_θ, OLD π_old, REF the reference.
-All sequences of these are enumerated by the oracle, so an expectation is a sum. STEADY is the
-profile of the property tests.
+The oracle enumerates all their sequences, so an expectation is a sum. STEADY is the profile of the
+property tests.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from correction import RolloutCorrectionConfig as Config
 from estimators import chi_square, exp_ratio
 from losses import AGGREGATIONS, LossConfig, policy_loss
 
-# The same examples on every run, and no verdict about the speed of the machine.
+# Every run has the same examples, and none judges the speed of the machine.
 STEADY = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("steady", STEADY)
 settings.load_profile("steady")

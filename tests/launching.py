@@ -1,11 +1,11 @@
-"""Programs in processes of their own, alone or as ranks; the trainer need not be imported for each.
+"""Programs run in processes of their own, alone or as ranks, without importing the trainer each.
 
 A processor takes five seconds to import torch, transformers and the trainer, and a test of four
-ranks pays them four times. So one process imports all once, and forks. What a test starts, by
-itself or by torchrun, is this file: a Python that has imported nothing, hands its directory,
+ranks would pay them four times. So one process imports all once, and forks. What a test starts, by
+itself or by torchrun, is this file: a Python that has imported nothing. It hands its directory,
 environment and streams to a fork in which the program runs, passes signals on and ends as it ends.
 
-    python launching.py SOCKET program.py arguments …          # the socket is that of `Forks`
+    python launching.py SOCKET program.py arguments …          # SOCKET is that of `serve`
 """
 
 import contextlib
@@ -29,20 +29,20 @@ IMPORTED = "import trainer, tolerances, transformers.models.qwen2.modeling_qwen2
 
 
 def shell(command, cwd, **options):
-    """Run a command to its end, with the project's modules on the path: what it said is kept."""
+    """Run a command to its end, with the project's modules on the path, and keep its output."""
     given = {"env": {**os.environ, "PYTHONPATH": PATH}, "capture_output": True, "text": True}
     return subprocess.run(command, cwd=cwd, timeout=HANG, **given | options)
 
 
 def torchrun(ranks, *more):
-    """The command that starts so many ranks; none for a single one. At a port that is free."""
+    """Return the command that starts so many ranks at a free port; one rank has no launcher."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [sys.executable, *(launcher if ranks > 1 else []), *more]
 
 
 @contextlib.contextmanager
 def serving():
-    """The beginning of a command whose program runs in a fork: this file and its socket."""
+    """Yield the beginning of a command whose program runs in a fork: this file and its socket."""
     with tempfile.TemporaryDirectory() as directory:
         path = f"{directory}/socket"
         program = f"{IMPORTED}, launching; launching.serve({path!r})"
@@ -76,7 +76,7 @@ def serve(path):
 
 
 def keep(connection):
-    """Run what is asked for in another fork and say how it ended; it does not outlive who asked."""
+    """Run a request in another fork and say how it ended; kill it if the requester goes away."""
     size, streams, *_ = socket.recv_fds(connection, 8, 3)
     request = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
     child = os.fork()
@@ -111,7 +111,7 @@ def run(argv, cwd, environment, streams):
 
 
 def main(path, argv):
-    """Have the program run, and end as it ends."""
+    """Have the program run in a fork, and end as it ends."""
     request = json.dumps([argv, os.getcwd(), dict(os.environ)]).encode()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)

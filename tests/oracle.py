@@ -24,7 +24,7 @@ def f64(values) -> Tensor:
 
 
 class Policy:
-    """π(y) = Π_t softmax(logits[prefix])[y_t]: every prefix has its own row of logits.
+    """A tabular policy π(y) = Π_t softmax(logits[prefix])[y_t] has a row of logits per prefix.
 
     tokens, mask, states [B, T]: all sequences (0 on padding), 1 where there is a token (the end
     token included), and the row of logits that each token was drawn from. logits [S, V]: a leaf.
@@ -48,42 +48,42 @@ class Policy:
         self.logits = logits.requires_grad_()
 
     def perturbed(self, seed: int = 1, size: float = 0.5) -> "Policy":
-        """Another policy near this one: each logit moves by a normal number times `size`."""
+        """Return another policy near this one: each logit moves by a normal number times `size`."""
         other = type(self)(self.V, self.T, seed, size)
         other.logits = (self.logits.detach() + other.logits.detach()).requires_grad_()
         return other
 
     def step_log_probs(self) -> Tensor:
-        """log π(v | prefix) of every state and token, [S, V], differentiable."""
+        """Return log π(v | prefix) of every state and token, [S, V], differentiable."""
         return self.logits.log_softmax(-1)
 
     def log_probs(self) -> Tensor:
-        """log π(y_t | y_<t) of every sequence, [B, T], differentiable, 0 on padding."""
+        """Return log π(y_t | y_<t) of every sequence, [B, T], differentiable, 0 on padding."""
         return torch.where(self.mask, self.step_log_probs()[self.states, self.tokens], 0.0)
 
     def probs(self) -> Tensor:
-        """π(y) of every sequence, [B], differentiable; they add up to 1."""
+        """Return π(y) of every sequence, [B], differentiable; they add up to 1."""
         return self.log_probs().sum(-1).exp()
 
 
 def rewards(policy: Policy, seed: int = 2) -> Tensor:
-    """One arbitrary reward per sequence, [B, 1], to be broadcast over its tokens."""
+    """Return one arbitrary reward per sequence, [B, 1], to be broadcast over its tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(len(policy.tokens), 1, generator=generator, dtype=torch.float64)
 
 
 def expectation(mu: Policy, values: Tensor) -> Tensor:
-    """E_μ[f] = Σ_y μ(y) f(y): [B, …] → […]. No gradient goes through μ's probabilities."""
+    """Return E_μ[f] = Σ_y μ(y) f(y): [B, …] → […]. No gradient goes through μ's probabilities."""
     return torch.einsum("n,n...->...", mu.probs().detach(), values)
 
 
 def exact_gradient(policy: Policy, scalar: Tensor) -> Tensor:
-    """∇ of a scalar with respect to the policy's logits, flat [P]."""
+    """Return ∇ of a scalar with respect to the policy's logits, flat [P]."""
     return torch.autograd.grad(scalar, policy.logits, retain_graph=True)[0].flatten()
 
 
 def scores(policy: Policy) -> Tensor:
-    """∇log π(y_t | y_<t) of every token of every sequence, [B, T, P], 0 on padding."""
+    """Return ∇log π(y_t | y_<t) of every token of every sequence, [B, T, P], 0 on padding."""
     flat = policy.log_probs().flatten()
     each = torch.eye(len(flat), dtype=flat.dtype)
     rows = torch.autograd.grad(flat, policy.logits, each, is_grads_batched=True)[0]
@@ -91,7 +91,7 @@ def scores(policy: Policy) -> Tensor:
 
 
 def J(policy: Policy, reward: Tensor) -> Tensor:
-    """The objective J = E_π[R], differentiable: the sum itself, not an estimator of it."""
+    """Return the objective J = E_π[R], differentiable: the sum itself, not an estimator of it."""
     return (policy.probs() * reward.squeeze(-1)).sum()
 
 
@@ -100,15 +100,18 @@ def grad_J(policy: Policy, reward: Tensor) -> Tensor:
 
 
 def kl(p: Policy, q: Policy) -> Tensor:
-    """KL(p‖q) over sequences, differentiable in both: kl(π, ref) is reverse, kl(ref, π) forward."""
+    """Return KL(p‖q) over sequences, differentiable in both.
+
+    kl(π, ref) is the reverse KL, kl(ref, π) the forward one.
+    """
     return (p.probs() * (p.log_probs() - q.log_probs()).sum(-1)).sum()
 
 
 def token_kl(p: Policy, q: Policy, visits: Policy) -> Tensor:
-    """Σ_t E_visits[KL(p(·|y_<t)‖q(·|y_<t))]: the exact KL of each step, under frozen visits.
+    """Return Σ_t E_visits[KL(p(·|y_<t)‖q(·|y_<t))]: the exact KL of each step, visits frozen.
 
-    token_kl(p, q, p) has the value of kl(p, q). Its gradient lacks how p changes the visits: it is
-    the "frozen state", per-token part of the gradient.
+    token_kl(p, q, p) has the value of kl(p, q). Its gradient ignores that p changes the visits: it
+    is the per-token part of the gradient, with the visited states held fixed.
     """
     log_p, log_q = p.step_log_probs(), q.step_log_probs()
     step = (log_p.exp() * (log_p - log_q)).sum(-1)                                     # [S]
@@ -116,7 +119,7 @@ def token_kl(p: Policy, q: Policy, visits: Policy) -> Tensor:
 
 
 class Moments(NamedTuple):
-    """Of a gradient estimator: mean [P], variance (the trace of its covariance), every value."""
+    """Moments of a gradient estimator are its mean [P], its variance (a trace) and every value."""
 
     mean: Tensor
     variance: Tensor
@@ -127,7 +130,7 @@ class Moments(NamedTuple):
 
 
 def estimator_moments(policy: Policy, mu: Policy, loss, batch: int = 1) -> Moments:
-    """Exact mean and variance of ∇loss(i), the sequence i (or `batch` of them) being μ's."""
+    """Return mean and variance of ∇loss(i), where μ draws the sequence i (or `batch` of them)."""
     grids = torch.meshgrid(*[torch.arange(len(mu.tokens))] * batch, indexing="ij")
     batches = torch.stack(grids, -1).reshape(-1, batch)                       # [B^batch, batch]
     prob = mu.probs().detach()[batches].prod(-1)
@@ -137,14 +140,14 @@ def estimator_moments(policy: Policy, mu: Policy, loss, batch: int = 1) -> Momen
 
 
 def close(value, expected, tolerance: float = 1e-12) -> bool:
-    """Equal to rounding: the largest difference against the largest number (or 1)."""
+    """Say whether two results agree to rounding, relative to the largest number (or 1)."""
     value, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (value, expected))
     limit = tolerance * max(1.0, expected.abs().max().item())
     return value.shape == expected.shape and bool(((value - expected).abs() <= limit).all())
 
 
 class MarkovPolicy:
-    """A policy too large to enumerate (16^12 sequences), whose J is exact all the same.
+    """A Markov policy has too many sequences to enumerate (16^12), but an exact J.
 
     The next token depends on the last one alone, and the reward is Σ_t values[y_t], so that J is a
     recursion over T steps. logits [V, V]: row 0 is the start (token 0 ends: it is never the last).
@@ -159,7 +162,7 @@ class MarkovPolicy:
     perturbed = Policy.perturbed
 
     def sample(self, n: int, seed: int) -> tuple[Tensor, Tensor]:
-        """n sequences: tokens [n, T] and mask [n, T]."""
+        """Sample n sequences: tokens [n, T] and mask [n, T]."""
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.zeros(n, self.T + 1, dtype=torch.long)       # the first column is the start
         mask, alive = torch.zeros(n, self.T, dtype=torch.bool), torch.ones(n, dtype=torch.bool)
@@ -175,7 +178,7 @@ class MarkovPolicy:
         return torch.where(mask, self.logits.log_softmax(-1)[previous, tokens], 0.0)
 
     def J(self, values: Tensor) -> Tensor:
-        """E_π[Σ_t values[y_t]]: the value of a last token with t steps left, t = 1 … T."""
+        """Return E_π[Σ_t values[y_t]], from a last token's value with t steps left, t = 1 … T."""
         p, value = self.logits.softmax(-1), torch.zeros_like(values)
         for _ in range(self.T):
             value = p @ (values + torch.where(torch.arange(self.V) > 0, value, 0.0))

@@ -1,4 +1,4 @@
-"""Dumps with a known cause: tiny models with weights from a seed, and one fault planted in each.
+"""A plant is a dump with a known cause: a tiny model from a seed, with one fault in it.
 
 A `Side` is what one program believes: weights, a context, and what it does to the logits. A dump
 takes three of them: the one that tokens are drawn from, the one that log μ is recorded of, and the
@@ -25,7 +25,7 @@ def scaled(low: float, high: float, severity: float) -> float:
 
 
 def noisy(model: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
-    """A copy of the model with every matrix changed."""
+    """Return a copy of the model with every matrix changed."""
     other = copy.deepcopy(model)
     with torch.no_grad():
         for name, p in other.named_parameters():
@@ -135,7 +135,7 @@ def plant(of: Subject, cause: str, seed: int, severity: float = 0.5, variant: st
 
 
 def ending(side: Side, g: torch.Generator) -> Side:
-    """The side with an end token so likely that a third of the responses have one."""
+    """Return the side with an end token so likely that a third of the responses have one."""
     x = prompts(g, len(side.bias))[:8]
     for _ in range(12):
         if sum(y[-1] == EOS for y in draw(side, x, g)) >= 3:
@@ -148,7 +148,7 @@ def ending(side: Side, g: torch.Generator) -> Side:
 
 def sides(of: Subject, cause: str, kind: str, severity: float, g: torch.Generator, drawn: Side,
           trainer: Side, record: Side | None) -> tuple[Side, Side, Side | None, bool]:
-    """Plant one cause: which sides change, and whether the columns are edited afterwards."""
+    """Plant one cause: change sides, and say whether the columns are edited afterwards."""
     older = of.older[min(5, int(6 * severity))]
     tau = 1 + (-1 if int(severity * 97) % 2 else 1) * scaled(0.06, 0.45, severity)
     keep = 1 - scaled(0.03, 0.3, severity)
@@ -230,7 +230,7 @@ def sides(of: Subject, cause: str, kind: str, severity: float, g: torch.Generato
 
 
 def logits_size(of: Subject) -> float:
-    """The 99th percentile of |logit|, on a few prompts."""
+    """Return the 99th percentile of |logit|, on a few prompts."""
     with torch.no_grad():
         x = prompts(torch.Generator().manual_seed(0), of.vocabulary)[:4]
         z = logits(of.side, x, [[] for _ in x], 1)

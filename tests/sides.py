@@ -1,4 +1,4 @@
-"""One program's view of a dump: a tiny model with weights from a seed, and what it does to logits.
+"""A side is one program's view of a dump: a tiny model from a seed, and what changes its logits.
 
 tests/plants.py makes faults of these: a side differs from the clean one in a few of its fields.
 """
@@ -22,7 +22,7 @@ EOS, PAD, BOS = 0, 1, 2
 
 @dataclass(frozen=True)
 class Side:
-    """One program's view: the weights, the context they see, and what becomes of their logits."""
+    """A Side is one program's view: weights, their context, and what changes their logits."""
 
     model: Any
     bias: Tensor                        # [V]: a long tail of rare tokens, and how likely the end is
@@ -51,7 +51,7 @@ class Side:
 
 
 class Subject(NamedTuple):
-    """A model to plant faults in: clean side, prompts, and its checkpoints of earlier updates."""
+    """A Subject is a model to plant faults in: its clean side, and checkpoints of updates."""
 
     name: str
     side: Side
@@ -147,7 +147,7 @@ def pick(lp: Tensor, y: list[int]) -> Tensor:
 # --------------------------------------------------------------------------------- log-probs
 
 def seen_counts(side: Side, x: list[list[int]], rows: list[list[int]], width: int) -> Tensor:
-    """How often each token stands before each place: [B, width, V]."""
+    """Count how often each token stands before each place: [B, width, V]."""
     counts = torch.zeros(len(rows), width, len(side.bias))
     for i, y in enumerate(rows):
         if side.seen_prompt:
@@ -159,7 +159,7 @@ def seen_counts(side: Side, x: list[list[int]], rows: list[list[int]], width: in
 
 
 def logits(side: Side, x: list[list[int]], rows: list[list[int]], width: int) -> Tensor:
-    """Logits of each place of the responses: [B, width, V], width = longest response (+ 1)."""
+    """Return logits of each place of the responses: [B, width, V]; width ≥ longest response."""
     x = [list(side.template) + p[side.dropped:] for p in x]
     longest = max(map(len, x))
     length = longest + width
@@ -226,7 +226,7 @@ def logits(side: Side, x: list[list[int]], rows: list[list[int]], width: int) ->
 
 
 def in_half(model: Any) -> Any:
-    """A copy in bfloat16, but for the rotary frequencies, which engines keep in float32."""
+    """Copy a model to bfloat16, but not its rotary frequencies: engines keep those in float32."""
     half = copy.deepcopy(model).bfloat16()
     exact = dict(model.named_buffers())
     for name, buffer in half.named_buffers():
@@ -245,7 +245,7 @@ def flip(share: float) -> Callable[..., Any]:
 
 def log_probs(side: Side, x: list[list[int]], rows: list[list[int]],
               width: int | None = None) -> Tensor:
-    """The side's log-probs over the vocabulary, before each token: [B, T, V]."""
+    """Return the side's log-probs over the vocabulary, before each token: [B, T, V]."""
     width = width or max(map(len, rows))
     z = logits(side, x, rows, width)
     if side.softcap:
@@ -273,7 +273,7 @@ def draw(side: Side, x: list[list[int]], g: torch.Generator, longest: int = 40,
             break
         top = max(map(len, x))
         xs = [x[i] for i in live]
-        if len(xs) < len(x) and side.pads:          # whoever pads pads to the batch's longest
+        if len(xs) < len(x) and side.pads:          # padding is to the batch's longest
             xs = [*xs, max(x, key=len)]
         given = [rows[i] for i in live] + ([[0] * t] if len(xs) > len(live) else [])
         p = log_probs(side, xs, given, t + 1)[:len(live), t].exp()

@@ -1,4 +1,4 @@
-"""losses.py: from the terms of tokens to one number, and from micro-batches to the whole."""
+"""losses.py aggregates the terms of tokens into one number, and micro-batches into the whole."""
 
 
 import pytest
@@ -20,7 +20,7 @@ VALUES = torch.arange(1.0, 17.0, dtype=torch.float64).reshape(4, 4)
     (GRID, None), (KEPT, None), (KEPT, GRID), (KEPT.bool(), GRID.double())])
 @pytest.mark.parametrize("horizon", [None, 10])
 def test_aggregation_against_loops(how, mask, counted, horizon):
-    """eq:aggregation: mask says what is summed, denominator_mask what counts; empty rows do not."""
+    """eq:aggregation: mask says what is summed, denominator_mask what counts; empty rows add 0."""
     loss = aggregate_loss(VALUES, mask, how, denominator_mask=counted, horizon=horizon)
     assert close(loss, by_loops(VALUES, mask, how, mask if counted is None else counted, horizon))
 
@@ -31,14 +31,14 @@ def test_aggregation_against_loops(how, mask, counted, horizon):
     ("seq-mean-token-mean", [1 / 12, 1 / 6, 1 / 3]),
     ("seq-mean-token-sum-norm", [1 / 12, 1 / 12, 1 / 12])])
 def test_what_each_aggregation_weighs(how, weights):
-    """eq:aggregation: what a token of a sequence of 4, of 2 and of 1 tokens weighs."""
+    """eq:aggregation: a token's weight depends on its sequence's length, here 4, 2 and 1."""
     values = VALUES.clone().requires_grad_()
     gradient = torch.autograd.grad(aggregate_loss(values, GRID, how), values)[0]
     assert close(gradient[:3, 0], weights) and (gradient[GRID == 0] == 0).all()
 
 
 def test_counts():
-    """eq:aggregation: tokens and non-empty sequences, also as plain numbers in `counts`."""
+    """eq:aggregation: `counts` has tokens and non-empty sequences, also as plain numbers."""
     assert count(GRID) == Counts(torch.tensor(7.0), torch.tensor(3.0))
     assert all(n.dtype == torch.float32 and n.ndim == 0 for n in count(GRID))
     for how in AGGREGATIONS:

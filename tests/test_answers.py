@@ -1,4 +1,4 @@
-"""When an answer is right: the rule of plumbing/answers.py.
+"""The rule of plumbing/answers.py says when an answer is right.
 
 It is tested by its examples, by ways to write one number, and by lists.
 """
@@ -71,7 +71,7 @@ def test_units_texts_and_fractions(response, answer, right):
 
 
 def test_every_digit_counts():
-    """Decimal's 28 digits took these for equal."""
+    """Numbers that differ after 30 digits differ; Decimal's 28 digits took them for equal."""
     assert not is_right("1234567890123456789012345678901", "1234567890123456789012345678902")
     assert not is_right("0.1234567890123456789012345678901", "0.1234567890123456789012345678902")
     assert is_right("#### 1,234,567,890,123,456,789,012,345,678,901.50",
@@ -94,7 +94,7 @@ def test_a_number_is_right_however_it_is_written_and_any_other_is_wrong():
 
 
 def test_no_list_of_answers_is_right():
-    """Two different answers, joined and marked in any way, are neither.
+    """Two different answers, joined and marked in any way, are neither of the two.
 
     Only what is stated last counts.
     """
@@ -113,7 +113,7 @@ def test_no_list_of_answers_is_right():
 
 
 def test_the_examples_of_the_rule():
-    """What the docstring of plumbing/answers.py names as equal or not is."""
+    """The examples of plumbing/answers.py's docstring are equal, or not, as it says."""
     rule = " ".join(answers.__doc__.split())
     for text in ("42 apples", "42 km/h", "42%", r"42\text{ cm}^2", "42 square feet",
                  "$42 per week"):
@@ -125,7 +125,7 @@ def test_the_examples_of_the_rule():
 
 
 def test_an_answer_of_any_length_and_kind_is_compared():
-    """No text is an error, and each is the answer that it states."""
+    """Any text can be compared without an error, and equals the answer that it states."""
     parts = ["**", "*", "_", "$", "`", r"\(", r"\)", r"\boxed{", "{", "}", "42", "1,234", "\u202f",
              " ", "km", "/", "per", "^2", r"\text{", r"\frac{", "####", ".", "-", "\ud800", "\0",
              "\n"]

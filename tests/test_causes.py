@@ -1,6 +1,6 @@
-"""doctor.py: the cause of a gap from a dump, on plants of tests/plants.py.
+"""doctor.py names the cause of a gap from a dump, on plants of tests/plants.py.
 
-How often it is right, on models that its rules never saw, is math/doctor_rates.py's table.
+math/doctor_rates.py counts how often it is right, on models that its rules never saw.
 """
 
 import functools
@@ -86,7 +86,7 @@ def test_no_weight_is_offered_where_mass_is_lost():
 # ------------------------------------------------------------------------------- the laws
 
 def test_left_is_what_two_sizes_save():
-    """eq:gap-left: a tenth of the tokens have all of the gap, 10 numbers of size 1, 90 of 0."""
+    """eq:gap-left: two sizes leave a known share if a tenth of the tokens have all of the gap."""
     e = torch.cat([torch.ones(10), torch.zeros(90)]).double()
     floor, dirty = causes.FLOOR, e > 0
     expected = (1 + floor) ** 0.1 * floor ** 0.9 / (0.1 + floor)
@@ -95,14 +95,14 @@ def test_left_is_what_two_sizes_save():
 
 
 def test_a_temperature_is_a_slope_of_differences_after_one_prefix():
-    """eq:same-prefix: log π(v) − log π(w) = τ (log μ(v) − log μ(w)), for all of five tokens."""
+    """eq:same-prefix: log π(v) − log π(w) is τ (log μ(v) − log μ(w)) for all of five tokens."""
     logits = torch.tensor([1.0, 0.3, -2, 0.7, 4], dtype=torch.float64)
     mu, pi = logits.log_softmax(-1), (0.7 * logits).log_softmax(-1)
     torch.testing.assert_close(pi - pi[0], 0.7 * (mu - mu[0]), rtol=1e-12, atol=1e-12)
 
 
 def test_dividing_after_the_softmax_leaves_an_entropy_of_renyi():
-    """eq:unnormalised: log Σp^{1/τ} = (1 − 1/τ)·H_{1/τ}(p), with H_a = log Σp^a / (1 − a)."""
+    """eq:unnormalised: log Σp^{1/τ} is (1 − 1/τ)·H_{1/τ}(p), with H_a = log Σp^a / (1 − a)."""
     p, tau = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64), 0.8
     mu = (p.log() / tau).log_softmax(-1)
     gap = p.log() / tau - mu
@@ -112,7 +112,7 @@ def test_dividing_after_the_softmax_leaves_an_entropy_of_renyi():
 
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 def test_short_responses_are_no_trouble(tokens):
-    """A response of one token has nothing after the first, where the gap could fade."""
+    """The cause is named even if responses are too short for a gap to fade along them."""
     g = torch.Generator().manual_seed(0)
     mu = -2 * torch.rand(64, tokens, generator=g, dtype=torch.float64) - 0.1
     pi = (mu + torch.randn(mu.shape, generator=g, dtype=torch.float64) / 2).clamp(max=-0.01)
@@ -129,7 +129,7 @@ def both(pi, mu):
 
 
 def test_log_odds_hold_the_whole_error_of_a_logit():
-    """eq:log-odds: logit p(v) = z_v − log Σ_{w≠v} e^{z_w}, but for 1e-3 that keeps it finite."""
+    """eq:log-odds: logit p(v) is z_v − log Σ_{w≠v} e^{z_w}, but for 1e-3 that keeps it finite."""
     z = PI.logits.detach()
     others = z[:, None, :].masked_fill(torch.eye(4, dtype=torch.bool), -math.inf).logsumexp(-1)
     p = z.softmax(-1)
@@ -139,7 +139,7 @@ def test_log_odds_hold_the_whole_error_of_a_logit():
 
 
 def test_the_sign_of_the_mean_tells_a_wrong_record():
-    """eq:record-sign: E_p[log ρ] = KL(p‖μ) − KL(p‖π): below 0 if μ is p, above 0 if π is."""
+    """eq:record-sign: E_p[log ρ] = KL(p‖μ) − KL(p‖π) is below 0 if p is μ, above 0 if p is π."""
     pi, mu = both(PI, MU)
     for drawn in (MU, PI, PI.perturbed(seed=5, size=0.5)):
         mean = expectation(drawn, (pi - mu).sum(-1))
@@ -166,7 +166,7 @@ def test_surprisal_has_the_mean_entropy_where_pi_was_drawn():
 
 
 def test_a_gap_that_fades_is_not_one_that_falls():
-    """Gaps of one size, ones that fade as 1/(t + 8), and ones that fall at token 13."""
+    """A gap that fades as 1/(t + 8) is one of context, one that falls at token 13 is in-flight."""
     g = torch.Generator().manual_seed(0)
     t = torch.arange(30).repeat(100)
     mu = -torch.rand(len(t), generator=g).double() - 0.1
@@ -273,7 +273,7 @@ def test_log_pi_of_minus_infinity_is_a_ratio_of_zero():
 
 
 def test_memory_is_bounded_and_the_identity_is_of_all_tokens(monkeypatch):
-    """However many rows stream by, at most LIMIT tokens stay, in whole groups."""
+    """No more than LIMIT tokens stay in memory, in whole groups, however many rows are read."""
     monkeypatch.setattr(doctor, "LIMIT", 900)
     stayed = []
     of = causes.Tokens.of

@@ -1,4 +1,4 @@
-"""centering.py: score centering is its equation, by enumeration, with any criteria of tokens.
+"""centering.py computes the equation of score centering, with any criteria of tokens.
 
 Responses come from μ = MU. Expected values are written out as sums over states and tokens, not
 through the code under test. Run with -s to see the biases.
@@ -42,9 +42,9 @@ CENTERED = [reinforce(None, 2.0), reinforce("token", 0.9), reinforce("token", (0
 
 @pytest.mark.parametrize("config", CENTERED, ids=str)
 def test_a_constant_advantage_moves_nothing_once_scores_are_centered(config):
-    """eq:score-centering: E_μ[w g − E_μ[w g | s]] = 0 in every state.
+    """eq:score-centering: E_μ[w g − E_μ[w g | s]] = 0 holds in every state.
 
-    Without it only the untruncated ρ has that.
+    Without centering only the untruncated ρ has that.
     """
     for constant in (1.0, -2.0):
         advantages = torch.full_like(R, constant)
@@ -99,14 +99,14 @@ def by_hand(config, advantages, centered):
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("config", CENTERED, ids=str)
 def test_the_centered_gradient_is_its_formula(config, centered):
-    """eq:score-centering, with advantages of both signs."""
+    """eq:score-centering: the gradient is the formula's, for advantages of both signs."""
     advantages = R - R.mean()
     found = mean_gradient(replace(config, score_centering=centered), advantages)
     assert close(found, by_hand(config, advantages, centered))
 
 
 def test_centering_subtracts_the_mean_of_whatever_is_done_to_a_sampled_token():
-    """Rejection by tokens leaves the subtracted mean: it is that of the state, not of the token."""
+    """The subtracted mean is that of the state: rejecting a token does not change it."""
     config = reinforce("token", 2.0, rollout_rs={"token_k1": (50.0, None)}, score_centering=True)
     assert not correct(LP, MU_LP, MASK, config).mask.any()
     assert close(mean_gradient(config, R), by_hand(config, R, True))
@@ -115,7 +115,7 @@ def test_centering_subtracts_the_mean_of_whatever_is_done_to_a_sampled_token():
 @pytest.mark.parametrize("name", ["token_tv", "token_tv_outward"])
 @pytest.mark.parametrize("bound", [0.02, 0.1, 0.3])
 def test_ipo_and_dppo_are_their_formulas(name, bound):
-    """E_μ[Σ ρ A 1[kept] g] holds token by token; what the token surrogate has beyond it was cut."""
+    """The gradient is E_μ[Σ ρ A 1[kept] g], token by token, and the bound masks a part of it."""
     config, advantages = reinforce("token", math.inf, rollout_rs={name: bound}), R - R.mean()
     found = mean_gradient(config, advantages, None)
     assert close(found, by_hand(config, advantages, False))
@@ -129,7 +129,7 @@ def test_ipo_and_dppo_are_their_formulas(name, bound):
 
 @pytest.mark.parametrize("level", [None, "token"])
 def test_what_no_candidate_stands_for_is_taken_in_proportion(level):
-    """eq:score-centering from few tokens is exact where the rest of μ is in proportion to π's."""
+    """eq:score-centering: few candidates are exact if the rest of μ is in proportion to π's."""
     V, K = 5, 2
     pi = Policy(V, 2, seed=3)
     tilted, head = pi.logits.detach().clone(), pi.logits.detach().topk(K).indices           # [S, K]
@@ -151,9 +151,9 @@ def test_what_no_candidate_stands_for_is_taken_in_proportion(level):
 
 @pytest.mark.parametrize("name", ["token_tv", "token_tv_outward"])
 def test_a_tail_of_many_tokens_is_not_judged_as_one(name):
-    """eq:total-variation of the lump is |Σπ − Σμ| = 0.2, of each of its ten tokens 0.02.
+    """eq:total-variation: a lump's |Σπ − Σμ| is 0.2, that of each of its ten tokens 0.02.
 
-    The tokens stay, and so does the lump.
+    The bound is one for tokens, so the tokens stay, and so does the lump.
     """
     logits = f64([[0.7] + [0.03] * 10]).log(), f64([[0.5] + [0.05] * 10]).log()
     pi, mu = Policy(11, 1), Policy(11, 1)
@@ -172,7 +172,7 @@ def test_a_tail_of_many_tokens_is_not_judged_as_one(name):
 
 @pytest.mark.parametrize("rest", [0.3, 0.01, 1e-5])
 def test_a_small_tail_is_a_tail_all_the_same(rest):
-    """Its probability is not limited until it is below 1e-6, nor is the gradient of its log π."""
+    """A tail's probability and the gradient of its log π are not limited above 1e-6."""
     share = f64([[0.6, 0.4 - rest, rest]])
     pi, mu = Policy(3, 1), Policy(3, 1)
     of_mu = f64([[0.5, 0.5 - 2 * rest / 3, 2 * rest / 3]])
@@ -199,13 +199,13 @@ def test_candidates_in_half_precision_are_promoted_before_they_are_subtracted():
         loss, _ = policy_loss(LP.detach(), MU_LP, MU_LP, ones, MASK, config,
                               LossConfig(aggregation=SUM), candidates=(log_pi, given[1]))
         gradients.append(torch.autograd.grad(loss, log_pi)[0].double())
-    # only the gradient itself is rounded to bfloat16; before that, a few roundings of float32
+    # Only the gradient itself is rounded to bfloat16. Before that come a few roundings of float32.
     off, size = (gradients[0] - gradients[1]).abs(), gradients[1].abs()
     assert (off <= 2 ** -8 * size + 2 ** -18 * size.max()).all()
 
 
 def test_with_kept_counts_a_rejected_row_is_divided_by_its_own_length():
-    """eq:aggregation: where nothing of a response is kept, its centering is a mean of tokens."""
+    """eq:aggregation: the centering of a wholly rejected response is a mean over its tokens."""
     rows, config = MASK.sum(-1) == 3, reinforce(score_centering=True)
     nothing = Correction(None, torch.zeros_like(MASK[rows]))
 
@@ -219,7 +219,7 @@ def test_with_kept_counts_a_rejected_row_is_divided_by_its_own_length():
 
 
 def test_missing_candidates_are_no_tokens():
-    """−∞ in log μ fills a row that has fewer candidates: two fillers change nothing."""
+    """A row with fewer candidates is filled with log μ = −∞, and two fillers change nothing."""
     config, filled = reinforce("token", 0.9, score_centering=True), []
     for fillers in (0, 2):
         log_pi, log_mu = (torch.nn.functional.pad(x[..., :2], (0, fillers), value=y)

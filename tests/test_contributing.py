@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md, executed: its blocks are put where its sentences say, and run."""
+"""The recipes of CONTRIBUTING.md are executed: each block is put where a sentence says, and run."""
 
 import os
 import re
@@ -39,7 +39,7 @@ assert "rollout_rs_token_abs_seq_max_deviation" in tables.every_metric()
 
 
 def blocks() -> list[Any]:
-    """File, above or below, which line, and the code, of each block that has a place."""
+    """Return file, above or below, which line, and the code, of each block that has a place."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     assert text.count("```python") == len(PLACE.findall(text)), "a block without a place"
     return [found.groups() for found in PLACE.finditer(text)]
@@ -47,7 +47,7 @@ def blocks() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
-    """A copy of the repository with the criterion and the loss of the recipes."""
+    """Return a copy of the repository with the criterion and the loss of the recipes."""
     place = tmp_path_factory.mktemp("contributed")
     for name in ("configs", "kernels", "plumbing", "adapters", "tests", "math", "tools"):
         shutil.copytree(ROOT / name, place / name,
@@ -74,7 +74,7 @@ def run(copy: Path, *command: str) -> str:
 
 
 def test_the_new_rows_are_judged_measured_and_listed(copy):
-    """eq:correction, eq:rejection: `correct`, `policy_loss`, metrics and tables know them."""
+    """eq:correction, eq:rejection: `correct`, `policy_loss`, metrics, tables know the new rows."""
     run(copy, "-c", USED)
 
 

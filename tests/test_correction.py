@@ -1,4 +1,4 @@
-"""correction.py: properties of any batch under any configuration, and single facts by hand."""
+"""correction.py has these properties for any batch and configuration, and some facts by hand."""
 
 import math
 import warnings
@@ -258,7 +258,7 @@ def test_an_open_end_is_never_crossed():
 
 
 def test_the_gradient_never_flows_through_a_weight_nor_a_metric():
-    """eq:detached: whichever log-prob has a graph."""
+    """eq:detached: no weight and no metric has a graph, whichever log-prob has one."""
     with_graph, without = RATIOS.log().requires_grad_(), RATIOS.log() * 0
     for train, rollout in ((with_graph, without), (without, with_graph)):
         result = correct(train, rollout, torch.ones(2, 3),
@@ -275,7 +275,7 @@ def test_one_constant_limits_every_ratio():
 
 
 def test_bounds_belong_to_the_interval():
-    """ρ exactly at a bound is kept, on both sides: in the weights and in every k1 criterion."""
+    """A ρ exactly at a bound is kept on both sides, in the weights and in every k1 criterion."""
     log_rho, mask = torch.zeros(1, 3, dtype=torch.float64), torch.ones(1, 3)
     zeros = torch.zeros_like(log_rho)
     for bounds in ((1.0, 2.0), (0.5, 1.0)):
@@ -290,8 +290,7 @@ def test_bounds_belong_to_the_interval():
 
 @pytest.mark.parametrize("loss_type", ["ppo_clip", "gspo", "cispo", "sapo"])
 def test_weights_that_would_count_twice_are_not_called_applied_and_it_is_said(loss_type):
-    """eq:double-count: bypass mode's ratio is the weight; ρ is measured, and nothing is called
-    applied."""
+    """eq:double-count: bypass mode's ratio is the weight: ρ is measured, and not called applied."""
     with pytest.warns(UserWarning,
                       match=f"rollout_is=token is not applied.*{loss_type}.*eq:double-count"):
         config = Config("token", 1.5, True, bypass_mode=True, loss_type=loss_type)

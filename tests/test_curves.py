@@ -1,6 +1,6 @@
-"""`python math/figures.py runs`: which runs are one line, and what its numbers are.
+"""`python math/figures.py runs` groups runs into lines, and computes the lines' numbers.
 
-It also tests what is said of mistakes.
+What it says of mistakes is tested, too.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def figures():
-    """math/figures.py by its path.
+    """Load math/figures.py by its path.
 
     Nothing under math/ is importable by name, but for files beside it.
     """
@@ -42,7 +42,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def write_run(name, metrics, **settings):
-    """A run of synthetic metrics, {metric: a value per step, None where it has none}.
+    """Write a run of synthetic metrics, {metric: a value per step, None where it has none}.
 
     Settings are given as train__lr=1.
     """
@@ -62,7 +62,7 @@ def write_run(name, metrics, **settings):
 
 
 def write_usual(name, seed=0, steps=4, **settings):
-    """A run with every metric of the default panels.
+    """Write a run with every metric of the default panels.
 
     It has the accuracy at step 1 and at every even step.
     """
@@ -85,7 +85,7 @@ def names_in(groups):
 # --------------------------------------------------------------------------- groups and their names
 
 def test_runs_that_differ_in_their_seed_alone_are_one_group(figures):
-    """The name does not count either, nor a setting that may change when a run is continued."""
+    """A group ignores a run's name, and settings that may change when a run is continued."""
     write_usual("a", 0, correction__preset="disabled", train__steps=4)
     write_usual("b", 0, correction__preset="decoupled_token_is", train__steps=4)
     write_usual("c", 1, 6, correction__preset="disabled", train__steps=6, train__eval_every=2,
@@ -116,7 +116,7 @@ def test_a_group_that_lacks_what_differs_is_named_by_that(figures):
 
 
 def test_numbers_and_defaults_are_compared_by_what_they_mean(figures):
-    """2 is 2.0, and a setting that an older version did not write has its default."""
+    """2 equals 2.0, and a setting that an older version did not write has its default."""
     write_usual("a", 0, correction={"rollout_is": "token", "rollout_is_threshold": 2})
     write_usual("b", 1, correction={"rollout_is": "token", "rollout_is_threshold": 2.0},
                 rollout__min_p=0.0)
@@ -126,7 +126,7 @@ def test_numbers_and_defaults_are_compared_by_what_they_mean(figures):
 # ------------------------------------------------------------------------- the numbers of the lines
 
 def drawn(figures, groups, metric):
-    """The line of each group, as {step: mean}, and its band, as {step: {low, high}}."""
+    """Return the line of each group, {step: mean}, and its band, {step: {low, high}}."""
     axis = figures.draw_runs(groups, [metric]).axes[0]
     lines = [dict(zip(*line.get_data(), strict=True)) for line in axis.lines]
     bands = [{} for _ in axis.collections]
@@ -167,7 +167,7 @@ def test_two_seeds_have_their_range_and_one_has_no_band(figures):
 def test_a_step_counts_where_all_seeds_have_it_and_the_rest_is_said(figures):
     """The shortest of runs of different length ends the line.
 
-    NaN, as of a step that kept nothing, is no number.
+    NaN, as in a step that kept nothing, is no number.
     """
     write_run("a", {"x": [1.0, 2.0, None, 4.0, 5.0]}, seed=0)
     write_run("b", {"x": [3.0, math.nan, 1.0, 6.0]}, seed=1)
@@ -191,7 +191,7 @@ def test_the_axis_of_k3_is_logarithmic_where_every_value_is_positive(figures):
 
 
 def test_the_view_is_what_the_seeds_reach(figures):
-    """0, 1, 1 have the band 2/3 ± 0.58: nobody had an accuracy of 1.24."""
+    """The band of 0, 1, 1 is 2/3 ± 0.58, but no seed reached 1.24, so the view ends at 1."""
     for seed, x in enumerate((0.0, 1.0, 1.0)):
         write_run(str(seed), {"x": [x, x]}, seed=seed)
     axis, _, [band] = drawn(figures, grouped(figures, "0", "1", "2"), "x")
@@ -199,9 +199,9 @@ def test_the_view_is_what_the_seeds_reach(figures):
 
 
 def test_ess_is_that_of_tokens_in_every_run(figures):
-    """The metrics have one of tokens in this run and of sequences in that.
+    """ESS is computed from tokens in every run, even where a run's metric is of sequences.
 
-    They cannot stand side by side.
+    The metrics themselves cannot stand side by side.
     """
     write_run("a", {"rollout_corr/chi2_token": [0.25, -0.1],
                     "rollout_corr/rollout_is_raw_eff_sample_size": [0.01, 0.01]})
@@ -236,7 +236,7 @@ def test_no_panel_is_empty_and_few_points_have_markers(figures):
     assert ([axis.get_title() for axis in figure.axes] == figures.PANELS
             and all(axis.lines for axis in figure.axes))
     every = {axis.get_title(): axis.lines[0].get_markevery()[1] for axis in figure.axes}
-    # Of 31 points each has one, of 60 every sixth.
+    # Every one of 31 points has a marker, and every sixth one of 60.
     assert every["eval/accuracy"] == 1 and every["reward/mean"] == 6
     write_run("b", {"grad_norm": [1.0]})
     assert figures.panels_of(None, grouped(figures, "b")["b"]) == ["grad_norm"]

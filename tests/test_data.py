@@ -1,6 +1,6 @@
-"""Questions of a file, and limits that are said.
+"""Questions come from files, and limits are reported.
 
-With which settings they are asked, which of them are held out, which rows cannot be used.
+The tests cover the settings of a task, what is held out, and which rows cannot be used.
 """
 
 import hashlib
@@ -83,7 +83,7 @@ def test_a_file_that_is_given_is_the_only_base(tmp_path):
     ("sort", "91d2c1fad817591446d3e05362feea88e9a7666d5a7c95f1604f2922e9d44bb1"),
     ("dyck", "1bfbb146938164b4d9d50816c8583c652a115ff1e1bcafb85cc46c87a36aca34")])
 def test_the_demos_problems_are_those_of_the_recorded_runs(kind, digest):
-    """They are as they were when the README's and the studies' numbers were made.
+    """The demo's problems are the same as when the README's and the studies' numbers were made.
 
     A demo model is named after them.
     """
@@ -111,7 +111,7 @@ def test_an_eval_size_that_is_too_large_is_one_sentence(file):
                                         "leaves none to train on: set task.eval_path, or a smaller "
                                         "task.eval_size$"):
         task_of(path, eval_size=24)
-    # All that the second file has.
+    # These 3 are all that the second file has.
     assert len(task_of(path, path_of_others(file), eval_size=24).held_out) == 3
 
 
@@ -120,9 +120,9 @@ def path_of_others(file):
 
 
 def test_a_question_is_dealt_once_however_often_the_file_has_it(file):
-    """So no held-out question is trained on.
+    """A repeated question has one row, so no held-out question is trained on.
 
-    White space makes no other question, and the first row is the one.
+    White space makes no other question, and the first row counts.
     """
     again = [{**row, "question": f"\t{row['question']} \n"} for row in ROWS[:8]]
     other = [{"question": row["question"], "answer": "so\n#### 99"} for row in ROWS[:3]]
@@ -239,7 +239,7 @@ def test_a_file_without_a_row_that_can_be_used_is_one_sentence(lines, said, file
 
 
 def test_numbers_stay_as_they_are_written(file):
-    """0.00001 is the answer 0.00001, not repr's 1e-05, which no response would give."""
+    """The number 0.00001 stays 0.00001; repr would make it 1e-05, which no response gives."""
     rows = [{"question": f"{i}", "answer": x}
             for i, x in enumerate((7, 2.50, 0.00001, -1e22, "7 kg"))]
     task = task_of(file("rows", rows), eval_size=1)
@@ -248,7 +248,7 @@ def test_numbers_stay_as_they_are_written(file):
 
 
 def encoding(task, tiny_model, **settings):
-    """A run that has a task, a tokenizer and nothing else; and the model's configuration."""
+    """Return a run that has a task, a tokenizer and nothing else; and the model's configuration."""
     run, config = Run.__new__(Run), load_config([*OWN, "rollout.max_tokens=5"])
     config.task = replace(config.task, instruction="", **settings)
     run.config, run.task, run.main = config, task, True

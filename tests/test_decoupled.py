@@ -1,4 +1,4 @@
-"""Three policies and two: the expected gradient in decoupled and in bypass mode, by enumeration."""
+"""Enumeration gives the expected gradient with three policies (decoupled) and two (bypass mode)."""
 
 import math
 
@@ -14,7 +14,7 @@ from surrogates import ppo_clip_loss
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_decoupled_loss_does_not_depend_on_mu(loss_type):
-    """eq:batch-size, eq:decoupled-ppo: E_μ[w·L(π_θ/π_old)] = E_old[L] with the full product."""
+    """eq:batch-size, eq:decoupled-ppo: E_μ[w·L(π_θ/π_old)] = E_old[L] with the full product w."""
     full = Config("sequence", PLAIN, loss_type=loss_type)
     clip = {"clip_low": 0.1, "clip_high": 0.15}
     on_policy = moments(Config(loss_type=loss_type), mu=OLD, **clip).mean
@@ -28,7 +28,7 @@ def test_decoupled_loss_does_not_depend_on_mu(loss_type):
 
 @pytest.mark.parametrize("loss_type", ["ppo_clip", "cispo", "sapo"])
 def test_the_first_step_is_reinforce(loss_type):
-    """eq:ppo-clip, eq:cispo, eq:sapo at θ = θ_old: REINFORCE's gradient, by sequence."""
+    """eq:ppo-clip, eq:cispo, eq:sapo: at θ = θ_old the gradient is REINFORCE's, by sequence."""
     first = moments(Config("sequence", PLAIN, loss_type=loss_type), old=PI)
     assert close(first.gradients, moments(reinforce("sequence")).gradients)
     assert close(first.mean, -grad_J(PI, R))
@@ -44,7 +44,7 @@ def test_decoupled_is_plain_when_old_is_the_sampler(level, loss_type):
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_bypass_puts_the_sampler_in_the_place_of_old(loss_type):
-    """eq:bypass: L(π_θ/μ), no weight; old_log_prob is not looked at."""
+    """eq:bypass: the loss is L(π_θ/μ) without a weight, and old_log_prob is not read."""
     bypass = moments(Config(bypass_mode=True, loss_type=loss_type))
     assert close(bypass.gradients, moments(Config(loss_type=loss_type), old=MU).gradients)
     lp, mu_lp = PI.log_probs(), MU.log_probs().detach()
@@ -55,7 +55,7 @@ def test_bypass_puts_the_sampler_in_the_place_of_old(loss_type):
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_bypass_takes_no_weight(loss_type):
-    """eq:double-count: weights asked for do not multiply a ratio that is π_θ/μ already."""
+    """eq:double-count: requested weights do not multiply a ratio that is π_θ/μ already."""
     with pytest.warns(UserWarning, match="eq:double-count"):
         weighted = Config("sequence", PLAIN, bypass_mode=True, loss_type=loss_type)
     plain = moments(Config(bypass_mode=True, loss_type=loss_type))
@@ -65,7 +65,7 @@ def test_bypass_takes_no_weight(loss_type):
 
 
 def test_counting_the_ratio_twice_is_wrong():
-    """eq:double-count: unclipped and at T = 1, E_μ[−rA] has the gradient −∇J; times ρ another."""
+    """eq:double-count: at T = 1 E_μ[−rA] has the gradient −∇J, unclipped; a factor ρ changes it."""
     pi = Policy(5, 1, seed=4)
     mu, r = pi.perturbed(5, 0.6), rewards(pi)
     once = moments(Config(bypass_mode=True), pi, pi, mu, r, clip_low=1.0, clip_high=1e9)

@@ -1,4 +1,4 @@
-"""The default command: a demo model is taught, and then it learns. A minute of one processor."""
+"""The default command teaches a demo model, which then learns. That takes a processor's minute."""
 
 import sys
 
@@ -13,7 +13,7 @@ def test_the_default_command_learns_from_a_demo_model(tmp_path):
     assert result.returncode == 0, result.stderr
     directory = tmp_path / "runs/demo,rollout.engine=transformers"
     lines = checkpoints.read_metrics(directory / "metrics.jsonl")
-    # The number depends on the processor's instructions, its threads and torch; the README's seeds
+    # The accuracy depends on the processor, its threads and torch. The README's seeds
     # have 0.56 to 0.65.
     assert 0.5 < lines[0]["eval/accuracy"] < 0.75
     left = {path.name for path in directory.iterdir()}

@@ -1,4 +1,4 @@
-"""adapters/dialects.py: configurations as other systems print them, and their contradictions."""
+"""adapters/dialects.py reads configurations as others print them, and finds contradictions."""
 
 import math
 import warnings

@@ -1,8 +1,8 @@
-"""A run's directory belongs to one run: locks, finished runs, foreign files; and signals.
+"""A run's directory belongs to one run, and a signal ends a run with one sentence.
 
-A signal ends a run with one sentence. pytest starts one command twice at three random delays. The
-long form does it as often as it is told; its exit code is 1 if two trained, or neither, or files
-are of both:
+The tests cover locks, finished runs and foreign files. pytest starts one command twice at three
+random delays. The long form does it as often as it is told. Its exit code is 1 if two starts
+trained, or neither, or if files are of both:
 
     python tests/test_directory.py 50 [SEED]
 """
@@ -47,7 +47,7 @@ def start(arguments, cwd, begin=()):
 
 
 def said_until(process, words):
-    """What the process says on stderr up to a line with these words.
+    """Return what the process says on stderr up to a line with these words.
 
     A process that ends says no more.
     """
@@ -104,7 +104,7 @@ for i, delay in enumerate(delays):
 
 
 def started_twice(delays, tiny_model, cwd):
-    """What was wrong, a sentence for each pair of starts that did not end as it should."""
+    """Return a sentence for each pair of starts that did not end as it should."""
     arguments = [*SMALL, "rollout.engine=transformers", f"policy.path={tiny_model}",
                  "train.save_every=1"]
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
@@ -138,7 +138,7 @@ def test_of_two_starts_one_trains_and_the_other_says_who_does(tiny_model, tmp_pa
 
 
 def test_a_lock_that_was_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):
-    """Its owner unlinks the file between our opening and our locking it.
+    """A lock whose file was unlinked between our opening and our locking it does not count.
 
     Then the new file is the one to hold.
     """
@@ -170,7 +170,7 @@ def test_a_mistake_leaves_no_directory(run):
 @pytest.mark.parametrize("place", ["runs", "runs/x", "runs/x/checkpoints"])
 def test_a_place_that_cannot_be_written_is_found_before_anything_is_loaded(
         place, run, monkeypatch, capsys):
-    """A user with all rights can write anywhere, so the system's answer is planted."""
+    """The system's answer is planted, since a user with all rights can write anywhere."""
     Path(place).mkdir(parents=True)
     if place == "runs":
         (Path("runs") / "x").write_text("a file where the directory should be")
@@ -276,9 +276,9 @@ WORDS = {"SIGINT": "interrupted", "SIGTERM": "ended by SIGTERM", "SIGHUP": "ende
 
 @pytest.mark.parametrize("name", CODES)
 def test_a_signal_while_python_imports_is_one_sentence(name, tmp_path):
-    """It is sent by the first import after the handlers are there.
+    """The first import after the handlers are there sends the signal.
 
-    torch stands for all that takes long.
+    torch stands for all imports that take long.
     """
     (tmp_path / "torch.py").write_text(
         f"import os, signal, time\nos.kill(os.getpid(), signal.{name})\ntime.sleep(60)")
@@ -343,9 +343,9 @@ sys.exit(trainer.main(argv))
     ("evaluate", "SIGTERM", 600, 0), ("close", "SIGINT", 600, 2)])
 def test_sigterm_saves_the_step_in_progress_within_its_grace(
         place, name, grace, saved, tiny_model, forks, tmp_path):
-    """Only a step in progress is worth waiting for.
+    """SIGTERM waits only for a step in progress.
 
-    And what a signal interrupts may wrap it in an error of its own.
+    An interrupted call may wrap the signal in an error of its own.
     """
     arguments = [*SMALL, "rollout.engine=transformers", f"policy.path={tiny_model}", "run=x",
                  f"train.grace={grace}", "train.keep=1",
@@ -377,7 +377,7 @@ def test_a_step_that_outlasts_its_grace_is_ended(monkeypatch):
         assert (number, seconds) == (signal.SIGALRM, 7.0) and signals.Received.told_to_end
         handler(number, None)
     assert armed[-1] == 0
-    # The same where a library has caught it.
+    # It is raised again at the next step where a library has caught it.
     with pytest.raises(signals.Ended), signals.save_first(7.0):
         pytest.fail("a further step")
     signals.listen()

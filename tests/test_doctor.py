@@ -1,4 +1,4 @@
-"""doctor.py: what `diagnose` says, and of what it keeps silent.
+"""doctor.py: `diagnose` says what is wrong in metrics, and is silent about what is not.
 
 What a whole run says is tested in test_lessons.py.
 """
@@ -61,7 +61,7 @@ def sampled(seed, rows=64, length=50, noise=0.3, temperature=1.0, keep=None):
 def test_an_honest_record_is_standard_normal():
     """eq:martingale: over 200 batches of 3 200 tokens z has mean 0 and variance 1.
 
-    No batch is named improper.
+    No batch is called improper.
     """
     found = [to_host(offpolicy_metrics(*sampled(seed), torch.ones(64, 50))) for seed in range(200)]
     z = torch.tensor([x["rollout_corr/is_ratio_z"] for x in found], dtype=torch.float64)
@@ -77,7 +77,7 @@ def test_an_honest_record_is_standard_normal():
     (lambda: sampled(0, noise=0, keep=6), "is_ratio_mean is 0.8"),      # a cut that is not replayed
     (lambda: sampled(0, noise=0, temperature=0.7)[::-1], "kl is -0.")])
 def test_an_improper_pair_is_named(wrong, word):
-    """eq:martingale: π uncut under a cut μ has E[ρ] < 1; at another temperature E[log ρ] > 0."""
+    """eq:martingale: a cut μ has E[ρ] < 1, another temperature E[log ρ] > 0; both are named."""
     log_pi, log_mu = wrong()
     sentences = diagnose(offpolicy_metrics(log_pi, log_mu, torch.ones(log_pi.shape)))
     assert any(sentence.startswith(word) for sentence in sentences)
@@ -85,10 +85,7 @@ def test_an_improper_pair_is_named(wrong, word):
 
 
 def test_the_cap_and_the_tail_are_not_blamed_on_rho():
-    """Over 2 000 tokens at a usual k3 of 2e-3 sequence weights have a mean far below 1.
-
-    Nothing is wrong with ρ then.
-    """
+    """A mean weight far below 1 is normal over 2 000 tokens at k3 = 2e-3, and not blamed on ρ."""
     g = torch.Generator().manual_seed(0)
     noise = torch.randn(64, 2000, generator=g, dtype=torch.float64)
     log_rho, mask = 0.063 * noise - 0.063 ** 2 / 2, torch.ones(64, 2000)            # E[ρ] = 1

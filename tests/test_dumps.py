@@ -1,4 +1,4 @@
-"""Dumps: what the trainer writes, what the command makes of it, and rows of other trainers."""
+"""The trainer writes dumps, and doctor.py reads them and rows of other trainers."""
 
 import json
 import math
@@ -17,7 +17,7 @@ SAID = "the first batch, as doctor.py sees it: "
 
 
 def test_a_run_dumps_its_first_steps_and_says_what_the_doctor_makes_of_the_first(run, capsys):
-    """The engine's weights have four bits here, and the trainer's have not."""
+    """The doctor sees that the engine's weights have four bits, and the trainer's do not."""
     code, lines = run("run.dump=2", "train.steps=3", "rollout.samples=16")
     said = capsys.readouterr().err
     assert code == 0 and len(lines) == 3 and said.count(SAID) == 1
@@ -29,7 +29,7 @@ def test_a_run_dumps_its_first_steps_and_says_what_the_doctor_makes_of_the_first
         assert sum(len(r.token_ids) for r in found) == line["response/tokens"]
         gaps = [pi - mu for r in found for mu, pi in zip(r.rollout_log_probs, r.train_log_probs)]
         rho = list(map(math.exp, gaps))
-        # In float32 a token's log ρ is rounded once, its exponential twice, its sums 10 times.
+        # Roundings in float32: a token's log ρ once, its exponential twice, its sums 10 times.
         rounded = sum(x * gamma(13 + math.ceil(abs(gap))) for x, gap in zip(rho, gaps)) / sum(rho)
         mean = sum(rho) / len(rho)
         assert mean == pytest.approx(line["rollout_corr/is_ratio_mean"], rel=rounded)
@@ -52,7 +52,7 @@ def test_a_dump_changes_nothing_else(run):
 
 
 def padded():
-    """Two rows: prompts padded left, responses right; one log μ is missing, one token a tool's."""
+    """Return two rows: prompts padded left, responses right, a log μ missing, a tool's token."""
     prompts = torch.tensor([[0, 5, 6], [7, 8, 9]])
     tokens = torch.tensor([[4, 3, 0], [4, 4, 3]])
     mu = torch.tensor([[-1.0, -2.0, 0.0], [math.nan, -0.5, -0.25]])
@@ -72,7 +72,7 @@ def test_rows_of_a_padded_batch_have_no_padding(tmp_path):
 
 @pytest.fixture
 def planted(tmp_path):
-    """A group of one prompt, whose log μ is of temperature 1 and log π of 0.5: one state."""
+    """Return responses to one prompt, whose log μ is of temperature 1 and log π of 0.5."""
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0], dtype=torch.float64)
     mu, pi = logits.log_softmax(-1), (2 * logits).log_softmax(-1)
     drawn = torch.multinomial(mu.exp(), 600, replacement=True,

@@ -1,4 +1,4 @@
-"""estimators.py is the mathematics it claims: exact sums over all sequences, no sampling.
+"""estimators.py computes the mathematics that it claims: exact sums over all sequences.
 
 Each test names its claim, and its docstring the equation. Run with -s to see the biases' sizes.
 The KL is in test_kl_estimate.py, the sampling distribution in test_sampling.py.
@@ -35,7 +35,7 @@ def test_oracle_probabilities_and_scores():
 
 
 def test_oracle_step_kl_adds_up_to_sequence_kl():
-    """KL(π‖ref) = Σ_t E_π[KL_t]; with frozen visits the right side's gradient is another."""
+    """KL(π‖ref) = Σ_t E_π[KL_t] holds; with frozen visits the right side's gradient is another."""
     assert close(kl(PI, REF), token_kl(PI, REF, PI))
     gap = exact_gradient(PI, kl(PI, REF)) - exact_gradient(PI, token_kl(PI, REF, PI))
     print(f"\nthe part of the KL gradient that frozen visits lack: {gap.norm():.3f}")
@@ -46,7 +46,7 @@ def test_oracle_step_kl_adds_up_to_sequence_kl():
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
 def test_padding_reaches_neither_ratio_nor_gradient(junk):
-    """eq:ratio, eq:levels: what stands in the padding is replaced before anything is computed."""
+    """eq:ratio, eq:levels: padding is replaced before anything is computed from it."""
     dirty = torch.where(GOOD, X, junk).requires_grad_()
     ratio = masked_log_ratio(dirty, torch.where(GOOD, 0.25, junk), GOOD)
     assert close(ratio, torch.where(GOOD, X - 0.25, 0.0))
@@ -70,14 +70,14 @@ def test_log_ratio_is_float32_at_least(dtype, out):
 
 
 def test_exp_ratio_is_exp_within_its_bound_and_finite_beyond():
-    """eq:ratio: the one clamp, ±20 nats; e^20 squared is still a float32."""
+    """eq:ratio: the one clamp is at ±20 nats; e^20 squared is still a float32."""
     assert SAFETY_BOUND == 20 and exp_ratio(torch.tensor(1e30)).square().isfinite()
     x = f64([-1e9, -20.5, -19.9, 0.0, 19.9, 20.5, 1e9])
     assert close(exp_ratio(x), [math.exp(min(max(v, -20), 20)) for v in x.tolist()])
 
 
 def test_levels_by_hand():
-    """eq:levels: the token's, the sum over the sequence, its mean; an empty row stays 0."""
+    """eq:levels: a level is the token's, the sequence's sum or its mean; an empty row stays 0."""
     assert aggregate_log_ratio(X, GOOD, "token").tolist() == torch.where(GOOD, X, 0.0).tolist()
     for level, rows in (("sequence", [-0.2, 0.5, -0.3, 0.0]),
                         ("geometric", [-0.1, 0.5, -0.1, 0.0])):
@@ -104,7 +104,7 @@ def test_one_token_makes_all_levels_equal(level):
 # ------------------------------------------------------------------------------- quality of weights
 
 def test_ess_by_hand():
-    """eq:ess: (1+2+3)²/(3·14); one weight alone: 1/N; equal weights: 1; none: 0; scale-free."""
+    """eq:ess: weights 1, 2, 3 have (1+2+3)²/(3·14), one weight 1/N, equal ones 1, none 0."""
     w, on = f64([1.0, 2.0, 3.0, 50.0]), torch.tensor([1, 1, 1, 0])
     assert close(effective_sample_size(w, on), 36 / 42)
     assert close(effective_sample_size(f64([0.0, 5.0, 0.0]), torch.ones(3)), 1 / 3)
@@ -117,7 +117,7 @@ def test_ess_by_hand():
 
 
 def test_ess_is_one_over_one_plus_chi_square():
-    """eq:ess, eq:chi2: μ = (4, 2, 1, 1)/8 drawn 8 times: the sample mean is exact."""
+    """eq:ess, eq:chi2: ESS/N is 1/(1 + χ²), exactly for eight samples as frequent as in μ."""
     mu, pi = f64([4, 2, 1, 1]) / 8, f64([0.2, 0.5, 0.25, 0.05])
     log_rho = (pi / mu).log()[torch.tensor([0, 0, 0, 0, 1, 1, 2, 3])]
     exact = (pi * pi / mu).sum() - 1
@@ -126,14 +126,14 @@ def test_ess_is_one_over_one_plus_chi_square():
 
 
 def test_chi_square_is_the_variance_of_the_sequence_ratio():
-    """eq:chi2 by enumeration: E_μ[ρ²] − 1, each sequence seen on its own through the function."""
+    """eq:chi2: enumeration gives E_μ[ρ²] − 1, the function seeing one sequence at a time."""
     log_rho = aggregate_log_ratio((LP - MU_LP).detach(), MASK, "sequence")[:, 0]
     single = torch.stack([chi_square_of(x[None], torch.ones(1)) for x in log_rho])
     assert close(expectation(MU, single), expectation(MU, (WHOLE[:, 0] - 1).square()))
 
 
 def test_chi_square_small_large_and_empty():
-    """eq:chi2: in float64 1e-6 is kept; a huge ratio and an empty mask stay finite."""
+    """eq:chi2: float64 keeps 1e-6; a huge ratio and an empty mask stay finite."""
     tiny = torch.full((4,), 5e-7)
     assert chi_square_of(tiny, torch.ones(4)).item() == pytest.approx(1e-6, rel=gamma(9))
     huge = chi_square_of(torch.full((2,), 1e4), torch.ones(2)).item()
@@ -143,7 +143,7 @@ def test_chi_square_small_large_and_empty():
 
 
 def test_perplexity_ratio_is_the_inverse_geometric_mean():
-    """eq:perplexity: ppl_π/ppl_μ = 1/(Πρ)^{1/|y|}; exp of the mean surprise; 1 for an empty row."""
+    """eq:perplexity: ppl_π/ppl_μ is 1/(Πρ)^{1/|y|}; a ppl is exp of the mean surprise, or 1."""
     geometric = exp_ratio(aggregate_log_ratio(LP - MU_LP, MASK, "geometric"))[:, 0]
     assert close(perplexity(LP, MASK) / perplexity(MU_LP, MASK), 1 / geometric)
     one = torch.tensor([[1, 1, 1, 0]])
@@ -160,7 +160,7 @@ GROUPS = torch.tensor([0, 0, 0, 5, 5, 9])                           # the last i
 
 
 def test_advantages_by_hand():
-    """eq:baseline: group mean, deviation + 1e-6, leave-one-out, batch mean; alone: A = R."""
+    """eq:baseline: baselines are the group's mean, others' mean, the batch's mean; alone A = R."""
     centred = f64([-2.0, -1.0, 3.0, 0.0, 0.0, 7.0])
     assert close(grpo_advantages(REWARDS, GROUPS, normalize_std=False), centred)
     std = f64([7.0 ** 0.5 + 1e-6] * 3 + [1e-6] * 2 + [1.0])
@@ -170,7 +170,7 @@ def test_advantages_by_hand():
 
 
 def test_rejected_rows_are_not_in_the_baseline():
-    """eq:baseline with keep: a rejected reward of 100 makes 1.0 of the other, not −49.5."""
+    """eq:baseline: with keep, a rejected reward of 100 leaves an advantage at 1.0, not −49.5."""
     r, groups, keep = f64([1.0, 100.0]), torch.zeros(2), torch.tensor([True, False])
     assert rloo_advantages(r, groups)[0] == -99
     assert grpo_advantages(r, groups, False)[0] == -49.5
@@ -182,7 +182,7 @@ def test_rejected_rows_are_not_in_the_baseline():
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 def test_advantages_with_keep_by_hand(dtype):
-    """eq:baseline with keep: kept rows alone make the mean and the deviation."""
+    """eq:baseline: with keep, only kept rows make the mean and the deviation."""
     keep = torch.tensor([1, 0, 1, 1, 1, 0]).to(dtype)
     assert close(grpo_advantages(REWARDS, GROUPS, False, keep), f64([-2.5, -1.5, 2.5, 0, 0, 7]))
     std = f64(12.5).sqrt() + 1e-6
@@ -209,7 +209,7 @@ def advantage_moments(advantages):
 
 
 def test_leave_one_out_is_unbiased_and_the_group_mean_shrinks():
-    """eq:baseline over all pairs: RLOO is ∇J; the mean with the own reward is (n−1)/n of it."""
+    """eq:baseline: over all pairs RLOO is ∇J; the mean with the own reward is (n−1)/n of it."""
     assert close(advantage_moments(rloo_advantages).mean, -grad_J(PI, R))
     grpo = advantage_moments(lambda r, g: grpo_advantages(r, g, normalize_std=False))
     assert close(grpo.mean, -grad_J(PI, R) / 2)
@@ -247,6 +247,6 @@ def test_one_kept_row_is_its_own_mean():
     lambda: kl_estimate(X, X, "k4"), lambda: kl_estimate(X, X, "k1++"),
     lambda: aggregate_log_ratio(X, GOOD, "batch")])
 def test_errors_name_the_value_and_the_choices(call):
-    """eq:kl-estimators, eq:levels: one sentence."""
+    """eq:kl-estimators, eq:levels: an error is one sentence."""
     with pytest.raises(ValueError, match="must be one of .*, not '(k4|k1\\+\\+|batch)'"):
         call()

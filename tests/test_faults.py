@@ -3,7 +3,7 @@
 pytest kills one small run at every place where it could hurt and at three random moments. A moment
 is a number of calls and returns of functions, not of seconds: a slow machine is killed at the same
 places as a fast one. The long form kills the demo's command once per run, by the clock, at random
-moments between its first step and its end; its exit code is 1 if one run ends differently:
+moments between its first step and its end. Its exit code is 1 if one run ends differently:
 
     python tests/test_faults.py 20 [SEED] [overrides]
 """
@@ -98,7 +98,7 @@ FAULTS = [("generation", 2), ("weight sync", 3), ("scoring", 1), ("checkpoint be
 
 
 def outcome(directory: Path):
-    """Final weights, held-out answers, and metrics without what a clock or the memory says."""
+    """Return final weights, held-out answers, and metrics without those of clock and memory."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     lines = [{k: v for k, v in line.items()
               if not k.startswith(("time/", "tokens_per", "memory/"))} for line in lines]
@@ -135,12 +135,12 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(case, settings, tiny_model, t
     faults = FAULTS if case == "places" else [("moment", rng.randrange(700_000)) for _ in range(3)]
     drive(faults, [*arguments, "run=parts"], tmp_path)
     assert differences(tmp_path / "runs/parts", tmp_path / "runs/whole") == []
-    # train.keep, and no leftovers.
+    # There are train.keep checkpoints, and no leftovers.
     assert len(list((tmp_path / "runs/parts/checkpoints").iterdir())) == 2
 
 
 def main(faults: int, seed: int, overrides: list[str]) -> int:
-    """One fault a run, each run from its beginning; the demo's model is made once."""
+    """Plant one fault a run, each run from its beginning; the demo's model is made once."""
     rng, failed, missed = random.Random(seed), [], 0
     with tempfile.TemporaryDirectory() as directory:
         def start(name):

@@ -1,13 +1,13 @@
-"""Whatever it is fed, the trainer answers with a sentence or does its work.
+"""The trainer answers any input with a sentence, or does its work.
 
-There is no traceback, no hang, no file outside runs/. How many inputs are tried is a parameter; the
-exit code is 1 at the first that is answered otherwise:
+There is no traceback, no hang, no file outside runs/. How many inputs are tried is a parameter. The
+exit code is 1 at the first input that is answered otherwise:
 
     python tests/test_fuzz.py 10000 [SEED]
 
 Inputs are a corpus of nasty cases, and random ones whose parts are real keys, real values and the
 corpus. Every input has two seconds of the processor's time, however long that takes on a loaded
-machine; code in it would leave a file behind.
+machine. If an input were executed as code, it would leave a file behind.
 """
 
 import contextlib
@@ -103,7 +103,7 @@ def raw(rng, n=60):
 
 
 def mangled(rng, text: str) -> str:
-    """A few characters of it replaced, removed, repeated or put elsewhere."""
+    """Replace, remove, repeat or move a few characters of a text."""
     for _ in range(rng.randrange(4)):
         a, b = sorted(rng.randrange(len(text) + 1) for _ in "ab")
         b = min(b, a + 40)
@@ -193,7 +193,7 @@ FUZZERS = [fuzz_config, fuzz_config, fuzz_problems, fuzz_dialect, fuzz_checkpoin
 
 
 def corpus():
-    """The nasty cases as they are, each with its name."""
+    """Return the nasty cases as they are, each with its name."""
     for text in NASTY_YAML:
         def read(text=text):
             Path("x.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -209,12 +209,12 @@ def corpus():
 
 
 def answered(name, call) -> None:
-    """It returns within two seconds of the processor, or raises the sentence of its contract."""
+    """Check that a call returns within two seconds of the processor, or raises its sentence."""
     def late(*_):
         raise TimeoutError(f"{name}: more than two seconds of the processor, or a hang")
     for number in signal.SIGPROF, signal.SIGALRM:
         signal.signal(number, late)
-    # It counts while this process computes, in it or for it.
+    # The timer counts while this process computes, in it or for it.
     signal.setitimer(signal.ITIMER_PROF, 2)
     signal.alarm(HANG)
     try:
@@ -235,7 +235,7 @@ def answered(name, call) -> None:
 
 
 def fuzz(inputs: int, seed: int, directory: Path) -> int:
-    """Feed it the corpus and random inputs; return how many there were.
+    """Feed the corpus and random inputs to each reader, and return how many there were.
 
     The directory is empty before, and has nothing but them afterwards.
     """

@@ -1,7 +1,7 @@
-"""On an accelerator: the real trainer, in its configurations, on a pretend one.
+"""The real trainer runs, in its configurations, on a pretended accelerator (tools/pretend_gpu.py).
 
-That is tools/pretend_gpu.py. One process trains them all, since a device is registered once and
-for good; a test reads its part. The host waits of a step are printed (`pytest -s`) and bounded.
+One process trains all configurations, since a device is registered once for the whole process. A
+test reads its part. The host waits of a step are printed (`pytest -s`) and bounded.
 """
 
 import json
@@ -145,7 +145,7 @@ def test_the_trainer_runs_on_an_accelerator(case, pretended):
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("nan")])
 def test_host_waits_are_few(case, pretended):
-    """Of scoring and updating: at most one in a forward pass, and two a mini-batch beside those."""
+    """Scoring and updating wait at most once a forward pass, and twice a mini-batch besides."""
     (passes, inside), phases, updates = (
         pretended[case][name] for name in ("forwards", "phases", "updates"))
     all_of_them = Counter(phases["log_probs"]) + Counter(phases["update"])
@@ -208,7 +208,7 @@ def test_the_process_group_splits_no_communicator_and_attention_is_not_cudnns(
 
 
 class PretendVllm:
-    """vLLM's `LLM`, as far as the engine asks it for something on a GPU: what was, in order."""
+    """A PretendVllm stands for vLLM's `LLM` on a GPU, and keeps what it is asked for, in order."""
 
     def __init__(self, path, **settings):
         self.settings, self.asked, self.llm_engine = settings, [], SimpleNamespace(engine_core=self)
@@ -260,7 +260,7 @@ def test_graphs_are_off_on_a_cpu_and_on_on_a_gpu_unless_asked_otherwise(
 
 
 def test_on_a_gpu_vllm_is_asked_for_the_sets_and_for_one_log_prob(gpu_engine):
-    """vLLM wants a top-k above 0 for it, and returns a set for every token."""
+    """vLLM needs a top-k above 0 to return sets, and returns one for every token."""
     for cut, k in (dict(top_p=0.9), 26), (dict(top_k=4), 4), ({}, 0):
         engine = gpu_engine(**cut)
         [s] = engine.generate([[3]], [0], temperature=1.0, max_tokens=2, eos_ids=[])

@@ -1,6 +1,6 @@
-"""The house: what stands where, and who imports whom.
+"""Files stand where they belong, and import only what they may.
 
-It also tests that the equations which read are those which run.
+The equations that are documented are those that run.
 """
 
 import ast
@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "adapters": {"adapters", *CORE, "rollout"},
     "trainer": {*BOOK[:-1], "kernels", "plumbing", "adapters"}}
 
-# Public functions that cite an equation and are not entered by a run, each with the reason.
+# These public functions cite an equation and are not entered by a run, each with the reason.
 NOT_ENTERED = {
     "effective_sample_size":
         "of one batch; a run adds up N, Σw and Σw² over ranks, and `kish` is both's formula"}
@@ -60,10 +60,7 @@ def test_what_stands_at_the_top():
 
 
 def test_the_version_is_stated_alike():
-    """pyproject.toml has the version.
-
-    Who cites the repository and who reads its README see the same numbers.
-    """
+    """CITATION.cff states pyproject.toml's version, and the README its versions of Python."""
     stated = (ROOT / "pyproject.toml").read_text()
     version, oldest, beyond = (re.search(pattern, stated, re.MULTILINE) for pattern in (
         r'^version = "(.+)"$', r'^requires-python = ">=3\.(\d+),',
@@ -120,9 +117,9 @@ def test_the_core_and_the_kernels_need_torch_alone():
 # ------------------------------------------------------------------ what reads is what runs
 
 def public_with_equation():
-    """(module, function) of every public function of the core that cites a label.
+    """Return (module, function) of every public function of the core that cites a label.
 
-    Functions of classes are none of them.
+    Functions of classes are left out.
     """
     found = set()
     for module in CORE:
@@ -147,7 +144,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def entered(tiny_model, tmp_path_factory):
-    """Every (module, function) of this repository that short runs of the trainer enter.
+    """Return every (module, function) of this repository that short runs of the trainer enter.
 
     The calls are in order.
     """
@@ -184,7 +181,7 @@ def test_every_equation_that_reads_is_one_that_runs(entered):
 
 
 def test_rollout_log_prob_walks_from_correction_to_loss_and_never_back(entered):
-    """It is read by what is decided, by the loss, and by what is measured at the end.
+    """The correction reads rollout_log_prob first, then the loss, and the metrics at the end.
 
     The step is a decoupled one, with one update.
     """
@@ -197,10 +194,10 @@ def test_rollout_log_prob_walks_from_correction_to_loss_and_never_back(entered):
 @pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")),
                     reason="torch.compile needs a C++ compiler, and there is no g++ (nor CXX)")
 def test_correct_compiles_whole(monkeypatch):
-    """`torch.compile(correct)` for whoever wants more speed: no graph break, the same results.
+    """`torch.compile(correct)` traces without a graph break, and gives the same results.
 
-    What it compiled for one processor's instructions it would take from its cache for another's:
-    each has its own.
+    Each processor has a cache of its own, since torch would take code that it compiled for another
+    processor's instructions from a shared one.
     """
     cache = (f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}_"
              f"{torch.backends.cpu.get_cpu_capability()}")

@@ -1,4 +1,4 @@
-"""estimators.py: the KL's estimators, each by its value and by the gradient that it has.
+"""estimators.py: each KL estimator has the value and the gradient that are claimed.
 
 Exact sums over all sequences, no sampling. Run with -s to see the biases' sizes.
 """
@@ -46,7 +46,7 @@ def test_k1_and_k3_are_unbiased_values_and_k2_is_not():
 @pytest.mark.parametrize("plus", ["", "+"])
 @pytest.mark.parametrize("ell", [-1e4, -25.0, -3.0, -1e-3, 1e-3, 0.5, 19.0, 25.0, 1e4])
 def test_kl_value_and_gradient_pointwise(kind, plus, ell):
-    """eq:kl-estimators, eq:straight-through: the kind's value; its own gradient or, with +, ℓ."""
+    """eq:kl-estimators, eq:straight-through: the gradient is the kind's own or, with +, ℓ."""
     log_prob = torch.tensor(ell - 1.0, dtype=torch.float64, requires_grad=True)
     out = kl_estimate(log_prob, f64(-1.0), kind + plus)
     inverse, inside = math.exp(min(max(-ell, -20), 20)), abs(ell) < 20
@@ -99,30 +99,30 @@ def estimate(kind):
 
 
 def in_reward(kind, weight=1.0):
-    """REINFORCE with the whole return Σ_s kl_s as a cost: log π(y) × sg(Σ_s kl_s)."""
+    """Return REINFORCE with the whole return Σ_s kl_s as a cost: log π(y) × sg(Σ_s kl_s)."""
     cost = (estimate(kind) * MASK).sum(-1, keepdim=True).detach()
     return LP * cost * weight
 
 
 def half_square():
-    """½(Σ_t ℓ_t)², once per sequence: k2 of the sequence's log-ratio."""
+    """Return ½(Σ_t ℓ_t)², once per sequence: k2 of the sequence's log-ratio."""
     total = aggregate_log_ratio(LP - REF_LP, MASK, "sequence")
     return kl_estimate(total, torch.zeros_like(total), "k2") / MASK.sum(-1, keepdim=True).double()
 
 
 def prefix_products():
-    """Σ_t Σ_{s≥t} w_{1:s} ℓ_s log π_t."""
+    """Return Σ_t Σ_{s≥t} w_{1:s} ℓ_s log π_t."""
     return LP * (PREFIX * ELL * MASK).flip(-1).cumsum(-1).flip(-1)
 
 
 def total_variation():
-    """Σ_t E_π[Σ_v |π(v) − π_ref(v)|], visits frozen."""
+    """Return Σ_t E_π[Σ_v |π(v) − π_ref(v)|], visits frozen."""
     step = (PI.step_log_probs().exp() - REF.step_log_probs().detach().exp()).abs().sum(-1)
     return expectation(PI, torch.where(MASK, step[PI.states], 0.0).sum(-1))
 
 
 TABLE = {
-    # what the loss is: (per-token loss, sampler, the exact gradient it estimates)
+    # A row says what the loss is: (per-token loss, sampler, the exact gradient it estimates).
     "on: k1 is zero": (estimate("k1"), PI, 0 * FULL),
     "on: k2 is the per-token part": (estimate("k2"), PI, FROZEN),
     "on: k1+ likewise": (estimate("k1+"), PI, FROZEN),
@@ -151,7 +151,7 @@ TABLE = {
 
 @pytest.mark.parametrize("row", TABLE)
 def test_kl_gradient_table(row):
-    """eq:kl-gradient, eq:straight-through, eq:kl-ratio: each row's expected gradient, exactly."""
+    """eq:kl-gradient, eq:straight-through, eq:kl-ratio: each row has its expected gradient."""
     loss, sampler, target = TABLE[row]
     assert close(moments(loss, sampler).mean, target)
 
@@ -172,7 +172,7 @@ WRONG = {
 
 @pytest.mark.parametrize("row", WRONG)
 def test_kl_gradient_biases_are_there(row):
-    """eq:kl-gradient: what is called biased above is so, by more than 3 % of the gradient here."""
+    """eq:kl-gradient: what is called biased above is biased by more than 3 % of the gradient."""
     loss, sampler, target = WRONG[row]
     size = (moments(loss, sampler).bias(target).norm() / target.norm()).item()
     print(f"\n{row}: bias {size:.0%} of the gradient")
@@ -180,7 +180,7 @@ def test_kl_gradient_biases_are_there(row):
 
 
 def test_ratio_times_k3_is_k2_sample_by_sample():
-    """eq:kl-ratio: ∇(ratio·k3) = sg(ratio)·∇k2 for each sequence; ratio·k1 in the mean."""
+    """eq:kl-ratio: ∇(ratio·k3) = sg(ratio)·∇k2 for each sequence, for ratio·k1 in the mean."""
     k3 = moments(WEIGHT * estimate("k3"), MU)
     k2 = moments(WEIGHT.detach() * estimate("k2"), MU)
     k1 = moments(WEIGHT * estimate("k1"), MU)

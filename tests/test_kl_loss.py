@@ -1,4 +1,4 @@
-"""losses.py: the KL term as a loss, its expected gradient, its aggregation."""
+"""losses.py: the KL term as a loss has its expected gradient and its aggregation."""
 
 import math
 
@@ -24,12 +24,12 @@ def kl_moments(kind, mu=PI, ratio=None):
     *((kind, MU, "detached", (PI, REF, MU)) for kind in ("k2", "k1+", "k3+")),
     *((kind, MU, "live", (PI, REF, MU)) for kind in ("k1", "k3"))])
 def test_kl_loss_gradients(kind, mu, ratio, target):
-    """eq:kl-gradient, eq:kl-ratio: (p, q, visits) of the per-token KL(p‖q) whose gradient it is."""
+    """eq:kl-gradient, eq:kl-ratio: the gradient is that of a per-token KL(p‖q) under `visits`."""
     assert close(kl_moments(kind, mu, ratio).mean, exact_gradient(PI, token_kl(*target)))
 
 
 def test_kl_loss_of_k1_has_no_gradient_and_ratio_times_k2_the_wrong_one():
-    """eq:kl-gradient: E_π[∇k1] = 0; eq:kl-ratio: ratio·k2 with its graph is off."""
+    """eq:kl-gradient, eq:kl-ratio: E_π[∇k1] = 0; ratio·k2 with the ratio's graph is wrong."""
     assert close(kl_moments("k1").mean, torch.zeros(PI.logits.numel()))
     wrong = kl_moments("k2", MU, "live").bias(exact_gradient(PI, token_kl(PI, REF, MU)))
     print(f"\nbias of ratio·k2, not detached: {wrong.norm():.3f}")

@@ -40,7 +40,10 @@ def test_each_reason_has_its_sentence(metrics, said):
 
 
 def test_of_nothing_nothing_else_is_judged():
-    """A step without tokens has means of nothing, 0 or NaN, once taken for a wrong temperature."""
+    """A step without tokens is not judged by its means, which are 0 or NaN.
+
+    Once they were taken for a wrong temperature.
+    """
     strange = {"rollout_corr/ppl_ratio": 0.0, "rollout_corr/kl": math.nan,
                "rollout_corr/k3_kl": 9.0}
     cut = {"response/learned_fraction": 0.0, "response/truncated_fraction": 1.0}
@@ -84,7 +87,7 @@ def test_a_run_without_a_lesson_says_so_at_its_first_step_and_once(case, run, mo
 
 
 def test_reinforce_has_a_signal_where_groups_have_none(run, monkeypatch, capsys):
-    """Its baseline is the batch's mean: equal rewards in each group are no reason to stop."""
+    """REINFORCE's baseline is the batch's mean: equal rewards in a group are no reason to stop."""
     monkeypatch.setattr(Task, "reward",
                         lambda self, problem, response: float(len(problem.answer) % 2))
     for kind, learns in (("grpo", False), ("rloo", False), ("reinforce", True)):
@@ -96,7 +99,7 @@ def test_reinforce_has_a_signal_where_groups_have_none(run, monkeypatch, capsys)
 
 
 def test_a_policy_that_collapses_is_named_when_it_does(run, monkeypatch, capsys):
-    """Also after a restart: the best reward is read from the metrics of the steps before."""
+    """A collapse is named after a restart, too: the metrics hold the best reward so far."""
     calls = []
 
     def reward(*_):
@@ -129,7 +132,7 @@ def test_the_last_line_says_whether_more_than_chance_changed(before, after, n, s
 
 
 def test_a_verdict_of_a_rise_is_rarely_wrong():
-    """Enumerate two samples of n answers with one accuracy: at most one verdict in 17 is false."""
+    """One verdict in 17 is false, at most, for two samples of n answers with one accuracy."""
     n = 30
     for accuracy in (0.02, 0.1, 0.5, 0.9):
         chance = [math.comb(n, k) * accuracy ** k * (1 - accuracy) ** (n - k) for k in range(n + 1)]
@@ -139,7 +142,7 @@ def test_a_verdict_of_a_rise_is_rarely_wrong():
 
 
 def test_the_closing_table_keeps_its_columns_apart(run, capsys):
-    """k3 of two equal policies is rounding: −1.755e-18 once stood right behind another number."""
+    """Columns stay apart even for the k3 of two equal policies, which is rounding: −1.755e-18."""
     run("rollout.quantize_bits=null", "train.lr=0")
     said = capsys.readouterr().err
     [row] = [line for line in said.splitlines() if line.startswith("rollout_corr/k3_kl")]

@@ -1,6 +1,6 @@
-"""losses.py: `policy_loss` as a whole, which is weights × terms over what is kept, in every mode.
+"""losses.py: `policy_loss` is weights × terms over what is kept, in every mode.
 
-What its expected gradient is stands in test_weights.py and test_decoupled.py.
+Its expected gradient is tested in test_weights.py and test_decoupled.py.
 """
 
 import math
@@ -30,7 +30,7 @@ from surrogates import cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss, sap
 @every_denominator
 @every_aggregation
 def test_policy_loss_is_its_parts(mode, denominator, how):
-    """eq:correction, eq:decoupled-ppo, eq:bypass: loss × weights over what is kept."""
+    """eq:correction, eq:decoupled-ppo, eq:bypass: it is loss × weights over what is kept."""
     config = config_of(mode, "token", 1.2, False, {"token_k1": (0.5, 1.5)})
     lp, old, mu, advantages, mask = batch(3)
     anchor, train = (mu, lp) if config.bypass_mode else (old, old)
@@ -62,7 +62,7 @@ def test_policy_loss_is_its_parts(mode, denominator, how):
 
 
 def test_default_options_of_policy_loss():
-    """eq:ppo-clip, eq:aggregation: clip 0.2, no dual clip, token-mean, fixed denominator."""
+    """eq:ppo-clip, eq:aggregation: by default clip 0.2, no dual clip, token-mean, fixed counts."""
     lp, old, mu, advantages, mask = batch(5)
     config = Config(rollout_rs={"token_k1": (0.5, 1.5)})
     inputs = lp, old, mu, advantages, mask, config
@@ -77,7 +77,7 @@ def test_default_options_of_policy_loss():
     (0.5, 1.3, 1), (0.5, 1.27, 0), (0.5, 0.7, 0), (-0.5, 0.79, 1), (-0.5, 0.81, 0), (-0.5, 1.4, 0),
     (0.0, 1.4, 0), (0.0, 0.7, 0)])
 def test_clip_fraction_counts_the_sides_without_gradient(advantage, ratio, left):
-    """eq:ppo-clip: above 1 + 0.28 for A > 0, below 1 − 0.2 for A < 0; with A = 0 none is taken."""
+    """eq:ppo-clip: it counts r > 1.28 for A > 0, r < 1 − 0.2 for A < 0, and nothing for A = 0."""
     one = torch.ones(1, 1).double()
     _, metrics = policy_loss(math.log(ratio) * one, 0 * one, 0 * one, advantage * one, one,
                              Config(), LossConfig(clip_low=0.2, clip_high=0.28))
@@ -86,7 +86,7 @@ def test_clip_fraction_counts_the_sides_without_gradient(advantage, ratio, left)
 
 @pytest.mark.parametrize("options, clips", [({}, True), ({"clip_low": 1, "clip_high": 1e9}, False)])
 def test_bypass_mode_says_what_its_clip_does_to_mismatch_before_any_update(options, clips):
-    """eq:bypass: π_θ has not moved, so what PPO's clip around μ holds is μ's error.
+    """eq:bypass: while π_θ has not moved, PPO's clip around μ holds only μ's error.
 
     In decoupled mode it holds nothing.
     """
@@ -142,7 +142,7 @@ def test_no_gradient_through_old_or_rollout_or_advantages():
 @every_denominator
 @every_aggregation
 def test_everything_rejected_is_a_zero_loss_with_its_graph(mode, denominator, how):
-    """eq:rejection, eq:aggregation: a gradient of zeros, finite metrics, and a count."""
+    """eq:rejection, eq:aggregation: the gradient is 0, the metrics are finite and count it."""
     config = config_of(mode, "token", (1e6, 1e7), False, {"token_k1": (1e6, None)})
     lp, old, mu, advantages, mask = batch(1)
     for valid in (mask, torch.zeros_like(mask)):
@@ -156,7 +156,7 @@ def test_everything_rejected_is_a_zero_loss_with_its_graph(mode, denominator, ho
 @every_mode
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
 def test_padding_reaches_neither_loss_nor_gradient(mode, junk):
-    """eq:ratio: NaN or ±inf in the padding of any input, at every level, in every aggregation."""
+    """eq:ratio: NaN or ±inf in any input's padding changes nothing, at any level or aggregation."""
     for how, level in zip(AGGREGATIONS, ("token", "sequence", "geometric", None)):
         config = config_of(mode, level, 1.5, True, {"seq_mean_k3": 0.1, "token_k1": (0.5, None)})
         out = []
@@ -174,7 +174,7 @@ def test_padding_reaches_neither_loss_nor_gradient(mode, junk):
 
 @pytest.mark.parametrize("denominator", ["fixed", "kept"])
 def test_metrics_of_the_loss_are_not_diluted_by_rejection(denominator):
-    """eq:aggregation: half rejected and π_θ = π_old: the mean r is 1, whatever the denominator."""
+    """eq:aggregation: with half rejected and π_θ = π_old the mean r is 1, however it is divided."""
     x = torch.zeros(2, 2)
     _, metrics = policy_loss(x, x, torch.tensor([[0.0, 9.0], [0.0, 9.0]]), x + 1, x + 1,
                              Config(rollout_rs={"token_k1": (0.5, 2.0)}),
@@ -183,7 +183,7 @@ def test_metrics_of_the_loss_are_not_diluted_by_rejection(denominator):
 
 
 def test_half_precision_is_widened_before_the_ratio():
-    """eq:gspo: bfloat16 cannot tell e^{2⁻⁷} from 1.0078125; the gradient has its type again."""
+    """eq:gspo: bfloat16 cannot tell e^{2⁻⁷} from 1.0078125; the gradient is of its type again."""
     lp = torch.tensor([[-2.0, -1.9921875]]).bfloat16().requires_grad_()
     old = torch.tensor([[-2.0, -2.0]]).bfloat16()
     one = torch.ones(1, 2)
@@ -201,14 +201,14 @@ def test_half_precision_is_widened_before_the_ratio():
      "aggregation cannot be 'token-means'; did you mean 'token-mean'?"),
     ({"denominator": "all"}, "denominator cannot be 'all'; allowed: fixed, kept")])
 def test_a_wrong_option_is_one_sentence(options, words):
-    """eq:aggregation: the option's name, its value, and the nearest allowed word."""
+    """eq:aggregation: an error has the option's name, its value, and the nearest allowed word."""
     with pytest.raises(ValueError, match=re.escape(words)):
         LossConfig(**options)
 
 
 @pytest.mark.parametrize("wrong", range(4))
 def test_a_wrong_shape_is_an_error(wrong):
-    """eq:correction: [B, T] of one shape; a [B, 1] that broadcasts is none, but of advantages."""
+    """eq:correction: all are [B, T]; only advantages may be a [B, 1] that broadcasts."""
     tensors = list(batch())
     tensors[wrong] = tensors[wrong][:, :2 if wrong == 3 else 1]
     with pytest.raises(ValueError, match="one shape"):
@@ -238,7 +238,7 @@ def same(one, other, lp):
 
 @every_mode
 def test_without_old_log_prob_it_is_this_one(mode):
-    """eq:ppo-clip: r = 1, and ρ is from π_θ; in bypass mode nobody looks at it."""
+    """eq:ppo-clip: without π_old r = 1, and ρ is from π_θ; bypass mode does not read π_old."""
     lp, old, mu, advantages, mask = batch(6)
     config = config_of(mode, "token", 1.2, False, {"token_k1": (0.5, 1.5)})
     missing = policy_loss(lp, None, mu, advantages, mask, config)
@@ -263,7 +263,7 @@ def test_weights_and_mask_made_elsewhere_need_no_rollout_log_prob(loss_type):
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_without_rollout_log_prob_nothing_is_corrected(loss_type):
-    """eq:ppo-clip: with one, the loss is the same, and the distance is measured."""
+    """eq:ppo-clip: without rollout_log_prob the loss is the same, and no distance is measured."""
     lp, old, mu, advantages, mask = batch(8)
     missing = policy_loss(lp, old, None, advantages, mask, Config(loss_type=loss_type))
     given = policy_loss(lp, old, mu, advantages, mask, Config(loss_type=loss_type))
@@ -274,7 +274,7 @@ def test_without_rollout_log_prob_nothing_is_corrected(loss_type):
 @every_mode
 @pytest.mark.parametrize("shape", ["[B]", "[B, 1]"])
 def test_one_advantage_for_a_sequence(mode, shape):
-    """eq:policy-gradient: an outcome's advantage is that of all its tokens."""
+    """eq:policy-gradient: the advantage of an outcome is that of all its tokens."""
     lp, old, mu, advantages, mask = batch(9)
     one = advantages[:, 0] if shape == "[B]" else advantages[:, :1]
     config = config_of(mode, "sequence", 1.2, False, {"opsm": 0.01})
@@ -283,7 +283,7 @@ def test_one_advantage_for_a_sequence(mode, shape):
 
 
 def test_an_advantage_for_each_time_step_is_no_advantage_of_sequences():
-    """eq:policy-gradient: [T] would broadcast in PyTorch, over the wrong axis."""
+    """eq:policy-gradient: [T] is refused, for PyTorch would broadcast it over the wrong axis."""
     lp, old, mu, advantages, mask = batch(9)
     assert lp.shape[0] != lp.shape[1]
     with pytest.raises(ValueError, match=r"advantages \(5,\) and response_mask \(6, 5\)"):
@@ -326,6 +326,6 @@ CORE = "import estimators, metrics, correction, losses, adapters.dialects"
 
 
 def test_the_core_needs_no_omegaconf():
-    """eq:correction: a larger trainer may have another, or none."""
+    """eq:correction: the core runs in a trainer with another omegaconf, or with none."""
     absent = "import sys; sys.modules.update(omegaconf=None, yaml=None, transformers=None)"
     subprocess.run([sys.executable, "-c", f"{absent}; {CORE}"], cwd=ROOT, check=True)

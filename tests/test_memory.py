@@ -1,6 +1,6 @@
-"""What a checkpoint costs in memory: next to nothing.
+"""A checkpoint costs next to no memory.
 
-It is measured from outside the process that writes it.
+That is measured from outside the process that writes it.
 """
 
 import os
@@ -47,7 +47,7 @@ def resident(pid: int) -> int:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """134 million parameters; the largest matrix is a fifth of them.
+    """Return a model of 134 million parameters, whose largest matrix has a fifth of them.
 
     So it is in the small models that people train.
     """
@@ -106,7 +106,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
                     or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""),
                     reason="glibc's mallopt is asked for")
 def test_what_was_freed_is_taken_again_without_the_kernel():
-    """64 MB are 16 384 pages: handed out anew for each of the last four tensors, or for none."""
+    """64 MB are 16 384 pages, which the kernel hands out anew for none of the last tensors.
+
+    Without `keep_memory` it would do so for each of the last four.
+    """
     def faults(how):
         return int(subprocess.run(
             [sys.executable, "-c", FAULTS, how], text=True, check=True, stdout=subprocess.PIPE,

@@ -45,7 +45,7 @@ def reduced(x):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("pieces", [1, 2, 5])
 def test_statistics_merge_exactly(dtype, pieces):
-    """eq:merge: any split gives what torch gives on the whole; also with a part that is empty."""
+    """eq:merge: any split gives what torch gives on the whole, even with an empty part."""
     generator = torch.Generator().manual_seed(pieces)
     values = torch.randn(40, 3, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     tolerance = gamma(16) if dtype == torch.float32 else 1e-12      # a row of three, as in an ESS
@@ -98,7 +98,7 @@ def test_statistics_widen_half_precision():
 @pytest.mark.parametrize("center", [1.0, math.e])
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 1e-4, 1e-5])
 def test_statistics_see_a_small_spread_in_float32(spread, center):
-    """eq:merge: of weights 1 ± 1e-5, or a constant ρ = e, no spread drowns in Σx², nor appears."""
+    """eq:merge: the spread of weights 1 ± 1e-5 is not lost in Σx², and a constant ρ has none."""
     x = center + spread * torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
     exact = x.double().std(correction=0).item()
     found = read(collected(x, torch.ones(5, 1000)))["std"].item()
@@ -191,7 +191,7 @@ def of_ratio(prefixes, logs, applied, bounds, by_row):
 
 
 def second_moment(rows, bound):
-    """Return the largest up to which the mean is at most `bound`; 0 where there is none."""
+    """Return the largest term up to which the mean is at most `bound`; 0 where there is none."""
     flat = [v for row in rows for v in row]
     return max((v for v in flat if mean([w for w in flat if w <= v]) <= bound), default=0.0)
 
@@ -336,7 +336,10 @@ def drawn(rng):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_metric_is_what_it_is_by_hand(seed):
-    """eq:kl-estimators, eq:chi2, eq:ess, eq:perplexity, eq:levels, eq:rejection"""
+    """eq:chi2, eq:ess, eq:levels, eq:perplexity, eq:rejection: each metric is that by hand.
+
+    So are those of eq:kl-estimators.
+    """
     rng = random.Random(seed)
     for _ in range(60):
         train, rollout, mask, config, signs = drawn(rng)
@@ -344,7 +347,7 @@ def test_every_metric_is_what_it_is_by_hand(seed):
         found, expected = read(result.statistics), by_hand(train, rollout, mask, config, signs)
         assert set(found) == set(expected)
         for name, value in expected.items():
-            # a standard deviation is the root of a cancelling difference: 1e-8 of its mean where 0
+            # A standard deviation of 0 is the root of a cancelling difference: 1e-8 of its mean.
             of_mean = expected.get(name.removesuffix("std") + "mean", 0.0)
             tolerance = 1e-7 * max(1.0, abs(of_mean)) if name.endswith("std") else 1e-9
             near = pytest.approx(value, rel=1e-6, abs=tolerance)
@@ -356,9 +359,8 @@ def test_every_metric_is_what_it_is_by_hand(seed):
 def test_single_precision_is_as_good_as_double(scale, level):
     """Sums over 2 000 tokens in float32 lose nothing that the log-probs themselves still have.
 
-    That is more than rounding promises: in the worst case a sum of n loses n roundings of 6e-8, in
-    an order whose roundings are independent √n of them (Higham and Mary 2019), 3e-6 here. 2e-4 is
-    allowed.
+    In the worst case a sum of n loses n roundings of 6e-8. In an order with independent roundings
+    it loses √n of them (Higham and Mary 2019), 3e-6 here. 2e-4 is allowed.
     """
     g = torch.Generator().manual_seed(0)
     rollout = -3 * torch.rand(40, 2000, generator=g)

@@ -1,4 +1,4 @@
-"""Whatever a user gets wrong is one sentence: settings, files, versions, memory."""
+"""A user's mistake is answered by one sentence: settings, files, versions, memory."""
 
 import importlib.util
 import random
@@ -18,7 +18,7 @@ from rollout import KEPT
 
 
 def test_an_older_omegaconf_is_one_sentence(monkeypatch):
-    """2.3, which hydra needs, fails on the typed configuration with words that help nobody."""
+    """omegaconf 2.3, which hydra needs, would fail on the typed configuration in obscure words."""
     monkeypatch.setattr("omegaconf.__version__", "2.3.0")
     said = "^the trainer needs OmegaConf 2.4, and here is 2.3.0, which hydra"
     with pytest.raises(UserError, match=said):
@@ -72,8 +72,10 @@ def test_mistakes_are_one_sentence(arguments, said, tmp_path, monkeypatch, capsy
     ["rollout.top_p=0.9", "rollout.top_k=0"]])
 def test_sets_without_a_bound_are_one_sentence_before_anything_is_loaded(
         cut, run, tmp_path, capsys):
-    """The policy is a configuration: without a tokenizer, which is the next thing missed, and
-    without weights."""
+    """A cut without a bound is refused first, although tokenizer and weights are missing, too.
+
+    The tokenizer is what is missed next.
+    """
     transformers.Qwen2Config(vocab_size=5000).save_pretrained(tmp_path / "large")
     code, lines = run(f"policy.path={tmp_path / 'large'}", *cut, engine="auto")
     said = capsys.readouterr().err
@@ -129,7 +131,7 @@ BREAKS = {"torch": "FSDP2, DCP's safetensors and vLLM's kernels are those of one
 
 
 def drift(installed: dict[str, str]) -> list[str]:
-    """A sentence for each package outside the range of the requirements files: what it breaks."""
+    """Return a sentence for each package outside the range of the requirements: what it breaks."""
     lines = (ROOT / "requirements.txt").read_text() + (ROOT / "requirements/vllm.txt").read_text()
     allowed = [Requirement(line.split("#")[0]) for line in lines.splitlines()
                if re.match(r"(torch|transformers|vllm)\W", line)]

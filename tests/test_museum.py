@@ -1,8 +1,9 @@
-"""The museum: wrong forms that shipped or were proposed, each beside the right one.
+"""An exhibit is a wrong form that shipped or was proposed, beside the right one.
 
-An exhibit returns (wrong, right, exact): `wrong` as it shipped, `right` from this project's public
-functions, `exact` from the oracle or by hand. The one test demands right = exact, and of wrong an
-error that is no rounding. `pytest -s tests/test_museum.py` prints the catalogue with every error.
+It returns (wrong, right, exact): `wrong` as it shipped, `right` from this project's public
+functions, `exact` from the oracle or by hand. The one test demands that right equals exact, and
+that wrong has an error beyond rounding. `pytest -s tests/test_museum.py` prints the catalogue with
+every error.
 """
 
 import math
@@ -67,13 +68,13 @@ def attempt(f):
 
 @exhibit("verl: https://github.com/verl-project/verl/pull/4105", "eq:detached")
 def weight_with_its_graph():
-    """The gradient also flows through π_θ/μ: another objective."""
+    """The weight kept its graph, so the gradient also flowed through π_θ/μ: another objective."""
     return mean(LIVE.cumprod(-1)[:, -1:] * reinforce_loss(LP, A)), ours(SEQUENCE_IS), UP
 
 
 @exhibit("verl-omni: https://github.com/verl-project/verl-omni/pull/93", "eq:double-count")
 def weight_applied_twice():
-    """Bypass mode's PPO ratio is π_θ/μ already; it was multiplied by it once more. (T = 1)"""
+    """Bypass mode's PPO ratio is π_θ/μ already, and was multiplied by π_θ/μ once more. (T = 1)"""
     pi = Policy(5, 1, seed=4)
     mu, r, lp = pi.perturbed(5, 0.6), rewards(pi), pi.log_probs()
     old = mu.log_probs().detach()
@@ -88,14 +89,14 @@ def weight_applied_twice():
 
 @exhibit("the usual PPO: https://fengyao.notion.site/off-policy-rl", "eq:decoupled-ppo")
 def old_policy_taken_for_the_sampler():
-    """π_old is recomputed by the trainer and believed to be what sampled: no weight at all."""
+    """The trainer recomputes π_old and takes it for the sampler: there is no weight at all."""
     return mean(reinforce_loss(LP, A)), ours(Config("sequence", math.inf)), UP
 
 
 @exhibit("unsloth-zoo, found in review: https://github.com/unslothai/unsloth-zoo/pull/870",
          "eq:levels")
 def sequence_ratio_as_a_sum_of_exps():
-    """Σ_t ρ_t instead of Π_t ρ_t: E_μ of the product is 1, of the sum the mean length."""
+    """Σ_t ρ_t stood for Π_t ρ_t: E_μ of the product is 1, E_μ of the sum is the mean length."""
     right = exp_ratio(aggregate_log_ratio(LP - MU_LP, MASK, "sequence"))[:, 0]
     return expectation(MU, (LIVE * MASK).sum(-1)), expectation(MU, right), 1.0
 
@@ -103,9 +104,12 @@ def sequence_ratio_as_a_sum_of_exps():
 @exhibit("verl 0.9.1: PPOTrainer._compute_old_log_prob, verl/trainer/ppo/v1/trainer_base.py",
          "eq:off-policy")
 def reinforce_in_name_alone():
-    """bypass_mode=True loss_type=reinforce without a loss_mode: verl sets old_log_prob to
-    rollout_log_prob, and its default loss_mode is PPO's clip around π_rollout, without a weight.
-    The expected loss is 0.951 instead of −0.349; the gradient misses ∇J by 95 % of its length."""
+    """bypass_mode=True loss_type=reinforce without a loss_mode is PPO, and has no weight.
+
+    verl sets old_log_prob to rollout_log_prob, and its default loss_mode is PPO's clip around
+    π_rollout. The expected loss is 0.951 instead of −0.349; the gradient misses ∇J by 95 % of its
+    length.
+    """
     clip = ppo_clip_loss(LP, MU_LP, A, 0.2, 0.2, dual_clip=3.0)     # verl's clip_ratio, _c
     wrong = expectation(MU, (clip * MASK).sum(-1))
     right = expectation(MU, torch.stack([policy_loss(
@@ -121,7 +125,7 @@ def reinforce_in_name_alone():
 @exhibit("verl's document calls truncated Seq-TIS unbiased: docs/algo/rollout_corr_math.md",
          "eq:tis")
 def truncated_called_unbiased():
-    """The bias is −E_μ[(ρ−C)₊ g], here at C = 1; the config without a cap is what is unbiased."""
+    """Truncation has the bias −E_μ[(ρ−C)₊ g], here at C = 1; only without a cap is it unbiased."""
     return ours(Config("sequence", 1.0)), ours(Config("sequence", math.inf)), UP
 
 
@@ -129,7 +133,7 @@ def truncated_called_unbiased():
          "docs/algo/rollout_corr_math.md",
          "eq:levels")
 def product_of_truncated_token_weights():
-    """Token weights are one per token, not their product."""
+    """Token weights were multiplied over the response; each token has a weight of its own."""
     exact = LIVE.detach().clamp(max=1.2) * MASK
     return (exact.where(MASK, 1.0).prod(-1, keepdim=True) * MASK,
             correct(LP, MU_LP, MASK, Config.decoupled_geo_rs_token_tis(1.2)).weights, exact)
@@ -138,8 +142,11 @@ def product_of_truncated_token_weights():
 @exhibit("verl's preset bypass_ppo_clip over rounded rollouts: docs/algo/rollout_corr_math.md",
          "eq:bypass")
 def clip_around_a_damaged_sampler():
-    """π errs by 0.025, a rounded μ by 0.2: the clip drops the wrong token where A < 0, the right
-    one where A > 0, and blames the right one for what fails later. The sign is reversed. (T = 1)"""
+    """A clip around a rounded μ reverses the sign of the gradient. (T = 1)
+
+    π errs by 0.025, μ by 0.2. The clip drops the wrong token where A < 0 and the right one where
+    A > 0. What is left blames the right token for what fails later.
+    """
     pi, mu = Policy(3, 1), Policy(3, 1)      # tokens: wrong; all right; right, the rest not
     pi.logits = f64([[0.025, 0.4875, 0.4875]]).log().requires_grad_()
     mu.logits = f64([[0.2, 0.4, 0.4]]).log()
@@ -155,7 +162,7 @@ def clip_around_a_damaged_sampler():
 
 @exhibit("verl 0.9.1: https://github.com/verl-project/verl/pull/6377", "eq:rejection")
 def k1_bounds_on_minus_log_rho():
-    """“0.6_1.4” was compared with −log ρ: rejects ρ = 0.65, keeps 1.6."""
+    """“0.6_1.4” was compared with −log ρ, which rejects ρ = 0.65 and keeps ρ = 1.6."""
     rho, lo, hi = f64([[0.65, 1.6, 1.0]]), 0.6, 1.4
     k1 = -rho.log()
     config = Config(rollout_rs={"token_k1": (lo, hi)})
@@ -167,7 +174,7 @@ def k1_bounds_on_minus_log_rho():
          "https://github.com/verl-project/verl/issues/5859",
          "eq:rejection")
 def nothing_survives_and_the_mean_is_0_over_0():
-    """All rejected gave AssertionError, RuntimeError, or 0/0; here 0 with the graph attached."""
+    """A batch that was all rejected gave AssertionError, RuntimeError or 0/0; its loss is 0."""
     config = Config(rollout_rs={"token_k1": (1e6, None)})
     right = policy_loss(LP, LP, MU_LP, A, MASK, config, LossConfig(denominator="kept"))[0]
     kept = correct(LP, MU_LP, MASK, config).mask
@@ -176,7 +183,7 @@ def nothing_survives_and_the_mean_is_0_over_0():
 
 @exhibit("verl 0.9.1's rollout_corr_helper.py", "eq:ess")
 def effective_sample_size_of_no_weight():
-    """IcePop zeroed every weight: 1/mean((w/mean w)²) divides by zero."""
+    """IcePop set every weight to zero, so that 1/mean((w/mean w)²) divided by zero."""
     w = [0.0, 0.0]
     return (attempt(lambda: 1 / (sum((x / (sum(w) / 2)) ** 2 for x in w) / 2)),
             effective_sample_size(f64(w), torch.ones(2)), 0.0)
@@ -184,7 +191,7 @@ def effective_sample_size_of_no_weight():
 
 @exhibit("SkyRL: https://github.com/NovaSky-AI/SkyRL/pull/1264", "eq:rejection")
 def masks_one_after_another():
-    """The geometric mean was taken over what the token mask had left, so that the order decided."""
+    """The geometric mean was taken over what the token mask left: the order of masks decided."""
     rho, one = f64([[1.0, 1.0, 9.0]]), torch.ones(1, 3)
     first = ((rho >= 0.5) & (rho <= 2)).double()
     geometric = ((rho.log() * first).sum() / first.sum()).exp()     # 1: the outlier is gone already
@@ -197,7 +204,7 @@ def masks_one_after_another():
          "slime: https://github.com/THUDM/slime/pull/657",
          "eq:aggregation")
 def denominator_shrinks_with_rejection():
-    """Dividing by what is left makes the step longer, the more is rejected. (pairs of sequences)"""
+    """Dividing by what is kept makes the step longer, the more is rejected. (pairs of sequences)"""
     inside = ((WHOLE >= 0.7) & (WHOLE <= 1.6)).double()
     config = Config(rollout_rs={"seq_sum_k1": (0.7, 1.6)})
     exact = -expectation(MU, (scores(PI) * (inside * A)[..., None]).sum(1))
@@ -220,7 +227,7 @@ SPREAD = f64([1, 2, 3, 4, 9]).std(correction=0).item()
 
 @exhibit("verl: https://github.com/verl-project/verl/issues/5625", "eq:aggregation")
 def mean_of_micro_batch_means():
-    """Each micro-batch divided by its own token count; the split decides what a token weighs."""
+    """Each micro-batch was divided by its own token count: the split decided a token's weight."""
     parts = [aggregate_loss(VALUES[i], ROWS[i], "token-mean", counts=count(ROWS))
              for i in ([0], [1])]
     return (VALUES.sum(-1) / ROWS.sum(-1)).mean(), sum(parts), 19 / 5
@@ -228,7 +235,7 @@ def mean_of_micro_batch_means():
 
 @exhibit("verl 0.9.1's bypass mode: AggregationType.MEAN, verl/workers/utils/losses.py", "eq:merge")
 def mean_of_the_parts_deviations():
-    """Metrics were averaged over micro-batches: a mean of deviations is not the deviation."""
+    """Metrics were averaged over micro-batches, but a mean of deviations is not the deviation."""
     first, second = (Statistics.of([(Tokens.of(ROWS[i]).sums(VALUES[i]), {"std": "std"})])
                      for i in ([0], [1]))
     std = torch.stack([*first.metrics().values(), *second.metrics().values()]).mean()
@@ -237,7 +244,7 @@ def mean_of_the_parts_deviations():
 
 @exhibit("SkyRL: https://github.com/NovaSky-AI/SkyRL/pull/849", "eq:merge")
 def minimum_and_deviation_over_padding():
-    """The padding's zeros are smaller than any ratio, and counted in the spread."""
+    """The zeros of the padding became the minimum, and counted in the standard deviation."""
     statistics = Statistics.of([(Tokens.of(ROWS).sums(VALUES), {"min": "min", "std": "std"})])
     padded = torch.stack([VALUES.min(), VALUES.std(correction=0)])
     return padded, torch.stack([*statistics.metrics().values()]), [1.0, SPREAD]
@@ -248,7 +255,7 @@ def minimum_and_deviation_over_padding():
          "verl's share above the cap, always 0: https://github.com/verl-project/verl/pull/6806",
          "eq:ess")
 def sample_size_of_the_truncated_weights():
-    """After min(ρ, 2) the weights look healthy; the degeneracy is in ρ."""
+    """ESS was computed from min(ρ, 2), which looks healthy; the degeneracy is in ρ."""
     rho, one = f64([[0.5], [0.8], [1.0], [12.0]]), torch.ones(4, 1)
     metrics = correct(rho.log(), 0 * rho, one, Config.decoupled_token_is(2.0)).metrics
     raw = metrics["rollout_corr/rollout_is_raw_eff_sample_size"]
@@ -258,7 +265,7 @@ def sample_size_of_the_truncated_weights():
 
 @exhibit("verl: https://github.com/verl-project/verl/pull/4070", "eq:bypass")
 def mismatch_measured_against_itself():
-    """In bypass mode π_old is a copy of μ, and was compared with μ: always 0."""
+    """Bypass mode copies μ to π_old, and the copy was compared with μ: the mismatch is always 0."""
     one = torch.ones_like(MU_LP)
     wrong = correct(MU_LP, MU_LP, one, Config()).metrics["rollout_corr/kl"]
     right = policy_loss(LP, MU_LP, MU_LP, A, MASK, Config(bypass_mode=True))[1]["rollout_corr/kl"]
@@ -267,7 +274,7 @@ def mismatch_measured_against_itself():
 
 @exhibit("verl: https://github.com/verl-project/verl/pull/6349", "eq:ratio")
 def nan_times_zero():
-    """A mask that multiplies does not remove NaN; nor exp of a large number: ∞ × 0."""
+    """A mask that multiplies removes neither NaN nor the exp of a large number: ∞ × 0 is NaN."""
     junk = torch.where(MASK, LP.detach(), math.nan)
     right = policy_loss(junk, junk, torch.where(MASK, MU_LP, -math.inf), A, MASK, Config())[0]
     return ((-A * (junk - junk).exp()) * MASK).sum() / MASK.sum(), right, -A[MASK].mean()
@@ -282,14 +289,14 @@ LOGITS = f64([2.0, 1.0, 0.0, -1.0])
          "verl: https://github.com/verl-project/verl/pull/4755",
          "eq:sampling")
 def log_probs_at_another_temperature():
-    """Sampled at τ = 0.6, scored at 1: a mismatch of log-probs between two equal models."""
+    """Tokens were sampled at τ = 0.6 and scored at τ = 1: equal models differ in log-probs."""
     sampled, scored = (LOGITS / 0.6).log_softmax(-1), LOGITS.log_softmax(-1)
     return scored - sampled, sampling_log_probs(LOGITS, 0.6)[0] - sampled, 0 * LOGITS
 
 
 @exhibit("TRL: https://github.com/huggingface/trl/issues/6789", "eq:sampling")
 def surviving_mass_left_out():
-    """Sampled with top-p, scored without: every ratio is off by the kept mass."""
+    """Tokens were sampled with top-p and scored without: every ratio is off by the kept mass."""
     kept = LOGITS.log_softmax(-1)[:2]                               # top-p 0.8 keeps two of four
     sampled = kept - kept.logsumexp(-1)
     right = sampling_log_probs(LOGITS, top_p=0.8)[0][:2]
@@ -302,14 +309,14 @@ def surviving_mass_left_out():
          "verl before https://github.com/verl-project/verl/pull/2953",
          "eq:kl-gradient")
 def k3_as_a_loss():
-    """Its value is KL(π‖ref), its gradient that of KL(ref‖π)."""
+    """k3 as a loss has the value of KL(π‖ref), but the gradient of KL(ref‖π)."""
     assert close(kl_mean("k3"), FORWARD)
     return kl_mean("k3"), kl_mean("k3+"), REVERSE
 
 
 @exhibit("OpenRLHF: https://github.com/OpenRLHF/OpenRLHF/pull/1309", "eq:kl-gradient")
 def k1_as_a_loss():
-    """An unbiased value whose gradient is zero in expectation: noise and no penalty."""
+    """k1 as a loss has an unbiased value, but a gradient of mean zero: noise and no penalty."""
     assert close(kl_mean("k1"), 0 * REVERSE)
     return kl_mean("k1"), kl_mean("k1+"), REVERSE
 
@@ -318,7 +325,10 @@ def k1_as_a_loss():
          "its author: https://github.com/THUDM/slime/pull/1039",
          "eq:kl-ratio")
 def ratio_times_k2_not_detached():
-    """ratio·k3 needs the ratio's graph, ratio·k2 must not have it: coefficient ℓ + ℓ²/2."""
+    """The ratio in ratio·k2 must be detached; with its graph the coefficient is ℓ + ℓ²/2.
+
+    The ratio in ratio·k3 needs its graph.
+    """
     exact = exact_gradient(PI, token_kl(PI, REF, MU))
     assert close(kl_mean("k3", MU, LIVE), exact)
     return kl_mean("k2", MU, LIVE), kl_mean("k2", MU, LIVE.detach()), exact
@@ -328,7 +338,7 @@ def ratio_times_k2_not_detached():
          "OpenRLHF: https://github.com/OpenRLHF/OpenRLHF/pull/1309",
          "eq:kl-ratio")
 def k2_off_policy_without_a_ratio():
-    """Right on-policy, biased as soon as μ sampled."""
+    """k2 has the right gradient on-policy, and a biased one as soon as μ is the sampler."""
     exact = exact_gradient(PI, token_kl(PI, REF, MU))
     return kl_mean("k2", MU), kl_mean("k2", MU, LIVE.detach()), exact
 
@@ -336,7 +346,7 @@ def k2_off_policy_without_a_ratio():
 @exhibit("verl's low_var_kl: clamp(kl, −10, 10), verl/trainer/ppo/core_algos.py",
          "eq:kl-estimators")
 def k3_clamped_at_ten():
-    """The large values are rare and carry the mean: E_π[min(k3, 10)] is no KL."""
+    """Large values of k3 are rare, but carry its mean: E_π[min(k3, 10)] is no KL."""
     pi = Policy(3, 3, seed=0, scale=2.0)
     ref = pi.perturbed(5, 4.0)
     k3 = kl_estimate(pi.log_probs(), ref.log_probs(), "k3")
@@ -346,7 +356,7 @@ def k3_clamped_at_ten():
 
 @exhibit("k3 in the reward; see https://arxiv.org/abs/2512.21852", "eq:kl-gradient")
 def k3_in_the_reward():
-    """A REINFORCE cost of Σk3 misses the other direction's gradient; Σk1 is exact."""
+    """Σk3 as a cost in the reward misses the gradient of KL(π‖ref); Σk1 has it exactly."""
     k3, k1 = ((kl_estimate(LP, REF_LP, kind).detach() * MASK).sum(-1, keepdim=True)
               for kind in ("k3", "k1"))
     return mean(LP * k3, PI), mean(LP * k1, PI), exact_gradient(PI, kl(PI, REF))
@@ -354,7 +364,7 @@ def k3_in_the_reward():
 
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_exhibit(name):
-    """right = exact to rounding; wrong is off by more than 1 %, or not a number."""
+    """right equals exact to rounding; wrong is off by more than 1 %, or not a number."""
     function, where, equation = EXHIBITS[name]
     wrong, right, exact = (torch.as_tensor(x, dtype=torch.float64).detach() for x in function())
     error = (wrong - exact).abs().max().item()

@@ -1,6 +1,6 @@
-"""Numbers that are no numbers are named or left out; steps without a lesson are counted.
+"""Numbers that are not finite are named or left out, and steps without a lesson are counted.
 
-And neither stops a run that was told to go on, nor moves what it trains.
+Neither stops a run that was told to go on, nor changes what it trains.
 """
 
 import math
@@ -20,8 +20,7 @@ from rollout import Sample, TransformersEngine
 
 
 def spoil(monkeypatch, policy):
-    """What is not a number: the first step's third row on its second token, or that row's reward,
-    or the first gradient."""
+    """Spoil one number: on the first step's third row a token or the reward, or a gradient."""
     calls = []
     if policy == "reward":
         def spoiled_reward(self, problem, response):
@@ -94,7 +93,7 @@ def test_what_is_not_finite_is_left_out_counted_and_said(policy, skipped, run, m
 
 
 def test_a_reward_that_is_not_finite_is_no_part_of_its_groups_baseline(run, monkeypatch):
-    """All others earn 1: their mean is 1 and there is nothing to learn."""
+    """All other rewards are 1, so their mean is 1 and there is nothing to learn."""
     calls = []
     monkeypatch.setattr(tasks.Task, "reward", lambda *_: calls.append(1) or (
         math.nan if len(calls) == 8 + 3 else 1.0))
@@ -150,6 +149,6 @@ def test_truncated_responses_can_be_masked(run):
         run(f"rollout.mask_truncated={m}", "train.steps=1", name=f"{m}-x")[1]
         for m in ("false", "true"))
     assert 0 < all_of_them["response/truncated_fraction"] < 1
-    # They still count in the baseline.
+    # These rows still count in the baseline.
     assert all_of_them["reward/mean"] == finished["reward/mean"]
     assert all_of_them["grad_norm"] != finished["grad_norm"]

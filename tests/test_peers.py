@@ -1,4 +1,4 @@
-"""The recorded figures of verl and SkyRL: each is reproduced, or its deviation is asserted.
+"""Each recorded figure of verl and SkyRL is reproduced, or its deviation is asserted.
 
 `peers.json.gz` holds what verl 0.6.0, 0.6.1, 0.9.1 and SkyRL 0.3.0 return, as published, on twelve
 random batches in float64. Each figure is reproduced to 1e-6, or it is one of the deviations below,
@@ -42,12 +42,12 @@ def cases(peer):
 
 
 def same(ours, theirs):
-    """Relative 1e-6; the 2e-8 beside it is verl's 1e-8 in every denominator."""
+    """Compare to 1e-6, relative; the 2e-8 beside it is verl's 1e-8 in every denominator."""
     return abs(ours - theirs) <= 1e-6 * max(abs(ours), abs(theirs)) + 2e-8
 
 
 def same_std(ours, theirs, size):
-    """Theirs is √(E[w²] − mean²), with 1e-8 in both denominators: compare before the root."""
+    """Compare before the root: theirs is √(E[w²] − mean²), with 1e-8 in both denominators."""
     return abs(ours**2 - theirs**2) <= 1e-6 * theirs**2 + 2e-8 * (1 + size**2)
 
 
@@ -179,7 +179,7 @@ def test_what_is_left_out_has_verls_default_in_its_figures_too():
 
 @pytest.mark.parametrize("level", K1)
 def test_verl_0_6_0s_mask_is_weights_and_rejection_as_in_its_migration_guide(level):
-    """PR 3984's example 2, and the two losses: `fixed` divides as 0.6.0 does, `kept` as 0.6.1."""
+    """PR 3984's example 2 has two losses: `fixed` divides as 0.6.0 does, `kept` as 0.6.1."""
     upper = {"token": 2.0, "sequence": 5.0, "geometric": 1.01}[level]
     block = {"rollout_is_level": level, "rollout_is_mode": "mask", "rollout_is_threshold": upper,
              "rollout_is_threshold_lower": 0.8, "rollout_is_veto_threshold": None}

@@ -1,4 +1,4 @@
-"""The presets of RolloutCorrectionConfig: their names, bounds, and arguments in verl's words."""
+"""The presets of RolloutCorrectionConfig have verl's names and bounds, and take its arguments."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_presets_by_todays_and_historical_names():
 
 
 def test_presets_have_the_documents_bounds():
-    """Compare each number with a second copy: a default that slips changes training silently."""
+    """Each number equals its second copy here: a default that slips changes training silently."""
     narrow, wide, icepop = {"seq_mean_k1": (0.999, 1.001)}, {"seq_sum_k1": (0.5, 2.0)}, (0.5, 5.0)
     k3, veto = {"seq_mean_k3": 0.01}, {"seq_max_k1": (1e-4, None)}
     expected = {
@@ -88,7 +88,7 @@ def test_presets_have_the_documents_bounds():
         "reinforce")),
 ])
 def test_presets_take_the_arguments_of_verls_documents(made, expected):
-    """Today's names and those of the migration guide; a single bound u of ρ is [1/u, u]."""
+    """Today's names and the migration guide's are taken; a single bound u of ρ is [1/u, u]."""
     assert made == expected
 
 
@@ -100,13 +100,13 @@ def test_presets_take_the_arguments_of_verls_documents(made, expected):
      "rs_threshold.*positive number, not '0.999_1.002'"),
 ])
 def test_a_presets_wrong_argument_is_one_sentence(call, words):
-    """An unknown one is Python's own TypeError; "lo_hi" is read by adapters/dialects.py alone."""
+    """An unknown argument is Python's TypeError; only adapters/dialects.py reads "lo_hi"."""
     with pytest.raises((TypeError, ValueError), match=words):
         call()
 
 
 def test_a_preset_is_a_def_and_an_older_name_the_same_method():
-    """`grep` finds each, a type checker knows it, and their order is that of the tables."""
+    """`grep` finds each preset, a type checker knows it, and their order is that of the tables."""
     for name, preset in PRESETS.items():
         method = getattr(Config, HISTORICAL.get(name, name))
         assert (preset.__doc__ and preset.__func__ is method.__func__) or name == "seq_mis"

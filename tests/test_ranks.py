@@ -1,5 +1,4 @@
-"""Ranks: a run goes on with another number of them, two agents are one node, and one failure is
-one message."""
+"""A run goes on with another number of ranks; two agents are one node; a failure is one message."""
 
 import json
 import os
@@ -47,9 +46,10 @@ sys.exit(trainer.main(sys.argv[2:]))
 
 @pytest.fixture(scope="module")
 def train(tiny_model, forks, tmp_path_factory):
-    """train(ranks, "key=value" …) from a driver that can break rank 1: what all of them said.
+    """train(ranks, "key=value" …) starts a driver that can break rank 1, and returns all output.
 
-    agents: torchrun's, perhaps in places apart. begin: what is put before the driver.
+    agents: how many of torchrun's; apart: each in a directory of its own. begin: what is put before
+    the driver.
     """
     directory = tmp_path_factory.mktemp("ranks")
     (directory / "driver.py").write_text(DRIVER)
@@ -84,8 +84,10 @@ def curve(directory):
 
 
 def assert_same(directory, other, tolerance=1e-9):
-    """All is float64: what is left is its rounding, multiplied by AdamW where a gradient is nearly
-    0."""
+    """Compare two runs in float64: only rounding may differ.
+
+    AdamW multiplies it where a gradient is nearly 0.
+    """
     lines, expected = curve(directory), curve(other)
     assert [line["step"] for line in lines] == [line["step"] for line in expected]
     for line, right in zip(lines, expected):
@@ -96,7 +98,7 @@ def assert_same(directory, other, tolerance=1e-9):
 
 
 def test_a_run_goes_on_with_fewer_ranks_and_with_more(train, forks):
-    """The first two ranks are processes that torchrun itself has made a trainer, no forks."""
+    """The first two ranks are processes that torchrun itself has started, no forks."""
     train(1, "run=whole", "train.steps=6")
     for ranks, steps, begin in [(2, 2, []), (1, 4, forks), (2, 6, forks)]:
         said = train(ranks, "run=parts", f"train.steps={steps}", begin=begin)
@@ -183,7 +185,7 @@ if sys.argv[1] == "is killed": os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize("end, code", [
     ("returns", 0), ("exits", 7), ("fails", 1), ("is killed", -9)])
 def test_a_program_in_a_fork_is_as_in_a_process_of_its_own(end, code, forks, tmp_path):
-    """The forks of these tests, launching.py's: arguments, place, environment, streams and end."""
+    """A fork of launching.py has the same arguments, place, environment, streams and end."""
     (tmp_path / "program.py").write_text(PROGRAM)
     own, forked = (shell(torchrun(1, *begin, "program.py", end, "π"), tmp_path,
                          env={**os.environ, "GIVEN": "x"}) for begin in ([], forks))

@@ -1,4 +1,4 @@
-"""rejection.py: what each criterion keeps, on numbers that can be checked by hand.
+"""rejection.py: each criterion keeps what it should, on numbers that can be checked by hand.
 
 What holds for any criterion is tested in test_rows.py; that all are ANDed, in test_correction.py.
 """
@@ -59,7 +59,7 @@ def test_each_criterion_on_numbers_one_can_check(criteria, kept):
 
 @pytest.mark.parametrize("name", ["token_k1", "seq_sum_k1", "seq_mean_k1", "seq_max_k1"])
 def test_bounds_on_rho_act_however_far_from_1_they_are(name):
-    """eq:rejection: nothing is exponentiated, so a bound of e^−23 or e^23 is one like any other."""
+    """eq:rejection: nothing is exponentiated, so even a bound of e^−23 or e^23 acts."""
     apart = torch.tensor([[-30.0], [-22.0], [0.0], [22.0], [30.0]], dtype=torch.float64)
     kept = correct(apart, torch.zeros_like(apart), torch.ones_like(apart),
                    Config(rollout_rs={name: (1e-10, 1e10)}))
@@ -70,7 +70,7 @@ def test_bounds_on_rho_act_however_far_from_1_they_are(name):
 
 
 def test_small_divergences_are_not_rejected_for_their_rounding():
-    """e^x − 1 − x of a tiny x is rounded to below 0, which is not outside of [0, bound]."""
+    """e^x − 1 − x of a tiny x is rounded to below 0, and is still within [0, bound]."""
     train = 1e-6 * torch.randn(4, 100, generator=torch.Generator().manual_seed(0))
     criteria = {f"{level}_k3": 0.01 for level in ("token", "seq_sum", "seq_mean", "seq_max")}
     assert correct(train, torch.zeros_like(train), torch.ones(4, 100),
@@ -80,7 +80,7 @@ def test_small_divergences_are_not_rejected_for_their_rounding():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("criterion", CRITERIA)
 def test_what_is_not_finite_is_within_no_bound(criterion, value):
-    """eq:rejection: a token is kept while its statistic is ≤ the bound, and NaN is ≤ nothing.
+    """eq:rejection: a token is kept while its statistic is ≤ the bound, which NaN never is.
 
     The metrics say so.
     """
@@ -112,7 +112,7 @@ def test_opsm_rejects_only_negative_advantages_of_drifted_sequences():
 def test_total_variation_of_the_sampled_token():
     """eq:total-variation: from 1e-4 a token may grow tenfold; from 0.5 it may not grow by 0.31.
 
-    Bounds met keep.
+    A bound that is exactly met keeps the token.
     """
     mu, pi = f64([[1e-4, 0.5, 0.5, 0.6, 0.3]]), f64([[1e-3, 0.81, 0.8, 0.3, 0.3]])
     log_rho, mask = (pi / mu).log(), torch.ones(1, 5)
@@ -145,7 +145,7 @@ def test_a_bound_met_exactly_keeps():
 @pytest.mark.parametrize("sign, kept", [
     (1, [False, True, True]), (-1, [True, False, True]), (0, [True, True, True])])
 def test_outward_means_further_the_way_the_advantage_pushes(sign, kept):
-    """DPPO: π above μ with A > 0, π below μ with A < 0."""
+    """DPPO bounds |π − μ| only where π is above μ and A > 0, or below μ and A < 0."""
     mu, pi = f64([[0.2, 0.7, 0.4]]), f64([[0.6, 0.3, 0.5]])
     found = rejection_mask((pi / mu).log(), torch.ones(1, 3), {"token_tv_outward": 0.2},
                            torch.full((1, 3), float(sign)), mu.log())
@@ -153,7 +153,7 @@ def test_outward_means_further_the_way_the_advantage_pushes(sign, kept):
 
 
 def test_a_ratio_of_impossible_probabilities_stays_finite():
-    """π ≤ 1, whatever the two log-probs claim."""
+    """The difference of probabilities stays finite even for log-probs above 0, since π ≤ 1."""
     log_rho = torch.tensor([[200.0, -200.0, math.log(2)]])
     seen = Evidence(log_rho, torch.ones(1, 3).bool(), rollout_log_prob=torch.zeros(1, 3))
     verdict = CRITERIA["token_tv"].judge(seen, 0.3)
@@ -161,7 +161,7 @@ def test_a_ratio_of_impossible_probabilities_stays_finite():
 
 
 def test_an_impossible_token_is_rejected_by_its_probability():
-    """eq:total-variation: μ = 0 and π = 0.9 is |π − μ| = 0.9, though log ρ is ∞ and log μ −∞."""
+    """eq:total-variation: μ = 0 and π = 0.9 have |π − μ| = 0.9, though log ρ is ∞."""
     train, rollout = torch.tensor([[0.9, math.exp(-1)]]).log(), torch.tensor([[-math.inf, -1.0]])
     for name in ("token_tv", "token_tv_outward"):
         config = Config("token", math.inf, rollout_rs={name: 0.3}, bypass_mode=True,
@@ -185,7 +185,7 @@ def test_outward_needs_advantages():
 # ------------------------------------------------------------------- the second moment of the batch
 
 def dropped_by_hand(squares, bound):
-    """The largest go until the mean of the others is at most `bound`; equal ones go together."""
+    """Drop the largest until the others' mean is at most `bound`; equal ones go together."""
     left = sorted(squares)
     while left and sum(left) / len(left) > bound:
         left = [x for x in left if x < left[-1]]
@@ -194,7 +194,7 @@ def dropped_by_hand(squares, bound):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_worst_tokens_go_until_the_mean_is_met(seed):
-    """eq:second-moment against lists: any batch, also with ties, with all and with none to drop."""
+    """eq:second-moment: lists agree for any batch, with ties, with all and with none to drop."""
     rng = random.Random(seed)
     rows, width, scale = rng.randint(1, 5), rng.randint(1, 9), rng.choice([1e-3, 0.2, 1.0, 30.0])
     steps = rng.choice([1, 4, 64])          # dyadic numbers: their sums are exact, and they tie
@@ -209,14 +209,14 @@ def test_the_worst_tokens_go_until_the_mean_is_met(seed):
 
 @pytest.mark.parametrize("x", [1e-30, 0.04, 1.0, 1e30])
 def test_neighbouring_numbers_are_told_apart(x):
-    """Of two float32 numbers with none between them, the larger one alone goes."""
+    """The larger one of two neighbouring float32 numbers is dropped alone."""
     least = torch.tensor(x)
     squares = torch.stack([least, torch.nextafter(least, torch.tensor(math.inf))])[None]
     assert second_moment_limit(squares, torch.ones(1, 2), least.item()) == least
 
 
 def test_the_second_moment_of_all_ranks(monkeypatch):
-    """Two ranks of different shapes drop what one batch of both would: they share sums, in step."""
+    """Two ranks of different shapes drop what one batch of both would: they share sums."""
     g = torch.Generator().manual_seed(0)
     here = torch.randn(3, 5, generator=g), torch.ones(3, 5)
     there = 3 * torch.randn(2, 7, generator=g), torch.ones(2, 7)
@@ -250,7 +250,7 @@ def test_the_second_moment_of_all_ranks(monkeypatch):
 
 
 def test_what_is_logged_of_the_second_moment_is_the_largest_term_that_stays():
-    """eq:second-moment: the interval ends at a term of the batch, on every rank the same.
+    """eq:second-moment: the logged bound is the largest kept term, the same on every rank.
 
     The metrics merge as others do.
     """

@@ -20,9 +20,9 @@ from plumbing.rescore import random_prompts, rescore, sample_and_score
     ("Gemma2", 21, ["none", "softcap", "padding", "penalty"]),
     ("Llama", 23, ["weights", "context", "unknown", "bf16-log-softmax"])])
 def test_plants_are_found_on_either_side(kind, seed, causes, tmp_path):
-    """Side, cause and value, with and without noise of bfloat16: 12 rows of 16 tokens.
+    """Side, cause and value are found, with and without noise of bfloat16: 12 rows of 16 tokens.
 
-    Of each cause's plants, which are at the sampler and at the trainer in turn, some.
+    Some of each cause's plants are tried, at the sampler and at the trainer in turn.
     """
     wrong, seen = [], dict[str, int]()
     for plant in planted(kind, seed, tmp_path, groups=3, longest=16, only=causes):
@@ -37,7 +37,7 @@ def test_plants_are_found_on_either_side(kind, seed, causes, tmp_path):
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """A tiny model, its directory, prompts, and responses drawn at temperature 0.7."""
+    """Return a tiny model, its directory, prompts, and responses drawn at temperature 0.7."""
     model, _, paths = make_models("Qwen2", 22, tmp_path_factory.mktemp("models"))
     prompts = [[3 + i, 5, 7, 9 + i][:3 + i % 2] for i in range(12)]
     return model, paths[0], prompts, sample(model, prompts, 20, lambda z, p, y: z / 0.7)
@@ -49,7 +49,7 @@ def dump(prompts, tokens, rollout, train):
 
 
 def test_what_both_sides_have_is_no_fault(drawn):
-    """A temperature of sampling is found on both sides; a cut on top of it is the sampler's."""
+    """A sampling temperature on both sides is no fault; a cut on top of it is the sampler's."""
     model, path, prompts, tokens = drawn
     hot = score(model, prompts, tokens, readout=lambda z, p, y: z / 0.7)
     found = rescore(path, [], dump(prompts, tokens, hot, hot))

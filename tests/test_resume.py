@@ -48,7 +48,7 @@ def test_finished_run_says_so_and_another_configuration_is_refused(run, capsys):
 
 
 def test_a_run_that_took_no_step_yet_is_continued(run):
-    """AdamW has no moments then, and a checkpoint without them is whole all the same."""
+    """AdamW has no moments before its first step, and a checkpoint without them is complete."""
     nothing = "correction={rollout_rs: {seq_max_k1: [1e9, null]}}"
     assert run(nothing, "train.save_every=1")[0] == 0
     code, lines = run(nothing, "train.save_every=1", "train.steps=3")
@@ -56,7 +56,7 @@ def test_a_run_that_took_no_step_yet_is_continued(run):
 
 
 def test_metrics_are_tensorboard_scalars_where_that_is_installed(run):
-    """And nothing of steps that a resumed run does again."""
+    """TensorBoard has each step's metrics once, even if a resumed run does the step again."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     run("train.save_every=1")

@@ -1,4 +1,4 @@
-"""rollout.py: what an engine records is what it sampled from, with the weights it was given.
+"""rollout.py: an engine records the log-probs it sampled from, with the weights it was given.
 
 Every engine here starts from a model directory whose generation_config.json is hostile, so each
 test below is also a test that nothing of it reaches the sampler.
@@ -54,13 +54,13 @@ def started(request, hostile_model):
 
 @pytest.fixture
 def model(tiny_model):
-    """The trainer's policy, in float32."""
+    """Return the trainer's policy, in float32."""
     return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
 
 
 @pytest.fixture
 def engine(started, model):
-    """An engine that holds the weights of `model`, and is given them back after the test."""
+    """Yield an engine with the weights of `model`, and give these back to it after the test."""
     yield started
     started.update_weights(model.from_pretrained(model.name_or_path).state_dict().items())
 
@@ -85,11 +85,11 @@ def trainer_log_probs(model, prompt, tokens, temperature):
 
 
 def mismatch(engine, model, temperature=0.7):
-    """max |log μ - log π_old| over every token of 40 responses.
+    """Return max |log μ - log π_old| over every token of 40 responses.
 
-    The two compute in float32 and in other orders: some 1e-6 on the processors that were tried, and
-    1e-4 is allowed. What the tests are to see, other weights, another temperature, another
-    distribution, is 0.05 and more.
+    The two compute in float32 and in other orders, so they differ by some 1e-6 on the processors
+    that were tried, and 1e-4 is allowed. The tests look for other weights, another temperature or
+    another distribution, and each of these is 0.05 and more.
     """
     worst = 0.0
     for prompt, s in zip(PROMPTS * 8, sample(engine, PROMPTS * 8, temperature=temperature)):
@@ -106,7 +106,7 @@ def test_recorded_log_probs_are_the_trainers_before_and_after_weight_updates(eng
     for step in range(2):
         change(model)
         assert mismatch(engine, model) > 0.1  # the change matters, and the engine has not seen it
-        # Two pushes, two spellings of the tied matrix: both of its names, then one of them.
+        # The two pushes spell the tied matrix in two ways: by both of its names, then by one.
         names = set(model.state_dict()) - ({"lm_head.weight"} if step else set())
         engine.update_weights((n, t) for n, t in model.state_dict().items() if n in names)
         assert mismatch(engine, model) < 1e-4
@@ -152,7 +152,10 @@ def test_temperature_zero_takes_the_argmax_and_records_temperature_one(engine, m
 
 
 def p_value(tokens, probs):
-    """Pearson's chi-square test of counts against probs [V]; cells expected below 5 are pooled."""
+    """Return Pearson's chi-square test of counts against probs [V]; small cells are pooled.
+
+    A cell is small if its expected count is below 5.
+    """
     expected = len(tokens) * probs.double()
     counts = torch.bincount(torch.tensor(tokens), minlength=len(probs)).double()
     order = expected.argsort(descending=True)
@@ -167,7 +170,7 @@ def p_value(tokens, probs):
 
 @every_engine
 def test_the_first_token_is_drawn_from_softmax_of_logits_over_temperature(engine, model):
-    """Chi-square at the level 0.001; the same 4000 tokens reject two nearby distributions."""
+    """Chi-square passes at the level 0.001; the same 4000 tokens reject two near distributions."""
     prompt = PROMPTS[1]
     tokens = [s.tokens[0] for s in sample(engine, [prompt] * 4000, max_tokens=1)]
     logits = trainer_log_probs(model, prompt, [0], 1.0)[0]
@@ -180,14 +183,17 @@ def test_the_first_token_is_drawn_from_softmax_of_logits_over_temperature(engine
 
 
 def cut_by_the_book(engine, logits):
-    """log μ and the mass that survived, of the trainer's logits and the engine's settings."""
+    """Return log μ and the surviving mass, from the trainer's logits and the engine's settings."""
     return sampling_log_probs(logits, 0.7, engine.cut.top_k, engine.cut.top_p, engine.cut.min_p)
 
 
 @every_cut_engine
 def test_a_cut_sample_has_the_set_and_the_log_probs_of_the_trainers_cut(engine, model):
-    """eq:sampling: before and after a weight update, every set is the one that the book's function
-    keeps of the trainer's own logits, and every log-prob is renormalised over it."""
+    """eq:sampling: before and after a weight update, sets and log-probs are the trainer's.
+
+    Every set is the one that the book's function keeps of the trainer's own logits, and every
+    log-prob is renormalised over it.
+    """
     for _ in range(2):
         for prompt, s in zip(PROMPTS * 8, sample(engine, PROMPTS * 8)):
             logits = trainer_log_probs(model, prompt, s.tokens, 1.0)  # the same up to a constant
@@ -213,7 +219,10 @@ def test_the_first_token_is_drawn_from_what_the_cut_left(engine, model):
 
 @pytest.mark.parametrize("started", CUT[1::3], indirect=True)
 def test_ties_with_the_last_token_are_kept_and_too_many_are_a_sentence(engine, model):
-    """Three are asked for of 26 equal logits, of which 0.9 is 24; then of 21, of which it is 19."""
+    """Ties with the third token are kept: 19 of 21 equal logits pass top-k 3 and top-p 0.9.
+
+    Of 26 equal logits 24 would pass, which are too many: the engine raises.
+    """
     engine.update_weights((name, torch.zeros_like(x)) for name, x in model.state_dict().items())
     with pytest.raises(ValueError, match="top_k=3 keeps more than 22 tokens, for as many tie"):
         sample(engine, PROMPTS)
@@ -228,7 +237,7 @@ def test_ties_with_the_last_token_are_kept_and_too_many_are_a_sentence(engine, m
 
 @pytest.mark.parametrize("kind", ["auto", *KINDS])
 def test_sets_without_a_bound_are_refused_before_a_weight_is_read(kind, tmp_path):
-    """The directory has a configuration, and no weights that could be loaded."""
+    """The refusal comes first: the directory has a configuration, but no weights to load."""
     Qwen2Config(vocab_size=5000).save_pretrained(tmp_path)
     settings = dict(dtype="float32", max_model_len=64)
     for top_p, top_k, min_p in ((0.9, None, 0), (1, KEPT + 1, 0), (0.9, -1, 0), (1, None, 0.5)):
@@ -256,7 +265,7 @@ def test_what_cuts_nothing_is_no_cut():
 
 
 def test_hugging_faces_own_sampling_cuts_by_min_p_last(model):
-    """As the docstring of sampling_log_probs says: its top-p keeps the same tokens, or more."""
+    """Hugging Face's top-p keeps the same tokens or more, as sampling_log_probs documents."""
 
     def kept(logits, **settings):
         return sampling_log_probs(logits, 0.7, **settings)[0] > -math.inf
@@ -314,7 +323,7 @@ def test_what_the_engine_refuses_is_said_in_a_sentence(engine):
 
 @pytest.mark.parametrize("started", [(k, "bfloat16") for k in KINDS], indirect=True)
 def test_incomplete_weights_are_an_error(started, model):
-    """The last test on these engines: after an update that failed, vLLM's is of no more use."""
+    """An engine raises for incomplete weights. This test is last: vLLM's is of no use after it."""
     weights = model.state_dict()
     norm, head = "model.norm.weight", "lm_head.weight"
     updates = [

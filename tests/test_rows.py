@@ -1,4 +1,4 @@
-"""What holds for any row of rejection.CRITERIA and surrogates.LOSSES, a new one included."""
+"""Any row of rejection.CRITERIA and surrogates.LOSSES has these properties, a new one included."""
 
 import math
 from contextlib import nullcontext
@@ -32,7 +32,7 @@ def kept_by(name, train, rollout, mask=MASK, advantages=DOWN, reach=2.0):
 @every_criterion
 @pytest.mark.parametrize("junk", [math.nan, math.inf, 1e30])
 def test_padding_is_not_kept_and_does_not_matter(name, junk):
-    """eq:rejection: whatever stands on padding, the mask and the metrics are the same."""
+    """eq:rejection: the mask and the metrics are the same, whatever stands on padding."""
     clean, dirty = (kept_by(name, *(torch.where(MASK, x, padding) for x in (LP, MU_LP)), MASK,
                             torch.where(MASK, DOWN, padding)) for padding in (0.0, junk))
     assert torch.equal(clean.mask, dirty.mask) and not (dirty.grounds.kept & ~MASK).any()
@@ -41,7 +41,7 @@ def test_padding_is_not_kept_and_does_not_matter(name, junk):
 
 @every_criterion
 def test_a_log_ratio_that_is_not_a_number_is_rejected(name):
-    """eq:rejection: NaN is within no bound, and takes its sequence with it where that is judged."""
+    """eq:rejection: NaN is within no bound; where sequences are judged, its sequence goes, too."""
     train = torch.where(torch.arange(LP.numel()).view(LP.shape) == 0, math.nan, LP)
     kept = kept_by(name, train, LP, reach=1e6).mask
     assert not kept[0, :None if CRITERIA[name].of == "sequence" else 1].any()

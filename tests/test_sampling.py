@@ -1,4 +1,4 @@
-"""estimators.py: the distribution that was really sampled from."""
+"""estimators.py computes the distribution that was really sampled from."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from estimators import sampling_log_probs
 
 
 def slow_sampling(logits, temperature, top_k, top_p, min_p):
-    """Return the same by lists: the kept tokens in order of probability, then renormalised."""
+    """Sort the tokens by probability, keep the allowed ones, and renormalise, all by lists."""
     q = torch.softmax(f64(logits) / temperature, -1).tolist()
     likely = (v for v in range(len(q)) if q[v] >= min_p * max(q))
     order = sorted(likely, key=lambda v: -q[v])[:top_k or None]
@@ -28,7 +28,7 @@ def slow_sampling(logits, temperature, top_k, top_p, min_p):
 @pytest.mark.parametrize("temperature, top_k, top_p, min_p", list(itertools.product(
     (0.5, 1.0, 3.0), (0, 1, 3, 99), (0.3, 0.8, 1.0), (0.0, 0.05, 0.25, 0.6))))
 def test_sampling_distribution_against_lists(temperature, top_k, top_p, min_p):
-    """eq:sampling: log μ and the surviving mass for every combination; μ sums to 1; two rows."""
+    """eq:sampling: lists give the same log μ and surviving mass in every combination; Σμ = 1."""
     rows = [[0.1, 2.0, -1.0, 1.2, 0.7], [3.0, -2.0, 0.0, -0.1, 0.4]]
     log_mu, mass = sampling_log_probs(f64(rows), temperature, top_k, top_p, min_p)
     for row, got, kept in zip(rows, log_mu, mass):
@@ -47,7 +47,7 @@ def test_sampling_with_everything_kept_is_the_softmax():
 
 
 def test_top_p_stops_as_soon_as_the_mass_is_reached():
-    """eq:sampling: the fewest tokens whose mass reaches p; met exactly, no further one."""
+    """eq:sampling: top-p keeps the fewest tokens that reach mass p; met exactly, no further one."""
     quarters, logits = torch.zeros(4).double(), f64([0.5, 0.25, 0.125, 0.125]).log()
     for p, n in ((0.4, 1), (0.6, 2), (0.8, 3), (0.9, 4)):
         assert (sampling_log_probs(logits, top_p=p)[0] > -math.inf).sum() == n
@@ -58,7 +58,7 @@ def test_top_p_stops_as_soon_as_the_mass_is_reached():
 
 
 def test_min_p_cuts_before_top_p_and_after_the_temperature():
-    """eq:sampling, by hand: top-p asks for a share of what min-p left, at the temperature."""
+    """eq:sampling: top-p asks for a share of what min-p left, at the temperature, by hand."""
     logits = f64([0.5, 0.3, 0.15, 0.05]).log()
     for settings, n in (
             ({"min_p": 0.2}, 3), ({"top_p": 0.82}, 3), ({"min_p": 0.2, "top_p": 0.82}, 2),
@@ -71,7 +71,7 @@ def test_min_p_cuts_before_top_p_and_after_the_temperature():
 
 
 def test_what_ties_with_min_p_of_the_likeliest_is_kept():
-    """eq:sampling: min-p is ≥ and not >, so 1 keeps the likeliest and its ties, however many."""
+    """eq:sampling: min-p is ≥ and not >, so min-p 1 keeps the likeliest token and all its ties."""
     log_mu, _ = sampling_log_probs(f64([0.0, math.log(0.5), math.log(0.5) - 1e-9]), min_p=0.5)
     assert (log_mu > -math.inf).tolist() == [True, True, False]
     log_mu, _ = sampling_log_probs(f64([1.0, 2.0, 2.0, 0.0]), min_p=1.0)
@@ -98,13 +98,13 @@ def test_scoring_with_the_raw_softmax_is_off_by_the_mass():
     {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_p": math.nan},
     {"min_p": -0.1}, {"min_p": 1.1}, {"min_p": math.nan}])
 def test_sampling_errors_name_the_setting(bad):
-    """eq:sampling: a wrong setting is one sentence with its name and value."""
+    """eq:sampling: an error is one sentence with the setting's name and value."""
     with pytest.raises(ValueError, match=next(iter(bad))):
         sampling_log_probs(torch.zeros(3), **bad)
 
 
 def test_ties_with_the_kth_token_are_kept():
-    """eq:sampling: two equal logits cannot be told apart by a rank."""
+    """eq:sampling: ties with the kth token are kept, since a rank cannot tell them apart."""
     log_mu, mass = sampling_log_probs(f64([1.0, 2.0, 1.0, 0.0]), top_k=2)
     q = f64([1.0, 2.0, 1.0, 0.0]).softmax(-1)
     assert close(mass, q[:3].sum()) and close(log_mu[:3], (q[:3] / q[:3].sum()).log())

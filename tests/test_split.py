@@ -1,6 +1,6 @@
-"""The work may be split over ranks, micro-batches and slices of the vocabulary: nothing changes.
+"""Splitting the work over ranks, micro-batches and slices of the vocabulary changes nothing.
 
-And the trainer computes what its engine sampled from, of the whole vocabulary and of what was kept.
+The trainer computes what its engine sampled from, of the whole vocabulary and of what was kept.
 """
 
 import math
@@ -83,8 +83,10 @@ with process_group() as device:
 
 @pytest.fixture(scope="module")
 def gradients(tiny_model, forks, tmp_path_factory):
-    """One update's gradients and metrics for (ranks, micro-batches of each); of 8 rows some are
-    rejected."""
+    """Return gradients and metrics of one update, by (ranks, micro-batches of each).
+
+    Some of its 8 rows are rejected.
+    """
     directory, found = tmp_path_factory.mktemp("gradients"), {}
     (directory / "gradient.py").write_text(GRADIENT)
     for ranks in (1, 2, 4):
@@ -115,8 +117,10 @@ def test_ranks_and_micro_batches_change_nothing(gradients, split):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_shared_prompts_and_slices_give_the_log_probs_of_the_whole_logits(
         checkpointing, tiny_model, monkeypatch):
-    """Rows 0 and 2 share a prompt; the last has the same numbers, but its first is a token and no
-    padding."""
+    """Log-probs are those of the whole logits, even for rows that share a prompt.
+
+    Rows 0 and 2 do. The last row has the same numbers, but a token where they have padding.
+    """
     tokens = torch.tensor([[0, 5, 6, 7, 8, 9], [3, 4, 5, 6, 7, 0], [0, 5, 6, 9, 0, 0],
                            [5, 5, 6, 9, 3, 1], [0, 5, 6, 7, 8, 0]])
     attention = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0],
@@ -134,7 +138,7 @@ def test_shared_prompts_and_slices_give_the_log_probs_of_the_whole_logits(
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     policy = Policy(model, 0.7)
-    # Of 5 × 3 tokens' 26 logits: 10, 10 and 6.
+    # The slices of 5 × 3 tokens' 26 logits are 10, 10 and 6 wide.
     monkeypatch.setattr("kernels.log_probs.CHUNK", 15 * 10)
     sliced = policy(tokens, attention, 3)
     sliced[:4][mask[:4]].square().sum().backward()
@@ -149,10 +153,10 @@ def test_shared_prompts_and_slices_give_the_log_probs_of_the_whole_logits(
 @pytest.mark.parametrize("cut", [False, True])
 def test_slices_of_the_vocabulary_change_nothing(
         cut, with_bias, temperature, softcap, chunk, monkeypatch):
-    """Value and gradients, against the same thing written out and left to autograd.
+    """Value and gradients are those of the same thing written out and left to autograd.
 
-    Of the whole vocabulary, and of sets that differ from token to token: from one alone to all, in
-    any order, filled up with the token itself.
+    This holds for the whole vocabulary, and for sets that differ from token to token: from one
+    alone to all, in any order, filled up with the token itself.
     """
     monkeypatch.setattr("kernels.log_probs.CHUNK", chunk)
     g = torch.Generator().manual_seed(0)
@@ -187,8 +191,10 @@ def test_slices_of_the_vocabulary_change_nothing(
 
 
 def replayed(policy, kept):
-    """log π of every sequence of the oracle, [N, T], by the code that trains; kept [S, V], or None
-    for all."""
+    """Return log π of every sequence of the oracle, [N, T], by the code that trains.
+
+    kept [S, V] are the sets, None if all is kept.
+    """
     rows, (S, V) = policy.states.flatten(), policy.logits.shape
     ids = None
     if kept is not None:               # the places of other tokens hold the token itself
@@ -203,7 +209,7 @@ def replayed(policy, kept):
     (0.8, 0, 0.0), (1.0, 2, 0.0), (0.9, 3, 0.0), (1.0, 0, 0.5)])
 @pytest.mark.parametrize("size", [0.0, 0.5])       # μ is π_old but for the cut, or far from it
 def test_over_the_set_that_mu_kept_the_mean_ratio_is_one(size, top_p, top_k, min_p):
-    """eq:sampling, by enumeration: E_μ[Πρ] = 1 and E_μ[Πρ Σg] = 0; without the sets neither is."""
+    """eq:sampling: over μ's sets E_μ[Πρ] = 1 and E_μ[Πρ Σg] = 0; without the sets neither is."""
     old = oracle.Policy(V=4, T=3)
     mu = old.perturbed(size=size)
     log_mu, mass = sampling_log_probs(mu.logits.detach(), top_k=top_k, top_p=top_p, min_p=min_p)

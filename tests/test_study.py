@@ -382,7 +382,7 @@ def test_each_end_of_a_clip_around_the_sampler_pulls_towards_it(end, sign):
         pi = Policy(4, 3, seed)
         mu = pi.perturbed(seed + 50, 0.3)
         lp, mu_lp = pi.log_probs(), mu.log_probs().detach()
-        # One sign of A.
+        # The weights give A one sign.
         weights = (sign * mu.probs().detach()[:, None].expand_as(lp)
                    * (1 + rewards(pi, seed).abs()))
         both_open = {"clip_low": 1.0, "clip_high": 1e9}

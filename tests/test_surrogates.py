@@ -1,4 +1,4 @@
-"""surrogates.py: the loss of a token, its value and its slope."""
+"""surrogates.py: the loss of a token has the value and the slope that are claimed."""
 
 import itertools
 import math
@@ -27,7 +27,10 @@ def slope(loss, log_r, advantage, **options):
 @pytest.mark.parametrize("ratio", [0.5, 0.79, 0.81, 0.95, 1.0, 1.27, 1.29, 2.9, 3.1, 9.0])
 @pytest.mark.parametrize("dual", [None, 3.0])
 def test_where_the_clip_takes_the_gradient(advantage, ratio, dual):
-    """eq:ppo-clip, eq:dual-clip: A > 0: above 1+ε_high; A < 0: below 1−ε_low, and above c."""
+    """eq:ppo-clip, eq:dual-clip: no gradient for A > 0 above 1+ε_high, for A < 0 below 1−ε_low.
+
+    With a dual clip there is none for A < 0 above c, either.
+    """
     value, derivative = slope(ppo_clip_loss, math.log(ratio), advantage,
                               clip_low=0.2, clip_high=0.28, dual_clip=dual)
     above, below, beyond = ratio > 1.28, ratio < 0.8, dual is not None and ratio > 3
@@ -40,7 +43,7 @@ def test_where_the_clip_takes_the_gradient(advantage, ratio, dual):
 @pytest.mark.parametrize("advantage", [2.0, 0.5, -0.5, -3.0])
 @pytest.mark.parametrize("ratio", [0.5, 0.95, 1.1, 4.0])
 def test_cispo_pointwise(advantage, ratio):
-    """eq:cispo: slope −clip(r)A, never 0."""
+    """eq:cispo: the slope is −clip(r)A, and never 0."""
     clipped = min(max(ratio, 0.8), 1.28)
     value, derivative = slope(cispo_loss, math.log(ratio), advantage, clip_high=0.28)
     assert close(derivative, -clipped * advantage)
@@ -50,7 +53,7 @@ def test_cispo_pointwise(advantage, ratio):
 @pytest.mark.parametrize("advantage", [2.0, 0.5, -0.5, -3.0])
 @pytest.mark.parametrize("ratio", [0.5, 0.95, 1.1, 4.0])
 def test_sapo_pointwise(advantage, ratio):
-    """eq:sapo: −A(4/τ)σ(τ(r−1)), τ = 1 for A > 0, 1.05 for A < 0."""
+    """eq:sapo: the loss is −A(4/τ)σ(τ(r−1)), with τ = 1 for A > 0 and 1.05 for A < 0."""
     tau = 1.0 if advantage > 0 else 1.05
     gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
     value, derivative = slope(sapo_loss, math.log(ratio), advantage)
@@ -59,7 +62,7 @@ def test_sapo_pointwise(advantage, ratio):
 
 
 def test_default_clip_ranges():
-    """eq:ppo-clip, eq:gspo, eq:cispo: 0.2 either way; 3e-4 and 4e-4 for GSPO."""
+    """eq:ppo-clip, eq:gspo, eq:cispo: the ranges are 0.2 either way; GSPO has 3e-4 and 4e-4."""
     one = torch.ones(1, 1)
     for loss, low, high in ((ppo_clip_loss, 0.2, 0.2), (cispo_loss, 0.2, 0.2),
                             (gspo_loss, 3e-4, 4e-4)):
@@ -71,7 +74,7 @@ def test_default_clip_ranges():
 
 
 def test_gspo_clips_the_sequence():
-    """eq:gspo: one r̄ = (Πr)^{1/|y|} for all tokens, slope −A r̄/|y| on each; PPO at |y| = 1."""
+    """eq:gspo: all tokens have r̄ = (Πr)^{1/|y|} and the slope −A r̄/|y|; at |y| = 1 it is PPO."""
     log_r, mask = f64([[0.3, -0.1, 0.1], [0.5, 0.0, 9.0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
     log_prob, old, a = log_r.clone().requires_grad_(), torch.zeros_like(log_r), f64([[2.0], [-1.0]])
     s = f64([[0.1], [0.25]]).exp()
@@ -90,7 +93,7 @@ def test_gspo_clips_the_sequence():
 # ----------------------------------------------------------------------------- GSPO, token by token
 
 def gspo_of_the_sequence(lp, old, advantages, mask, **clip):
-    """The paper's first form: the gradient goes through s itself."""
+    """Compute the paper's first form, in which the gradient goes through s itself."""
     log_s = aggregate_log_ratio(lp - old, mask, "geometric")
     return ppo_clip_loss(log_s, torch.zeros_like(log_s), advantages, **clip)
 
@@ -110,7 +113,7 @@ def test_gspo_of_tokens_and_of_sequences_agree_where_all_is_constant_over_a_sequ
 
 
 def test_gspo_gives_a_rejected_token_no_gradient_through_its_neighbour():
-    """eq:gspo: with log ρ = (0, 6) the second token is cut; through s both would get −1/4."""
+    """eq:gspo: with log ρ = (0, 6) the second token has no gradient; through s both have −1/4."""
     old = torch.zeros(1, 2, dtype=torch.float64)
     mu, one = old - f64([[0.0, 6.0]]), torch.ones(1, 2)
     for config in (Config(rollout_rs={"token_k1": (0.5, 2.0)}, loss_type="gspo"),
@@ -125,7 +128,7 @@ def test_gspo_gives_a_rejected_token_no_gradient_through_its_neighbour():
 
 
 def test_gspo_with_advantages_of_tokens_is_each_tokens_own():
-    """eq:gspo, by the oracle: the expected gradient is E_π[Σ_t A_t ∇log π_t / T] at π_θ = π_old."""
+    """eq:gspo: by the oracle, the gradient at π_θ = π_old is E_π[Σ_t A_t ∇log π_t / T]."""
     advantages, lp = torch.arange(3).double() * R, PI.log_probs()           # one for each token
     old, config = lp.detach(), Config(loss_type="gspo")
     token = estimator_moments(PI, PI, lambda i: policy_loss(

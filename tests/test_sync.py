@@ -1,4 +1,4 @@
-"""The weights that an engine is given: rounded, late by the staleness, the same after a restart."""
+"""The weights that an engine is given are rounded and stale, and the same after a restart."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_no_bits_means_no_rounding_and_impossible_bits_are_refused():
 
 
 class Recorder:
-    """An engine that remembers the value of the one weight it holds after each update."""
+    """A Recorder is an engine that remembers its one weight's value after each update."""
 
     def __init__(self):
         self.held = []

@@ -48,7 +48,7 @@ def test_no_order_of_a_sum_is_further_off_than_the_bound(order, seed):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_error_a_hundred_times_the_bound_is_caught(order):
-    """It would be a bound on nothing otherwise; a term in a thousand that is left out is seen."""
+    """A term in a thousand that is left out is seen: the bound is no bound on just anything."""
     x = numbers(0)
     exact, size = x.double().sum(-1), x.double().abs().sum(-1)
     for n, bound in (N, of_sum(size, N)), (2, of_sum(size, 2)):

@@ -113,7 +113,7 @@ NO_KL = gamma(16)
     ("transformers", ["correction.preset=bypass_pg_is", "train.mini_batches=1"]), ("vllm", []),
     ("vllm", ["rollout.staleness=2", "rollout.quantize_bits=4"])])
 def test_sampling_cut_by_top_p_and_top_k_trains(engine, settings, run, request, monkeypatch):
-    """Without staleness ρ is 1 to rounding at every step: what is trained is what sampled."""
+    """ρ is 1 to rounding at every step without staleness: what is trained is what sampled."""
     if engine == "vllm":
         request.getfixturevalue("vllm_required")
     sets, kept_ids = [], trainer.gather_kept_ids
@@ -131,7 +131,7 @@ def test_sampling_cut_by_top_p_and_top_k_trains(engine, settings, run, request, 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_sampling_cut_by_min_p_trains(engine, run, request, monkeypatch):
-    """Without staleness k3 is that of two float32 computations, since the sets are the engine's.
+    """k3 is that of two float32 computations without staleness, since the sets are the engine's.
 
     The sets do leave tokens out.
     """

@@ -1,9 +1,9 @@
-"""adapters/trl.py against TRL's own trainer, in TRL 1.16.0; vLLM's place is taken by a stub.
+"""adapters/trl.py agrees with TRL's own trainer, in TRL 1.16.0, with a stub in vLLM's place.
 
 The stub answers as TRL's VLLMGeneration does: tokens drawn from a seed, and log-probs that differ
 from the trainer's by noise, some of them missing. The model is float64, so that nothing depends on
-the processor or its threads but the loss, which TRL forms in float32: its tolerance is that of its
-sum.
+the processor or its threads but the loss. TRL forms the loss in float32, so its tolerance is that
+of a sum.
 """
 
 import pytest
@@ -18,7 +18,7 @@ LOSSES = {"dapo": {}, "grpo": {}, "bnpo": {}, "dr_grpo": {}, "sapo": {"sapo_temp
 
 
 class Engine:
-    """In vLLM's place: lengths 1 to 8, every second response not ended, log-probs off by noise."""
+    """An Engine stands for vLLM: lengths 1 to 8, every second response cut, noisy log-probs."""
 
     def __init__(self, *, model, processing_class, max_completion_length, **_):
         self.model, self.tokenizer = model, processing_class
@@ -47,7 +47,7 @@ class Engine:
 
 @pytest.fixture
 def trainer(tiny_model, tmp_path, monkeypatch):
-    """trainer(class, mode, **settings): on 16 prompts of its own, two completions for each."""
+    """trainer(class, mode, **settings) has 16 prompts of its own, and two completions for each."""
     import datasets
     import transformers
     import trl
@@ -93,12 +93,12 @@ def gradient(trainer, loss):
 
 
 def both_losses(trainer, inputs):
-    """(loss, gradient) by TRL and by the trainer itself, with weights that have moved.
+    """Return (loss, gradient) by TRL and by the trainer itself, and how far the losses may differ.
 
-    And how far the losses may be apart: a loss is a float32 sum over the tokens. Each term is in
-    one of the two losses with A = ±|A|, each of which has terms of one sign: they add up to Σ|term|
-    at least. Before it is added a term is rounded less than 24 times: twelve for a weight that is
-    a product of ten ratios, three for r, and the rest for products and denominators.
+    The weights have moved. A loss is a float32 sum over the tokens. Each term is in one of the two
+    losses with A = ±|A|, each of which has terms of one sign: they add up to Σ|term| at least. A
+    term is rounded less than 24 times before it is added: twelve for a weight that is a product of
+    ten ratios, three for r, and the rest for products and denominators.
     """
     from trl import GRPOTrainer
     results, A = [], inputs["advantages"].abs()
@@ -112,7 +112,7 @@ def both_losses(trainer, inputs):
 
 
 def first_batches(trainer, number):
-    """What TRL's loop would pass to the first losses; weights move after the first."""
+    """Return what TRL's loop would pass to the first losses; weights move after the first."""
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     batches = iter(trainer.get_train_dataloader())
@@ -127,7 +127,8 @@ def first_batches(trainer, number):
 
 # ------------------------------------------------------------------------------- the loss is ours
 
-# Accumulation, steps per generation, iterations; each loss is in every mode and every schedule.
+# A schedule is (accumulation, steps per generation, iterations).
+# Each loss is in every mode and every schedule.
 SCHEDULES = (2, 2, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2)
 SQUARE = [(loss, list(MODES)[(i + j) % 4], schedule) for i, loss in enumerate(LOSSES)
           for j, schedule in enumerate(SCHEDULES)]
@@ -135,7 +136,7 @@ SQUARE = [(loss, list(MODES)[(i + j) % 4], schedule) for i, loss in enumerate(LO
 
 @pytest.mark.parametrize("loss, mode, schedule", SQUARE, ids=str)
 def test_the_loss_is_trls(trainer, loss, mode, schedule):
-    """eq:decoupled-ppo: value to rounding and gradient exactly, on every micro-batch.
+    """eq:decoupled-ppo: the value is TRL's to rounding, the gradient exactly, on every micro-batch.
 
     Some rows are empty.
     """
@@ -154,7 +155,7 @@ def test_the_loss_is_trls(trainer, loss, mode, schedule):
 
 
 def test_evaluation_divides_by_the_batch(trainer):
-    """eq:aggregation: nothing is accumulated there, and the batch is its own generation batch."""
+    """eq:aggregation: evaluation accumulates nothing: the batch is its own generation batch."""
     from adapters.trl import PolicyLossGRPOTrainer
     ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"),
                    steps_per_generation=4)
@@ -165,7 +166,7 @@ def test_evaluation_divides_by_the_batch(trainer):
 
 
 def test_without_vllm_nothing_is_known_of_the_sampler(trainer):
-    """eq:ppo-clip: aligned steps have no old_per_token_logps either: π_old is this forward pass."""
+    """eq:ppo-clip: without old_per_token_logps, as in aligned steps, π_old is this forward pass."""
     from adapters.trl import PolicyLossGRPOTrainer
     from correction import RolloutCorrectionConfig
     ours = trainer(PolicyLossGRPOTrainer, correction=RolloutCorrectionConfig(), use_vllm=False,
@@ -180,7 +181,7 @@ def test_without_vllm_nothing_is_known_of_the_sampler(trainer):
 
 
 def environment(prompts, trainer):
-    """A rollout_func: the stub's tokens, of which every third is a tool's."""
+    """Return a rollout_func: the stub's tokens, of which every third is a tool's."""
     ids = trainer.processing_class(text=prompts)["input_ids"]
     engine = Engine(model=trainer.model, processing_class=trainer.processing_class,
                     max_completion_length=10)
@@ -192,7 +193,7 @@ def environment(prompts, trainer):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_tools_tokens_are_masked(trainer, mode):
-    """eq:aggregation: they are masked in the loss, in the weights and in what divides."""
+    """eq:aggregation: tools' tokens are masked in the loss, in the weights and in what divides."""
     from adapters.trl import PolicyLossGRPOTrainer
     ours = trainer(PolicyLossGRPOTrainer, mode, config(mode), environment, loss_type="bnpo")
     for inputs in first_batches(ours, 2):
@@ -202,7 +203,7 @@ def test_tools_tokens_are_masked(trainer, mode):
 
 
 def test_a_rollout_func_without_vllm(trainer):
-    """eq:decoupled-ppo: it gives log-probs (NaN: none), TRL no π_old: ρ is of this forward pass."""
+    """eq:decoupled-ppo: a rollout_func gives log-probs (NaN: none); ρ is of this forward pass."""
     from adapters.trl import PolicyLossGRPOTrainer
     ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), use_vllm=False,
                    rollout_func=environment)
@@ -226,7 +227,7 @@ def test_a_rollout_func_without_vllm(trainer):
 
 
 def test_bypass_and_reinforce(trainer):
-    """eq:bypass, eq:off-policy: PPO on π_θ/μ without a weight; −min(π_θ/μ, 2) A log π_θ."""
+    """eq:bypass, eq:off-policy: bypass is PPO on π_θ/μ, REINFORCE is −min(π_θ/μ, 2) A log π_θ."""
     from adapters.trl import PolicyLossGRPOTrainer
     from correction import PRESETS
     ours = trainer(PolicyLossGRPOTrainer, correction=PRESETS["bypass_ppo_clip"](), loss_type="grpo")
@@ -271,8 +272,8 @@ def test_a_ratio_of_one_is_logged_as_one(trainer, loss, schedule):
     rows = [row for row in ours.state.log_history if "loss" in row]
     assert len(rows) == 4
     for row in rows:
-        # log π is rounded to float32 twice, and is below 20; a loss of weights up to 2 and
-        # |A| = 0.71 is below 2
+        # log π is rounded to float32 twice, and is below 20. A loss of weights up to 2 and
+        # |A| = 0.71 is below 2.
         assert [row[name] for name in TOKEN_MEANS] == pytest.approx(
             [1.0, 0.0, 0.0], rel=0, abs=2 * gamma(1) * 20)
         assert (row["loss/policy"] == pytest.approx(
@@ -281,7 +282,7 @@ def test_a_ratio_of_one_is_logged_as_one(trainer, loss, schedule):
 
 
 def test_logged_means_are_over_all_kept_tokens(trainer, monkeypatch):
-    """eq:aggregation, eq:merge: they are of everything since the last log.
+    """eq:aggregation, eq:merge: logged means are over everything since the last log.
 
     The mean of the micro-batches' means is another number.
     """
@@ -318,10 +319,7 @@ def test_logged_means_are_over_all_kept_tokens(trainer, monkeypatch):
 
 
 def test_logged_means_over_two_ranks(trainer, monkeypatch):
-    """eq:aggregation: two micro-batches on two ranks are logged as they are on one rank.
-
-    There they come one after the other.
-    """
+    """eq:aggregation: two micro-batches are logged alike on two ranks and, in turn, on one."""
     from adapters.trl import PolicyLossGRPOTrainer
     ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), loss_type="grpo")
     batches, sent = list(first_batches(ours, 2)), []
@@ -347,7 +345,7 @@ def test_logged_means_over_two_ranks(trainer, monkeypatch):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_alone(trainer, monkeypatch, mode):
-    """eq:tis, eq:mis: they stand in place of importance_sampling_ratio, whatever TRL's mode is."""
+    """eq:tis, eq:mis: our weights replace importance_sampling_ratio, whatever TRL's mode is."""
     from trl import GRPOTrainer
 
     from adapters.trl import WeightedGRPOTrainer
@@ -389,10 +387,7 @@ def test_rejection_alone(trainer):
 
 @pytest.mark.parametrize("loss, mode", [("dapo", "token_truncate"), ("dr_grpo", "sequence_mask")])
 def test_training_ends_with_trls_weights(trainer, loss, mode):
-    """eq:decoupled-ppo: ten steps of TRL's own loop end alike.
-
-    They go by its loss, by our weights and by our loss.
-    """
+    """eq:decoupled-ppo: ten steps end alike by TRL's loss, by our weights and by our loss."""
     from trl import GRPOTrainer
 
     from adapters.trl import PolicyLossGRPOTrainer, WeightedGRPOTrainer
@@ -416,7 +411,7 @@ def test_training_ends_with_trls_weights(trainer, loss, mode):
     ({"importance_sampling_level": "sequence"}, "importance_sampling_level"),
     ({"loss_type": "vespo"}, "loss_type vespo"), ({"delta": 1.1}, "delta below 1 . epsilon_high")])
 def test_what_the_loss_does_not_carry_is_named(trainer, settings, words):
-    """eq:correction: it is named rather than trained without."""
+    """eq:correction: a setting that the loss does not carry is named rather than ignored."""
     from adapters.trl import PolicyLossGRPOTrainer
     with pytest.raises(ValueError, match=f"PolicyLossGRPOTrainer does not carry {words}$"):
         trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), **settings)
@@ -429,7 +424,7 @@ def test_what_the_loss_does_not_carry_is_named(trainer, settings, words):
      "score_centering"),
     ({"loss_type": "gspo"}, {"loss_type": "sapo"}, "loss_type gspo under sapo")])
 def test_corrections_that_the_loss_does_not_carry(trainer, options, settings, words):
-    """eq:correction."""
+    """eq:correction: so is a correction that it does not carry."""
     from adapters.trl import PolicyLossGRPOTrainer
     with pytest.raises(ValueError, match=f"does not carry {words}$"):
         trainer(PolicyLossGRPOTrainer, correction=config("token_truncate", **options), **settings)
@@ -441,7 +436,7 @@ def test_corrections_that_the_loss_does_not_carry(trainer, options, settings, wo
     ({}, {"vllm_importance_sampling_correction": False},
      "vllm_importance_sampling_correction=False")])
 def test_what_the_weights_do_not_carry_is_named(trainer, options, settings, words):
-    """eq:correction: TRL would leave them out, or does not have the weights' place."""
+    """eq:correction: TRL would leave these out, or has no place for the weights."""
     from adapters.trl import WeightedGRPOTrainer
     with pytest.raises(ValueError, match=f"WeightedGRPOTrainer does not carry {words}$"):
         trainer(WeightedGRPOTrainer, correction=config("token_truncate", **options), **settings)

@@ -1,4 +1,4 @@
-"""A dump made by TRL's own trainer, whose sampler has another temperature, or cuts its tokens."""
+"""The doctor reads a dump by TRL's own trainer, whose sampler has another temperature, or a cut."""
 
 import types
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("trl_required")
 
 
 class Sampler(Engine):
-    """Stand in for vLLM: draw from the model, and record what was drawn from."""
+    """A Sampler stands for vLLM: it draws from the model, and records what it drew from."""
 
     how = types.MappingProxyType({})
 

@@ -1,7 +1,7 @@
-"""`update` itself, by enumeration: a tabular policy, every response, float64, no model.
+"""`update` itself is enumerated: a tabular policy, every response, float64, no model.
 
 The gradient that the trainer's optimizer is given, averaged over all responses of μ, is the row of
-chapter 7's table that the settings name; and a mini-batch of which nothing is kept takes no step.
+chapter 8's table that the settings name. A mini-batch of which nothing is kept takes no step.
 """
 
 import math
@@ -37,7 +37,7 @@ MODES = {
 
 
 class Table(nn.Module):
-    """An oracle's policy in the place of a model: rows are prompt (one token) and response."""
+    """A Table is an oracle's policy in a model's place: rows are prompt (a token) and response."""
 
     def __init__(self, policy):
         super().__init__()
@@ -55,7 +55,7 @@ class Table(nn.Module):
 
 @pytest.fixture
 def run():
-    """run(*overrides): settings, a sharded table, and the gradients its optimizer steps along."""
+    """run(*overrides) returns settings, a sharded table, and the gradients of its optimizer."""
     with process_group() as device:
         def opened(*overrides, pi=PI):
             config = load_config([
@@ -110,7 +110,7 @@ NOTHING = torch.zeros(len(PI.tokens), 3, dtype=torch.float64)
     ("k1", "prefix", FULL), ("k3", "prefix", FULL), ("k3+", "prefix", OF_TOKENS_ON_POLICY),
     ("k2", "prefix", OF_TOKENS_ON_POLICY), (None, None, OF_TOKENS)])
 def test_the_kl_in_the_loss_is_its_row_of_the_table(mode, kind, level, target, run):
-    """eq:kl-ratio, eq:prefix: whatever the mode and its weights are, which are not the KL's."""
+    """eq:kl-ratio, eq:prefix: the KL in the loss has its own weights, whatever the mode's are."""
     given = [f"loss.kl_kind={kind}", f"loss.kl_correction={level}"] if kind else []
     opened = run(f"correction={MODES[mode]}", "loss.kl_coef=1", *given)
     assert close(mean_gradient(opened, NOTHING), target)
@@ -127,7 +127,7 @@ def test_the_kl_in_the_reward_is_its_row_of_the_table(mode, level, target, run):
 
 @pytest.mark.parametrize("mode, exact", [(mode, mode == "sequence weights") for mode in MODES])
 def test_without_ratios_a_penalty_is_weighted_as_the_reward_is(mode, exact, run):
-    """Off-policy the default is as good as the weights: uncapped sequence ones give all of ∇KL."""
+    """Off-policy a penalty in the reward is as right as the weights, with uncapped ones exactly."""
     opened = run(f"correction={MODES[mode]}", "loss.kl_coef=1", "loss.kl_in=reward")
     error = ((mean_gradient(opened, NOTHING) - FULL).norm() / FULL.norm()).item()
     print(f"{mode}: {error:.3f}")
@@ -135,14 +135,14 @@ def test_without_ratios_a_penalty_is_weighted_as_the_reward_is(mode, exact, run)
 
 
 def test_uncorrected_the_kl_is_another(run):
-    """The row of k3+ without a ratio: 0.59 of ‖∇KL‖ away from the gradient per token."""
+    """k3+ without a ratio is 0.59 of ‖∇KL‖ away from the gradient per token."""
     opened = run("correction={preset: disabled}", "loss.kl_coef=1", "loss.kl_correction=none")
     found = mean_gradient(opened, NOTHING)
     assert f"{((found - OF_TOKENS).norm() / FULL.norm()).item():.2f}" == "0.59"
 
 
 def test_the_reward_and_its_penalty_together(run):
-    """∇(J − β KL) with exact weights, the penalty in the loss and in the reward."""
+    """Exact weights give ∇(J − β KL), for the penalty in the loss and in the reward."""
     R = rewards(PI)
     for place in (["loss.kl_kind=k1"], ["loss.kl_in=reward"]):
         opened = run(f"correction={EXACT}", "loss.kl_coef=0.5", "loss.kl_correction=prefix", *place)
@@ -150,7 +150,10 @@ def test_the_reward_and_its_penalty_together(run):
 
 
 def test_in_bypass_mode_the_penalty_is_of_the_trainers_policy(run):
-    """The sampler's log-prob in its place would have the gradient of KL(π‖π_ref) − KL(π‖μ)."""
+    """The penalty is that of π_θ in bypass mode, too.
+
+    With the sampler's log-prob it would have the gradient of KL(π‖π_ref) − KL(π‖μ).
+    """
     opened = run("correction={bypass_mode: true, loss_type: reinforce, rollout_is: sequence, "
                  "rollout_is_threshold: .inf}", "loss.kl_coef=1", "loss.kl_in=reward")
     assert close(mean_gradient(opened, NOTHING), FULL)
@@ -226,7 +229,7 @@ def test_adam_would_have_moved_the_weights(run):
 # ------------------------------------------------------------------------- the losses' own numbers
 
 def test_each_loss_has_its_own_clip_unless_one_is_given(run):
-    """GSPO's clip of 4e-4 holds tokens of a policy that has moved; at PPO's 0.2 it never acts."""
+    """GSPO's clip of 4e-4 holds tokens of a policy that has moved; PPO's 0.2 never acts."""
     for given, acts in (([], True), (["loss.clip_low=0.2", "loss.clip_high=0.2"], False)):
         opened = run("correction={loss_type: gspo}",
                      *(given or ["loss.clip_low=null", "loss.clip_high=null"]),

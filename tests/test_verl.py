@@ -1,4 +1,4 @@
-"""adapters/verl.py against verl's own losses, and in verl's own worker, in verl 0.9.1."""
+"""adapters/verl.py agrees with verl's own losses, and runs in verl's own worker, in verl 0.9.1."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def actor_config(loss_mode, block, whole, **options):
 
 
 def batch(seed):
-    """log_prob, old_log_prob, rollout_log_prob, advantages, mask: one sequence is empty."""
+    """Return log_prob, old_log_prob, rollout_log_prob, advantages, mask; one sequence is empty."""
     generator = torch.Generator().manual_seed(seed)
     base, *noise = torch.randn(4, 8, 12, generator=generator, dtype=torch.float64)
     log_prob, old, rollout = (base - 3 + 0.2 * x for x in noise)
@@ -54,7 +54,7 @@ def batch(seed):
 
 
 def driver(block, old, rollout, mask):
-    """What verl's driver does with a batch before a worker sees it."""
+    """Do what verl's driver does with a batch before a worker sees it."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
     if block.get("bypass_mode"):
         return rollout, mask, None
@@ -68,7 +68,7 @@ def driver(block, old, rollout, mask):
 
 
 def compare(case, mode, seed, whole, **options):
-    """(loss, gradient, metrics) of verl and of the adapter on one batch."""
+    """Return (loss, gradient, metrics) of verl and of the adapter on one batch."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
     import adapters.verl  # noqa: F401 - registers the loss
@@ -89,9 +89,9 @@ def compare(case, mode, seed, whole, **options):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:.*verl 0.9 bounds 1/ρ")
 def test_the_loss_is_verls(case, mode):
-    """eq:decoupled-ppo, eq:bypass: they agree to verl's own 1e-8 on five batches.
+    """eq:decoupled-ppo, eq:bypass: both losses agree to verl's own 1e-8 on five batches.
 
-    They do with and without counts from outside.
+    They agree with and without counts from outside.
     """
     outside = {"dp_size": 2, "batch_num_tokens": 90, "global_batch_size": 16,
                "loss_scale_factor": 20}
@@ -108,7 +108,7 @@ def test_the_loss_is_verls(case, mode):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_sapo_is_verls(seed):
-    """eq:sapo: it is verl's with its own temperatures, in the one aggregation that verl's has."""
+    """eq:sapo: SAPO is verl's with its own temperatures, in verl's one aggregation."""
     CASES["sapo"] = "sapo", TOKEN | {"loss_type": "sapo"}
     (theirs, expected, _), (mine, found, _) = compare(
         "sapo", "seq-mean-token-mean", seed, {}, tau_pos=0.8, tau_neg=2.0)
@@ -116,10 +116,7 @@ def test_sapo_is_verls(seed):
 
 
 def test_dual_clip_is_verls():
-    """eq:dual-clip: clip_ratio_c bounds the loss of A < 0 with PPO's clip.
-
-    It does with no other loss.
-    """
+    """eq:dual-clip: clip_ratio_c bounds the loss of A < 0 with PPO's clip, and no other loss."""
     for case, c in (("nothing", 1.2), ("nothing", 3.0), ("gspo", 1.001)):
         (theirs, expected, _), (mine, found, _) = compare(case, "token-mean", 0, {}, clip_ratio_c=c)
         assert abs(theirs - mine) <= VERL and torch.allclose(found, expected, rtol=VERL, atol=VERL)
@@ -153,7 +150,7 @@ def test_several_ranks_need_the_counts():
 
 
 def test_everything_rejected_is_a_zero_loss():
-    """eq:aggregation: verl's is 0/0 here."""
+    """eq:aggregation: the loss is 0 where verl's is 0/0."""
     import adapters.verl
     log_prob, old, _, advantages, mask = batch(0)
     block = BYPASS | {"rollout_rs": "token_k3", "rollout_rs_threshold": 1e-12}
@@ -177,7 +174,7 @@ def test_verls_dataclass_is_a_dialect():
 # ------------------------------------------------------------------------------ what is not carried
 
 BLOCK, LOSS = "algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss"
-# As adapters/verl.py has them.
+# These are the settings that adapters/verl.py documents.
 SETTINGS = ("actor_rollout_ref.model.external_lib=adapters.verl",
             f"{LOSS}.loss_mode=three_policies", f"+{LOSS}.rollout_correction=${{{BLOCK}}}")
 OWN = {name: {"rollout_is": None, **REINFORCE,
@@ -195,10 +192,7 @@ REFUSED = {"second_moment": "rollout_rs second_moment: .* use criteria of tokens
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_micro_batch_is_corrected_alone_or_refused(name):
-    """eq:correction: two halves of a mini-batch have the gradient of the whole.
-
-    Or a sentence says why not.
-    """
+    """eq:correction: two halves of a mini-batch have the gradient of the whole, or are refused."""
     import adapters.verl
     from adapters.dialects import from_dialect
     log_prob, _, rollout, advantages, mask = batch(0)
@@ -221,7 +215,7 @@ def test_a_micro_batch_is_corrected_alone_or_refused(name):
 
 
 def as_the_worker_has_it(*settings):
-    """verl's ActorConfig for these overrides, made as ActorRolloutRefWorker.init_model makes it."""
+    """Return verl's ActorConfig, made of overrides as ActorRolloutRefWorker.init_model makes it."""
     from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
     from verl_worker import configuration
@@ -253,7 +247,7 @@ def test_the_third_override_must_be_there(block):
 
 
 def test_verl_itself_leaves_the_loss_to_the_user():
-    """eq:off-policy: this is an exhibit of the museum, in verl's own code.
+    """eq:off-policy: verl's own code has an exhibit of the museum.
 
     It is REINFORCE in name, PPO's clip in fact.
     """
@@ -289,7 +283,7 @@ RUNS = {"token": ("vanilla", ["rollout_is=token"]),
 
 @pytest.fixture(scope="module")
 def ended(tiny_model):
-    """{run: [verl's, ours]}, each (digest before, digest after 40 updates, names of metrics)."""
+    """Return {run: [verl's, ours]}: (digest before, after 40 updates, names of metrics) of each."""
     lines = []
     for loss_mode, block in RUNS.values():
         theirs = [f"{LOSS}.loss_mode={loss_mode}", SETTINGS[2]]
@@ -306,14 +300,13 @@ def ended(tiny_model):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_verls_worker_ends_with_verls_weights(ended, run):
-    """eq:decoupled-ppo, eq:bypass: they are verl's, bit for bit.
+    """eq:decoupled-ppo, eq:bypass: the worker's weights are verl's, bit for bit.
 
-    They are it after 40 updates in ActorRolloutRefWorker (FSDP2, gloo).
-
-    Both digests are of one run on one machine; they depend on its processor, and none is recorded.
+    This holds after 40 updates in ActorRolloutRefWorker (FSDP2, gloo). Both digests are of one run
+    on one machine. They depend on its processor, and none is recorded.
     """
     theirs, ours = ended[run]
     assert theirs[:2] == ours[:2] and theirs[0] != theirs[1]
-    # Whose loss it was.
+    # The metrics tell whose loss it was.
     assert "actor/ratio" in ours[2] and "actor/ratio" not in theirs[2]
     assert len({digest for pair in ended.values() for _, digest, _ in pair}) == len(RUNS)

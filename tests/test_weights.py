@@ -1,4 +1,4 @@
-"""What weights do to the expected gradient: bias and variance, as sums over all sequences.
+"""Weights change bias and variance of the expected gradient, as sums over all sequences show.
 
 Unless said otherwise a sequence comes from μ = MU, the loss is `policy_loss` on that one sequence,
 and "mean" is the expectation of its gradient. Losses are minimised: unbiased means mean = −∇J.
@@ -26,7 +26,7 @@ GEOMETRIC = WHOLE ** (1 / MASK.sum(-1, keepdim=True).double())      # (Πρ)^{1/
 
 
 def mean_of(weight, advantages=A):
-    """−E_μ[Σ_t weight_t A_t ∇log π_t]: the closed form that a weighted REINFORCE loss must have."""
+    """Return −E_μ[Σ_t weight_t A_t ∇log π_t], the mean that weighted REINFORCE must have."""
     return -expectation(MU, (G * (weight * advantages)[..., None]).sum(1))
 
 
@@ -48,7 +48,7 @@ def test_constant_baseline_moves_the_variance_alone(baseline):
 
 @pytest.mark.parametrize("threshold", [PLAIN, 1e9, (None, 1e9), (1e-9, None)])
 def test_untruncated_sequence_weights_are_unbiased(threshold):
-    """eq:off-policy: E_μ[ρ ∇log π A] = ∇J for the full product ρ, whatever μ is."""
+    """eq:off-policy: E_μ[ρ ∇log π A] = ∇J holds for the full product ρ, whatever μ is."""
     for mu in (MU, OLD, REF):
         assert close(moments(reinforce("sequence", threshold), mu=mu).mean, -grad_J(PI, R))
 
@@ -90,7 +90,7 @@ def test_truncation_bias_is_minus_the_excess(level, weight, cap):
 
 @pytest.mark.parametrize("level", ["token", "geometric"])
 def test_token_and_geometric_weights_are_biased(level):
-    """eq:levels: the other tokens' ratios are left out: bias E_μ[Σ_t (Πρ − ρ_t) A ∇log π_t]."""
+    """eq:levels: the bias is E_μ[Σ_t (Πρ − ρ_t) A ∇log π_t]: the others' ratios are left out."""
     weight = {"token": RHO, "geometric": GEOMETRIC}[level]
     bias = moments(reinforce(level)).bias(-grad_J(PI, R))
     size = bias.norm() / grad_J(PI, R).norm()
@@ -115,7 +115,7 @@ def test_masking_estimates_the_inside_alone(level, weight):
 
 
 def test_rejection_leaves_terms_out_and_weights_multiply():
-    """eq:rejection: it is 1[…]; with weights it is masking; seq_mean_k1 sees (Πρ)^{1/|y|}."""
+    """eq:rejection: it is a factor 1[…], with weights masking; seq_mean_k1 sees (Πρ)^{1/|y|}."""
     bounds = (0.7, 1.6)
     inside = ((WHOLE >= 0.7) & (WHOLE <= 1.6)).double() * MASK
     assert close(moments(reinforce(rollout_rs={"seq_sum_k1": bounds})).mean, mean_of(inside))
@@ -127,7 +127,7 @@ def test_rejection_leaves_terms_out_and_weights_multiply():
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_self_normalisation_bias_falls_like_one_over_n(n):
-    """eq:self-normalised: E[Σwg/Σw] over all batches of n; at n = 1 w cancels; bias ≲ 1/n."""
+    """eq:self-normalised: over all batches of n the bias of E[Σwg/Σw] is ≲ 1/n; at 1 w cancels."""
     pi = Policy(2, 2, seed=0)
     mu, r = pi.perturbed(1, 0.8), rewards(pi)
     a = r.expand(-1, 2)
@@ -145,7 +145,7 @@ def test_self_normalisation_bias_falls_like_one_over_n(n):
 
 
 def test_variance_orderings():
-    """eq:levels, eq:tis, eq:prefix: token < prefix < whole sequence; it grows with the cap."""
+    """eq:levels, eq:tis, eq:prefix: token < prefix < sequence; variance grows with the cap."""
     far = PI.perturbed(1, 1.0)
     lp, caps = PI.log_probs(), (0.5, 1, 2, PLAIN)
     prefix = (lp - far.log_probs()).detach().cumsum(-1).exp()
@@ -172,7 +172,7 @@ def prefix():
 
 
 def test_prefix_weights_are_running_products():
-    """eq:prefix, truncated or zeroed like any other level; padding in the middle adds nothing."""
+    """eq:prefix: they are truncated or zeroed like any other level; padding adds nothing."""
     expected = torch.stack([prefix()[:, :t + 1].gather(1, torch.full((len(MASK), 1), t))[:, 0]
                             for t in range(3)], 1)
     assert close(importance_weights(LOG_RHO, MASK, "prefix", math.inf), expected)
@@ -199,7 +199,7 @@ def test_prefix_weights_are_exact_for_advantages_of_the_past():
 
 
 def test_with_one_reward_at_the_end_the_past_is_right_and_the_future_is_not():
-    """E_μ[Σ ρ_{1:t} R g_t] = Σ_s d_π(s) Σ_v ∇π(v|s) Q^μ(s, v): visits are π's, returns μ's.
+    """E_μ[Σ ρ_{1:t} R g_t] is Σ_s d_π(s) Σ_v ∇π(v|s) Q^μ(s, v): visits are π's, returns μ's.
 
     With token weights both are μ's.
     """
@@ -244,7 +244,8 @@ REWARD = torch.randn(16, generator=torch.Generator().manual_seed(2), dtype=torch
 def z_score(config, old, seed=0, n=20_000):
     """Return how many standard errors the gradient on n of 16^12 sequences is from −∇J.
 
-    Along one direction, fixed beforehand: that in which μ's own policy gradient differs from π's.
+    It is measured along one direction, fixed beforehand: that in which μ's own policy gradient
+    differs from π's.
     """
     tokens, mask = BIG_MU.sample(n, seed)
     log_prob = BIG.log_probs(tokens, mask)
@@ -267,7 +268,7 @@ def z_score(config, old, seed=0, n=20_000):
 @pytest.mark.parametrize("config", [
     reinforce("sequence"), Config("sequence", PLAIN), Config("sequence", PLAIN, loss_type="sapo")])
 def test_monte_carlo_confirms_the_unbiased(config, seed):
-    """eq:off-policy, eq:decoupled-ppo at θ = θ_old: |z| < 4; by chance once in 16 000 seeds."""
+    """eq:off-policy, eq:decoupled-ppo: at θ = θ_old |z| < 4; chance exceeds that in 1 of 16 000."""
     z = z_score(config, BIG, seed)
     print(f"\nz = {z:+.2f}")
     assert abs(z) < 4
@@ -277,7 +278,7 @@ def test_monte_carlo_confirms_the_unbiased(config, seed):
     reinforce(), reinforce("token"), reinforce("geometric"), reinforce("sequence", 1.0),
     Config("token", 2.0), Config(rollout_rs={"seq_sum_k1": (0.5, 2.0)})])
 def test_monte_carlo_detects_the_biased(config):
-    """eq:levels, eq:tis: the same procedure sees each of these biases: |z| > 6."""
+    """eq:levels, eq:tis: the same procedure sees each of these biases, with |z| > 6."""
     z = z_score(config, BIG)
     print(f"\nz = {z:+.2f}")
     assert abs(z) > 6

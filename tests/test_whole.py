@@ -1,4 +1,4 @@
-"""A model is whole or refused, by name and at once.
+"""A model is complete, or it is refused by name and at once.
 
 This holds for its weights, dropout, vocabulary, tokenizer and place.
 """
@@ -21,7 +21,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
 
 
 def spoiled(tiny_model, place, change):
-    """A copy of the tiny model whose weights are changed by `change(weights)`."""
+    """Return a copy of the tiny model whose weights are changed by `change(weights)`."""
     shutil.copytree(tiny_model, place)
     change(weights := load_file(place / "model.safetensors"))
     save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
@@ -86,7 +86,7 @@ def test_nothing_is_drawn_at_random_in_training(name, tmp_path):
 
 
 def test_a_run_with_dropout_says_so_and_its_policies_agree(tiny_model, tmp_path, run, capsys):
-    """k3 is the rounding of float32 where nothing else differs, as in test_trainer.py.
+    """k3 is float32's rounding as in test_trainer.py, where nothing else differs.
 
     Dropout gave 4.6e-5.
     """
@@ -112,7 +112,7 @@ def without_tokenizer(tiny_model, place):
 
 
 def smaller(tiny_model, place, vocabulary):
-    """The tiny model with fewer tokens than its tokenizer has, 26."""
+    """Return the tiny model with fewer tokens than its tokenizer has, 26."""
     shutil.copytree(tiny_model, place)
     config = transformers.AutoConfig.from_pretrained(tiny_model, vocab_size=vocabulary)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(place)
@@ -129,7 +129,10 @@ def test_no_tokenizer_is_a_sentence(tiny_model, tmp_path, run, capsys):
 @pytest.mark.parametrize("vocabulary, code", [(9, 2), (25, 0)])
 def test_a_token_beyond_the_vocabulary_is_named(
         vocabulary, code, tiny_model, tmp_path, run, capsys):
-    """The questions have digits and "+" (3 to 13) and "=", number 17, of 26 tokens."""
+    """A vocabulary of 9 of the 26 tokens is too small for the questions, one of 25 is enough.
+
+    Questions have digits and "+" (3 to 13) and "=", number 17.
+    """
     place = smaller(tiny_model, tmp_path / "small", vocabulary)
     assert run(f"policy.path={place}")[0] == code
     error = capsys.readouterr().err
@@ -146,10 +149,7 @@ def test_a_token_beyond_the_vocabulary_is_named(
     ("nowhere/at-all", "is no directory here, and the hub was asked for it in vain"),
     ("empty", "is no model: it has no config.json")])
 def test_a_place_without_a_model_is_asked_for_once(path, said, tmp_path, monkeypatch):
-    """There are no retries.
-
-    Of huggingface_hub's functions the one that makes a single request is called, once.
-    """
+    """There are no retries: huggingface_hub makes a single request."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

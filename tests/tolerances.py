@@ -1,9 +1,9 @@
-"""How much a sum in floating point may differ on another processor.
+"""A float sum may differ on another processor by a bound that is derived here, not chosen.
 
-The tolerance is derived, not chosen. A processor decides in which order a sum is added up: by the
-width of its vectors, by the number of threads, by the blocks of a matrix product. So do ranks and
-micro-batches. Where a test can, it compares in float64, to 1e-12 or 1e-9. Where float32 is part of
-what is tested, its tolerance comes from here.
+A processor decides in which order a sum is added up: by the width of its vectors, by the number of
+threads, by the blocks of a matrix product. So do ranks and micro-batches. Where a test can, it
+compares in float64, to 1e-12 or 1e-9. Where float32 is part of what is tested, its tolerance comes
+from here.
 
 The model (Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, 2002, section 2.2):
 each operation returns (a ∘ b)(1 + δ) with |δ| ≤ u, the unit roundoff: 2⁻²⁴ for float32, 2⁻⁸ for
@@ -23,8 +23,7 @@ the place of γ_{n−1+r} (equation 4.6). torch promises no such order, so no te
 `torch.sum`. Where n is so large that the bound for any order says nothing, a test must go to
 float64: `gamma` refuses.
 
-`in_float64` is the other way: the trainer itself, in a process of its own, with float64 in the
-place of float32.
+`in_float64` is the other way: it runs the trainer itself, in a process of its own, in float64.
 """
 
 import math
@@ -32,7 +31,7 @@ import math
 import torch
 
 
-# √(8 · 2⁻⁵³): the standard deviation √(Σx²/n − mean²) of numbers of size 1 that do not differ. Each
+# √(8 · 2⁻⁵³) is the computed standard deviation √(Σx²/n − mean²) of equal numbers of size 1. Each
 # of the two terms has been rounded four times, in float64, before they cancel.
 NO_SPREAD = 3e-8
 
@@ -61,7 +60,7 @@ def of_sum(size, terms: int, before: int = 0, dtype: torch.dtype = torch.float32
 
 
 def norm(self, x):
-    """Qwen2RMSNorm.forward, in the type that it is given.
+    """Compute Qwen2RMSNorm.forward in the type that it is given.
 
     Qwen2's own rounds to float32, whatever the model's type is.
     """
@@ -71,11 +70,11 @@ def norm(self, x):
 def in_float64() -> None:
     """Let this process compute in float64 from end to end.
 
-    That is: weights, gradients, moments, the engine, the model's norms. It is for whole updates and
-    runs, of which ranks, threads and micro-batches change every sum. A bound on the rounding of the
-    gradients would not bound that of the weights, since AdamW divides a gradient by its size. And
-    in float64 alone nothing would be gained: where a norm rounds to float32, a difference of 1e-16
-    becomes one of 6e-8 now and then.
+    This covers weights, gradients, moments, the engine, the model's norms. It is for whole updates
+    and runs, in which ranks, threads and micro-batches change every sum. A bound on the rounding of
+    the gradients would not bound that of the weights, since AdamW divides a gradient by its size.
+    The norms are part of it: where a norm rounds to float32, a difference of 1e-16 becomes one of
+    6e-8 now and then.
     """
     from transformers.models.qwen2 import modeling_qwen2
 

@@ -1,11 +1,11 @@
-"""verl's ActorRolloutRefWorker in one CPU process, FSDP2 over gloo; run by tests/test_verl.py.
+"""This program runs verl's ActorRolloutRefWorker in one CPU process, FSDP2 over gloo.
 
     echo "hydra overrides of one run" | python tests/verl_worker.py MODEL BATCHES
 
-For every line: a digest of the actor's weights before and after two updates on each of BATCHES
-batches of made-up rollouts, and the names of the metrics. Two things that verl asks for are stood
-in for: a platform that is a CPU, and a class of TRL that it patches wherever TRL is installed and
-that TRL 1.16 no longer has.
+tests/test_verl.py starts it. For every line it prints a digest of the actor's weights before and
+after two updates on each of BATCHES batches of made-up rollouts, and the names of the metrics. It
+replaces two things that verl asks for: a platform that is a CPU, and a class of TRL that verl
+patches wherever TRL is installed, but that TRL 1.16 no longer has.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def configuration(model, overrides):
 
 
 def rollouts(module, generator):
-    """16 responses as a trainer would hand them over; π_rollout is π_old with noise."""
+    """Return 16 responses as a trainer would hand them over; π_rollout is π_old with noise."""
     from verl import DataProto
     def draw(low, high, *size):
         return torch.randint(low, high, size, generator=generator)
@@ -89,7 +89,7 @@ def rollouts(module, generator):
 
 
 def update(worker, config, batch):
-    """What verl's trainer does with a batch, from the correction to the worker."""
+    """Do what verl's trainer does with a batch, from the correction to the worker."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import left_right_2_no_padding
@@ -130,7 +130,7 @@ def run(model, batches, overrides):
 def main(model, batches):
     stand_ins()
     from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
-    # verl itself would ask for the CPU's gloo twice.
+    # Left alone, verl would ask for the CPU's gloo twice.
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     EngineRegistry.register(
@@ -142,7 +142,7 @@ def main(model, batches):
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    # What Ray would have set; nothing is opened there.
+    # Ray would have set these; nothing is opened there.
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
                    "MASTER_PORT": "0"}
     main(*sys.argv[1:])

@@ -1,7 +1,7 @@
 """Tests wait for an event, never for a clock.
 
-A loaded machine is slow, and nothing is wrong with it. HANG is the one limit in seconds. Only what
-hangs forever reaches it, and it ends the test with a failure.
+A loaded machine is slow, and nothing is wrong with it. HANG is the one limit in seconds: only what
+hangs forever reaches it, and fails the test.
 """
 
 import time
@@ -12,7 +12,7 @@ HANG = 1800
 def until(happened, process=None):
     """Wait until `happened()` is true.
 
-    Fail if the process that should make it true has ended, or at a hang.
+    Fail if the process that should make it true has ended, or after HANG seconds.
     """
     end = time.monotonic() + HANG
     while not happened():

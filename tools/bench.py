@@ -1,14 +1,14 @@
-"""How fast, beside whom: measured, not tested. pytest does not collect this file.
+"""This script measures speed beside other libraries. It is no test, and pytest does not collect it.
 
     python tools/bench.py                                  # all parts, or those that are named:
         correct, scaling, logprobs, losses, share, bypass, step, size
     BENCH_THREADS=1 python tools/bench.py correct          # where other work shares the cores
 
-Every row is a paired run: the candidates take turns in one process, A B C A B C …, and the ratio is
-the median of the ratios of the turns, with its quartiles. In a turn each runs twice and is timed
-the second time: what the one before left in the caches, and gave back to the system, is not its
-doing. Peak memory is what torch allocates beyond its inputs. Peers that do not import say "not
-installed"; verl needs `pip install --no-deps verl==0.9.1` and what it imports, TRL `pip install
+Every row is a paired run: the candidates take turns in one process, A B C A B C …. The ratio is
+the median of the ratios of the turns, with its quartiles. In each turn a candidate runs twice and
+only the second run is timed, so that the caches and the freed memory of the candidate before it do
+not count. Peak memory is what torch allocates beyond its inputs. Peers that do not import say "not
+installed". verl needs `pip install --no-deps verl==0.9.1` and what it imports, TRL `pip install
 trl==1.16.0`.
 """
 
@@ -50,7 +50,7 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
 
 
 def batch(B, T):
-    """Log-probs 0.02 apart, responses of a quarter of T to T tokens: train, rollout, mask."""
+    """Draw train and rollout log-probs 0.02 apart, and a mask of T/4 to T tokens per response."""
     g = torch.Generator().manual_seed(0)
     rollout = -3 * torch.rand(B, T, generator=g)
     train = rollout + 0.02 * torch.randn(B, T, generator=g)
@@ -59,7 +59,7 @@ def batch(B, T):
 
 
 def paired(candidates: dict, turns: int = 15) -> dict[str, list[float]]:
-    """Seconds of every candidate in every turn."""
+    """Return the seconds of every candidate in every turn."""
     seconds = {name: [] for name in candidates}
     for _ in range(turns):
         for name, run in candidates.items():
@@ -71,7 +71,7 @@ def paired(candidates: dict, turns: int = 15) -> dict[str, list[float]]:
 
 
 def peak(run) -> int:
-    """Bytes that torch holds at most, beyond what it held before."""
+    """Return the most bytes that torch holds during a run, beyond those that it held before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
     results: Any = recorded.profiler                           # whose types leave out nbytes
@@ -99,7 +99,7 @@ def table(title: str, head: str, rows: list[list]) -> None:
 
 
 def floor(a, b, c, x, y):
-    """The least that `correct` could cost: reads three [B, T] tensors, writes two."""
+    """Do the least that `correct` must do: read three [B, T] tensors, write two."""
     torch.addcmul(a, b, c, out=x)
     torch.mul(x, 2, out=y)
 
@@ -161,7 +161,7 @@ def head_and_data(N, H, V, dtype):
 
 
 def log_prob_paths(head):
-    """Three ways from hidden states to the log-probs of the sampled tokens, in float32."""
+    """Return three ways from hidden states to the log-probs of the sampled tokens, in float32."""
     from policy import Policy
     ours: Any = SimpleNamespace(model=SimpleNamespace(get_output_embeddings=lambda: head),
                                 softcap=None,
@@ -179,8 +179,10 @@ def backward(path, head, hidden, targets) -> tuple:
 
 
 def bench_logprobs(N=1024, H=256, V=151_936):
-    """Time at N tokens; peak memory at N and, since 4 N plain ones need
-    12 GB, 4 N by two points."""
+    """Measure the time at N tokens, and the peak memory at N and 4 N tokens.
+
+    Plain ones would need 12 GB at 4 N, so their memory there is extrapolated from two points.
+    """
     def runs(N):
         head, hidden, targets = head_and_data(N, H, V, torch.bfloat16)
         return {name: lambda p=p: backward(p, head, hidden, targets)
@@ -226,9 +228,10 @@ def bench_losses(B=512, T=4096):
 
 
 def bench_share(tokens=256):
-    """Qwen2.5-0.5B's shapes, float32: 24 layers of one kind, and the head on every token.
+    """Measure the correction's share of an update with Qwen2.5-0.5B's shapes in float32.
 
-    Scoring and generating, which a step also does, are left out: they would lower the share.
+    An update is 24 times one layer, and the head on every token. Scoring and generating, which a
+    step also does, are left out: they would lower the share.
     """
     from transformers import Qwen2Config, Qwen2Model
     shape: dict[str, Any] = dict(hidden_size=896, intermediate_size=4864, num_attention_heads=14,
@@ -253,7 +256,7 @@ def bench_share(tokens=256):
 
 
 def bench_bypass(steps=30):
-    """The demo's steps, with and without π_old's forward pass."""
+    """Time the demo's steps, with and without π_old's forward pass."""
     lines = {}
     with tempfile.TemporaryDirectory() as directory:
         for preset in ("decoupled_token_is", "bypass_ppo_clip"):
@@ -276,11 +279,12 @@ def bench_bypass(steps=30):
 
 
 def bench_step(steps=12, turns=5):
-    """The demo's steps: 1024 samples and 4 updates each, engine transformers, float32, one process.
+    """Time the demo's steps beside TRL's: engine transformers, float32, one process.
 
-    TRL gets the same model, prompts, reward, batch, lengths, learning rate and correction, and
-    neither evaluates nor saves; a turn is a few steps of each, and its first step is not counted.
-    The trainer takes one thread for so small a model; TRL is run with one and with all there are.
+    A step has 1024 samples and 4 updates. TRL gets the same model, prompts, reward, batch, lengths,
+    learning rate and correction, and neither evaluates nor saves. A turn is a few steps of each;
+    its first step is not counted. The trainer takes one thread for so small a model. TRL is run
+    with one thread and with all.
     """
     import trainer
     from plumbing.checkpoints import read_metrics
@@ -320,13 +324,13 @@ def bench_step(steps=12, turns=5):
 
 
 def bench_size():
-    """bench_size.py, where its parts and floors are explained."""
+    """Run bench_size.py, which explains its parts and floors."""
     import bench_size as half_a_billion
     half_a_billion.bench_size(table)
 
 
 def trl_steps(config, model: str, steps: int) -> list[tuple[float, float]]:
-    """(sampled tokens, seconds) of each step of TRL's GRPOTrainer."""
+    """Return (sampled tokens, seconds) of each step of TRL's GRPOTrainer."""
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from datasets.table import InMemoryTable  # pyright: ignore[reportMissingImports]
     from transformers import AutoTokenizer, TrainerCallback
@@ -361,8 +365,7 @@ def trl_steps(config, model: str, steps: int) -> list[tuple[float, float]]:
 
 
 def keep_freed_memory() -> None:
-    """Else page faults, a matter of who freed how much before, would be
-    charged to who comes next."""
+    """Keep freed memory in the process, so that no candidate pays for another's page faults."""
     with contextlib.suppress(AttributeError):                                   # glibc's
         ctypes.CDLL(None).mallopt(-1, 2 ** 30)                                  # M_TRIM_THRESHOLD
         ctypes.CDLL(None).mallopt(-3, 2 ** 25)                                  # M_MMAP_THRESHOLD

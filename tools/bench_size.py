@@ -1,18 +1,19 @@
-"""Half a billion parameters on a CPU: each part of a step beside the least that it could cost.
+"""This script compares each part of a step of a 0.5B model on a CPU with the least it could cost.
 
     python tools/bench.py size                  # 20 GB of memory, 16 GB of disk, about 10 minutes
 
-Qwen2.5-0.5B's shapes with random weights, made on the spot; 4 prompts × 8 samples × 64 tokens, vLLM
-in bfloat16 where it imports. Every floor is measured in the same process, after the steps:
+The model has Qwen2.5-0.5B's shapes and random weights. A step has 4 prompts × 8 samples × 64
+tokens, by vLLM in bfloat16 where it imports. Every floor is measured in the same process, after
+the steps:
     update      the matrix products of one forward and backward pass (6 · weights · tokens) at the
-                rate of a @ b,
+                speed of a @ b,
                 and one pass of the optimizer over its state
     sync        one copy and cast of all weights
     rollout     the same requests to a bare vllm.LLM: the engine's own, without what
                 adapters/vllm.py does around it
     checkpoint  writing the same bytes beside a file of that size, which is then deleted
-A second table measures what lies between a part and its floor, a third the process's memory, as the
-kernel counts it, beside the sum of what it must hold.
+A second table measures what lies between a part and its floor. A third compares the memory of the
+process, as the kernel counts it, with the sum of what it must hold.
 """
 
 import ctypes
@@ -51,7 +52,7 @@ def make_model(directory: str, **shape) -> str:
 
 
 def memory(name="VmRSS") -> float:
-    """GB of this process: now (VmRSS), or the most since clear_refs (VmHWM)."""
+    """Return the GB of this process: now (VmRSS), or the most since clear_refs (VmHWM)."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name))
     return int(line.split()[1]) / 2 ** 20
 
@@ -75,7 +76,7 @@ def median(run, times=3) -> float:
 
 
 def one_step(run, step: int, options) -> tuple[dict[str, Took], Any]:
-    """What each part took, and the batch."""
+    """Run one step, and return the time and memory of each part, and the batch."""
     import trainer
     from correction import correct
     world, kept = torch.distributed.group.WORLD, {}
@@ -100,15 +101,17 @@ def one_step(run, step: int, options) -> tuple[dict[str, Took], Any]:
 
 
 def rate(rows: int, config) -> float:
-    """Operations a second of a @ b with this many rows."""
+    """Return the operations per second of a @ b with this many rows."""
     a, b = torch.randn(rows, config.hidden_size), torch.randn(config.hidden_size,
                                                               config.intermediate_size)
     return 2 * a.numel() * b.shape[1] / median(lambda: a @ b, 9)
 
 
 def write_beside(directory: Path, weights: list) -> float:
-    """Seconds to write weights and moments beside what was written before, and to
-    delete that; the third time."""
+    """Return the seconds to write weights and moments, and then delete the file written before.
+
+    The third time counts.
+    """
     def write(name):
         with open(directory / name, "wb") as file:
             for _ in range(3):
@@ -123,7 +126,7 @@ def write_beside(directory: Path, weights: list) -> float:
 
 
 def floors(run, batch, weights: list) -> dict[str, float]:
-    """Seconds of the least that each part could do, and what of it is shown in the second table."""
+    """Return the least seconds of each part, and the terms of these that the second table shows."""
     tokens, config = int(batch.attention.sum()), run.policy.model.config
     for parameter in run.policy.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -147,8 +150,7 @@ def floors(run, batch, weights: list) -> dict[str, float]:
 
 def causes(run, batch, weights: list, took: dict[str, Took],
            floor: dict[str, float]) -> list[list[str]]:
-    """What lies between the update, the sync and the checkpoint and their
-    floors, each measured by itself."""
+    """Measure, one by one, what lies between update, sync, checkpoint and their floors."""
     from policy import full_weights
     config, tokens = run.policy.model.config, int(batch.attention.sum())
     parts, threads = len(batch.tokens) // run.config.train.micro_batch_size, torch.get_num_threads()
@@ -179,21 +181,21 @@ def causes(run, batch, weights: list, took: dict[str, Took],
 
 
 class Heap(ctypes.Structure):
-    """What mallinfo2(3) returns."""
+    """A Heap is what mallinfo2(3) returns."""
     _fields_ = [(name, ctypes.c_size_t) for name in (
         "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
         "fordblks", "keepcost")]
 
 
 def unused() -> float:
-    """GB that were freed and stay with the process, in pieces between what is in use."""
+    """Return the GB that were freed but stay in the process, in gaps between what is in use."""
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = Heap
     return mallinfo2().fordblks / 2 ** 30
 
 
 def hold_directory(run, batch, engine: float, start: float, peak: float) -> list[list[str]]:
-    """GB of what the process must hold in the update, and what it did hold."""
+    """List the GB that the process must hold in the update, and those that it did hold."""
     import trainer
     weights = 4 * sum(p.numel() for p in run.policy.parameters()) / 2 ** 30
     storages, own = {}, {p.to_local().untyped_storage().data_ptr() for p in run.policy.parameters()}

@@ -1,10 +1,9 @@
-"""Is it right, and is it fast, on the GPU at hand: one command, no
-download, a table for the README.
+"""This script checks correctness and speed on the GPU at hand, and prints a table for the README.
 
     python tools/gpu_report.py
 
-On a GPU: shapes of Qwen2.5-0.5B with random weights; it takes half an hour at most. On none: tiny
-shapes, and what only a GPU can show is said to be left out.
+It downloads nothing. On a GPU it takes half an hour at most, with shapes of Qwen2.5-0.5B and random
+weights. Without a GPU it takes tiny shapes, and says what it leaves out.
 pytest does not collect this file.
 """
 
@@ -52,8 +51,7 @@ def row(what: str, found: str) -> None:
 
 
 def make_model(directory: Path) -> str:
-    """Random weights, wide enough that distributions are far from uniform, and
-    a tokenizer of characters."""
+    """Write a model of random weights, far from a uniform distribution, and a tokenizer."""
     torch.manual_seed(0)
     tokenizer: Any = character_tokenizer("0123456789+=")
     model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
@@ -67,7 +65,7 @@ def make_model(directory: Path) -> str:
 
 
 def make_batch(device) -> trainer.Batch:
-    """Eight samples a prompt, of all lengths."""
+    """Return eight samples per prompt, of different lengths."""
     generator, size = torch.Generator().manual_seed(1), (LARGE if ON_GPU else TINY)["vocab_size"]
 
     def draw(n):
@@ -87,7 +85,7 @@ def settings(**train) -> trainer.Config:
 # -------------------------------------------------------------------------------------- is it right
 
 def right_log_probs(path: str, device) -> None:
-    """A row among others, padded, against the same row alone."""
+    """Compare a row's log-probs when it is padded among others with those when it is alone."""
     for dtype in DTYPES:
         policy, batch = load_policy(path, 1.0, dtype, device), make_batch(device)
         together = trainer.score(policy, batch, settings())
@@ -100,7 +98,7 @@ def right_log_probs(path: str, device) -> None:
 
 
 def right_attention(device) -> None:
-    """PyTorch issue 196678: L % 128 = 64, a mask, rows whose log-sum is below −88.7."""
+    """Reproduce PyTorch issue 196678: L % 128 = 64, a mask, rows whose log-sum is below −88.7."""
     if not ON_GPU:
         return row("NaN in the backward pass of cuDNN's attention", "left out: only a GPU has it")
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -122,7 +120,7 @@ def right_attention(device) -> None:
 
 
 def right_resume(path: str, directory: Path) -> None:
-    """Four steps at a stretch against two and two; weights after them, and the time of a save."""
+    """Compare the weights after four steps with those after two and two, and time a save."""
     command = [sys.executable, str(ROOT / "trainer.py"), f"policy.path={path}",
                "rollout.engine=transformers",
                "task.size=1", "task.eval_size=8", "rollout.prompts=8", "rollout.samples=4",
@@ -152,7 +150,7 @@ def wait() -> float:
 
 
 def matmul_rate(device, dtype) -> float:
-    """FLOP/s of a @ b, which no update can exceed."""
+    """Return the FLOP/s of a @ b, which no update can exceed."""
     n = 8192 if ON_GPU else 512
     (a, b), times = torch.randn(2, n, n, device=device, dtype=dtype), []
     for _ in range(5):
@@ -163,7 +161,7 @@ def matmul_rate(device, dtype) -> float:
 
 
 def fast_update(path: str, device) -> None:
-    """Tokens a second, the share of a @ b, where the host waits, and what memory it takes."""
+    """Measure an update's tokens per second, its share of a @ b, its host waits and its memory."""
     for dtype in DTYPES:
         policy = load_policy(path, 1.0, dtype, device)
         batch, config = make_batch(device), settings()
@@ -193,7 +191,7 @@ def fast_update(path: str, device) -> None:
 
 
 def waits(call) -> str:
-    """The lines at which CUDA makes the host wait, as torch's sync debug mode warns of them."""
+    """Return the lines at which CUDA makes the host wait, from torch's sync debug mode."""
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -207,8 +205,10 @@ def waits(call) -> str:
 # --------------------------------------------------------------------------------------- the engine
 
 def engine_rows(path: str, device) -> None:
-    """μ against π_old, seeds, weights pushed while asleep, graphs on and off, and
-    sampling cut by top-p and top-k."""
+    """Compare μ with π_old, with CUDA graphs on and off, and with sampling cut by top-p and top-k.
+
+    The rows also check seeds, and weights that are pushed while the engine sleeps.
+    """
     dtype, prompts = "bfloat16" if ON_GPU else "float32", [[3 + i % 9, 4, 5] for i in range(ROWS)]
     whole, top = {}, dict(top_p=0.9, top_k=50)
     both = [(True, whole), (True, top)]
@@ -245,14 +245,13 @@ def mismatch(path, prompts, samples, temperature, dtype, device) -> tuple[float,
     batch = trainer.pad(prompts, samples, torch.zeros(len(samples)), device)
     old = trainer.score(load_policy(path, temperature, dtype, device), batch, settings())
     mask = batch.response_mask
-    # KL(μ‖π_old) from samples of μ
+    # The mean of k3 on samples of μ estimates KL(μ‖π_old).
     k3 = kl_estimate(batch.rollout_log_prob, old, "k3")[mask].mean()
     return k3.item(), (old - batch.rollout_log_prob)[mask].abs().max().item()
 
 
 def asleep(engine, path, device) -> None:
-    """Other weights while it sleeps: greedy samples change with them, and
-    come back with the old ones."""
+    """Check that weights pushed during sleep arrive: greedy samples change, then change back."""
     def greedy():
         samples = engine.generate([[5, 6]], [0], temperature=0, max_tokens=8, eos_ids=[])
         return samples[0].tokens

@@ -1,10 +1,10 @@
-"""Plants one-line errors in the core files and counts those the core tests notice.
+"""Plant one-line errors in the core files, and count those that the core tests notice.
 
     python tools/mutate.py [N] [SEED]       # N mutants drawn at random (300), of all there are
 
-Run by hand: the 300 take about an hour of one core. An error is one change of one expression: an
-operator, a comparison, a sign, a constant, a condition, a dropped detach, where or clamp, max for
-min, sum for mean. Messages and annotations are left alone. The tests run on a copy.
+It is run by hand: the 300 take about an hour of one core. An error is one change of one expression:
+an operator, a comparison, a sign, a constant, a condition, a dropped detach, where or clamp, max
+for min, sum for mean. Messages and annotations are left alone. The tests run on a copy.
 """
 
 import ast
@@ -47,7 +47,7 @@ DROPPED = {"detach", "clamp", "square", "abs", "exp", "sqrt", "double", "expm1"}
 
 
 def mutants(source: str) -> list[tuple[int, str, str]]:
-    """(line, what was done, the mutated source)"""
+    """Return (line, what was changed, the mutated source) for every mutant of a source."""
     tree, text, starts, found = ast.parse(source), source.encode(), [0], []
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -124,7 +124,7 @@ def path_of(test: str) -> str:
 
 
 def caught(copy: Path, files: list[str], seconds: float) -> bool:
-    """Whether a test fails; the first failure ends it. Too slow is caught, too."""
+    """Say whether a test fails on the copy; tests that take too long count as failed."""
     child = os.fork()                               # torch and pytest are imported already
     if child == 0:
         os.chdir(copy)

@@ -1,14 +1,14 @@
-"""A pretend accelerator: tensors that say `pretend:0`, and compute on the CPU.
+"""A pretended accelerator has tensors that say `pretend:0`, and computes on the CPU.
 
-It does what a GPU would make trouble with, on a machine without one:
+On a machine without a GPU it imitates what causes trouble on one:
 * An operation on tensors of two devices raises, as CUDA's kernels do: a 0-dim tensor of the CPU may
   be an operand, but no element of a list (`stack`, `cat`) and no index.
 * Whatever makes the host wait for the device is counted, with the line that asked for it: `item`,
   `tolist`, `if tensor`, shapes that depend on data, copies in either direction unless they are
   non_blocking (and copies back always).
-FSDP2, DTensor, the optimizer and the collectives (gloo) are the real ones; what they
-ask of a device (streams, events) is there and does nothing. Importing this file
-registers the device, for good.
+FSDP2, DTensor, the optimizer and the collectives (gloo) are the real ones. The streams and events
+that they ask a device for exist here, and do nothing. Importing this file registers the device, for
+the rest of the process.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ NESTED = (list, tuple, dict)       # what arguments and results come in
 
 
 class Stream:
-    """All streams are one here, and everything on it is done at once."""
+    """A Stream stands for the only stream there is: everything on it is done at once."""
     def __init__(self, *_, **__): self.device = torch.device("pretend:0")
     def wait_stream(self, other): pass
     def wait_event(self, event): pass
@@ -50,7 +50,7 @@ class Event:
 
 
 class Module:
-    """torch.pretend, as torch.cuda."""
+    """A Module stands for torch.pretend, as torch.cuda is CUDA's module."""
     Stream, Event, stream = Stream, Event, contextlib.nullcontext
     def is_initialized(self): return True
     def is_available(self): return True
@@ -69,7 +69,7 @@ DEVICE = torch.device("pretend:0")
 
 
 def line() -> str:
-    """The innermost line of the project, behind it the library's that it had called."""
+    """Return the innermost line of the project, preceded by the library's line that it led to."""
     frames = [f for f in traceback.extract_stack() if not f.filename.startswith(__file__)]
     own = [i for i, f in enumerate(frames) if Path(f.filename).is_relative_to(HERE)]
     if not own:
@@ -83,7 +83,7 @@ def wait(what: str) -> None:
 
 
 class Pretend(torch.Tensor):
-    """A tensor of the device: its numbers are in `.inner`, a tensor of the CPU."""
+    """A Pretend is a tensor of the device: its numbers are in `.inner`, a tensor of the CPU."""
 
     inner: torch.Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     __torch_function__ = (  # pyright: ignore[reportAssignmentType]
@@ -116,7 +116,7 @@ class Pretend(torch.Tensor):
 
 
 def leaves(given) -> list[torch.Tensor]:
-    """The tensors among arguments: an operation takes them alone, or in a list or two."""
+    """Return the tensors among arguments, which may be in lists, tuples or dictionaries."""
     if isinstance(given, torch.Tensor):
         return [given]
     parts = given.values() if isinstance(given, dict) else given
@@ -124,8 +124,10 @@ def leaves(given) -> list[torch.Tensor]:
 
 
 def replace(given: Any, kind: Any, by: Any) -> Any:
-    """The same arguments with by(x) for each x that is a `kind`. Many times faster than torch's
-    tree_map, which an operation of these tests would spend half of its time in."""
+    """Return the same arguments with by(x) for each x that is a `kind`.
+
+    torch's tree_map is many times slower: an operation here would spend half of its time in it.
+    """
     if isinstance(given, kind):
         return by(given)
     if isinstance(given, dict):
@@ -167,8 +169,7 @@ def count_waits(name, args, kwargs, to) -> None:
 
 
 def run(func, args, kwargs):
-    """One operation with a tensor of the device among its arguments, or with
-    the device as its target."""
+    """Run one operation whose arguments, or whose target, are on the device."""
     name, to = func._schema.name, kwargs.get("device")
     to = None if to is None else torch.device(to)
     if name == "aten::_fused_sdp_choice":
@@ -201,14 +202,17 @@ LIBRARY = torch.library.Library("aten", "IMPL")
 for factory_name in ("empty.memory_format", "empty_strided", "arange", "arange.start",
                      "arange.start_step"):
     factory(factory_name)
-# What `torch.tensor(…, device=…)` ends in.
+# `torch.tensor(…, device=…)` ends in this operation.
 LIBRARY.impl("_copy_from", lambda x, to,
              later=False: run(torch.ops.aten.copy_.default, (to, x, later), {}),
              "PrivateUse1")
 
 
 def move(parameters, buffers, device) -> None:
-    """FSDP2's, which sets `tensor.data`: that cannot change a tensor's class."""
+    """Move parameters and buffers for FSDP2, whose own function sets `tensor.data`.
+
+    That cannot change a tensor's class.
+    """
     for x in [*parameters, *buffers]:
         if x.device != device:
             moved = x.detach().to(device)
@@ -222,7 +226,7 @@ torch.__future__.set_swap_module_params_on_conversion(True)  # and `model.to(dev
 
 
 class Generator(torch.Generator):
-    """Random numbers are the CPU's too."""
+    """A Generator draws its random numbers on the CPU, too."""
     def __new__(cls, device=None):
         return super().__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
 
