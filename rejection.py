@@ -4,7 +4,7 @@ Every criterion looks at the original mask, and a token survives only if all cri
 value equal to its bound is kept, and NaN is rejected. Bounds of k1 criteria bound ρ itself. Each
 criterion is a row of CRITERIA. To add one, write a function from Evidence to Verdict, and its row.
 Checks, metrics, help, tables and the tests that hold for any criterion follow from the row.
-Derivation: math/6-correction.md.
+Derivation: math/6-correction.md and math/7-methods-and-prices.md.
 
     keep = rejection_mask(log_ratio, response_mask, {"seq_mean_k3": 0.01})                # [B, T]
 """

@@ -234,7 +234,7 @@ class WeightSync:
     def __init__(self, engine: Engine, staleness: int = 0, quantize_bits: int | None = None,
                  dtype: str = "float32") -> None:
         if staleness < 0:
-            raise ValueError(f"rollout.staleness={staleness} must be 0 or more updates.")
+            raise ValueError(f"rollout.staleness={staleness} must be 0 or more weight syncs.")
         quantize_weights([], quantize_bits)  # raises now rather than at the first push
         self.engine, self.staleness, self.bits = engine, staleness, quantize_bits
         self.dtype = DTYPES[dtype]

@@ -1,16 +1,16 @@
-"""Writes the reading edition into book/: the chapters, the book's files and the tests,
-as pages that work from disk.
+"""Write the reading edition into book/: chapters, files and tests as pages that work from disk.
 
 Equation, function and test find one another by the labels (eq:…) which the chapters define and
 the code cites. The figures' numbers are computed here, by the oracle and by losses.py. Nothing
 that a page shows is typed here.
 
     python math/book.py        # needs requirements/book.txt and `npm install --prefix math/book`
+    python math/book.py pages  # book/ is then ready for a static host, and book.zip has all of it
 
-What a chapter's markup means to this edition, beside Markdown: what cites the **(eq:…)** below a
-formula stands beside it. A block of `>>>` is folded; its line is the block's first comment, when it
-begins with one, otherwise the last sentence before it. What a chapter's first block does before it
-prints is the set-up. <details><summary>Answer</summary> … </details> is an answer, folded
+This edition reads more in a chapter's markup than Markdown does. What cites the **(eq:…)** below a
+formula stands beside it. A block of `>>>` is folded. Its title is the block's first comment, when
+it begins with one, otherwise the last sentence before it. What a chapter's first block does before
+it prints is the set-up. <details><summary>Answer</summary> … </details> is an answer, folded
 everywhere; the blocks in it are not.
 """
 
@@ -18,16 +18,20 @@ import ast
 import doctest
 import html
 import json
+import math
+import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from collections import Counter
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from string import Template
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 import yaml
 from markdown_it import MarkdownIt
@@ -39,32 +43,36 @@ from pygments.lexers import PythonConsoleLexer, get_lexer_by_name, get_lexer_for
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "math")]
 
-import torch
-from tables import POLICIES, RolloutCorrectionConfig, bias_and_std, priced
-
-from correction import PRESETS, correct, rejection_mask
-from estimators import aggregate_log_ratio
-from losses import (cispo_loss, exp_ratio, gspo_loss, policy_loss, ppo_clip_loss, reinforce_loss,
-                    sapo_loss)
+import moving
+import museum
+import which
 
 HERE, OUT = ROOT / "math" / "book", ROOT / "book"
 FILES = [f"{name}.py" for name in (
     "estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses",
     "causes", "doctor", "policy", "rollout", "trainer", "kernels/log_probs")]
 CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))
+APPENDICES = sorted((ROOT / "math").glob("appendix-*.md"), key=lambda path: path.read_text())
 LABEL = re.compile(r"eq:[a-z0-9]+(?:-[a-z0-9]+)*")
 DEFINITION = re.compile(rf"\*\*\(({LABEL.pattern})\)\*\*")
 
-# Where a figure that moves stands: in the place of a picture, or at the end of a section.
+SAMPLER = "Your sampler is not your policy"
+SITE = os.environ.get("BOOK_SITE", "")     # https://…/ where the book is hosted: og:image needs it
+
+# A figure that moves stands in the place of a picture, or at the end of a section.
 IN_PLACE = {"bias-variance.png": "cap", "length-trap.png": "trap"}
-AT_END = {"4-ppo.md": ("sapo-a-gate-instead-of-a-clip", "curves"),
-          "6-correction.md": ("correction-truncate-mask-reject-normalise", "batch")}
+AT_END = {"3-importance-weights.md": ("three-levels", "tree"),
+          "4-ppo.md": ("sapo-a-gate-instead-of-a-clip", "curves"),
+          "6-correction.md": ("correction-truncate-mask-reject", "batch"),
+          "10-gradient-field.md": ("one-picture", "square"),
+          "11-clip-around-mu.md": ("one-place", "push"),
+          "13-what-is-wrong.md": ("what-cannot-be-told-apart", "quiz")}
 
 
 # ------------------------------------------------------------------------------ code, by its labels
 
 class Part(NamedTuple):
-    """A function, class or test, and how near to its first line it cites each label."""
+    """A Part is a function, class or test, with the place where it first cites each label."""
 
     file: str
     name: str
@@ -103,7 +111,7 @@ def parts(file):
 
 
 def citing(label, files):
-    """The parts that cite a label; first the one that is about it."""
+    """Return the parts that cite a label; the part that is about the label comes first."""
     found = [part for file in files for part in parts(file) if label in part.labels]
     often = Counter(part.file for part in found)
 
@@ -116,8 +124,7 @@ def citing(label, files):
 
 @cache
 def proving_files():
-    """The tests that cite an equation, but for those about the labels
-    themselves, and the oracle."""
+    """Return the oracle and the tests that cite an equation, but not those about the labels."""
     tests = [path for path in sorted((ROOT / "tests").glob("test_*.py"))
              if LABEL.search(path.read_text())]
     return ["tests/oracle.py", *(f"tests/{path.name}" for path in tests
@@ -126,8 +133,10 @@ def proving_files():
 
 @cache
 def names():
-    """Public name → page and line, of the book's files; of the oracle, whose names
-    are short, only long ones."""
+    """Return public name → page and line, for the book's files.
+
+    The oracle's names are short: only its long ones count.
+    """
     return {part.name: f"{page_of(part.file)}#L{part.first}"
             for file in ["tests/oracle.py", *reversed(FILES)]
             for part in parts(file) if file in FILES or "_" in part.name}
@@ -139,7 +148,7 @@ def page_of(file):
 
 @cache
 def equations():
-    """Label → its chapter's page."""
+    """Return label → its chapter's page."""
     return {label: f"{path.stem}.html" for path in CHAPTERS
             for label in DEFINITION.findall(path.read_text())}
 
@@ -160,37 +169,50 @@ def boxed(rows, kind=""):
 
 @cache
 def highlighted(file):
-    """The lines of a file as HTML."""
+    """Return the lines of a file as HTML."""
     text = in_colours((ROOT / file).read_text(), get_lexer_for_filename(file, stripnl=False))
     return [link_references(link_labels(line)) for line in text.rstrip("\n").split("\n")]
 
 
-def listing(part):
-    lines = enumerate(highlighted(part.file)[part.first - 1:part.last], part.first)
-    kinds = {True: "doc", False: "code"}
-    return boxed("\n".join(
-        f'<span class="l {kinds[n in part.docstring]}" data-n="{n}">{line}</span>'
-        for n, line in lines))
+def listing(part, label):
+    """Return a part's lines, open near what cites the label; the rest is folded.
+
+    Where only its head cites the label, the first steps are open.
+    """
+    source, kinds, pieces = highlighted(part.file), {True: "doc", False: "code"}, []
+    lines = range(part.first, part.last + 1)
+    body = range(part.docstring.stop or part.line + 1, part.last + 1)
+    cites = [n for n in lines if label in LABEL.findall(source[n - 1])]
+    near = [m for n in cites if n in body for m in range(n - 4, n + 5)] or body[:14]
+    opened = {*range(part.first, (part.docstring.start or part.line) + 1), *cites, *near}
+    for is_open, run in groupby(lines, opened.__contains__):
+        run = [*run]
+        rows = boxed("\n".join(f'<span class="l {kinds[n in part.docstring]}" data-n="{n}">'
+                               f'{source[n - 1]}</span>' for n in run))
+        pieces.append(rows if is_open or len(run) < 4 else
+                      f'<details class="rest"><summary>lines {run[0]} to {run[-1]}</summary>'
+                      f'{rows}</details>')
+    return f'<div class="window">{"".join(pieces)}</div>'
 
 
 def panel(label):
-    """What stands beside an equation: the function that computes it open, the
-    others and the tests folded."""
+    """Return what stands beside an equation: the function that computes it, others and tests.
+
+    The function is open. The others and the tests are folded.
+    """
     def folded(part, opened=False):
         where = f'{page_of(part.file)}#L{part.first}'
         head = (f'<code>{part.name}</code> '
                 f'<a class="where" href="{where}">{part.file}:{part.first}</a> '
                 f'<span class="sum">{html.escape(part.summary)}</span>')
-        shown = f'<p><a href="{where}">on its page</a></p>'
-        if part.last - part.first < 110:
-            shown = listing(part)
-        return f'<details class="part"{" open" * opened}><summary>{head}</summary>{shown}</details>'
+        return (f'<details class="part"{" open" * opened}><summary>{head}</summary>'
+                f'{listing(part, label)}</details>')
 
     tests = sorted(citing(label, proving_files()), key=lambda part: (part.file, part.first))
-    return (f'<aside class="panel" data-eq="{label}"><div class="stick"><h4>computed by</h4>'
+    return (f'<aside class="panel" data-eq="{label}"><div class="stick"><p class="kind">computed by</p>'
             + "".join(folded(part, not i) for i, part in enumerate(citing(label, FILES)))
-            + '<details class="tests" open><summary><h4>'
-            + f'proved by {len(tests)} test{"s"[len(tests) < 2:]}</h4></summary>'
+            + f'<details class="tests"{" open" * (len(tests) < 4)}><summary class="kind">'
+            + f'proved by {len(tests)} test{"s"[len(tests) < 2:]}</summary>'
             + "".join(map(folded, tests)) + "</details></div></aside>")
 
 
@@ -216,7 +238,7 @@ def formula(tex, display):
 
 
 def displayed(tex):
-    """A displayed formula; where \\qquad parts it, it may break on a narrow page."""
+    """Return a displayed formula, which may break at \\qquad on a narrow page."""
     pieces = [""]
     for piece in re.split(r"\\qquad\b", tex.strip()):
         depth = len(re.findall(r"{|\\begin\b", pieces[-1]))
@@ -233,8 +255,8 @@ def references():
 
 @cache
 def mentions():
-    """What a text or a comment may call a reference → its id."""
-    return {name: e["id"] for e in references()
+    """Return whatever a text or a comment may call a reference → the reference."""
+    return {name: e for e in references()
             for name in [e["id"], e["link"], *e.get("cited", [])]}
 
 
@@ -242,14 +264,17 @@ def link_references(text):
     known = "|".join(map(re.escape, sorted(mentions(), key=len,
                                            reverse=True))).replace("'", "(?:'|&#(?:39|x27);)")
     def link(found):
-        place = mentions()[html.unescape(found[0])]
-        return f'<a href="references.html#{place}">{found[0]}</a>'
+        entry = mentions()[html.unescape(found[0])]
+        who = entry["authors"].split(", ")
+        card = f'{entry["title"]}. {", ".join(who[:3])}{" et al." * (len(who) > 3)}, {entry["year"]}'
+        return (f'<a href="references.html#{entry["id"]}" title="{html.escape(card)}">'
+                f'{found[0]}</a>')
 
     return re.sub(rf"(?<![\w/.])(?:{known})(?![\w.]*\d)", link, text)
 
 
 def link_text(text):
-    """Labels, chapters and references in running text become links."""
+    """Turn labels, chapters and references in running text into links."""
     pages = {path.name.split("-")[0]: f"{path.stem}.html" for path in CHAPTERS}
     return link_references(re.sub(
         r"\b[Cc]hapter (\d+)\b",
@@ -262,7 +287,7 @@ def slug(title):
 
 
 def target(href, folder):
-    """Where a link of a document leads in the book."""
+    """Return where a link of a document leads in the book."""
     if re.match(r"https?:|mailto:|#", href):
         return href
     path, _, anchor = href.partition("#")
@@ -298,8 +323,10 @@ def markdown(folder):
         name = tokens[i].attrs["src"].split("/")[-1]
         if name in IN_PLACE:
             return widget(IN_PLACE[name])
-        alt = html.escape(tokens[i].content)
-        return f'<img src="{target(tokens[i].attrs["src"], folder)}" alt="{alt}" title="{alt}">'
+        source = target(tokens[i].attrs["src"], folder)
+        width, height = struct.unpack(">2I", (OUT / source).read_bytes()[16:24])     # of a PNG
+        return (f'<img src="{source}" alt="{html.escape(tokens[i].content)}" '
+                f'width="{width}" height="{height}">')
 
     for name, rule in (("text", lambda _, tokens, i, *more: link_text(tokens[i].content)),
                        ("code_inline", code), ("link_open", opened), ("image", image),
@@ -313,16 +340,32 @@ def widget(name):
     return f'<figure class="widget" data-widget="{name}">\x04{name}\x05</figure>'
 
 
+def captioned(rendered):
+    """Return a picture and the caption in italics below it as a figure."""
+    found = re.fullmatch(r"<p>(<img[^>]*>|<figure.*</figure>)\s*(?:<em>(.*)</em>)?</p>\s*",
+                         rendered, re.DOTALL)
+    if not found:
+        return rendered
+    picture, caption = found.groups("")
+    return (f'<figure>{picture}<figcaption>{caption}</figcaption></figure>'
+            if picture.startswith("<img") else
+            f'{picture.removesuffix("</figure>")}<p class="caption">{caption}</p></figure>')
+
+
 def fold(kind, title, source):
-    """A block on one line, which says what it is for. What it printed says nothing
-    without the code above it."""
+    """Return a block folded to one line, which says what it is for.
+
+    Its output is folded, too: that says nothing without the code above it.
+    """
     return (f'<details class="{kind}"><summary><span>{title}</span></summary>'
             f'{boxed(in_colours(source, PythonConsoleLexer()))}</details>')
 
 
 class Row:
-    """A stretch of text with at most one labelled equation; `wide` is the class of one
-    of the page's whole width."""
+    """A Row is a stretch of text with at most one labelled equation.
+
+    `wide` is the class of a row that has the whole width of the page.
+    """
 
     def __init__(self, wide=""):
         self.before, self.after, self.wide = [], [], wide
@@ -337,14 +380,15 @@ class Row:
 
 
 class Chapter:
-    """One document: its rows, its headings and the plain text of each, for the search."""
+    """A Chapter is one document: its rows, its headings and their plain text for the search."""
 
     def __init__(self, path):
         self.path, self.page, self.md = path, f"{path.stem}.html", markdown("math")
         self.rows, self.sections, self.figures = [Row()], [], []
         self.said, self.has_setup, self.answers = "", False, 0
         depth, blocks = 0, [[]]
-        for token in self.md.parse(path.read_text()):
+        text = re.sub(r"^(!\[.*\))\n\n(?=\*[^*])", r"\1\n", path.read_text(), flags=re.MULTILINE)
+        for token in self.md.parse(text):
             depth += token.nesting
             blocks[-1].append(token)
             blocks += [] if depth else [[]]
@@ -369,6 +413,7 @@ class Chapter:
 
     def add(self, block, following):
         token, text = block[0], " ".join(t.content for t in block if t.type == "inline")
+        rendered = text.strip("*")
         if token.type == "heading_open":
             self.heading(token, text)
         elif token.type == "fence":
@@ -378,21 +423,23 @@ class Chapter:
             if not token.content.startswith("<!--"):
                 self.put(token.content.replace("<details", '<details class="answer"'))
         elif not DEFINITION.fullmatch(text):
-            rendered = self.md.renderer.render(block, self.md.options, {})
+            rendered = captioned(self.md.renderer.render(block, self.md.options, {}))
             columns = rendered.count("</th>")
-            broad = "data-widget" in rendered or (columns > 2 and not self.rows[-1].label)
+            broad = "<figure" in rendered or (columns > 2 and not self.rows[-1].label)
             self.put(rendered, "wide many" if columns > 5 else "wide" * broad)
             self.said = text
-        if self.sections and token.type != "fence":
-            self.sections[-1]["text"] += " " + text
+        if self.sections and token.type not in ("fence", "heading_open"):
+            self.sections[-1]["text"] += " " + rendered
 
     def heading(self, token, text):
         if token.tag != "h3":
             self.end_section()
             self.rows.append(Row())
-        self.sections.append({"title": text, "id": slug(text), "level": token.tag, "text": ""})
-        link = f'<a href="#{slug(text)}">{self.md.renderInline(text)}</a>'
-        self.put(f'<{token.tag} id="{slug(text)}">{link}</{token.tag}>')
+        link = f'<a href="#{slug(text)}">{re.sub("</?a.*?>", "", self.md.renderInline(text))}</a>'
+        self.sections.append({"title": text, "id": slug(text), "level": token.tag, "text": "",
+                              "link": link})
+        self.put(f'<{token.tag} id="{slug(text)}">{link}</{token.tag}>',
+                 "top" * (token.tag == "h1"))
         self.said = text
 
     def fence(self, token, following):
@@ -428,106 +475,11 @@ class Chapter:
                         else "")
 
     def html(self):
-        return "\n".join(row.html() for row in self.rows)
-
-
-# ------------------------------------------------------------- the numbers of the figures that move
-
-def cap_data():
-    """Bias, its standard error, the standard deviation, and all three as
-    chapter 6's table writes them."""
-    caps, noises, limits = [1, 1.25, 1.5, 2, 3, 5, 10], [0.05, 0.2, 0.5], [1, 2, 4, 8]
-    methods = {"token, at most C": lambda c: RolloutCorrectionConfig("token", float(c)),
-               "sequence, at most C": lambda c: RolloutCorrectionConfig("sequence", float(c)),
-               "sequence, 0 outside [1/C, C]": lambda c: RolloutCorrectionConfig(
-                   "sequence", (1 / c, float(c))),
-               "no weight": lambda c: RolloutCorrectionConfig()}
-
-    def point(config, T, noise):
-        found = bias_and_std(config, T, noise)
-        return [*(round(x, 4) for x in found[:3]), priced(found).replace("*", "")]
-
-    values = {name: [[[point(of(c), T, noise) for c in (caps if name != "no weight" else caps[:1])]
-                      for T in limits] for noise in noises] for name, of in methods.items()}
-    return {"C": caps, "noise": noises, "T": limits, "policies": POLICIES, "values": values}
-
-
-def trap_data():
-    """One ratio on every token: the product, the geometric mean, and whether two presets'
-    bounds keep the response."""
-    ratios = [0.9, 0.99, 0.999, 1.0, 1.001, 1.01, 1.1]
-    lengths = sorted({round(2 ** (i / 3)) for i in range(37)})
-    bounds = [PRESETS[name]().rollout_rs for name in ("decoupled_seq_is_rs", "decoupled_geo_rs")]
-
-    def point(ratio, L):
-        log_ratio, mask = torch.full((1, L), ratio, dtype=torch.float64).log(), torch.ones(1, L)
-        levels = [aggregate_log_ratio(log_ratio, mask, level)[0, 0].exp().item()
-                  for level in ("sequence", "geometric")]
-        return [*levels, *(bool(rejection_mask(log_ratio, mask, bound).all()) for bound in bounds)]
-
-    return {"ratio": ratios, "lengths": lengths,
-            "bounds": [next(iter(bound.items())) for bound in bounds],
-            "values": [[point(ratio, L) for L in lengths] for ratio in ratios]}
-
-
-def curves_data():
-    """∂L/∂log π_θ of one token, by autograd through losses.py, at every
-    r and for both signs of A."""
-    ratios = torch.arange(1, 401) / 100
-
-    def of_four(new, old, A):
-        """GSPO with its own interval, where one of four tokens has the
-        ratio r and the others have 1."""
-        others = torch.zeros(len(new), 3)
-        new, old = (torch.cat([x, others], -1) for x in (new, old))
-        return gspo_loss(new, old, A.expand(-1, 4), torch.ones(len(new), 4))[:, :1]
-
-    losses = {"REINFORCE": (lambda new, old, A: reinforce_loss(new, A), "eq:reinforce"),
-              "PPO": (ppo_clip_loss, "eq:ppo-clip"),
-              "PPO, dual clip 3": (lambda *x: ppo_clip_loss(*x, dual_clip=3.0), "eq:dual-clip"),
-              "GSPO, one token of four": (of_four, "eq:gspo"),
-              "CISPO": (cispo_loss, "eq:cispo"), "SAPO": (sapo_loss, "eq:sapo")}
-
-    def slopes(loss, A):
-        old = torch.full((len(ratios), 1), -5.0)
-        new = (old + ratios[:, None].log()).requires_grad_()
-        total = loss(new, old, torch.full_like(old, A)).sum()
-        (gradient,) = torch.autograd.grad(total, new)
-        return [round(x, 3) + 0.0 for x in gradient[:, 0].tolist()]
-
-    return {"r": [round(r, 2) for r in ratios.tolist()], "values": [
-        {"name": name, "label": label, "page": equations()[label], "plus": slopes(loss, 1.0),
-         "minus": slopes(loss, -1)}
-        for name, (loss, label) in losses.items()]}
-
-
-def batch_data():
-    """Six recorded responses through `correct` and `policy_loss`, a preset at a time."""
-    recorded = json.loads((HERE / "batch.json").read_text())
-    mask = torch.tensor([[token is not None for token in row] for row in recorded["tokens"]])
-    mu, old, theta = (torch.tensor(recorded[name]).double()
-                      for name in ("rollout", "old", "current"))
-    A = torch.tensor(recorded["advantages"]).double()[:, None].expand_as(mu)
-    presets = ["disabled", "decoupled_token_is", "decoupled_seq_is", "decoupled_k3_rs",
-               "decoupled_k3_rs_seq_tis"]
-
-    def rows(x):
-        return [[round(v, 3) + 0.0 if m else None for v, m in zip(*pair)]
-                for pair in zip(x.tolist(), mask.tolist())]
-
-    def of(preset):
-        correction = correct(old, mu, mask, PRESETS[preset](), A)
-        lp = theta.clone().requires_grad_()
-        loss, _ = policy_loss(lp, old, mu, A, mask, PRESETS[preset](), correction=correction)
-        (gradient,) = torch.autograd.grad(loss, lp)
-        weights = torch.ones_like(mu) if correction.weights is None else correction.weights
-        return {"weights": rows(weights), "kept": rows(correction.mask.double()),
-                "gradient": rows(-mask.sum() * gradient), "loss": round(loss.item(), 4)}
-
-    return {**{name: recorded[name] for name in ("prompts", "tokens", "advantages", "how")},
-            "rollout": rows(mu), "old": rows(old), "rho": rows(exp_ratio(old - mu)),
-            "r": rows(exp_ratio(theta - old)),
-            "presets": {preset: of(preset) for preset in presets}}
+        """Return the rows and, below the title, the contents: a wide screen has them at its side."""
+        contents = "".join(f"<li>{s['link']}</li>" for s in self.sections if s["level"] == "h2")
+        rows = [text for row in self.rows if (text := row.html())]
+        rows.insert(1, f'<nav class="toc" aria-label="In this chapter"><ol>{contents}</ol></nav>')
+        return "\n".join(rows)
 
 
 # ---------------------------------------------------------------------------------------- the pages
@@ -554,37 +506,186 @@ def equation_table():
             f'<tbody>{"".join(rows)}</tbody></table></div>')
 
 
-def index_page(chapters):
-    title, intro, picture = (ROOT / "README.md").read_text().split("\n\n")[:3]
-    listed = "".join(f'<li><a href="{c.page}">{link_text(c.title)}</a><span class="sum">'
-                     + " · ".join(f'<a href="{c.page}#{s["id"]}">{link_text(s["title"])}</a>'
-                                  for s in c.sections if s["level"] == "h2") + "</span></li>"
-                     for c in chapters)
+def promised(path):
+    """Return what a chapter says a reader will be able to do; else its question, else its start."""
+    opening = re.sub(r"^# .*", "", path.read_text()).split("\n## ")[0]
+    found = (re.search(r"After this\s+chapter you can\s(.*?[.?])(?=\s)", opening, re.DOTALL)
+             or re.search(r"([A-Z][^.]*?\?)(?=\s)", opening)
+             or re.search(r"\s(\S.*?\.)(?=\s)", opening, re.DOTALL))
+    said = " ".join(found[1].split())
+    return markdown("math").renderInline(said[0].upper() + said[1:])
+
+
+def index_page(chapters, bodies):
+    """Return the first screen: a figure and three doors; then the chapters, files and equations."""
+    intro = (ROOT / "README.md").read_text().split("\n\n")[1]
+    [bugs] = re.findall("<h1>(.*?)</h1>", bodies["museum.html"])
+    doors = {"which.html": ("Which correction do I need?", "A few questions, then a line of YAML."),
+             "museum.html": (bugs, "Guess how far off each one is."),
+             chapters[0].page: ("Read the book", f"{len(CHAPTERS)} chapters, each equation beside "
+                                "its code.")}
+    opened = "".join(f'<a class="door" href="{page}"><b>{name}</b>{says}</a>'
+                     for page, (name, says) in doors.items() if page in bodies)
+
+    def listed(paths, says):
+        return "".join(f'<li><a href="{c.page}">{link_text(c.title)}</a>{says(c.path)}</li>'
+                       for c in chapters if c.path in paths)
+
+    contents = listed(CHAPTERS, lambda path: f'<span class="sum">{promised(path)}</span>')
     figures = "".join(f'<li><a href="{c.page}#fig-{name}">\x04{name}.title\x05</a></li>'
                       for c in chapters for name in c.figures)
     files = "".join(f'<li><a href="{page_of(f)}"><code>{f}</code></a></li>'
                     for f in [*FILES, *proving_files()])
-    return (f'<section class="row"><div class="before">'
-            f'{markdown(".").render(title + 2 * chr(10) + intro)}'
-            f'<h2>Chapters</h2><ol class="contents">{listed}</ol></div>'
-            f'<div class="beside">{markdown(".").render(picture)}'
-            f'<h2>Figures that move</h2><ul>{figures}</ul>'
-            f'<h2>Code and tests</h2><ul class="files">{files}</ul>'
-            f'<p><a href="references.html">References</a></p></div></section>'
-            f'<div class="wide"><h2 id="equations">Every equation</h2></div>{equation_table()}')
+    two_sentences = " ".join(re.split(r"(?<=\.)\s+(?=[A-Z])", intro)[:2])
+    return (f'<div class="first"><h1>{SAMPLER}.</h1><p>The engine that samples and the trainer '
+            "that learns give the same token different probabilities. With fewer bits in the "
+            "engine, training without correction learns less. Weights ρ = π_old/μ repair most of "
+            "it. Taking the engine's log μ for log π_old saves a forward pass and can ruin the "
+            f'policy.</p>{widget("sampler")}<div class="doors">{opened}</div></div>'
+            f'<div class="index"><h2>Chapters</h2>{markdown(".").render(two_sentences)}'
+            f'<ol class="contents">{contents}</ol>'
+            f'<h2>Appendices</h2><ul class="contents">{listed(APPENDICES, lambda _: "")}'
+            '<li><a href="references.html">References</a></li></ul>'
+            f'<h2>Figures that move</h2><ul class="contents">{figures}</ul>'
+            f'<h2>Code and tests</h2><ul class="contents files">{files}</ul>'
+            f'<h2 id="equations">Every equation</h2>{equation_table()}</div>')
 
 
-def write(page, title, body, *around):
+def museum_page():
+    """Return a card for each exhibit: its error opens after a guess, or by a click."""
+    def shown(title, source, kind=""):
+        listing = boxed(in_colours(source, get_lexer_by_name("python")), kind)
+        return f"<h4>{title}</h4>{listing}" if source else ""
+
+    def card(number, found):
+        said = ("not a number" if math.isnan(found.error) else
+                f"{100 * found.error:.0f} % of the largest right number")
+        guesses = "".join(f'<button data-right="{int(i == found.answer)}">{size}</button>'
+                          for i, (size, _) in enumerate(museum.SIZES))
+        where = re.sub(r"https://\S+[^\s,;]",
+                       lambda m: f'<a href="{m[0]}">{m[0].split("//")[1]}</a>',
+                       html.escape(found.where))
+        title = html.escape(found.name.replace("_", " ").capitalize())
+        return (f'<article class="card" id="{found.name}"><h2>{number}. {title}</h2>'
+                f"<p>{html.escape(found.says)}</p>{shown('given', found.shared)}"
+                f"{shown('wrong' if found.right else 'both', found.wrong, 'wrong')}"
+                f"{shown('right', found.right, 'right')}"
+                f'<p class="sum">{where} · {link_labels(found.equation)}</p>'
+                f'<div class="guess"><span>How far off is it?</span> {guesses}</div>'
+                f"<details><summary>The measured error</summary><p><b>Off by {said}.</b></p>"
+                "</details></article>")
+
+    cards = museum.cards()
+    return (f"<h1>{len(cards)} bugs that shipped</h1>"
+            "<p>Each was released, merged or proposed somewhere, and a test measures each against "
+            'exact enumeration (<a href="tests-test_museum.py.html">tests/test_museum.py</a>). '
+            "Guess before you look: how large is the error, as a share of the largest number that "
+            "should have come out?</p>"
+            "<p>In the code LP, MU_LP and REF_LP are the log-probs under π_θ, μ and π_ref, LIVE is "
+            "ρ of each token with its graph, A and R are advantages and rewards. "
+            "<code>mean(x)</code> is the expected gradient of Σ x over samples of μ, "
+            "<code>ours(config)</code> that of policy_loss.</p>"
+            f'<div class="cards">{"".join(card(i, x) for i, x in enumerate(cards, 1))}</div>')
+
+
+def described(page, title, body):
+    """Return a page's first sentence in plain text, as the description of its shared address."""
+    if page == "index.html":
+        return (f"{SAMPLER}: what that does to RL of language models, how to correct it, and "
+                f"{re.findall('>([0-9]+ bugs that shipped)<', body)[0]}.")
+    said = re.search(r"<p>(.*?)</p>", body, re.DOTALL)
+    if page in map(page_of, [*FILES, *proving_files(), *LINKED]):
+        return f"{title}, with links from its lines to the equations of Three Policies."
+    if not said:
+        return f"{title} of Three Policies: RL when sampler and trainer differ."
+    tex = re.sub("\x02(.*?)\x03", lambda m: FORMULAS[int(m[1])][0], said[1])
+    for name, sign in {"pi": "π", "mu": "μ", "theta": "θ", "beta": "β", "rho": "ρ", "nabla": "∇",
+                       "Vert": "‖"}.items():
+        tex = re.sub(rf"\\{name}\b ?|\\{name}(?=_)", sign, tex)
+    plain = html.unescape(re.sub(r"<.*?>|\\[a-z]+|\\,|[{}]", "", " ".join(tex.split())))
+    return re.split(r"(?<=[.?!]) ", plain)[0]
+
+
+def evidence_shown(one):
+    """Return both arms with a dot for each run, then the difference, the regime and its name."""
+    say, rows = markdown("math").renderInline, ""
+    for name, mean, runs, colour in zip(one.arms, one.means, one.seeds, ("c0", "c1")):
+        dots = "".join(f'<circle class="{colour}" cx="{8 + 184 * x:.1f}" cy="8" r="3.5"/>'
+                       for x in runs)
+        rows += (f'<tr><th scope="row">{say(name)}</th><td>{mean}</td><td class="strip">'
+                 '<svg viewBox="0 0 200 16" aria-hidden="true"><path class="grid" '
+                 f'd="M8 8H192M8 3V13M100 5V11M192 3V13"/>{dots}</svg></td></tr>')
+    below = " and ".join(map(str, one.below))
+    return (f'<figure class="evidence"><table>{rows}</table><figcaption><b>Difference '
+            f"{one.difference}, {which.VERDICT[one.found]}.</b> {one.where}; {one.endpoint}; "
+            f"runs below their start: {below}. {say(one.source)}.</figcaption></figure>")
+
+
+def outcome_shown(name, found, level):
+    """Return what to take, and its lines for this trainer and three others."""
+    say = markdown("math").renderInline
+    systems = {"this trainer": [f"correction: {{preset: {found['preset']}}}"],
+               **{label: found.get(key) for key, label in which.SYSTEMS.items()}}
+    lines = "".join(
+        f"<dt>{label}</dt><dd>" + (boxed(html.escape("\n".join(given))) if given
+                                   else "no such setting") + "</dd>"
+        for label, given in systems.items())
+    rest = f'<p>{say(found["otherwise"])}</p>' if "otherwise" in found else ""
+    return (f'<div class="take" data-take="{name}"><h{level}>{found["says"]}: '
+            f'<code>{found["preset"]}</code></h{level}><p>{say(found["why"])}</p>'
+            f'<dl>{lines}</dl>{rest}<p class="sum">{say(found["read"])}</p></div>')
+
+
+def which_page():
+    """Return the questions, each within the answer that leads to it: one answer open at a time."""
+    first, outcomes = which.read()
+    say = markdown("math").renderInline
+
+    def causes(one):
+        listed = "".join(f"<li><code>{x}</code>: {link_text(meaning)}. <i>{link_text(remedy)}</i>"
+                         "</li>" for x, (meaning, remedy) in one.causes.items())
+        return (f"<p>The doctor's record: {which.doctor_rates([*one.causes])} "
+                '(<a href="13-what-is-wrong.html">chapter 13</a>).</p><details class="causes">'
+                f"<summary>The {len(one.causes)} causes, and what to turn</summary>"
+                f"<ul>{listed}</ul></details>") if listed else ""
+
+    def shown(question, level):
+        folds = ""
+        for one in question.answers:
+            told = one.evidence[0] if one.evidence else None
+            number = told and say(f"{told.means[0].split()[0]} against {told.means[1].split()[0]} "
+                                  f"({told.arms[1]})")
+            then = (shown(one.then, level + 1) if one.then
+                    else outcome_shown(one.take, outcomes[one.take], level + 1))
+            before = one.place.rpartition("-")[0]
+            folds += (f'<details class="choice" name="at-{before}" id="{one.place}">'
+                      f'<summary>{one.says} <span class="sum">{number or ""}</span></summary>'
+                      f'<p>{say(one.why)}</p>{causes(one)}'
+                      f'{"".join(map(evidence_shown, one.evidence))}{then}</details>')
+        return (f'<section><h{level}>{question.asks}</h{level}><p class="sum">'
+                f"{say(question.help)}</p>{folds}</section>")
+
+    return ('<div class="which"><h1>Which correction do I need?</h1>'
+            f"<p>At most {which.longest(first)} questions lead from a dump of log-probs to a "
+            "preset, with its line for this trainer, verl, SkyRL and TRL.</p><p>Each answer shows "
+            "the runs it rests on: two arms, mean ± standard deviation, a dot for each run on an "
+            "axis from 0 to 1. A difference is paired by seed, with its unadjusted 95 % interval. "
+            f"{say(which.SEPARABLE)} The models are small and the engine's errors are set on "
+            f"purpose: take the direction, not the size.</p>{shown(first, 2)}</div>")
+
+
+def write(page, title, body, description, *around):
     links = [f'<a class="{arrow}" href="{other[0]}">{link_text(other[1])}</a>' if other
              else f'<i class="{arrow}"></i>'
              for other, arrow in zip(around, ("before", "after"))]
     template = Template((HERE / "page.html").read_text())
     (OUT / page).write_text(template.substitute(title=html.escape(title), body=body,
+                                                description=html.escape(description), site=SITE,
                                                 before=links[0], after=links[1]))
 
 
 def rendered_by_node(data):
-    """KaTeX's HTML of every formula, and each figure as it stands without JavaScript."""
+    """Return KaTeX's HTML of every formula, and each figure as it stands without JavaScript."""
     found = subprocess.run(["node", HERE / "render.js"], capture_output=True, text=True,
                            input=json.dumps(
         {"formulas": [{"tex": tex, "display": display} for tex, display in FORMULAS],
@@ -594,14 +695,30 @@ def rendered_by_node(data):
     return json.loads(found.stdout)
 
 
-def search_entries(chapters):
-    """[address, title, text] of every section, function and test."""
+def spoken(node):
+    """Return KaTeX's MathML as a line of text, such as π_old/μ."""
+    between = {"mfrac": "/", "msub": "_", "msup": "^"}.get(node.tag.split("}")[1], "")
+    return between.join(map(spoken, node)) or (node.text or "").strip("\u2061")
+
+
+def plain(text, formulas):
+    """Return the words of a piece of a page."""
+    text = re.sub("\x04.*?\x05|</?(?:a|code|em|strong)\\b[^>]*>", "", text)
+    text = re.sub("\x02(.*?)\x03", lambda m: spoken(ElementTree.fromstring(
+        re.search("<math.*</math>", formulas[int(m[1])], re.DOTALL)[0])[0][0]),
+        html.unescape(re.sub("<[^>]*>", " ", text)))
+    return " ".join(text.split())
+
+
+def search_entries(chapters, formulas):
+    """Return [address, title, text] of every section, function and test."""
     parts_of = [part for file in [*FILES, *proving_files()] for part in parts(file)]
-    return [[f'{c.page}#{s["id"]}', " · ".join({c.title: 0, s["title"]: 0}),
-             re.sub(r"[$`*\\{}]", "", s["text"])]
+    return [[f'{c.page}#{s["id"]}',
+             " · ".join({plain(link, formulas): 0 for link in (c.sections[0]["link"], s["link"])}),
+             plain(s["text"], formulas)]
             for c in chapters for s in c.sections] + [
-        [f"{page_of(part.file)}#L{part.first}", f"{part.name} ({part.file})", part.summary]
-        for part in parts_of]
+        [f"{page_of(part.file)}#L{part.first}", f"{part.name} ({part.file})",
+         part.summary.replace("`", "")] for part in parts_of]
 
 
 def main():
@@ -609,12 +726,17 @@ def main():
         sys.exit("math/book.py needs node and, by `npm install --prefix math/book`, KaTeX")
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()
-    chapters = [Chapter(path) for path in CHAPTERS]
+    chapters = [Chapter(path) for path in [*CHAPTERS, *APPENDICES]]
     bodies = {c.page: c.html() for c in chapters}
-    bodies["index.html"], bodies["references.html"] = index_page(chapters), reference_page()
+    bodies["references.html"] = reference_page()
+    bodies["museum.html"] = museum_page()
+    bodies["which.html"] = which_page()
+    bodies["index.html"] = index_page(chapters, bodies)
     sources = [*FILES, *proving_files(), *LINKED]
     bodies |= {page_of(file): source_page(file) for file in sources}
-    data = {"cap": cap_data(), "trap": trap_data(), "curves": curves_data(), "batch": batch_data()}
+    data = {name: numbers() for name, numbers in moving.DATA.items()}
+    for loss in data["curves"]["values"]:
+        loss["page"] = equations()[loss["label"]]
     made = rendered_by_node(data)
 
     def finished(body):
@@ -625,10 +747,13 @@ def main():
     around = {page: (before, after)
               for before, (page, _), after in zip([None, *order], order, [*order[1:], None])}
     names_of = dict(order) | {page_of(file): file for file in sources}
-    names_of["references.html"] = "References"
+    names_of |= {"references.html": "References", "museum.html": "Bugs that shipped",
+                 "which.html": "Which correction do I need?"}
     for page, body in bodies.items():
-        write(page, names_of[page], finished(body), *around.get(page, (None, None)))
-    entries = search_entries(chapters)
+        title = names_of[page]
+        write(page, title if page != "index.html" else f"{SAMPLER} · {title}", finished(body),
+              described(page, title, body), *around.get(page, (None, None)))
+    entries = search_entries(chapters, made["formulas"])
     (OUT / "search.js").write_text(f"const INDEX = {json.dumps(entries, ensure_ascii=False)};\n")
     (OUT / "data.js").write_text(f"const DATA = {json.dumps(data, ensure_ascii=False)};\n")
     katex = HERE / "node_modules" / "katex" / "dist"
@@ -638,6 +763,8 @@ def main():
                    (katex / "katex.min.css").read_text())
     (OUT / "style.css").write_text(style + (HERE / "style.css").read_text())
     shutil.copy(HERE / "book.js", OUT)
+    shutil.copy(ROOT / "math" / "figures" / "card.png", OUT)
+    shutil.copy(HERE / "exact.js", OUT)
     shutil.copy(HERE / "figures.js", OUT)
     print(f"book/index.html: {len(bodies)} pages, {len(FORMULAS)} formulas, "
           f"{len(equations())} labelled equations")
@@ -645,3 +772,6 @@ def main():
 
 if __name__ == "__main__":
     main()
+    if sys.argv[1:] == ["pages"]:
+        (OUT / ".nojekyll").touch()                    # GitHub Pages serves the files as they are
+        print(shutil.make_archive(str(OUT), "zip", ROOT, OUT.name))

@@ -9,25 +9,19 @@ math/book/batch.json is six responses of a real run; to make it anew takes half 
     python tests/test_book.py record
 """
 
-import importlib.util
 import json
 import math
-import os
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
 import pytest
 import yaml
+from book_pages import OUT, WIDTHS
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
-OUT = ROOT / "book"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-WIDTHS = (400, 800, 1400)
 
 
 # --------------------------------------------------------------------------------------- references
@@ -38,7 +32,7 @@ def entries():
 
 def documents():
     """Every text of the repository that may cite something, this file aside."""
-    places = [path for glob in ("*.py", "*/*.py", "*.md", "math/*.md", "math/*.yaml")
+    places = [path for glob in ("*.py", "*/*.py", "*.md", "*/*.md", "math/*.yaml")
               for path in ROOT.glob(glob)]
     return {path: path.read_text() for path in places
             if path.name not in ("test_book.py", "references.yaml")}
@@ -80,65 +74,6 @@ def test_every_reference_is_cited_and_has_an_address():
 
 
 # ----------------------------------------------------------------------------------------- the book
-
-@pytest.fixture(scope="module")
-def book():
-    """math/book.py, which has just written book/."""
-    packages = ("markdown_it", "mdit_py_plugins", "pygments", "playwright")
-    missing = [f"{name} (requirements/book.txt)" for name in packages
-               if importlib.util.find_spec(name) is None]
-    missing += [] if shutil.which("node") else ["node"]
-    missing += ([] if (ROOT / "math/book/node_modules/katex").is_dir()
-                else ["KaTeX (npm install --prefix math/book)"])
-    missing += [] if CHROMIUM else ["Chromium (Debian's package chromium)"]
-    if missing and os.environ.get("THREE_POLICIES_REQUIRE_BOOK") == "1":
-        pytest.fail(f"missing: {', '.join(missing)}, "
-                    "and THREE_POLICIES_REQUIRE_BOOK=1 makes that a failure")
-    if missing:
-        pytest.skip(f"missing: {', '.join(missing)}")
-    built = subprocess.run([sys.executable, "math/book.py"], cwd=ROOT, capture_output=True,
-                           text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert built.returncode == 0, built.stderr
-    spec = importlib.util.spec_from_file_location("three_policies_book", ROOT / "math" / "book.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def browser(book):
-    """It is closed with this file: its event loop must not run while others' tests do."""
-    from playwright.sync_api import sync_playwright
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox"] * (os.geteuid() == 0))
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def open_page(browser):
-    """A page at a width; what it asked for, and what it complained of, are kept with it."""
-    contexts = []
-
-    def opened(name, width=1400, **options):
-        contexts.append(browser.new_context(
-            viewport={"width": width, "height": 900}, offline=True, **options))
-        page = contexts[-1].new_page()
-        page.asked, page.complaints = [], []
-        page.on("request", lambda request: page.asked.append(request.url))
-        page.on("requestfailed", lambda request: page.complaints.append(f"{request.url} failed"))
-        page.on("pageerror", lambda error: page.complaints.append(str(error)))
-        page.on("console", lambda message:
-                page.complaints.append(message.text) if message.type == "error" else None)
-        page.goto((OUT / name.split("#")[0]).as_uri()
-                  + ("#" + name.split("#")[1] if "#" in name else ""))
-        return page
-
-    yield opened
-    for context in contexts:
-        context.close()
-
 
 def pages():
     return sorted(path.name for path in OUT.glob("*.html"))
@@ -317,20 +252,25 @@ def readout(page, figure):
 
 
 def test_the_sliders_numbers_are_the_tables(book, open_page):
-    """They are equal at C = 2 and at every noise and length that table and slider share."""
-    text = (ROOT / "math/6-correction.md").read_text().split(
-        "<!-- begin: bias-variance -->")[1].split("<!-- end")[0]
+    """They are equal at C = 2 and at every noise and length that table and slider share.
+
+    A column is for Δ = 0.2 and T = 4 unless it says otherwise.
+    """
+    text = (ROOT / "math/7-methods-and-prices.md").read_text().split(
+        "<!-- begin: prices-presets -->")[1].split("<!-- end")[0]
     table = [[cell.strip().replace("*", "").strip("`") for cell in line.split("|")[1:-1]]
              for line in text.split("\n")[1:-1]]
     # Of each row, the first name.
     rows = {row[0].split("`")[0]: dict(zip(table[0], row, strict=True)) for row in table}
     shown = {"decoupled_token_is": 0, "decoupled_seq_is": 1, "disabled": 3}
-    page, compared = open_page("6-correction.html"), 0
+    page, compared = open_page("7-methods-and-prices.html"), 0
     for column in table[0][1:]:
-        if found := re.fullmatch(r"Δ = ([\d.]+), T = (\d+)", column):
-            page.evaluate(f"location.hash = 'C=2&noise={found[1]}&T={found[2]}'")
-            page.wait_for_function("document.querySelector('[name=T]').parentElement"
-                                   f".textContent.includes('{found[2]}')")
+        if found := re.fullmatch(r"(Δ|T) = ([\d.]+)", column):
+            at = {"Δ": "0.2", "T": "4", found[1]: found[2]}
+            page.evaluate(f"location.hash = 'C=2&noise={at['Δ']}&T={at['T']}'")
+            for name, value in (("noise", at["Δ"]), ("T", at["T"])):
+                page.wait_for_function(f"document.querySelector('[name={name}]').parentElement"
+                                       f".textContent.endsWith('{value}')")
             for preset, i in shown.items():
                 assert readout(page, "cap")[i] == rows[preset][column], (preset, column)
                 compared += 1
@@ -338,13 +278,13 @@ def test_the_sliders_numbers_are_the_tables(book, open_page):
 
 
 def test_sliders_snap_and_the_address_says_where(book, open_page):
-    page = open_page("6-correction.html#C=2.9&T=7.5")
+    page = open_page("7-methods-and-prices.html#C=2.9&T=7.5")
     assert page.locator("[name=C]").evaluate("(slider) => slider.nextElementSibling.value") == "3"
     before = readout(page, "cap")
     page.locator("[name=C]").focus()
     page.keyboard.press("ArrowRight")
     assert "C=5" in page.url and "T=8" in page.url and readout(page, "cap") != before
-    again = open_page("6-correction.html#" + page.url.split("#")[1])
+    again = open_page("7-methods-and-prices.html#" + page.url.split("#")[1])
     assert readout(again, "cap") == readout(page, "cap")
 
 
@@ -378,9 +318,10 @@ def test_the_batch_is_stepped_through(book, open_page):
 
 
 def test_without_javascript_the_figures_stand(book, open_page):
-    page = open_page("6-correction.html", java_script_enabled=False)
-    assert page.locator('[data-widget="cap"] svg').count() >= 4
-    assert page.locator('[data-widget="batch"] td b').count() > 10
+    prices = open_page("7-methods-and-prices.html", java_script_enabled=False)
+    assert prices.locator('[data-widget="cap"] svg').count() >= 4
+    batch = open_page("6-correction.html", java_script_enabled=False)
+    assert batch.locator('[data-widget="batch"] td b').count() > 10
 
 
 def record(step=8):

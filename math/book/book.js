@@ -1,4 +1,4 @@
-// Search, light and dark, and what belongs together is lit together. Nothing here is fetched: INDEX is search.js.
+// Search, light and dark, cards of the references; what belongs together is lit together. Nothing here is fetched: INDEX is search.js.
 "use strict";
 
 const root = document.documentElement, box = document.querySelector("#search"), found = document.querySelector("#found");
@@ -15,23 +15,28 @@ function search(query) {
     const times = text.toLowerCase().split(word).length - 1, named = title.toLowerCase().includes(word);
     return sum && (times || named) ? sum + (named ? 20 : 0) + Math.min(times, 5) : 0;
   }, 1);
-  return INDEX.map((entry) => [score(entry), entry]).filter(([s]) => words.length && s > 1).sort((a, b) => b[0] - a[0]).slice(0, 12).map(([, e]) => e);
+  const kind = ([href]) => (href.startsWith("tests-") ? 2 : href.includes(".py.html") ? 1 : 0);   // the text, then code, then tests
+  const hits = INDEX.map((entry) => [score(entry), entry]).filter(([s]) => words.length && s > 1).sort((a, b) => b[0] - a[0]).map(([, e]) => e);
+  return [7, 4, 3].flatMap((most, k) => hits.filter((entry) => kind(entry) === k).slice(0, most));
 }
 
 box.addEventListener("input", () => {
   found.replaceChildren(...search(box.value).map(([href, title, text]) => {
-    const link = document.createElement("a"), at = Math.max(0, text.toLowerCase().indexOf(box.value.toLowerCase().split(" ")[0]) - 40);
+    const link = document.createElement("a"), at = text.toLowerCase().indexOf(box.value.toLowerCase().split(" ")[0]);
+    const from = at < 40 ? 0 : text.indexOf(" ", at - 40) + 1;
     link.href = href;
-    link.append(Object.assign(document.createElement("b"), { textContent: title }), " " + text.slice(at, at + 120));
+    link.append(Object.assign(document.createElement("b"), { textContent: title }), (from ? "… " : "") + text.slice(from, from + 130).replace(/ \S*$/, from + 130 < text.length ? " …" : "$&"));
     return link;
   }));
   found.hidden = !box.value;
 });
-box.addEventListener("keydown", (event) => {
-  if (event.key === "Enter") found.querySelector("a")?.click();
-  if (event.key === "Escape") { box.value = ""; found.hidden = true; box.blur(); }
+document.querySelector(".bar").addEventListener("keydown", (event) => {
+  const stops = [box, ...found.children], at = stops.indexOf(document.activeElement), way = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+  if (at >= 0 && way && !found.hidden) { event.preventDefault(); stops[Math.min(Math.max(at + way, 0), stops.length - 1)].focus(); }
+  if (event.key === "Enter" && at === 0) found.querySelector("a")?.click();
+  if (event.key === "Escape" && at >= 0) { box.value = ""; found.hidden = true; document.activeElement.blur(); }
 });
-document.addEventListener("click", (event) => { if (!event.target.closest("nav, #found a") || event.target.closest("#found a")) found.hidden = true; });
+document.addEventListener("click", (event) => { if (!event.target.closest(".bar, #found a") || event.target.closest("#found a")) found.hidden = true; });
 document.addEventListener("keydown", (event) => {
   if (event.key === "/" && document.activeElement !== box && document.activeElement.tagName !== "SELECT") { event.preventDefault(); box.focus(); }
 });
@@ -43,10 +48,55 @@ for (const panel of document.querySelectorAll(".panel")) {
     one.addEventListener(type, () => both.forEach((each) => each.classList.toggle("lit", lit)));
 }
 
+// What a link's title says stands on a card beside it: by a pointer or the keyboard; without one, by a first tap.
+const card = document.querySelector("#card"), cards = new Map([...document.querySelectorAll("a[title]")].map((link) => [link, link.title]));
+for (const [link, words] of cards) { link.removeAttribute("title"); link.ariaDescription = words; }
+function about(event) {
+  const link = event.target.closest("a"), words = event.type === "keydown" ? undefined : cards.get(link);
+  if (event.type === "click" && (card.textContent === words || !matchMedia("(hover: none)").matches)) return;
+  if (event.type === "click" && words) event.preventDefault();
+  card.textContent = (card.hidden = !words) ? "" : words;
+  const { left, top, bottom } = words ? link.getClientRects()[0] : {};
+  card.style.left = Math.max(8, Math.min(left, innerWidth - card.offsetWidth - 24)) + "px";
+  card.style.top = (bottom + card.offsetHeight + 8 < innerHeight ? bottom + 4 : top - card.offsetHeight - 4) + "px";
+}
+for (const type of ["mouseover", "focusin", "focusout", "click"]) document.body.addEventListener(type, about);
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") about(event); });
+
+const sections = [...document.querySelectorAll("main h2")];       // the one that is read is marked in the contents
+addEventListener("scroll", () => {
+  const now = sections.findLast((section) => section.getBoundingClientRect().top < 120)?.id;
+  document.querySelectorAll(".toc a").forEach((link) => { link.ariaCurrent = link.hash === "#" + now ? "true" : null; });
+}, { passive: true });
+
+// In an appendix a click on a column's head sorts by it: by the first number of a cell, else by its text; again: the other way.
+for (const head of document.title.startsWith("Appendix") ? document.querySelectorAll("thead th") : []) {
+  head.classList.add("sorts");
+  head.addEventListener("click", () => {
+    const body = head.closest("table").tBodies[0], at = head.cellIndex, down = head.classList.toggle("down") ? -1 : 1;
+    const key = (row) => parseFloat(row.cells[at].textContent.replace("−", "-").match(/-?\d+(\.\d+)?/)?.[0]);
+    const text = (row) => row.cells[at].textContent;
+    body.append(...[...body.rows].sort((a, b) => down * (key(b) - key(a) || text(b).localeCompare(text(a)))));
+  });
+}
+
+for (const card of document.querySelectorAll(".card")) // a guess opens the answer
+  card.querySelectorAll(".guess button").forEach((button) => button.addEventListener("click", () => {
+    card.querySelectorAll(".guess button").forEach((each) => { each.disabled = true; each.classList.toggle("hit", each.dataset.right === "1"); });
+    button.classList.add("taken");
+    card.querySelector("details").open = true;
+  }));
+
+for (const choice of document.querySelectorAll(".choice")) // one path is open, and the address says which
+  choice.addEventListener("toggle", () => {
+    const within = choice.querySelectorAll(".choice[open]");
+    if (!choice.open) within.forEach((each) => { each.open = false; });
+    else if (!within.length) history.replaceState(null, "", "#" + choice.id);
+  });
+
 function reveal() { // a target within something folded
   const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
   for (let fold = target?.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
   if (target) target.scrollIntoView();
 }
-addEventListener("hashchange", reveal);
-reveal();
+for (const type of ["hashchange", "load"]) addEventListener(type, reveal);

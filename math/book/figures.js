@@ -4,27 +4,29 @@
 const COLOURS = ["c0", "c1", "c2", "c3"];
 const show = (x) => (x === null ? "" : (Math.abs(x) >= 1e5 || (Math.abs(x) < 0.01 && x) ? x.toExponential(1) : x.toFixed(2)).replace("-", "−"));
 
-function plot({ title, x, y, logX, logY, xTicks, yTicks, xLabel, yLabel, lines, bands = [], at, dots }) {
-  const [W, H, L, R, T, B] = [380, 230, 44, 12, 26, 34];
+function plot({ title, x, y, logX, logY, xTicks, yTicks, xLabel, yLabel, lines, bands = [], at, dots, right = 12, ends = [] }) {
+  const [W, H, L, R, T, B] = [380, 230, 44, right, 26, 34];
   const place = (v, [lo, hi], log, from, to) => {
     const f = log ? Math.log : Number, clipped = Math.min(Math.max(v, lo), hi);
     return (from + ((f(clipped) - f(lo)) / (f(hi) - f(lo))) * (to - from)).toFixed(1);
   };
   const X = (v) => place(v, x, logX, L, W - R), Y = (v) => place(v, y, logY, H - B, T);
+  let below = T - 40;                                            // of the last label at a line's end: none covers another
   const text = (at, words, kind = "") => `<text x="${at[0]}" y="${at[1]}" class="${kind}">${words}</text>`;
   const line = (points) => points.map(([a, b], i) => (b === null ? "" : `${i && points[i - 1][1] !== null ? "L" : "M"}${X(a)} ${Y(b)}`)).join("");
   return `<svg viewBox="0 0 ${W} ${H}" role="img" aria-label="${title}">` + text([L, 15], title, "title")
     + bands.map(([a, b, c, d, kind]) => `<rect x="${X(a)}" y="${Y(d)}" width="${X(b) - X(a)}" height="${Y(c) - Y(d)}" class="band ${kind}"/>`).join("")
     + yTicks.map((v) => `<path d="M${L} ${Y(v)}H${W - R}" class="grid"/>` + text([L - 6, +Y(v) + 4], v, "end")).join("")
     + xTicks.map((v) => text([X(v), H - B + 15], v, "middle")).join("")
-    + text([(W + L) / 2, H - 4], xLabel, "middle") + (yLabel ? text([L, H - 4], yLabel, "") : "")
+    + text([(W - R + L) / 2, H - 4], xLabel, "middle") + (yLabel ? text([L, H - 4], yLabel, "") : "")
     + (at === undefined ? "" : `<path d="M${X(at)} ${T}V${H - B}" class="at"/>`)
     + lines.map(({ points, kind }) => `<path d="${line(points)}" class="line ${kind}"/>`
       + points.filter(([a, b]) => b !== null && (dots || a === at)).map(([a, b]) => `<circle cx="${X(a)}" cy="${Y(b)}" r="${a === at ? 4 : 2}" class="${kind}"/>`).join("")).join("")
+    + ends.sort((a, b) => b.y - a.y).map(({ y, words, kind }) => text([W - R + 6, (below = Math.max(below + 27, +Y(y)))], words.replace(/ (?=\S+$)/, `</text><text x="${W - R + 6}" y="${below + 13}" class="${kind} value">`), kind)).join("")
     + "</svg>";
 }
 
-const LABELS = { noise: "Δ", ratio: "ρ", n: "|y|" };            // of a control whose key in the address is plain
+const LABELS = { level: "level of the weight", mu: "μ", noise: "Δ", ratio: "ρ", n: "|y|", bits: "bits of the engine's weights", bypass: "save a forward pass (bypass)" };            // of a control whose key in the address is plain
 const nearest = (values, v) => values.reduce((best, w) => (Math.abs(w - v) < Math.abs(best - v) ? w : best));
 const legend = (rows) => `<table class="legend">${rows.map(([kind, name, value]) => `<tr><td><svg viewBox="0 0 26 8"><path d="M0 4H26" class="line ${kind}"/></svg></td><th>${name}</th><td class="value">${value}</td></tr>`).join("")}</table>`;
 
@@ -106,34 +108,65 @@ const batch = {
       + `</table></div><p class="value">loss of these six, ${s.preset}: <b>${preset.loss}</b></p><figcaption>Six responses of a real run (<code>${d.how}</code>), through correct and policy_loss.</figcaption>`;
   },
 };
-const FIGURES = { cap, trap, curves, batch };
-const picture = (name, data, state) => `<h4 class="fig" id="fig-${name}">${FIGURES[name].title}</h4><div class="controls"></div><div class="picture">${FIGURES[name].draw(data, state ?? FIGURES[name].start)}</div>`;
+
+const NAMED = { matched: ["equal weights", "ink"], naive: ["no correction", "c1"], decoupled_seq_is: ["sequence weights", "c0"], bypass_ppo_clip: ["bypass", "c5"] };
+const sampler = {
+  title: "The same policy in the engine and in the trainer, the engine's weights rounded",
+  controls: (d) => ({ bits: ["float32", ...Object.keys(d.widths).filter((w) => w !== "float32").reverse()], bypass: [false, true] }),
+  start: { bits: "4", bypass: false },
+  draw(d, s) {
+    const w = d.widths[s.bits], two = (v) => v.toFixed(2).replace(/^-0\.00$/, "0.00").replace("-", "−");
+    const tile = (token, i) => `<span class="tile ${w.rho[i] < 1 ? "less" : "more"}" style="--a:${Math.min(Math.abs(Math.log(w.rho[i])), 1).toFixed(2)}" title="ρ = ${w.rho[i]}"><b>${token[0] === "<" ? "end" : token}</b><i>${two(w.rollout[i])}</i><i>${two(w.old[i])}</i></span>`;
+    const arms = Object.entries(w.arms).filter(([name]) => s.bypass || name !== "bypass_ppo_clip"), points = (y) => y.map((v, i) => [5 * i, v]);
+    const missing = s.bypass && !w.arms.bypass_ppo_clip ? `<p class="note">Bypass was not run at this width: try ${Object.keys(d.widths).filter((v) => d.widths[v].arms.bypass_ppo_clip)} bits.</p>` : "";
+    return `<div><p class="head">One response to <code>${w.prompt.replace(">", "")}</code>: ${w.tokens.length} tokens, ${w.reward ? "right" : "wrong"}</p>
+      <p class="note">A token, its log μ (engine), its log π_old (trainer). ρ = π_old/μ: <span class="tile more">drawn too seldom</span> <span class="tile less">too often</span></p>
+      <div class="tiles" role="img" aria-label="${w.tokens.length} tokens, ρ from ${Math.min(...w.rho)} to ${Math.max(...w.rho)}">${w.tokens.map(tile).join("")}</div><p class="value">ρ of the whole response, the product: <b>${w.weight}</b></p></div>
+      <div><p class="head">Training on such responses: held-out accuracy</p><div class="plots">`
+      + plot({ title: s.bits === "float32" ? "engine in float32" : `engine at ${s.bits} bits`, x: [0, 40], y: [0, 1], xTicks: [0, 10, 20, 30, 40], yTicks: [0, 0.5, 1], xLabel: "training step", right: 120,
+        lines: arms.flatMap(([name, a]) => [...a.seeds.map((y) => [y, " thin"]), [a.mean, ""]].map(([y, thin]) => ({ kind: NAMED[name][1] + thin, points: points(y) }))),
+        ends: arms.map(([name, a]) => ({ y: a.mean.at(-1), words: `${NAMED[name][0]} ${two(a.area)}`, kind: NAMED[name][1] })) })
+      + `</div>${missing}<p class="note">Thin: one of ${arms[0][1].seeds.length} seeds. Thick: their mean. The number: its average over steps 5 to 40.</p></div>
+      <figcaption>Tiles: <code>${d.how}</code>, of the ${w.of} responses of the first step of seed ${d.seed} the one whose Σ (log ρ)² is the median. Curves: regime <code>${w.regime}</code> of <a href="12-evidence.html">chapter 12</a>, arms ${arms.map(([name]) => `<code>${name}</code>`).join(", ")}; all widths have one learning rate.</figcaption>`;
+  },
+};
+const FIGURES = { sampler, cap, trap, curves, batch, ...(typeof EXACT === "undefined" ? require("./exact.js") : EXACT)({ plot, show }) };
+const picture = (name, data, state) => `<p class="fig" id="fig-${name}">${FIGURES[name].title}</p><div class="controls"></div><div class="picture">${FIGURES[name].draw(data, state ?? FIGURES[name].still ?? FIGURES[name].start)}</div>`;
 
 function boot(box) {
   const name = box.dataset.widget, figure = FIGURES[name], data = DATA[name], state = { ...figure.start }, inputs = {};
   const draw = () => { box.querySelector(".picture").innerHTML = figure.draw(data, state); };
   const set = (key, value, values) => {
-    state[key] = typeof values[0] === "number" ? nearest(values, Number.isNaN(+value) ? state[key] : +value) : values.includes(value) ? value : state[key];
-    inputs[key].querySelector("input, select").value = typeof values[0] === "number" ? values.indexOf(state[key]) : state[key];
+    state[key] = typeof values[0] === "number" ? nearest(values, Number.isNaN(+value) ? state[key] : +value) : values.find((v) => String(v) === String(value)) ?? state[key];
+    for (const input of inputs[key].querySelectorAll("input, select"))
+      if (/radio|checkbox/.test(input.type)) input.checked = state[key] === true || input.value === state[key];
+      else input.value = typeof values[0] === "number" ? values.indexOf(state[key]) : state[key];
     (inputs[key].querySelector("output") ?? {}).value = state[key];
+    (inputs[key].querySelector("[type=range]") ?? {}).ariaValueText = `${state[key]}`;
   };
   for (const [key, values] of Object.entries(figure.controls(data))) {
-    const label = inputs[key] = document.createElement("label"), numbers = typeof values[0] === "number";
-    label.innerHTML = (LABELS[key] ?? key) + (numbers ? `<input type="range" min="0" max="${values.length - 1}" name="${key}"><output></output>` : `<select name="${key}">${values.map((v) => `<option>${v}</option>`).join("")}</select>`);
+    const numbers = typeof values[0] === "number", few = values.length < 5 && typeof values[0] === "string";
+    const label = inputs[key] = document.createElement(few ? "fieldset" : "label");
+    label.innerHTML = values[0] === false ? `<input type="checkbox" name="${key}"> ${LABELS[key]}`
+      : few ? `<legend>${LABELS[key]}</legend>${values.map((v) => `<label><input type="radio" name="${key}" value="${v}">${v}</label>`).join("")}`
+      : (LABELS[key] ?? key) + (numbers ? `<input type="range" min="0" max="${values.length - 1}" name="${key}"><output></output>` : `<select name="${key}">${values.map((v) => `<option>${v}</option>`).join("")}</select>`);
     box.querySelector(".controls").append(label);
     set(key, state[key], values);
     label.addEventListener("input", (event) => {
-      set(key, numbers ? values[event.target.value] : event.target.value, values);
+      set(key, numbers ? values[event.target.value] : event.target.type === "checkbox" ? event.target.checked : event.target.value, values);
       const others = [...new URLSearchParams(location.hash.slice(1))].filter(([k, v]) => v && !(k in state));   // of the page's other figures
-      history.replaceState(null, "", "#" + new URLSearchParams([...others, ...Object.entries(state)]));
+      history.replaceState(null, "", "#" + new URLSearchParams([...others, ...Object.entries(state).filter(([k]) => k in inputs)]));
       draw();
     });
   }
-  const follow = () => {
-    const wanted = [...new URLSearchParams(location.hash.slice(1))].filter(([key]) => key in state);
+  const follow = () => {                                          // the address's last key is of the figure that is meant
+    const linked = [...new URLSearchParams(location.hash.slice(1))], wanted = linked.filter(([key]) => key in inputs);
     wanted.forEach(([key, value]) => set(key, value, figure.controls(data)[key]));
-    if (wanted.length) { draw(); box.scrollIntoView(); }
+    if (wanted.length) draw();
+    if (wanted.length && linked.at(-1)[0] in state) box.scrollIntoView();
   };
+  figure.live?.(box, data, state, { set, draw });
+  if (figure.still) draw();
   addEventListener("hashchange", follow);
   follow();
 }

@@ -1,0 +1,84 @@
+"""Read the exhibits of tests/test_museum.py as cards: what was wrong, what is right, how far off.
+
+The wrong and the right line are the source of what an exhibit returns, and of the names in it that
+are its own. The error is computed.
+"""
+
+import ast
+import inspect
+import math
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
+
+import torch
+
+# What a reader guesses: the error as a share of the largest right number.
+SIZES = (("under 20 %", 0.2), ("20 to 50 %", 0.5), ("50 to 100 %", 1.0),
+         ("over 100 %, or no number", math.inf))
+
+
+class Card(NamedTuple):
+    """Hold one exhibit."""
+
+    name: str
+    where: str                 # who shipped it, with an address
+    equation: str
+    says: str
+    shared: str                # source: of both, of the wrong value, of the right one
+    wrong: str
+    right: str
+    error: float               # largest difference over the largest right number; NaN: a crash
+
+    @property
+    def answer(self) -> int:
+        """Return which of SIZES is right."""
+        return next((i for i, (_, top) in enumerate(SIZES) if self.error <= top), len(SIZES) - 1)
+
+
+def returned(function) -> list[str]:
+    """Return the source that wrong and right share, of the wrong value, and of the right one."""
+    source = textwrap.dedent(inspect.getsource(function))
+    body: list[Any] = ast.parse(source).body[0].body                # pyright: ignore
+
+    def code(node) -> str:
+        return ast.get_source_segment(source, node) or ""
+
+    values = body[-1].value
+    if not isinstance(values, ast.Tuple):              # one expression makes all three
+        return ["\n".join(map(code, body[1:])), "", ""]
+
+    def needed_by(value) -> list[str]:
+        """Return the lines that make a value, the last without a name if it is one."""
+        names = {x.id for x in ast.walk(value) if isinstance(x, ast.Name)}
+        alone = isinstance(value, ast.Starred | ast.Name)
+        lines = [] if alone else [code(value)]
+        for line in reversed(body[1:-1]):
+            stored = {x.id for x in ast.walk(line)
+                      if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+            if stored & names:
+                lines.insert(0, code(line))
+                names |= {x.id for x in ast.walk(line) if isinstance(x, ast.Name)}
+        return lines
+
+    wrong, right = map(needed_by, values.elts[:2])
+    shared = [line for line in wrong if line in right]
+    return ["\n".join(shared), *("\n".join(line for line in lines if line not in shared)
+                                 for lines in (wrong, right))]
+
+
+def cards() -> list[Card]:
+    """Return a card for each exhibit, in the museum's order."""
+    from test_museum import EXHIBITS
+    found = []
+    for name, (function, where, equation) in EXHIBITS.items():
+        wrong, _, exact = (torch.as_tensor(x, dtype=torch.float64).detach() for x in function())
+        largest = max(exact.abs().max().item(), 0.1)
+        error = (wrong - exact).abs().max().item() / largest
+        says = " ".join((function.__doc__ or "").split())
+        found.append(Card(name, where, equation, says, *returned(function), error))
+    return found

@@ -1,0 +1,346 @@
+"""The page as a page: captions, folded code, contents, cards, order of headings, search, print.
+
+Each page is looked at in Chromium, from disk, as tests/test_book.py does.
+"""
+
+import json
+import re
+import struct
+import zlib
+
+import pytest
+from book_pages import OUT, ROOT, WIDTHS
+
+CHAPTERS = [path.stem for path in sorted((ROOT / "math").glob("[0-9]*.md"))]
+DOCUMENTS = [*CHAPTERS, *(path.stem for path in sorted((ROOT / "math").glob("appendix-*.md")))]
+IMAGE = re.compile(r"^!\[(.*)\]\(figures/(.*)\)\n+\*(?!\*)", re.MULTILINE)
+
+
+def pages():
+    return sorted(path.name for path in OUT.glob("*.html"))
+
+
+def others():
+    """Every page but those that show a file, which are all made alike, and two of these."""
+    sources = [name for name in pages() if re.search(r"\.\w+\.html$", name)]
+    return [*(name for name in pages() if name not in sources), sources[0], sources[-1]]
+
+
+def index():
+    return json.loads((OUT / "search.js").read_text().removeprefix("const INDEX = ").rstrip(";\n"))
+
+
+# --------------------------------------------------------------------------------------- pictures
+
+def test_a_picture_and_its_caption_are_a_figure_of_the_page_s_width(book, open_page):
+    seen = 0
+    for name in DOCUMENTS:
+        images = IMAGE.findall((ROOT / f"math/{name}.md").read_text())
+        if not images:
+            continue
+        page = open_page(f"{name}.html")
+        for alt, file in images:
+            if file in book.IN_PLACE:
+                own = page.locator(f"[data-widget={book.IN_PLACE[file]}] > .caption")
+                assert own.inner_text().endswith("."), f"{file} lost its caption"
+                continue
+            figure = page.locator(f'.wide > figure:has(> img[src="figures/{file}"])')
+            assert figure.count() == 1, f"{file} of {name} is no figure of the page's width"
+            assert len(figure.locator("> figcaption").inner_text()) > 40, file
+            image, size = figure.locator("img"), struct.unpack(
+                ">2I", (ROOT / "math/figures" / file).read_bytes()[16:24])
+            assert image.get_attribute("alt") == alt and image.get_attribute("title") is None
+            assert [image.get_attribute(x) for x in ("width", "height")] == [*map(str, size)]
+            # At its own width, which is more than the text's, where the page has room for it.
+            assert image.bounding_box()["width"] == min(size[0], 1330), file
+            seen += 1
+        assert not page.locator("p > img, p > figure, figure em:only-child").count(), name
+        page.context.close()
+    assert seen > 15
+
+
+@pytest.mark.parametrize("how", ["system", "switch"])
+def test_in_the_dark_a_picture_is_dark_and_keeps_its_colours(book, open_page, how):
+    """Of chapter 1's picture: white becomes the page's colour, black light, blue stays blue."""
+    page = open_page("1-three-policies.html", color_scheme="dark" if how == "system" else "light")
+    if how == "switch":
+        page.click("#dark")
+    image = page.locator("figure > img").first
+    image.scroll_into_view_if_needed()
+    colours = read_png(image.screenshot(animations="disabled"))
+    page_colour = tuple(map(int, re.findall(
+        r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))))
+    common = max(set(colours), key=colours.count)
+    assert max(abs(a - b) for a, b in zip(common, page_colour, strict=True)) <= 3
+    assert sum(min(colour) > 190 for colour in colours) > 2000, "the text is not light"
+    assert sum(b > r + 80 for r, _, b in colours) > 2000, "blue is no longer blue"
+
+
+def read_png(data):
+    """Return the pixels of an 8-bit RGB or RGBA PNG, as Chromium writes it."""
+    width, height, _, kind = struct.unpack(">IIBB", data[16:26])
+    step, packed, at = {2: 3, 6: 4}[kind], b"", 8
+    while at < len(data):
+        size, name = struct.unpack(">I4s", data[at:at + 8])
+        packed += data[at + 8:at + 8 + size] if name == b"IDAT" else b""
+        at += size + 12
+    raw, above, pixels = zlib.decompress(packed), bytearray(width * step), []
+    for y in range(height):
+        line = bytearray(raw[y * (width * step + 1):(y + 1) * (width * step + 1)])
+        how, row = line[0], line[1:]
+        for i in range(len(row)):
+            left = row[i - step] if i >= step else 0
+            corner = above[i - step] if i >= step else 0
+            guess = left + above[i] - corner
+            paeth = min((left, above[i], corner), key=lambda v: abs(guess - v))
+            row[i] = (row[i] + (0, left, above[i], (left + above[i]) // 2, paeth)[how]) % 256
+        above = row
+        pixels += [tuple(row[i:i + 3]) for i in range(0, len(row), step)]
+    return pixels
+
+
+# ------------------------------------------------------------------------------------------- code
+
+def test_code_is_open_where_it_cites_the_equation(book):
+    """Of each part beside an equation: its first line and every line with the label are open."""
+    folded = 0
+    for label, page in book.equations().items():
+        for part in [*book.citing(label, book.FILES), *book.citing(label, book.proving_files())]:
+            html, source = book.listing(part, label), (ROOT / part.file).read_text().splitlines()
+            lines = [int(n) for n in re.findall(r'data-n="(\d+)"', html)]
+            assert lines == [*range(part.first, part.last + 1)], "a line is missing, or twice there"
+            opened = {int(n) for n in re.findall(
+                r'data-n="(\d+)"', re.sub("<details.*?</details>", "", html, flags=re.DOTALL))}
+            cites = {n for n in lines if label in book.LABEL.findall(source[n - 1])}
+            assert {part.first, *cites} <= opened, (part.name, label)
+            assert len(opened) <= 21 + len(cites) * 11 or len(opened) == len(lines), part.name
+            body = range(part.docstring.stop or part.line, part.last + 1)
+            assert not body or opened & {*body}, f"nothing that {part.name} does is to be seen"
+            folded += len(lines) - len(opened)
+        assert f'data-eq="{label}"' in (OUT / page).read_text()
+    assert folded > 1000
+
+
+def test_no_box_scrolls_up_and_down_within_the_page(book, open_page):
+    for name in others():
+        page = open_page(name)
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 900})
+            page.evaluate(
+                "document.querySelectorAll('details').forEach((fold) => { fold.open = true; })")
+            boxes = page.evaluate("""[...document.querySelectorAll('main *')].filter((box) =>
+                /auto|scroll/.test(getComputedStyle(box).overflowY)
+                && box.scrollHeight > box.clientHeight + 2).map((box) => box.className)""")
+            assert not boxes, (name, width, boxes)
+        page.context.close()
+
+
+def test_code_is_large_enough_to_read_on_a_phone(book, open_page):
+    for name in others():
+        page = open_page(name, 400)
+        small = page.evaluate("""[...document.querySelectorAll('pre, code')].filter((code) =>
+            parseFloat(getComputedStyle(code).fontSize) < 0.85 * 16 - 0.01)
+            .map((code) => code.textContent.slice(0, 40))""")
+        assert not small, (name, small[:5])
+        page.context.close()
+
+
+# ------------------------------------------------------------------------------ ways through a page
+
+def test_the_contents_are_at_the_side_where_there_is_room_and_else_above_the_text(book, open_page):
+    page = open_page("6-correction.html", 1700)
+    titles = re.findall(r"^## (.*)$", (ROOT / "math/6-correction.md").read_text(), re.MULTILINE)
+    links, toc = page.locator(".toc a"), page.locator(".toc")
+    assert [re.sub(r"\W", "", text) for text in links.all_inner_texts()] == [
+        re.sub(r"\W", "", title) for title in titles]
+    text = page.locator(".row .before").first.bounding_box()
+    assert toc.bounding_box()["x"] + toc.bounding_box()["width"] < text["x"]
+    links.nth(2).click()
+    page.wait_for_function("scrollY > 1000")
+    page.wait_for_function("document.querySelector('.toc [aria-current=true]')")
+    assert 0 < toc.bounding_box()["y"] < 200, "it is scrolled away"
+    assert page.locator(".toc [aria-current=true]").all_inner_texts() == [
+        links.nth(2).inner_text()]
+    for width in WIDTHS:
+        page = open_page("6-correction.html", width)
+        box, text = (page.locator(x).first.bounding_box() for x in (".toc", ".row .before"))
+        assert box["y"] + box["height"] <= text["y"] and box["height"] < 120
+
+
+def test_headings_are_in_order_and_every_page_has_its_landmarks(book):
+    for name in pages():
+        html = re.sub("<pre.*?</pre>", "", (OUT / name).read_text(), flags=re.DOTALL)
+        levels = [int(n) for n in re.findall(r"<h([1-6])\b", html)]
+        assert levels and levels[0] == 1 and levels.count(1) == 1, (name, levels)
+        skips = [(a, b) for a, b in zip(levels, levels[1:], strict=False) if b > a + 1]
+        assert not skips, f"{name}: a heading of level {skips[0][1]} below one of {skips[0][0]}"
+        unnamed = re.findall(r"<nav(?![^>]*aria-label)", html)
+        assert html.count("<main") == html.count("<footer") == 1 and not unnamed, name
+
+
+def test_the_first_tab_skips_to_the_text(book, open_page):
+    page = open_page("6-correction.html")
+    skip = page.locator(".skip")
+    assert skip.bounding_box()["y"] < 0
+    page.keyboard.press("Tab")
+    assert skip.evaluate("(link) => link === document.activeElement")
+    page.wait_for_function("document.querySelector('.skip').getBoundingClientRect().top > 0")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.closest('main') !== null")
+
+
+def test_a_reference_says_on_a_card_what_it_is(book, open_page):
+    """By the pointer, by the keyboard, by a first tap, and without JavaScript."""
+    entry = next(e for e in book.references() if e["id"] == "2510.18855")
+    where = f"main a[href='references.html#{entry['id']}']"
+
+    def is_shown(page):
+        card = page.locator("#card")
+        card.wait_for(state="visible")
+        box = card.bounding_box()
+        assert entry["title"] in card.inner_text() and str(entry["year"]) in card.inner_text()
+        assert entry["authors"].split(", ")[0] in card.inner_text()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= page.viewport_size["width"]
+        assert 0 <= box["y"] and box["y"] + box["height"] <= 900
+
+    page = open_page("6-correction.html")
+    page.locator(where).first.hover()
+    is_shown(page)
+    page.locator("h1").hover()
+    assert not page.locator("#card").is_visible()
+    page.locator(where).first.focus()
+    is_shown(page)
+    assert entry["title"] in page.locator(where).first.evaluate("(link) => link.ariaDescription")
+    page.keyboard.press("Escape")
+    assert not page.locator("#card").is_visible()
+    phone = open_page("6-correction.html", 400, has_touch=True, is_mobile=True)
+    phone.locator(where).first.tap()
+    is_shown(phone)
+    phone.locator(where).first.tap()
+    phone.wait_for_url("**/references.html#*")
+    plain = open_page("6-correction.html", java_script_enabled=False)
+    assert entry["title"] in plain.locator(where).first.get_attribute("title")
+
+
+# --------------------------------------------------------------------------------- figures that move
+
+def test_sliders_say_their_value(book, open_page):
+    sliders = 0
+    for name in others():
+        if "data-widget" not in (OUT / name).read_text():
+            continue
+        page = open_page(name)
+        for slider in page.locator("main [type=range]").all():
+            said = slider.get_attribute("aria-valuetext")
+            assert said == slider.evaluate("(s) => s.nextElementSibling.value"), name
+            slider.focus()
+            page.keyboard.press("ArrowRight" if slider.input_value() == "0" else "ArrowLeft")
+            assert slider.get_attribute("aria-valuetext") not in (said, ""), name
+            sliders += 1
+        page.context.close()
+    assert sliders >= 6
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_a_linked_state_scrolls_to_its_own_figure(book, open_page, width):
+    batch, trap = "step=3&preset=decoupled_k3_rs", "ratio=1.1&n=8"
+    for name, state, figure in (
+            ("7-methods-and-prices", "C=2.9&T=7.5", "cap"), ("4-ppo", "r=2", "curves"),
+            ("6-correction", f"{batch}&{trap}", "trap"),
+            ("6-correction", f"{trap}&{batch}", "batch")):
+        page = open_page(f"{name}.html#{state}", width)
+        page.wait_for_load_state("load")
+        page.wait_for_timeout(200)
+        top = page.locator(f"[data-widget={figure}]").bounding_box()["y"]
+        assert 0 <= top < 200, f"{state} shows {figure} at {top}"
+        page.context.close()
+
+
+# ----------------------------------------------------------------------------------------- search
+
+def test_the_search_has_text_before_code_before_tests(book, open_page):
+    def kind(href):
+        return 2 if href.startswith("tests-") else 1 if ".py.html" in href else 0
+
+    page = open_page("index.html")
+    for words in ("weights", "mask", "importance ratio", "rejection"):
+        page.fill("#search", words)
+        kinds = [kind(link.get_attribute("href")) for link in page.locator("#found a").all()]
+        assert kinds == sorted(kinds) and {0, 1, 2} == set(kinds), (words, kinds)
+    page.fill("#search", "importance_weights")
+    found = page.locator("#found a").evaluate_all("(all) => all.map((a) => a.textContent)")
+    assert any(text.startswith("importance_weights (correction.py)") for text in found)
+
+
+def test_what_is_searched_is_plain(book):
+    """No command of LaTeX, no mark of Markdown, no tag; a formula is read as it is drawn."""
+    texts = {href: title + " " + text for href, title, text in index()}
+    for href, text in texts.items():
+        marks = re.findall(r"\\[a-z]+|[$`]|\*\*|\]\(|[\x02-\x05]|</?[a-z]+>|&\w+;", text)
+        assert not marks, (href, marks)
+    assert "π_θ" in texts["1-three-policies.html#three-policies"]
+    assert "eq:tis" in texts["6-correction.html#truncation"]
+
+
+def test_arrows_move_through_the_results(book, open_page):
+    page = open_page("6-correction.html")
+    page.keyboard.press("/")
+    page.keyboard.type("truncation")
+    links = page.locator("#found a")
+
+    def at():
+        return links.evaluate_all("(all) => all.indexOf(document.activeElement)")
+
+    assert at() == -1 and links.count() > 3
+    steps = []
+    for key in ("ArrowDown", "ArrowDown", "ArrowUp", "ArrowUp", "ArrowUp", "ArrowDown"):
+        page.keyboard.press(key)
+        steps.append(at())
+    assert steps == [0, 1, 0, -1, -1, 0]
+    assert not page.evaluate("scrollY"), "the arrows scroll the page"
+    href = links.nth(0).get_attribute("href")
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"**/{href}")
+    page.keyboard.press("/")
+    page.keyboard.type("mask")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Escape")
+    assert not page.locator("#found").is_visible() and page.input_value("#search") == ""
+
+
+def test_a_snippet_begins_and_ends_with_a_word(book, open_page):
+    page = open_page("index.html")
+    page.fill("#search", "truncated")
+    words = {word for _, title, text in index() for word in (title + " " + text).split()}
+    for text in page.locator("#found a").evaluate_all(
+            "(all) => all.map((a) => a.lastChild.textContent)"):
+        assert {*text.split()} <= words | {"…"}, text
+
+
+# -------------------------------------------------------------------------------- paper, and weight
+
+def printed(pdf):
+    """Return of each page of a PDF how often it writes, and how many pictures it has."""
+    objects = {m[1]: m[2] for m in re.finditer(rb"\n(\d+) 0 obj\n(.*?)\nendobj", pdf, re.DOTALL)}
+    sheets = [objects[re.search(rb"/Contents (\d+) 0 R", one)[1]] for one in objects.values()
+              if re.search(rb"/Type /Page\b", one)]
+    drawn = [zlib.decompress(one.split(b"stream\n", 1)[1].rsplit(b"\nendstream", 1)[0])
+             for one in sheets]
+    return [(one.count(b"Tj") + one.count(b"TJ"), one.count(b" Do")) for one in drawn]
+
+
+def test_no_printed_page_is_empty(book, open_page):
+    for name in others():
+        page = open_page(name)
+        sheets = printed(page.pdf(format="A4"))
+        assert sheets and all(words > 0 or pictures for words, pictures in sheets), (name, sheets)
+        assert all(words > 100 or pictures for words, pictures in sheets[1:-1]) or (
+            name == "references.html"), f"a page of {name} is almost empty: {sheets}"
+        page.context.close()
+
+
+def test_a_page_is_below_a_megabyte_and_the_figures_numbers_too(book):
+    sizes = {path.name: path.stat().st_size for path in OUT.iterdir() if path.is_file()}
+    assert max(sizes[name] for name in pages()) < 1_000_000
+    assert sizes["data.js"] < 1_000_000 and sizes["search.js"] < 500_000
