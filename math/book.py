@@ -512,6 +512,7 @@ def promised(path):
     found = (re.search(r"After this\s+chapter you can\s(.*?[.?])(?=\s)", opening, re.DOTALL)
              or re.search(r"([A-Z][^.]*?\?)(?=\s)", opening)
              or re.search(r"\s(\S.*?\.)(?=\s)", opening, re.DOTALL))
+    assert found, path                     # a chapter begins with a sentence
     said = " ".join(found[1].split())
     return markdown("math").renderInline(said[0].upper() + said[1:])
 
@@ -555,7 +556,7 @@ def museum_page():
     """Return a card for each exhibit: its error opens after a guess, or by a click."""
     def shown(title, source, kind=""):
         listing = boxed(in_colours(source, get_lexer_by_name("python")), kind)
-        return f"<h4>{title}</h4>{listing}" if source else ""
+        return f"<h3>{title}</h3>{listing}" if source else ""
 
     def card(number, found):
         said = ("not a number" if math.isnan(found.error) else

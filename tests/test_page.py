@@ -3,6 +3,7 @@
 Each page is looked at in Chromium, from disk, as tests/test_book.py does.
 """
 
+import io
 import json
 import re
 import struct
@@ -10,6 +11,7 @@ import zlib
 
 import pytest
 from book_pages import OUT, ROOT, WIDTHS
+from matplotlib.image import imread
 
 CHAPTERS = [path.stem for path in sorted((ROOT / "math").glob("[0-9]*.md"))]
 DOCUMENTS = [*CHAPTERS, *(path.stem for path in sorted((ROOT / "math").glob("appendix-*.md")))]
@@ -67,36 +69,13 @@ def test_in_the_dark_a_picture_is_dark_and_keeps_its_colours(book, open_page, ho
         page.click("#dark")
     image = page.locator("figure > img").first
     image.scroll_into_view_if_needed()
-    colours = read_png(image.screenshot(animations="disabled"))
-    page_colour = tuple(map(int, re.findall(
-        r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))))
-    common = max(set(colours), key=colours.count)
-    assert max(abs(a - b) for a, b in zip(common, page_colour, strict=True)) <= 3
-    assert sum(min(colour) > 190 for colour in colours) > 2000, "the text is not light"
-    assert sum(b > r + 80 for r, _, b in colours) > 2000, "blue is no longer blue"
-
-
-def read_png(data):
-    """Return the pixels of an 8-bit RGB or RGBA PNG, as Chromium writes it."""
-    width, height, _, kind = struct.unpack(">IIBB", data[16:26])
-    step, packed, at = {2: 3, 6: 4}[kind], b"", 8
-    while at < len(data):
-        size, name = struct.unpack(">I4s", data[at:at + 8])
-        packed += data[at + 8:at + 8 + size] if name == b"IDAT" else b""
-        at += size + 12
-    raw, above, pixels = zlib.decompress(packed), bytearray(width * step), []
-    for y in range(height):
-        line = bytearray(raw[y * (width * step + 1):(y + 1) * (width * step + 1)])
-        how, row = line[0], line[1:]
-        for i in range(len(row)):
-            left = row[i - step] if i >= step else 0
-            corner = above[i - step] if i >= step else 0
-            guess = left + above[i] - corner
-            paeth = min((left, above[i], corner), key=lambda v: abs(guess - v))
-            row[i] = (row[i] + (0, left, above[i], (left + above[i]) // 2, paeth)[how]) % 256
-        above = row
-        pixels += [tuple(row[i:i + 3]) for i in range(0, len(row), step)]
-    return pixels
+    drawn = (imread(io.BytesIO(image.screenshot(animations="disabled")))[..., :3] * 255).round()
+    page_colour = [float(x) for x in re.findall(
+        r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))]
+    near = abs(drawn - page_colour).max(-1) <= 3
+    assert near.mean() > 0.7, "the picture's ground is not the page's"
+    assert (drawn.min(-1) > 190).sum() > 2000, "the text is not light"
+    assert (drawn[..., 2] > drawn[..., 0] + 80).sum() > 2000, "blue is no longer blue"
 
 
 # ------------------------------------------------------------------------------------------- code
@@ -121,27 +100,21 @@ def test_code_is_open_where_it_cites_the_equation(book):
     assert folded > 1000
 
 
-def test_no_box_scrolls_up_and_down_within_the_page(book, open_page):
+def test_no_box_scrolls_up_and_down_within_the_page_and_code_is_large_enough(book, open_page):
     for name in others():
         page = open_page(name)
+        page.evaluate("document.querySelectorAll('details').forEach((f) => { f.open = true; })")
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 900})
-            page.evaluate(
-                "document.querySelectorAll('details').forEach((fold) => { fold.open = true; })")
             boxes = page.evaluate("""[...document.querySelectorAll('main *')].filter((box) =>
-                /auto|scroll/.test(getComputedStyle(box).overflowY)
-                && box.scrollHeight > box.clientHeight + 2).map((box) => box.className)""")
+                box.scrollHeight > box.clientHeight + 2
+                && /auto|scroll/.test(getComputedStyle(box).overflowY)).map((b) => b.className)""")
             assert not boxes, (name, width, boxes)
-        page.context.close()
-
-
-def test_code_is_large_enough_to_read_on_a_phone(book, open_page):
-    for name in others():
-        page = open_page(name, 400)
+        page.set_viewport_size({"width": 400, "height": 900})
         small = page.evaluate("""[...document.querySelectorAll('pre, code')].filter((code) =>
             parseFloat(getComputedStyle(code).fontSize) < 0.85 * 16 - 0.01)
             .map((code) => code.textContent.slice(0, 40))""")
-        assert not small, (name, small[:5])
+        assert not small, f"too small on a phone: {small[:5]} of {name}"
         page.context.close()
 
 
@@ -193,7 +166,7 @@ def test_the_first_tab_skips_to_the_text(book, open_page):
 def test_a_reference_says_on_a_card_what_it_is(book, open_page):
     """By the pointer, by the keyboard, by a first tap, and without JavaScript."""
     entry = next(e for e in book.references() if e["id"] == "2510.18855")
-    where = f"main a[href='references.html#{entry['id']}']"
+    where = f".before > p a[href='references.html#{entry['id']}']"
 
     def is_shown(page):
         card = page.locator("#card")
@@ -264,7 +237,7 @@ def test_the_search_has_text_before_code_before_tests(book, open_page):
         return 2 if href.startswith("tests-") else 1 if ".py.html" in href else 0
 
     page = open_page("index.html")
-    for words in ("weights", "mask", "importance ratio", "rejection"):
+    for words in ("weights", "mask", "ratio", "rejection"):
         page.fill("#search", words)
         kinds = [kind(link.get_attribute("href")) for link in page.locator("#found a").all()]
         assert kinds == sorted(kinds) and {0, 1, 2} == set(kinds), (words, kinds)
@@ -277,7 +250,7 @@ def test_what_is_searched_is_plain(book):
     """No command of LaTeX, no mark of Markdown, no tag; a formula is read as it is drawn."""
     texts = {href: title + " " + text for href, title, text in index()}
     for href, text in texts.items():
-        marks = re.findall(r"\\[a-z]+|[$`]|\*\*|\]\(|[\x02-\x05]|</?[a-z]+>|&\w+;", text)
+        marks = re.findall(r"\\[a-z]+|[$`]|\*\*|\]\(|[\x02-\x05]|</\w+>|<\w+ \w+=|&\w+;", text)
         assert not marks, (href, marks)
     assert "π_θ" in texts["1-three-policies.html#three-policies"]
     assert "eq:tis" in texts["6-correction.html#truncation"]
@@ -335,7 +308,7 @@ def test_no_printed_page_is_empty(book, open_page):
         page = open_page(name)
         sheets = printed(page.pdf(format="A4"))
         assert sheets and all(words > 0 or pictures for words, pictures in sheets), (name, sheets)
-        assert all(words > 100 or pictures for words, pictures in sheets[1:-1]) or (
+        assert all(words > 60 or pictures for words, pictures in sheets[1:-1]) or (
             name == "references.html"), f"a page of {name} is almost empty: {sheets}"
         page.context.close()
 

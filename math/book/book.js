@@ -49,16 +49,18 @@ for (const panel of document.querySelectorAll(".panel")) {
 }
 
 // What a link's title says stands on a card beside it: by a pointer or the keyboard; without one, by a first tap.
-const card = document.querySelector("#card"), cards = new Map([...document.querySelectorAll("a[title]")].map((link) => [link, link.title]));
+const bubble = document.querySelector("#card"), cards = new Map([...document.querySelectorAll("a[title]")].map((link) => [link, link.title]));
 for (const [link, words] of cards) { link.removeAttribute("title"); link.ariaDescription = words; }
+let tapped;
 function about(event) {
-  const link = event.target.closest("a"), words = event.type === "keydown" ? undefined : cards.get(link);
-  if (event.type === "click" && (card.textContent === words || !matchMedia("(hover: none)").matches)) return;
-  if (event.type === "click" && words) event.preventDefault();
-  card.textContent = (card.hidden = !words) ? "" : words;
-  const { left, top, bottom } = words ? link.getClientRects()[0] : {};
-  card.style.left = Math.max(8, Math.min(left, innerWidth - card.offsetWidth - 24)) + "px";
-  card.style.top = (bottom + card.offsetHeight + 8 < innerHeight ? bottom + 4 : top - card.offsetHeight - 4) + "px";
+  const link = [event.target.closest("a"), event.type === "mouseover" && document.activeElement].find((each) => cards.has(each));
+  if (event.type === "click" && link && link !== tapped && matchMedia("(hover: none)").matches) { event.preventDefault(); tapped = link; }
+  bubble.hidden = !link || /focusout|keydown/.test(event.type);
+  if (bubble.hidden) return;
+  bubble.textContent = cards.get(link);
+  const { left, top, bottom } = link.getClientRects()[0], below = bottom + bubble.offsetHeight + 8 < innerHeight;
+  bubble.style.left = Math.max(8, Math.min(left, innerWidth - bubble.offsetWidth - 24)) + "px";
+  bubble.style.top = (below ? bottom + 4 : top - bubble.offsetHeight - 4) + "px";
 }
 for (const type of ["mouseover", "focusin", "focusout", "click"]) document.body.addEventListener(type, about);
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") about(event); });
