@@ -1268,24 +1268,19 @@ def advice_rows():
              for name in ("token_is", "seq_is", bypass)]
     both, late = "int4_staleness_4", "staleness_4"
     rows = [
-        ["coarse weights in the engine", f"`{seq}` or `{token}`, not `{bypass}`",
-         f"rounded to four bits: {mean_area('int4_fast', seq)} (`{seq}`) against "
-         f"{mean_area('int4_fast', 'naive')} without"],
-        ["a few steps stale, small steps", f"`{bypass}` (cheapest), `{token}` or `{seq}`",
-         f"four steps stale: {mean_area(late, bypass)} (`{bypass}`) against "
-         f"{mean_area(late, 'naive')} without"],
+        ["coarse weights in the engine", f"`{seq}`, not `{bypass}`",
+         f"four bits: {mean_area('int4_fast', seq)} against {mean_area('int4_fast', 'naive')}"],
+        ["a few steps stale, small steps", f"`{bypass}`, the cheapest",
+         f"four steps: {mean_area(late, bypass)} against {mean_area(late, 'naive')}"],
         ["many steps stale", "a smaller learning rate, then any of the three",
-         f"eight steps stale, nine tokens, 3/10 of the rate: {min(small):.2f} to {max(small):.2f} "
-         f"against {mean_final('staleness_8', 'small_steps')} without"],
-        ["coarse and stale", f"`{seq}` or `{token}`",
-         f"four bits, four steps stale: {mean_area(both, seq)} (`{seq}`) against "
-         f"{mean_area(both, 'naive')} without"],
-        ["on time and finely rounded", f"`{token}` or `{seq}`; the gain is small",
-         f"rounded to six bits: {mean_area('int6', token)} (`{token}`) against "
-         f"{mean_area('int6', 'naive')} without"]]
-    return markdown(["your situation", "take", "evidence"], rows) + (
-        "\n\nHeld-out accuracy, averaged over training on 64-token answers (nine tokens: at the "
-        "end). “Without” is `disabled`.")
+         f"eight steps: {min(small):.2f} against {mean_final('staleness_8', 'small_steps')}"],
+        ["coarse and stale", f"`{seq}`",
+         f"four bits, four steps: {mean_area(both, seq)} against {mean_area(both, 'naive')}"],
+        ["on time and finely rounded", f"`{token}`, a small gain",
+         f"six bits: {mean_area('int6', token)} against {mean_area('int6', 'naive')}"]]
+    return markdown(["your situation", "take", "accuracy, against `disabled`"], rows) + (
+        "\n\nThe accuracy is averaged over training, on 64-token answers (eight steps: nine tokens, "
+        "at the end).")
 
 
 CORRECTIONS = ["decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip"]

@@ -404,8 +404,7 @@ def test_an_infinite_gradient_norm_clips_nothing(run):
     assert load_config(["runs/0/config.yaml"]).train.max_grad_norm == float("inf")
     # The same run is continued.
     assert run("train.max_grad_norm=inf", "train.steps=3", name="0")[0] == 0
-    assert ("longer gradients are shortened to it; .inf: none are (a number, at least 1e-06)"
-            in help_text())
+    assert "scaled down to it; .inf: no limit (a number, at least 1e-06)" in help_text()
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "a b", "é", "..", "x" * 101])
