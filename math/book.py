@@ -128,7 +128,7 @@ def proving_files():
     tests = [path for path in sorted((ROOT / "tests").glob("test_*.py"))
              if LABEL.search(path.read_text())]
     return ["tests/oracle.py", *(f"tests/{path.name}" for path in tests
-                                 if path.stem not in ("test_math", "test_book"))]
+                                 if path.stem not in ("test_math", "test_book", "test_page"))]
 
 
 @cache
@@ -209,7 +209,8 @@ def panel(label):
                 f'{listing(part, label)}</details>')
 
     tests = sorted(citing(label, proving_files()), key=lambda part: (part.file, part.first))
-    return (f'<aside class="panel" data-eq="{label}"><div class="stick"><p class="kind">computed by</p>'
+    return (f'<aside class="panel" data-eq="{label}"><div class="stick">'
+            '<p class="kind">computed by</p>'
             + "".join(folded(part, not i) for i, part in enumerate(citing(label, FILES)))
             + f'<details class="tests"{" open" * (len(tests) < 4)}><summary class="kind">'
             + f'proved by {len(tests)} test{"s"[len(tests) < 2:]}</summary>'
@@ -265,10 +266,10 @@ def link_references(text):
                                            reverse=True))).replace("'", "(?:'|&#(?:39|x27);)")
     def link(found):
         entry = mentions()[html.unescape(found[0])]
-        who = entry["authors"].split(", ")
-        card = f'{entry["title"]}. {", ".join(who[:3])}{" et al." * (len(who) > 3)}, {entry["year"]}'
-        return (f'<a href="references.html#{entry["id"]}" title="{html.escape(card)}">'
-                f'{found[0]}</a>')
+        first, *others = entry["authors"].split(", ")
+        who = ", ".join([first, *others]) if len(others) < 3 else f"{first} et al."
+        card = html.escape(f'{entry["title"]}. {who}, {entry["year"]}')
+        return f'<a href="references.html#{entry["id"]}" title="{card}">{found[0]}</a>'
 
     return re.sub(rf"(?<![\w/.])(?:{known})(?![\w.]*\d)", link, text)
 
@@ -459,6 +460,8 @@ class Chapter:
             self.put(boxed(in_colours(token.content, get_lexer_by_name(kind or "text"))))
 
     def proof(self, source):
+        if self.answers:
+            return boxed(in_colours(source, PythonConsoleLexer()))
         setup = ""
         if not self.has_setup and "import" in source:
             self.has_setup, lines = True, source.splitlines(keepends=True)
@@ -466,8 +469,6 @@ class Chapter:
             at = prints[0] if prints else len(lines)
             setup = fold("setup", "Set-up of this chapter", "".join(lines[:at]))
             source = "".join(lines[at:])
-        if self.answers:
-            return setup + boxed(in_colours(source, PythonConsoleLexer()))
         comment = re.match(r">>> # *(.*)\n", source)
         last = re.split(r"(?<=[.?!])\s+(?=[^a-z0-9])", self.said)[-1].rstrip(":")
         sentence = comment[1] if comment else last
@@ -475,7 +476,7 @@ class Chapter:
                         else "")
 
     def html(self):
-        """Return the rows and, below the title, the contents: a wide screen has them at its side."""
+        """Return the rows; below the title the contents, which a wide screen has at its side."""
         contents = "".join(f"<li>{s['link']}</li>" for s in self.sections if s["level"] == "h2")
         rows = [text for row in self.rows if (text := row.html())]
         rows.insert(1, f'<nav class="toc" aria-label="In this chapter"><ol>{contents}</ol></nav>')
@@ -589,7 +590,7 @@ def museum_page():
             f'<div class="cards">{"".join(card(i, x) for i, x in enumerate(cards, 1))}</div>')
 
 
-def described(page, title, body):
+def described(page, title, body, formulas):
     """Return a page's first sentence in plain text, as the description of its shared address."""
     if page == "index.html":
         return (f"{SAMPLER}: what that does to RL of language models, how to correct it, and "
@@ -599,12 +600,7 @@ def described(page, title, body):
         return f"{title}, with links from its lines to the equations of Three Policies."
     if not said:
         return f"{title} of Three Policies: RL when sampler and trainer differ."
-    tex = re.sub("\x02(.*?)\x03", lambda m: FORMULAS[int(m[1])][0], said[1])
-    for name, sign in {"pi": "π", "mu": "μ", "theta": "θ", "beta": "β", "rho": "ρ", "nabla": "∇",
-                       "Vert": "‖"}.items():
-        tex = re.sub(rf"\\{name}\b ?|\\{name}(?=_)", sign, tex)
-    plain = html.unescape(re.sub(r"<.*?>|\\[a-z]+|\\,|[{}]", "", " ".join(tex.split())))
-    return re.split(r"(?<=[.?!]) ", plain)[0]
+    return re.split(r"(?<=[.?!]) ", plain(said[1], formulas))[0]
 
 
 def evidence_shown(one):
@@ -704,11 +700,13 @@ def spoken(node):
 
 def plain(text, formulas):
     """Return the words of a piece of a page."""
-    text = re.sub("\x04.*?\x05|</?(?:a|code|em|strong)\\b[^>]*>", "", text)
-    text = re.sub("\x02(.*?)\x03", lambda m: spoken(ElementTree.fromstring(
-        re.search("<math.*</math>", formulas[int(m[1])], re.DOTALL)[0])[0][0]),
-        html.unescape(re.sub("<[^>]*>", " ", text)))
-    return " ".join(text.split())
+    def read(mark):
+        math_of = re.findall("<math.*</math>", formulas[int(mark[1])], re.DOTALL)[0]
+        return spoken(ElementTree.fromstring(math_of)[0][0])
+
+    text = re.sub("\x04.*?\x05|</?(?:a|code|em|strong|span|eq)\\b[^>]*>", "", text)
+    text = html.unescape(re.sub("<[^>]*>", " ", text))
+    return " ".join(re.sub("\x02(.*?)\x03", read, text).split())
 
 
 def search_entries(chapters, formulas):
@@ -753,7 +751,7 @@ def main():
     for page, body in bodies.items():
         title = names_of[page]
         write(page, title if page != "index.html" else f"{SAMPLER} · {title}", finished(body),
-              described(page, title, body), *around.get(page, (None, None)))
+              described(page, title, body, made["formulas"]), *around.get(page, (None, None)))
     entries = search_entries(chapters, made["formulas"])
     (OUT / "search.js").write_text(f"const INDEX = {json.dumps(entries, ensure_ascii=False)};\n")
     (OUT / "data.js").write_text(f"const DATA = {json.dumps(data, ensure_ascii=False)};\n")

@@ -243,7 +243,7 @@ def loss_coefficients():
     shown = {  # loss, colour, style, width, and where its name stands, for A > 0 and A < 0
         "REINFORCE": (lambda new, old, A: reinforce_loss(new, A), BLACK, ":", 1.8,
                       (2.25, 0.94), (1.4, 0.84)),
-        "GSPO": (lambda *x: gspo_loss(*x, torch.ones_like(ratios)), SKY, "-", 3.6,
+        "GSPO": (lambda new, old, A: gspo_loss(new, old, A, torch.ones_like(ratios)), SKY, "-", 3.6,
                  (0.6, 0.2), (1.06, 0.3)),
         "CISPO": (cispo_loss, GREEN, "--", 1.8, (0.06, 0.86), (0.06, 0.66)),
         "SAPO": (sapo_loss, ORANGE, "-.", 1.8, (2.65, 1.48), (2.2, 1.68)),
@@ -559,13 +559,14 @@ def study_64_forest():
     """Draw every contrast of the second study with its interval, by regime; filled: separable."""
     of_regime = {}
     for regime, arm, other, pair, separable in judged_contrasts():
-        of_regime.setdefault(regime, []).append((arm, other, *paired(*pair, "area"), separable))
+        gap, width = paired(pair[0], pair[1], "area")
+        of_regime.setdefault(regime, []).append((arm, other, gap, width, separable))
     figure, axis = plt.subplots(figsize=(7.2, 9.2))
     y, ticks, labels = 0.0, [], []
     for regime, rows in of_regime.items():
         y -= 0.35
         axis.text(-0.815, y, regime, fontsize=8, fontweight="bold", va="center")
-        said = TITLES.get(regime, regime.split("_")[-1] + " tokens").replace("\n", " ")
+        said = str(TITLES.get(regime, regime.split("_")[-1] + " tokens")).replace("\n", " ")
         said = said.replace("weights rounded to ", "").replace("weights of ", "")
         axis.text(0.49, y, said, fontsize=7, va="center", ha="right")
         y -= 1

@@ -43,7 +43,8 @@ class Card(NamedTuple):
 def returned(function) -> list[str]:
     """Return the source that wrong and right share, of the wrong value, and of the right one."""
     source = textwrap.dedent(inspect.getsource(function))
-    body: list[Any] = ast.parse(source).body[0].body                # pyright: ignore
+    parsed: Any = ast.parse(source).body[0]
+    body = parsed.body
 
     def code(node) -> str:
         return ast.get_source_segment(source, node) or ""
@@ -80,5 +81,6 @@ def cards() -> list[Card]:
         largest = max(exact.abs().max().item(), 0.1)
         error = (wrong - exact).abs().max().item() / largest
         says = " ".join((function.__doc__ or "").split())
-        found.append(Card(name, where, equation, says, *returned(function), error))
+        shared, wrong_code, right_code = returned(function)
+        found.append(Card(name, where, equation, says, shared, wrong_code, right_code, error))
     return found

@@ -931,7 +931,7 @@ def of_contrasts(*wanted):
     cells = []
     for key in wanted:
         pair, separable = found[key]
-        gap = "{:+.3f} ± {:.3f}".format(*paired(*pair, "area"))
+        gap = "{:+.3f} ± {:.3f}".format(*paired(pair[0], pair[1], "area"))
         cells.append((*(f"{mean_of(rows, 'area'):.2f}" for rows in pair), gap,
                       "yes" if separable else "no"))
     return cells
@@ -1279,8 +1279,8 @@ def advice_rows():
         ["on time and finely rounded", f"`{token}`, a small gain",
          f"six bits: {mean_area('int6', token)} against {mean_area('int6', 'naive')}"]]
     return markdown(["your situation", "take", "accuracy, against `disabled`"], rows) + (
-        "\n\nThe accuracy is averaged over training, on 64-token answers (eight steps: nine tokens, "
-        "at the end).")
+        "\n\nThe accuracy is averaged over training, on 64-token answers (eight steps: nine "
+        "tokens, at the end).")
 
 
 CORRECTIONS = ["decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip"]

@@ -9,6 +9,7 @@ import statistics
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -205,7 +206,7 @@ def test_the_lines_for_trl_are_the_preset(path):
         if "trl" not in outcome:
             assert config.bypass_mode, name
             continue
-        call = ast.parse(f"f({', '.join(outcome['trl'])})", mode="eval").body
+        call: Any = ast.parse(f"f({', '.join(outcome['trl'])})", mode="eval").body
         given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
         prefix = "vllm_importance_sampling_"
         if config.rollout_is is None:
