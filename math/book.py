@@ -710,12 +710,14 @@ def plain(text, formulas):
 
 
 def search_entries(chapters, formulas):
-    """Return [address, title, text] of every section, function and test."""
+    """Return [address, title, text] of every section, exhibit, function and test."""
+    bugs = [[f"museum.html#{card.name}", f"{card.name.replace('_', ' ')} · Bugs that shipped",
+             card.says] for card in museum.cards()]
     parts_of = [part for file in [*FILES, *proving_files()] for part in parts(file)]
     return [[f'{c.page}#{s["id"]}',
              " · ".join({plain(link, formulas): 0 for link in (c.sections[0]["link"], s["link"])}),
              plain(s["text"], formulas)]
-            for c in chapters for s in c.sections] + [
+            for c in chapters for s in c.sections] + bugs + [
         [f"{page_of(part.file)}#L{part.first}", f"{part.name} ({part.file})",
          part.summary.replace("`", "")] for part in parts_of]
 
