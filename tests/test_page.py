@@ -319,3 +319,19 @@ def test_a_page_is_below_a_megabyte_and_the_figures_numbers_too(book):
     sizes = {path.name: path.stat().st_size for path in OUT.iterdir() if path.is_file()}
     assert max(sizes[name] for name in pages()) < 1_000_000
     assert sizes["data.js"] < 1_000_000 and sizes["search.js"] < 500_000
+
+
+def test_a_column_of_an_appendix_sorts_by_its_first_number_and_back(book, open_page):
+    page = open_page("appendix-studies.html")
+    table = page.locator("table", has=page.locator("th", has_text="area, difference, 95 %")).first
+    at = table.locator("th").all_inner_texts().index("area, difference, 95 %")
+
+    def numbers():
+        return [float(re.search(r"-?\d+\.\d+", text.replace("−", "-"))[0])
+                for text in table.locator(f"tbody td:nth-child({at + 1})").all_inner_texts()]
+
+    as_written = numbers()
+    table.locator("th").nth(at).click()
+    assert numbers() == sorted(as_written, reverse=True) != as_written
+    table.locator("th").nth(at).click()
+    assert numbers() == sorted(as_written)

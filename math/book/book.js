@@ -75,7 +75,7 @@ addEventListener("scroll", () => {
 for (const head of document.title.startsWith("Appendix") ? document.querySelectorAll("thead th") : []) {
   head.classList.add("sorts");
   head.addEventListener("click", () => {
-    const body = head.closest("table").tBodies[0], at = head.cellIndex, down = head.classList.toggle("down") ? -1 : 1;
+    const body = head.closest("table").tBodies[0], at = head.cellIndex, down = head.classList.toggle("down") ? 1 : -1;
     const key = (row) => parseFloat(row.cells[at].textContent.replace("−", "-").match(/-?\d+(\.\d+)?/)?.[0]);
     const text = (row) => row.cells[at].textContent;
     body.append(...[...body.rows].sort((a, b) => down * (key(b) - key(a) || text(b).localeCompare(text(a)))));
