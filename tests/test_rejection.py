@@ -13,6 +13,7 @@ from oracle import (close, f64)
 from tolerances import gamma
 
 from correction import correct
+from estimators import aggregate_log_ratio
 from correction import RolloutCorrectionConfig as Config
 from doctor import diagnose
 from metrics import merge
@@ -96,12 +97,18 @@ def test_what_is_not_finite_is_within_no_bound(criterion, value):
 
 
 def test_opsm_rejects_only_negative_advantages_of_drifted_sequences():
-    """eq:opsm: a token goes where A < 0 and its sequence's mean of −log ρ is above δ."""
+    """eq:opsm: a token goes where A < 0 and its sequence's mean of −log ρ is above δ.
+
+    That is where the geometric mean of ρ is below exp(−δ).
+    """
     log_ratio = f64([[-0.3, -0.1], [-0.3, -0.1], [0.3, 0.1]])       # mean −log ρ: 0.2, 0.2, −0.2
     advantages = f64([[-1.0, 1.0], [1.0, 1.0], [-1.0, -1.0]])
     args = (log_ratio, torch.zeros_like(log_ratio), torch.ones(3, 2))
     assert correct(*args, Config(rollout_rs={"opsm": 0.19}),
                    advantages).mask.tolist() == [[0, 1], [1, 1], [1, 1]]
+    geometric = aggregate_log_ratio(log_ratio, args[2], "geometric").exp()
+    assert correct(*args, Config(rollout_rs={"opsm": 0.19}), advantages).mask.tolist() == (
+        (advantages >= 0) | (geometric >= math.exp(-0.19))).int().tolist()
     assert correct(*args, Config(rollout_rs={"opsm": 0.21}), advantages).mask.all()
     with pytest.raises(ValueError, match="opsm needs the advantages"):
         correct(*args, Config(rollout_rs={"opsm": 0.19}))

@@ -373,9 +373,9 @@ def test_one_expected_update_at_one_place_is_a_sum_of_three_terms(arm, clip):
 
 @pytest.mark.parametrize("end, sign", [("clip_low", -1.0), ("clip_high", 1.0)])
 def test_each_end_of_a_clip_around_the_sampler_pulls_towards_it(end, sign):
-    """eq:clip-pull: what an end adds has a positive product with log μ − log π in every state.
+    """eq:clip-pull: what an end adds has the formula's product with log μ − log π in every state.
 
-    For the upper end this holds in the states with KL(π‖μ) < log 1.2.
+    It is positive; for the upper end in the states with KL(π‖μ) < log 1.2.
     """
     config = RolloutCorrectionConfig.bypass_ppo_clip()
     for seed in range(20):
@@ -394,6 +394,12 @@ def test_each_end_of_a_clip_around_the_sampler_pulls_towards_it(end, sign):
             for closed in ({}, {end: 0.2})]
         towards = (mu.step_log_probs() - pi.step_log_probs()).detach()
         divergence = -(pi.step_log_probs().exp() * towards).sum(-1)      # KL(π‖μ) of each state
+        pull = ((ascent[1] - ascent[0]) * towards).sum(-1)
+        ratio = (-towards).exp()                                         # π/μ of each token
+        dropped = ratio < 0.8 if end == "clip_low" else ratio > 1.2
+        visits = torch.zeros_like(ratio).index_put(                      # of h and v, times |A|
+            (pi.states[pi.mask], pi.tokens[pi.mask]), weights[pi.mask].abs(), accumulate=True)
+        terms = -sign * visits * ratio * dropped * (towards + divergence[:, None])
+        assert close(pull, terms.sum(-1) / len(lp))
         near = divergence < (math.inf if end == "clip_low" else math.log(1.2))
-        pull = ((ascent[1] - ascent[0]) * towards).sum(-1)[near]
-        assert (pull > -1e-12).all() and (pull > 1e-6).any()
+        assert (pull[near] > -1e-12).all() and (pull[near] > 1e-6).any()
