@@ -508,12 +508,10 @@ def equation_table():
 
 
 def promised(path):
-    """Return what a chapter says a reader will be able to do; else its question, else its start."""
+    """Return what a chapter says a reader will be able to do."""
     opening = re.sub(r"^# .*", "", path.read_text()).split("\n## ")[0]
-    found = (re.search(r"After this\s+chapter you can\s(.*?[.?])(?=\s)", opening, re.DOTALL)
-             or re.search(r"([A-Z][^.]*?\?)(?=\s)", opening)
-             or re.search(r"\s(\S.*?\.)(?=\s)", opening, re.DOTALL))
-    assert found, path                     # a chapter begins with a sentence
+    found = re.search(r"After this\s+chapter you can\s(.*?[.?])(?=\s)", opening, re.DOTALL)
+    assert found, path                     # each chapter has this sentence
     said = " ".join(found[1].split())
     return markdown("math").renderInline(said[0].upper() + said[1:])
 
@@ -527,7 +525,7 @@ def index_page(chapters, bodies):
              chapters[0].page: ("Read the book", f"{len(CHAPTERS)} chapters, each equation beside "
                                 "its code.")}
     opened = "".join(f'<a class="door" href="{page}"><b>{name}</b>{says}</a>'
-                     for page, (name, says) in doors.items() if page in bodies)
+                     for page, (name, says) in doors.items())
 
     def listed(paths, says):
         return "".join(f'<li><a href="{c.page}">{link_text(c.title)}</a>{says(c.path)}</li>'

@@ -24,9 +24,10 @@ from typing import Any, cast
 
 import matplotlib
 import torch
+from moving_exact import heights, in_square, optimum, square
 from omegaconf import OmegaConf
 from PIL import Image
-from tables import (AGES, OBJECTIVES, PARTS, POLICIES, ROOT, ascend, bias_and_std, gain_reached,
+from tables import (AGES, OBJECTIVES, PARTS, POLICIES, ROOT, ascend, bias_and_std,
                     gains_by_batch_size, judged_contrasts, paired, runs)
 
 matplotlib.use("Agg")
@@ -315,17 +316,7 @@ def gradient_field():
 
     The policy is a point in a square.
     """
-    def policy(first, second):
-        start = Policy(V=2, T=2)
-        start.logits = torch.tensor([[0.0, first], [0.0,
-                                                    second]], dtype=torch.float64).requires_grad_()
-        return start
-
-    def chances(logits):  # P(go on), P(1 after 1)
-        return torch.sigmoid(logits[..., 1] - logits[..., 0]).unbind(-1)
-
-    reward = torch.tensor([[0.45], [0.0], [1.0]], dtype=torch.float64)  # of "0", "10" and "11"
-    start, noise = policy(-0.7, -0.4), torch.tensor([[0.0, 0.1], [0.0, -1.0]], dtype=torch.float64)
+    start, noise, reward = square()
     figure, axes = plt.subplots(1, 2, figsize=(7, 3.9), sharey=True)
     shown = {
         "sequence ρ, C = ∞": (Config.bypass_pg_is(torch.inf), GREEN, "-"),
@@ -337,38 +328,29 @@ def gradient_field():
         "disabled": (PRESETS["disabled"](), BLACK, ":"),
     }
     grid = torch.linspace(0.02, 0.98, 60, dtype=torch.float64)
-    height = []
-    for second in grid:  # a row of the square at a time
-        row = torch.cat([policy(first.logit(), second.logit()).logits.detach() for first in grid])
-        height.append(gain_reached(row, [start] * len(grid), reward.expand(len(grid), -1, -1)))
+    height = heights(grid, start, reward)
     for axis, lagging in zip(axes, (False, True), strict=True):
         axis.grid(False)
-        lines = axis.contour(grid, grid, torch.stack(height), colors="#bbbbbb", linewidths=0.8,
+        lines = axis.contour(grid, grid, height, colors="#bbbbbb", linewidths=0.8,
                              levels=[-1, -0.5, 0, 0.5, 0.8, 0.95])
         axis.clabel(lines, lines.levels[1:5], fmt="%g", fontsize=8, colors=BLACK, manual=[
             (0.9, 0.61), (0.82, 0.66), (0.72, 0.73), (0.7, 0.86)])
         for name, (config, color, style) in shown.items():
             path = torch.stack(ascend(config, [start], [noise], reward[None],
                                       torch.tensor([lagging])))
-            a, b = chances(path)
+            a, b = in_square(path).unbind(-1)
             axis.plot(a, b, linestyle=style, color=color, label=name)
             axis.plot(a[-1], b[-1], "o", color=color, markersize=4, clip_on=False)
         black = dict(color=BLACK, linestyle="none")
         axis.plot(*optimum(start, reward), "*", ms=11, markerfacecolor="white", label="optimum π*",
                   **black)
-        axis.plot(*[x[0] for x in chances(path[:1])], "s", markersize=5, label="start", **black)
+        axis.plot(*in_square(path[0]), "s", markersize=5, label="start", **black)
         axis.set(title="lagging μ: eight steps old" if lagging else "fixed μ: recorded data",
                  xlabel="P(go on), after the prompt", xlim=(0, 1), ylim=(0, 1.02))
     axes[0].set(ylabel="P(good ending), after going on")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
                   fontsize=8)
     return figure
-
-
-def optimum(start, reward, beta=0.3):
-    """Return π* ∝ start·exp(R/β) of the two-token policy, as a point in the square."""
-    stop, ten, eleven = (start.probs().detach() * (reward.squeeze(-1) / beta).exp()).tolist()
-    return (ten + eleven) / (stop + ten + eleven), eleven / (ten + eleven)
 
 
 def clip_around_mu(error=0.025, rest=0.5):

@@ -75,6 +75,25 @@ def square():
     return start, logits(0.1, -1.0), torch.tensor([[0.45], [0.0], [1.0]], dtype=torch.float64)
 
 
+def in_square(logits):
+    """Return P(go on) and P(good ending): [..., 2 states, 2 tokens] → [..., 2]."""
+    return torch.sigmoid(logits[..., 1] - logits[..., 0])
+
+
+def heights(grid, start, reward):
+    """Return the share of the gain at each point of the square: [P(good ending), P(go on)]."""
+    rows = torch.zeros(len(grid), len(grid), 2, 2, dtype=torch.float64)
+    rows[..., 0, 1], rows[..., 1, 1] = grid.logit(), grid.logit()[:, None]
+    return torch.stack([gain_reached(row.flatten(0, 1), [start] * len(grid),
+                                     reward.expand(len(grid), -1, -1)) for row in rows])
+
+
+def optimum(start, reward, beta=0.3):
+    """Return π* ∝ start·exp(R/β) of the two-token policy, as a point in the square."""
+    stop, ten, eleven = (start.probs().detach() * (reward[:, 0] / beta).exp()).tolist()
+    return (ten + eleven) / (stop + ten + eleven), eleven / (ten + eleven)
+
+
 SQUARE = ("decoupled_token_is", "decoupled_seq_is", "decoupled_seq_is_rs", "decoupled_token_icepop",
           "bypass_ppo_clip", "disabled")
 STEPS = [*range(40), *range(40, 401, 6)]                # the first steps are the longest
@@ -87,27 +106,17 @@ def square_data():
     start, noise, reward = square()
     both, grid = torch.stack([reward, reward]), torch.linspace(0.02, 0.98, 40, dtype=torch.float64)
 
-    def point(logits):                                       # [..., 2 states, 2 tokens] → [..., 2]
-        return torch.sigmoid(logits[..., 1] - logits[..., 0])
-
     def path(config):
         steps = torch.stack(ascend(config, [start] * 2, [noise] * 2, both,
                                    torch.tensor([False, True]))).reshape(-1, 2, 2, 2)
         gains = gain_reached(steps[-1].flatten(0, 1), [start] * 2, both)
-        return {mu: {"path": [digits(x) for x in point(steps[STEPS, i])],
+        return {mu: {"path": [digits(x) for x in in_square(steps[STEPS, i])],
                      "gain": round(gains[i].item(), 2)}
                 for i, mu in enumerate(("fixed", "lagging"))}
 
-    height = []
-    for second in grid:
-        rows = torch.zeros(len(grid), 2, 2, dtype=torch.float64)
-        rows[:, 0, 1], rows[:, 1, 1] = grid.logit(), second.logit()
-        height.append(gain_reached(rows.flatten(0, 1), [start] * len(grid),
-                                   reward.expand(len(grid), -1, -1)))
-    lines = contourpy.contour_generator(grid, grid, torch.stack(height))
-    tilted = (start.probs().detach() * (reward[:, 0] / 0.3).exp()).tolist()      # π*, unnormalised
+    lines = contourpy.contour_generator(grid, grid, heights(grid, start, reward))
     return {"steps": STEPS,
-            "star": digits([sum(tilted[1:]) / sum(tilted), tilted[2] / sum(tilted[1:])]),
+            "star": digits(optimum(start, reward)),
             "levels": [[level, [digits(p, 3) for p in line[::2]]]
                        for level in (-1, -0.5, 0, 0.5, 0.8, 0.95) for line in lines.lines(level)],
             "presets": {"sequence ρ, C = ∞": path(Config.bypass_pg_is(math.inf))}

@@ -355,7 +355,7 @@ def studied():
     return exact_and_presets() | IDEAS_OF_2026 | WIDER
 
 
-def collapsed(rows, later=None):
+def collapsed(rows, later=None, bypass=()):
     """Join the rows that have the same figures into one row that names all of them.
 
     Rows that differ only in the column `later` are joined, too. That cell gives the figure of the
@@ -369,8 +369,8 @@ def collapsed(rows, later=None):
     for same in groups.values():
         figures = list(same[0][1])
         if later is not None:
-            of_mode = {name.startswith("`bypass"): f[later] for name, f in same}
-            assert all(of_mode[name.startswith("`bypass")] == f[later] for name, f in same), same
+            of_mode = {name in bypass: f[later] for name, f in same}
+            assert all(of_mode[name in bypass] == f[later] for name, f in same), same
             figures[later] = "; bypass ".join(dict.fromkeys(of_mode.values()))
         lines.append([", ".join(name for name, _ in same), *figures])
     return lines
@@ -385,10 +385,12 @@ def prices(methods):
     names = ["later" if update else f"Δ = {size:g}" if T == 4 else f"T = {T}"
              for T, size, update in settings]
     rows = []
+    bypass = [name for name, config in methods.items() if config.bypass_mode]
     for name, config in methods.items():
         found = [bias_and_std(config, *setting) for setting in settings]
         rows.append([name, *map(priced, found), f"{found[1][3]:.2f}"])
-    return markdown(["method", *names, "kept"], collapsed(rows, later=5)).replace(" --- |", "---|")
+    lines = collapsed(rows, 5, bypass)
+    return markdown(["method", *names, "kept"], lines).replace(" --- |", "---|")
 
 
 # ----------------------------------------------------------------------------------------- metrics
