@@ -4,7 +4,7 @@ The chapters' figures have no sampling noise: they are enumeration and formulas.
 a real run, runs/demo, and is drawn when asked for by name. `runs` compares runs of your own: their
 training curves side by side, and a table.
 
-    python math/figures.py                  # the chapters', about 15 s; names draw some of them
+    python math/figures.py                  # the chapters', about two minutes; names draw some of them
     python trainer.py && python math/figures.py demo
     python math/figures.py runs RUN RUN … [--out FILE.png] [--metrics NAME,NAME]
 """
