@@ -1,10 +1,10 @@
 """Draw the figures into math/figures/.
 
-The chapters' figures have no sampling noise: they are enumeration and formulas. The README's shows
-a real run, runs/demo, and is drawn when asked for by name. `runs` compares runs of your own: their
-training curves side by side, and a table.
+Most figures have no sampling noise: they are enumeration and formulas. Those named study-… show the
+studies' tables, and `demo` shows a real run, runs/demo, when asked for by name. `runs` compares
+runs of your own: their training curves side by side, and a table.
 
-    python math/figures.py                  # the chapters', about two minutes; names draw some of them
+    python math/figures.py                  # the chapters', two minutes; names draw some
     python trainer.py && python math/figures.py demo
     python math/figures.py runs RUN RUN … [--out FILE.png] [--metrics NAME,NAME]
 """
