@@ -5,7 +5,7 @@ Tokens were drawn from p. μ is what the sampler recorded of them, π what the t
 in one unit, the share of the gap that each leaves. The best one's effect is taken out of the data,
 and the rest is looked at again. Where a law is an identity, the data give its standard error.
 Numbers set by hand are marked so; math/doctor-rates.txt says how often all of it is right.
-Derivation: math/13-what-is-wrong.md.
+Derivation: math/16-what-is-wrong.md.
 
     print(*find_causes(Tokens.of(adapters.dumps.read("dump.jsonl"))), sep="\n")
 """

@@ -64,9 +64,9 @@ IN_PLACE = {"bias-variance.png": "cap", "length-trap.png": "trap"}
 AT_END = {"3-importance-weights.md": ("three-levels", "tree"),
           "4-ppo.md": ("sapo-a-gate-instead-of-a-clip", "curves"),
           "6-correction.md": ("correction-truncate-mask-reject", "batch"),
-          "10-gradient-field.md": ("one-picture", "square"),
-          "11-clip-around-mu.md": ("one-place", "push"),
-          "13-what-is-wrong.md": ("what-cannot-be-told-apart", "quiz")}
+          "13-gradient-field.md": ("one-picture", "square"),
+          "14-clip-around-mu.md": ("one-place", "push"),
+          "16-what-is-wrong.md": ("what-cannot-be-told-apart", "quiz")}
 
 
 # ------------------------------------------------------------------------------ code, by its labels
@@ -640,7 +640,7 @@ def which_page():
         listed = "".join(f"<li><code>{x}</code>: {link_text(meaning)}. <i>{link_text(remedy)}</i>"
                          "</li>" for x, (meaning, remedy) in one.causes.items())
         return (f"<p>The doctor's record: {which.doctor_rates([*one.causes])} "
-                '(<a href="13-what-is-wrong.html">chapter 13</a>).</p><details class="causes">'
+                '(<a href="16-what-is-wrong.html">chapter 16</a>).</p><details class="causes">'
                 f"<summary>The {len(one.causes)} causes, and what to turn</summary>"
                 f"<ul>{listed}</ul></details>") if listed else ""
 

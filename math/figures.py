@@ -285,7 +285,7 @@ def kl_estimators():
     return figure
 
 
-# REPORTED is the k3 per token of other reports, from the table of chapter 9: what, from, to.
+# REPORTED is the k3 per token of other reports, from the table of chapter 12: what, from, to.
 REPORTED = (("float16 both sides", 1e-5, 1e-5), ("FP8 rollouts", 3e-4, 3e-4),
             ("bfloat16 both sides", 6e-4, 1e-3), ("bfloat16 rollouts", 2e-3, 2e-3),
             ("DeepSeek V4", 5e-3, 5e-3))

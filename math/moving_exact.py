@@ -55,7 +55,7 @@ def tree_data():
 
 
 def push_data():
-    """What each case of one place adds to an update, by μ's error and by clip: chapter 11's sum."""
+    """What each case of one place adds to an update, by μ's error and by clip: chapter 14's sum."""
     arms = ["bypass_ppo_clip", "bypass_low_open", "bypass_high_open", "bypass_open",
             "decoupled_token_is"]
     errors = [x / 1000 for x in (*range(5, 60), *range(60, 185, 5), *range(185, 195),
@@ -65,7 +65,7 @@ def push_data():
 
 
 def square():
-    """Return the start of chapter 10's picture, the noise on its μ, and the rewards."""
+    """Return the start of chapter 13's picture, the noise on its μ, and the rewards."""
     def logits(first, second):
         return torch.tensor([[0.0, first], [0.0, second]], dtype=torch.float64)
 

@@ -1,7 +1,7 @@
 """Run the study: does training collapse without correction, and does correction rescue it?
 
     python math/study.py                     # the runs of study.yaml that study.csv does not have;
-                                             # then the figures, and chapter 12's tables
+                                             # then the figures, and chapter 15's tables
     python math/study.py math/study-64.yaml  # the same for the second study
     python math/study.py --quick             # three runs of it and runs/quick.png: collapse, rescue
 

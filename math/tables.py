@@ -1246,7 +1246,7 @@ def advice():
                             for name in ("token_is", "seq_is", bypass)), ""])
     return f"""\
 * **Coarse weights in the engine:** take `{seq}` or `{token}`.
-* **Not `{bypass}` on coarse weights:** it saves a forward pass and [follows the damage](11-clip-around-mu.md).
+* **Not `{bypass}` on coarse weights:** it saves a forward pass and [follows the damage](14-clip-around-mu.md).
   `bypass_pg_is` saves the same pass and has no clip. On weights eight steps stale it is not separable from `naive`.
 * **Long answers at four bits:** weights help on average, but {below} of the twenty corrected runs at 128 tokens have an
   area below their start. A smaller learning rate was not tried there.

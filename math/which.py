@@ -22,7 +22,7 @@ from study import config_of
 
 VERDICT = {"better": "separable", "worse": "separable", "open": "not separable", None: "not tested"}
 SEPARABLE = ("*Separable* means p ≤ 0.05 by sign flips after Holm's adjustment in the second "
-             "study, and an interval without 0 in the first (chapter 12).")
+             "study, and an interval without 0 in the first (chapter 15).")
 SYSTEMS = {"verl": "verl 0.9", "skyrl": "SkyRL 0.3", "trl": "TRL 1.16, GRPOConfig"}
 ORDER = {"study": "first", "study-64": "second"}
 ENDPOINT = {"study": ("final_accuracy", "held-out accuracy at the end of training"),
@@ -40,7 +40,7 @@ class Evidence(NamedTuple):
     where: str                           # the regime in words
     below: tuple[int, int]               # runs that are below the accuracy they started from
     endpoint: str
-    source: str                          # where chapter 12 has the numbers
+    source: str                          # where chapter 15 has the numbers
 
     @property
     def means(self) -> list[str]:
@@ -126,7 +126,7 @@ def evidence(key: dict[str, str], called: dict[str, str]) -> Evidence:
         + (f" ({key['runs']})" if "runs" in key else ""),
         (sum(x < x0 for x, x0 in zip(one, begun[0])),
          sum(x < x0 for x, x0 in zip(other, begun[1]))), ENDPOINT[study][1],
-        f"Chapter 12, {ORDER[study]} study, `{tables.called(key['regime'])}`")
+        f"Chapter 15, {ORDER[study]} study, `{tables.called(key['regime'])}`")
 
 
 def doctor_rates(causes: list[str]) -> str:

@@ -1,6 +1,6 @@
 """The figures that explain, in Chromium: what each shows is what its chapter's table says.
 
-Of the tree, chapter 3's; of the clip, chapter 11's; of the square, chapter 10's picture; of the
+Of the tree, chapter 3's; of the clip, chapter 14's; of the square, chapter 13's picture; of the
 quiz, the doctor itself. math/book/quiz.json is made anew by `python math/record_quiz.py`.
 """
 
@@ -18,8 +18,8 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "math")]
 import torch
 from book_pages import OUT, WIDTHS
 
-PAGES = {"tree": "3-importance-weights", "square": "10-gradient-field",
-         "push": "11-clip-around-mu", "quiz": "13-what-is-wrong"}
+PAGES = {"tree": "3-importance-weights", "square": "13-gradient-field",
+         "push": "14-clip-around-mu", "quiz": "16-what-is-wrong"}
 
 
 def table(text, first):
@@ -122,7 +122,7 @@ def test_the_three_cases_are_the_three_terms():
 # ------------------------------------------------------------------------------------- the square
 
 def test_the_squares_paths_are_exact_ascent(book):
-    """Recomputed alone, each μ by itself: the picture of chapter 10 calls `ascend` so."""
+    """Recomputed alone, each μ by itself: the picture of chapter 13 calls `ascend` so."""
     from moving_exact import PRESETS, STEPS, square
     from tables import ascend
     start, noise, reward = square()

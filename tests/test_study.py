@@ -1,4 +1,4 @@
-"""The study of chapter 12 has this task, these exact tests, and these declarations."""
+"""The study of chapter 15 has this task, these exact tests, and these declarations."""
 
 import functools
 import importlib.util

@@ -84,7 +84,7 @@ def test_the_doctors_record_is_its_table(path):
 # ------------------------------------------------------------------------------------ the evidence
 
 def test_what_the_text_says_of_an_evidence_is_the_studys_verdict(path):
-    """Separable as chapter 12's generated tables have it, read from the text of the book."""
+    """Separable as chapter 15's generated tables have it, read from the text of the book."""
     text = "\n".join(p.read_text() for p in sorted((ROOT / "math").glob("*.md")))
     shown = {}
     for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in text.split("\n")
@@ -278,5 +278,5 @@ def test_headings_are_in_order_and_the_chapters_are_linked(book):
     html = (OUT / "which.html").read_text()
     levels = [int(x) for x in re.findall(r"<h([1-6])", html)]
     assert levels[0] == 1 and all(b <= a + 1 for a, b in pairwise(levels))
-    for chapter in ("6-correction", "11-clip-around-mu", "12-evidence", "13-what-is-wrong"):
+    for chapter in ("6-correction", "14-clip-around-mu", "15-evidence", "16-what-is-wrong"):
         assert f'href="{chapter}.html' in html, chapter

@@ -127,7 +127,7 @@ const sampler = {
         lines: arms.flatMap(([name, a]) => [...a.seeds.map((y) => [y, " thin"]), [a.mean, ""]].map(([y, thin]) => ({ kind: NAMED[name][1] + thin, points: points(y) }))),
         ends: arms.map(([name, a]) => ({ y: a.mean.at(-1), words: `${NAMED[name][0]} ${two(a.area)}`, kind: NAMED[name][1] })) })
       + `</div>${missing}<p class="note">Thin: one of ${arms[0][1].seeds.length} seeds. Thick: their mean. The number: its average over steps 5 to 40.</p></div>
-      <figcaption>Tiles: <code>${d.how}</code>, of the ${w.of} responses of the first step of seed ${d.seed} the one whose Σ (log ρ)² is the median. Curves: regime <code>${w.regime}</code> of <a href="12-evidence.html">chapter 12</a>, arms ${arms.map(([name]) => `<code>${name}</code>`).join(", ")}; all widths have one learning rate.</figcaption>`;
+      <figcaption>Tiles: <code>${d.how}</code>, of the ${w.of} responses of the first step of seed ${d.seed} the one whose Σ (log ρ)² is the median. Curves: regime <code>${w.regime}</code> of <a href="15-evidence.html">chapter 15</a>, arms ${arms.map(([name]) => `<code>${name}</code>`).join(", ")}; all widths have one learning rate.</figcaption>`;
   },
 };
 const FIGURES = { sampler, cap, trap, curves, batch, ...(typeof EXACT === "undefined" ? require("./exact.js") : EXACT)({ plot, show }) };
