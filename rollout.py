@@ -10,10 +10,12 @@ This file decides
   is drawn; its recorded log μ is right all the same.
 * Weights enter the running engine in place, by Hugging Face name, and every one has to arrive.
 * μ differs from π_old for three reasons, each a setting: the engine's arithmetic (`dtype`), rounded
-  weights (`quantize_bits`) and stale weights (`staleness`).
+  weights (`quantize_bits`) and stale weights (`staleness`). With `update_every` the stale weights
+  are replaced within a response, as an asynchronous trainer does (math/9-versions.md).
 The engine here is Hugging Face's; vLLM's is in adapters/vllm.py. `make_engine` of
 plumbing/engines.py chooses between them. Left out are tensor parallelism (every rank holds a whole
-engine), LoRA, image inputs, and models whose modules and checkpoints name or shape their weights
+engine), LoRA, image inputs, tools and several turns (math/10-turns-and-tools.md), replayed routes
+(math/11-routes.md), and models whose modules and checkpoints name or shape their weights
 differently (fused experts).
 
     engine = make_engine("auto", "path/to/model", dtype="bfloat16", max_model_len=512)
@@ -50,6 +52,28 @@ class Sample:
     kept_ids: list[list[int]] | None = None  # |y| sets: the ids μ was cut to; None: all
     candidates: list[dict[int, float]] | None = None  # |y| tables {id: log μ} of all kept
     # tokens, or of the likeliest; None: not asked for
+    versions: list[int] | None = None  # |y| pushes, whose weights drew the token; None: one
+
+    @property
+    def crossed(self) -> bool:
+        """Say whether the engine's weights changed within the response."""
+        return len(set(self.versions or [])) > 1
+
+
+class InFlight(NamedTuple):
+    """Hold the weights that an engine takes in turn, between two tokens of every response."""
+
+    every: int  # tokens between two updates
+    recompute: bool  # run the earlier tokens again through new weights, or keep their cache
+    versions: list[tuple[int, dict[str, Tensor]]]  # the push and its weights, oldest first
+
+    def stages(self, max_tokens: int) -> Iterator[tuple[int, dict[str, Tensor], int]]:
+        """Yield (push, weights, tokens to sample with them); the newest weights sample the rest."""
+        for i, (push, weights) in enumerate(self.versions, 1):
+            tokens = max_tokens if i == len(self.versions) else min(max_tokens, self.every)
+            max_tokens -= tokens
+            if tokens:
+                yield push, weights, tokens
 
 
 class Cut(NamedTuple):
@@ -131,33 +155,51 @@ class TransformersEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *,
                  temperature: float, max_tokens: int, eos_ids: Collection[int],
-                 progress: Callable[[int], object] | None = None) -> list[Sample]:
-        """Return one Sample per prompt, as `Engine.generate` says, `batch_size` at a time."""
+                 progress: Callable[[int], object] | None = None,
+                 in_flight: InFlight | None = None) -> list[Sample]:
+        """Return one Sample per prompt, as `Engine.generate` says, `batch_size` at a time.
+
+        With `in_flight` each batch begins with its oldest weights, and the engine is left with
+        others than before.
+        """
         check_request(self, prompts, seeds, temperature, max_tokens)
         samples = []
         for start in range(0, len(prompts), self.batch_size):
             batch = slice(start, start + self.batch_size)
-            samples += self._batch(prompts[batch], seeds[batch], temperature, max_tokens, eos_ids)
+            samples += self._batch(prompts[batch], seeds[batch], temperature, max_tokens, eos_ids,
+                                   in_flight)
             if progress is not None:
                 progress(len(prompts[batch]))
         return samples
 
     @torch.inference_mode()
     def _batch(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float,
-               max_tokens: int, eos_ids: Collection[int]) -> list[Sample]:
+               max_tokens: int, eos_ids: Collection[int], in_flight: InFlight | None
+               ) -> list[Sample]:
         width, device = max(map(len, prompts)), self.model.device
         ids, mask = pad_rows(prompts, "left")  # [B, P]
-        config = GenerationConfig(do_sample=False, max_new_tokens=max_tokens, pad_token_id=0,
-                                  eos_token_id=list(eos_ids) or None)
         sampler = GumbelMax(seeds, temperature, self.cut, self.candidates, device)
         shape = Shape.of(ids[:, :-1], mask[:, :-1], 0, device) if width > 1 else None
-        (ids, mask), prefilled = to_device(device, ids, mask), {}
-        if shape:  # all but the last token, which `generate` runs itself
-            before = run_prompts(self.model.get_decoder(), ids[:, :-1], mask[:, :-1], shape)
-            prefilled["past_key_values"] = before.past_key_values
-        output = self.model.generate(ids, attention_mask=mask, generation_config=config,
-                                     logits_processor=[sampler], **prefilled)
-        tokens, log_probs = output[:, width:], torch.stack(sampler.log_probs, dim=1)  # [B, T]
+        (ids, mask), cache, versions = to_device(device, ids, mask), None, []
+        for push, weights, most in in_flight.stages(max_tokens) if in_flight else [
+                (None, {}, max_tokens)]:
+            if weights:
+                self.update_weights(weights.items())
+            if shape and not versions:  # all but the last token, which `generate` runs itself
+                cache = run_prompts(self.model.get_decoder(), ids[:, :-1], mask[:, :-1],
+                                    shape).past_key_values
+            config = GenerationConfig(do_sample=False, max_new_tokens=most, pad_token_id=0,
+                                      eos_token_id=list(eos_ids) or None,
+                                      return_dict_in_generate=True)
+            output: Any = self.model.generate(ids, attention_mask=mask, generation_config=config,
+                                              logits_processor=[sampler], past_key_values=cache)
+            drawn = output.sequences.shape[1] - ids.shape[1]
+            versions += [push] * drawn
+            ids, mask = output.sequences, nn.functional.pad(mask, (0, drawn), value=1)
+            cache = None if in_flight and in_flight.recompute else output.past_key_values
+            if drawn < most:
+                break  # all responses have ended; one that ended before is cut there below
+        tokens, log_probs = ids[:, width:], torch.stack(sampler.log_probs, dim=1)  # [B, T]
         samples, none = [], [None] * len(tokens)
         kept_ids: list[Any] = [*zip(*sampler.kept_ids)] or none
         tables: list[Any] = [*zip(*sampler.tables)] or none
@@ -167,7 +209,8 @@ class TransformersEngine:
             length = ends[0] + 1 if ends else len(row)  # what follows the end token is padding
             samples.append(Sample(row[:length], values[:length], finished=bool(ends),
                                   kept_ids=sets and self.cut.check(list(sets[:length])),
-                                  candidates=table and list(table[:length])))
+                                  candidates=table and list(table[:length]),
+                                  versions=versions[:length] if in_flight else None))
         return samples
 
     @torch.no_grad()
@@ -251,6 +294,11 @@ class WeightSync:
             self.waiting.append(dict(map(self.copy_to_host, named_tensors)))
             named_tensors = self.waiting[0].items()
         self.engine.update_weights(named_tensors)
+
+    def in_flight(self, every: int, recompute: bool, newest: int) -> InFlight:
+        """Return the weights that wait, of which the newest are those of push `newest`."""
+        first = newest + 1 - len(self.waiting)
+        return InFlight(every, recompute, [*enumerate(self.waiting, first)])
 
     def copy_to_host(self, named_tensor: NamedTensor) -> NamedTensor:
         """Copy a weight to the host, a matrix in the engine's dtype.

@@ -9,8 +9,8 @@ This file decides
 * Everything random is drawn from (seed, purpose, step, index). A killed run therefore continues as
   if it had not been killed, on any number of ranks, and no random state is saved. On a CPU it ends
   with the same bits; a GPU's atomic additions come in any order.
-Left out are tensor parallelism, value functions, rewards other than right or wrong, and rollouts of
-several turns.
+Left out are tensor parallelism, value functions, rewards other than right or wrong, rollouts of
+several turns with tools (math/10-turns-and-tools.md), and mixtures of experts (math/11-routes.md).
 
     python trainer.py [FILE.yaml] [section.key=value …]    # default: configs/demo.yaml; and for
                                                            # questions of a file configs/gsm8k.yaml
@@ -66,6 +66,7 @@ class Batch(NamedTuple):
     kept_ids: Tensor | None = None                  # [B, T, K]  the ids that μ kept, by token
     candidates: Tensor | None = None                # [B, T, K]  other ids in a token's place,
     candidate_log_prob: Tensor | None = None        # [B, T, K]  and their log π_rollout; −∞: none
+    versions: Tensor | None = None                  # [B, T]  the push whose weights drew the token
 
     def rows(self, index: Any, there: Any) -> "Batch":
         """Select rows by an index given on the host and on the device, which avoids a sync."""
@@ -127,18 +128,19 @@ def sample(run: Run, step: int) -> tuple[Batch, dict]:
     chosen = task.order(config.seed, (step - 1) * size, size)
     rows = [(p, j) for p in range(rank, size, world) for j in range(n)]
     prompts = [run.prompts[chosen[p]] for p, _ in rows]
-    samples, texts = run.generate(prompts, [seed_of(config.seed, "sample", step, *r) for r in rows])
+    seeds = [seed_of(config.seed, "sample", step, *r) for r in rows]
+    samples, texts = run.generate(prompts, seeds, step)
     run.engine.sleep()
     rewards = [task.reward(task.train[chosen[p]], text) for (p, _), text in zip(rows, texts)]
 
     # Baselines need whole groups and batches: gather all ranks' N = prompts · n rows, in the order
     # that one rank would have.
-    own = torch.tensor([[reward, len(s.tokens), s.finished, not text]
-                        for reward, s, text in zip(rewards, samples, texts)])           # [B, 4]
+    own = torch.tensor([[reward, len(s.tokens), s.finished, not text, s.crossed]
+                        for reward, s, text in zip(rewards, samples, texts)])           # [B, 5]
     everyone = [torch.empty_like(own) for _ in range(world)]
     dist.all_gather(everyone, own)
-    rewards, lengths, finished, empty = torch.stack(
-        [x.view(-1, n, 4) for x in everyone], 1).view(-1, 4).T                # 4 × [N]
+    rewards, lengths, finished, empty, crossed = torch.stack(
+        [x.view(-1, n, 5) for x in everyone], 1).view(-1, 5).T                # 5 × [N]
     usable, known = own[:, 0].isfinite(), rewards.isfinite()                  # [B], [N]
     if not known.all():
         run.nonfinite("samples", [
@@ -165,6 +167,8 @@ def sample(run: Run, step: int) -> tuple[Batch, dict]:
         "reward/groups_without_signal": (best <= worst).float().mean(),
         "reward/advantage_max": advantages.abs().max(), "response/count": len(lengths),
         "response/learned_fraction": learned.float().mean(),
+        "response/learned_length_mean": lengths[learned].sum() / learned.sum().clamp(min=1),
+        "response/crossed_fraction": crossed.mean(),
         "response/tokens": lengths.sum(), "response/length_mean": lengths.mean(),
         "response/length_max": lengths.max(), "response/truncated_fraction": 1 - finished.mean(),
         "response/empty_fraction": empty.mean()}
@@ -181,6 +185,10 @@ def pad(prompts: list[list[int]], samples: list[Sample], advantages: Tensor,
     if samples[0].kept_ids is not None:
         [ids] = to_device(device, gather_kept_ids(samples, after))
         batch = batch._replace(kept_ids=ids)
+    if samples[0].versions is not None:
+        versions, _ = pad_rows([s.versions or [] for s in samples], "right", least=1)
+        [versions] = to_device(device, versions)
+        batch = batch._replace(versions=versions)
     if samples[0].candidates is not None:
         tables = [table for s in samples for table in s.candidates or []]
         ids, log_mu = to_device(device, *candidate_tables(tables, mask.bool()))
@@ -240,7 +248,7 @@ def records(policy: Policy, batch: Batch, config: Config) -> list[dict[str, Any]
     (prompts, tokens), (prompt_mask, token_mask) = (
         x.tensor_split([start], 1) for x in (batch.tokens, batch.attention))
     return rows_of(prompts, prompt_mask, tokens, token_mask, batch.response_mask,
-                   batch.rollout_log_prob, old)
+                   batch.rollout_log_prob, old, versions=batch.versions)
 
 
 def without_nonfinite(run: Run, batch: Batch) -> Batch:

@@ -100,7 +100,8 @@ def _parquet(path: str | Path) -> Iterator[dict[str, Any]]:
 
 def rows_of(prompts: Tensor, prompt_mask: Tensor, tokens: Tensor, token_mask: Tensor,
             response_mask: Tensor, rollout_log_prob: Tensor, train_log_prob: Tensor,
-            entropy: Tensor | None = None) -> list[dict[str, Any]]:
+            entropy: Tensor | None = None, versions: Tensor | None = None
+            ) -> list[dict[str, Any]]:
     """Return a padded batch, [B, P] twice and [B, T], as rows of a dump; write one row a line.
 
     A log-prob that is not finite, as TRL has where vLLM gave none, becomes 0 and is masked.
@@ -109,7 +110,8 @@ def rows_of(prompts: Tensor, prompt_mask: Tensor, tokens: Tensor, token_mask: Te
     mu, pi = (torch.where(finite, x, 0.0) for x in (rollout_log_prob, train_log_prob))
     columns = {"token_ids": tokens, "rollout_log_probs": mu, "train_log_probs": pi,
                "response_mask": (response_mask.bool() & finite).int()}
-    columns |= {} if entropy is None else {"entropy": entropy}
+    columns |= {name: x for name, x in (("entropy", entropy), ("weight_version", versions))
+                if x is not None}
     columns = {name: x.detach().cpu() for name, x in columns.items()}
     prompts, prompt_mask, token_mask = (
         x.detach().cpu() for x in (prompts, prompt_mask.bool(), token_mask.bool()))

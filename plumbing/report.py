@@ -14,9 +14,11 @@ def summarize(config: Config) -> str:
     """Return the settings that matter most, for the run's first lines."""
     rollout, train = config.rollout, config.train
     weights = f"{rollout.quantize_bits}-bit" if rollout.quantize_bits else rollout.dtype
+    late = f", {rollout.staleness} syncs stale" if rollout.staleness else ""
+    late += f" and renewed every {rollout.update_every} tokens" if rollout.update_every else ""
     return (f"{rollout.prompts} prompts × {rollout.samples} responses of at most "
             f"{rollout.max_tokens} tokens a step at temperature {rollout.temperature:g}, from "
-            f"{weights} weights{f', {rollout.staleness} syncs stale' * (rollout.staleness > 0)}; "
+            f"{weights} weights{late}; "
             f"{train.steps} steps of {train.epochs * train.mini_batches} updates at learning rate "
             f"{train.lr:g}, {train.micro_batch_size} rows at a time")
 

@@ -316,12 +316,17 @@ class Run:
             torch.cuda.synchronize()
         self.times[f"time/{name}"] = time.perf_counter() - began
 
-    def generate(self, prompts: list[list[int]],
-                 seeds: list[int]) -> tuple[list[Sample], list[str]]:
-        with watch_engine(self.engine, self.config.rollout.timeout):
+    def generate(self, prompts: list[list[int]], seeds: list[int],
+                 step: int | None = None) -> tuple[list[Sample], list[str]]:
+        """Sample, in a step of training with the weights that this step's responses may cross."""
+        rollout, crossing = self.config.rollout, {}
+        if rollout.update_every and step is not None:
+            crossing["in_flight"] = self.sync.in_flight(
+                rollout.update_every, rollout.recompute_cache, newest=step - 1)
+        with watch_engine(self.engine, rollout.timeout):
             samples = self.engine.generate(
-                prompts, seeds, temperature=self.config.rollout.temperature,
-                max_tokens=self.config.rollout.max_tokens, eos_ids=self.eos_ids)
+                prompts, seeds, temperature=rollout.temperature, max_tokens=rollout.max_tokens,
+                eos_ids=self.eos_ids, **crossing)
         return samples, self.tokenizer.batch_decode([s.tokens for s in samples],
                                                     skip_special_tokens=True)
 

@@ -97,6 +97,11 @@ class RolloutConfig:
     quantize_bits: int | None = setting(
         None, "bits to which weights are rounded on their way to the engine", 2, 16)
     staleness: int = setting(0, "number of weight syncs by which the engine is stale", 0)
+    update_every: int | None = setting(
+        None, "tokens of a response between two updates of the engine's weights, from the stalest "
+        "on; null: weights stay for a response", 1)
+    recompute_cache: bool = setting(
+        False, "with update_every: run earlier tokens again through the new weights")
     batch_size: int = setting(512, "responses generated at a time", 1)
     mask_truncated: bool = setting(False, "give truncated responses no gradient")
     timeout: float = setting(1800.0, "seconds that one call of the engine may take", 1)
@@ -380,6 +385,13 @@ def validate(config: Config) -> None:
     if config.rollout.prompts % share:
         raise UserError(f"rollout.prompts={config.rollout.prompts} must be a multiple of {share}, "
                         "train.mini_batches × ranks, so that all ranks have the same share")
+    rollout, every = config.rollout, f"rollout.update_every={config.rollout.update_every} needs "
+    if rollout.update_every and rollout.engine != "transformers":
+        raise UserError(f"{every}rollout.engine=transformers, not {rollout.engine}: vLLM's weights "
+                        "stay for a whole response here")
+    if rollout.update_every and rollout.staleness == 0:
+        raise UserError(f"{every}rollout.staleness of at least 1, the most updates that a response "
+                        "crosses, not 0")
     correction_of(config)
 
 
@@ -414,6 +426,13 @@ def remarks(config: Config) -> list[str]:
         if getattr(config.loss, key) is not None and key not in options.loss.own:
             found.append(f"loss.{key} acts on nothing: correction.loss_type={options.loss_type} "
                          "has no such number")
+    rollout = config.rollout
+    if rollout.update_every and rollout.update_every >= rollout.max_tokens:
+        found.append(f"rollout.update_every={rollout.update_every} changes no response: it has at "
+                     f"most rollout.max_tokens={rollout.max_tokens} tokens")
+    if rollout.recompute_cache and not rollout.update_every:
+        found.append("rollout.recompute_cache=true acts on nothing: rollout.update_every is null, "
+                     "so weights stay for a response")
     if config.rollout.samples == 1 and kind != "reinforce":
         found.append(f"rollout.samples=1 leaves advantage.kind={kind} no baseline, which is made "
                      "of a group's other samples: every advantage is the reward itself; take "

@@ -95,6 +95,7 @@ FAULTS = [("generation", 2), ("weight sync", 3), ("scoring", 1), ("checkpoint be
           ("before rename", 1), ("checkpoint without state", 1), ("after rename", 1),
           ("weight sync", 2), ("update", 3), ("metrics", 1), ("after rename", 1),
           ("removal of the oldest", 1), ("after rename", 1), ("curves", 1)]
+CROSSING = [("weight sync", 6), ("weight sync", 3), ("weight sync", 7)]    # all within a response
 
 
 def outcome(directory: Path):
@@ -125,6 +126,8 @@ def drive(faults, arguments, cwd):
 
 @pytest.mark.parametrize("case, settings", [
     ("places", ["rollout.staleness=2", "rollout.quantize_bits=4"]),
+    ("crossing", ["rollout.staleness=2", "rollout.update_every=2", "train.steps=4",
+                  "train.save_every=1"]),
     ("moments", ["correction.preset=bypass_pg_is"])])
 def test_a_killed_run_ends_as_an_uninterrupted_one(case, settings, tiny_model, tmp_path):
     arguments = [*SMALL, *settings, *(["train.steps=24"] if case == "moments" else []),
@@ -132,7 +135,8 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(case, settings, tiny_model, t
     drive([], [*arguments, "run=whole"], tmp_path)
     # A step is some 200 000 calls and returns.
     rng = random.Random(0)
-    faults = FAULTS if case == "places" else [("moment", rng.randrange(700_000)) for _ in range(3)]
+    faults = {"places": FAULTS, "crossing": CROSSING,
+              "moments": [("moment", rng.randrange(700_000)) for _ in range(3)]}[case]
     drive(faults, [*arguments, "run=parts"], tmp_path)
     assert differences(tmp_path / "runs/parts", tmp_path / "runs/whole") == []
     # There are train.keep checkpoints, and no leftovers.
