@@ -79,23 +79,62 @@ def pages():
     return sorted(path.name for path in OUT.glob("*.html"))
 
 
-def test_every_page_opens_from_disk_at_three_widths(book, open_page):
+LOOK = """() => {
+    document.querySelectorAll("details").forEach((fold) => { fold.open = true; });
+    const name = (all) => all.map((one) => one.className || one.textContent.slice(0, 40));
+    return {
+        red: document.querySelectorAll(".katex-error, .katex [style*='#cc0000']").length,
+        widest: document.documentElement.scrollWidth,
+        boxes: name([...document.querySelectorAll("main *")].filter((box) =>
+            box.scrollHeight > box.clientHeight + 2
+            && /auto|scroll/.test(getComputedStyle(box).overflowY))),
+        small: name([...document.querySelectorAll("pre, code")].filter((code) =>
+            parseFloat(getComputedStyle(code).fontSize) < 0.85 * 16 - 0.01))};
+}"""
+
+
+@pytest.fixture(scope="module")
+def looked_at(book, browser):
+    """What there is to see on every page at every width, with all folds open, in one tab."""
+    tab, found = browser.new_context(offline=True).new_page(), {}
+    asked, complaints = [], []
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.on("requestfailed", lambda request: complaints.append(f"{request.url} failed"))
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.on("console", lambda message:
+           complaints.append(message.text) if message.type == "error" else None)
+    for name in pages():
+        asked.clear(), complaints.clear()
+        tab.goto((OUT / name).as_uri())
+        for width in WIDTHS:
+            tab.set_viewport_size({"width": width, "height": 900})
+            found[name, width] = tab.evaluate(LOOK)
+        found[name, "asked"], found[name, "complaints"] = asked[:], complaints[:]
+    tab.context.close()
+    return found
+
+
+def test_every_page_opens_from_disk_at_three_widths(looked_at):
     """No formula failed, nothing was asked of the network, nothing is wider than the window."""
     assert len(pages()) > 20
     for name in pages():
-        page = open_page(name)
-        # KaTeX's red: a command it does not know.
-        failed = page.locator(".katex-error, .katex [style*='#cc0000']")
-        assert not failed.count() and not page.complaints, (name, page.complaints)
-        assert page.asked and all(url.startswith(("file:", "data:")) for url in page.asked), (
-            name, page.asked)
+        asked, complaints = looked_at[name, "asked"], looked_at[name, "complaints"]
+        assert not complaints, (name, complaints)
+        assert asked and all(url.startswith(("file:", "data:")) for url in asked), (name, asked)
         for width in WIDTHS:
-            page.set_viewport_size({"width": width, "height": 900})
-            page.evaluate(
-                "document.querySelectorAll('details').forEach((fold) => { fold.open = true; })")
-            widest = page.evaluate("document.documentElement.scrollWidth")
-            assert widest <= width, f"{name} is {widest} pixels wide in a window of {width}"
-        page.context.close()
+            seen = looked_at[name, width]
+            assert not seen["red"], f"KaTeX does not know a command of {name}"      # it says so red
+            assert seen["widest"] <= width, (
+                f"{name} is {seen['widest']} pixels wide in a window of {width}")
+
+
+def test_no_box_scrolls_up_and_down_within_the_page_and_code_is_large_enough(looked_at):
+    for name in pages():
+        for width in WIDTHS:
+            boxes = looked_at[name, width]["boxes"]
+            assert not boxes, (name, width, boxes)
+        small = looked_at[name, min(WIDTHS)]["small"]
+        assert not small, f"too small on a phone: {small[:5]} of {name}"
 
 
 def test_no_page_holds_an_address_to_load(book):

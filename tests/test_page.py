@@ -101,24 +101,6 @@ def test_code_is_open_where_it_cites_the_equation(book):
     assert folded > 1000
 
 
-def test_no_box_scrolls_up_and_down_within_the_page_and_code_is_large_enough(book, open_page):
-    for name in others():
-        page = open_page(name)
-        page.evaluate("document.querySelectorAll('details').forEach((f) => { f.open = true; })")
-        for width in WIDTHS:
-            page.set_viewport_size({"width": width, "height": 900})
-            boxes = page.evaluate("""[...document.querySelectorAll('main *')].filter((box) =>
-                box.scrollHeight > box.clientHeight + 2
-                && /auto|scroll/.test(getComputedStyle(box).overflowY)).map((b) => b.className)""")
-            assert not boxes, (name, width, boxes)
-        page.set_viewport_size({"width": 400, "height": 900})
-        small = page.evaluate("""[...document.querySelectorAll('pre, code')].filter((code) =>
-            parseFloat(getComputedStyle(code).fontSize) < 0.85 * 16 - 0.01)
-            .map((code) => code.textContent.slice(0, 40))""")
-        assert not small, f"too small on a phone: {small[:5]} of {name}"
-        page.context.close()
-
-
 # ------------------------------------------------------------------------------ ways through a page
 
 def test_the_contents_are_at_the_side_where_there_is_room_and_else_above_the_text(book, open_page):
