@@ -4,8 +4,8 @@ Off-policy a baseline is free only if w ∇log π_θ has mean 0 under μ = π_ro
 rejecting tokens breaks this. Subtracting the mean restores it, and needs the other tokens that μ
 might have drawn:
 
-    rollout.py, adapters/vllm.py   return candidates {id: log μ} with each token   Sample.candidates
-    `candidate_tables`             makes them tensors of K ids and of their log μ  [B, T, K]
+    rollout.py, adapters/vllm.py   return ids and log μ of each token's candidates  Sample.candidates
+    `candidate_tables`             pads them to the batch's shape                  [B, T, K]
     policy.py                      adds log π_θ of these ids in the token's place  [B, T, K]
     `centering_loss`               returns the mean, as a loss to be added         [B, T]
 
@@ -23,17 +23,17 @@ from correction import RolloutCorrectionConfig, importance_weights
 from rejection import CRITERIA, rejection_mask
 
 
-def candidate_tables(tables: Sequence[dict[int, float]], mask: Tensor) -> tuple[Tensor, Tensor]:
+def candidate_tables(tables: Sequence[tuple[Tensor, Tensor]], mask: Tensor
+                     ) -> tuple[Tensor, Tensor]:
     """Return ids and log μ of each token's candidates, padded with 0 and −∞: [B, T, K] twice.
 
-    `tables` has one {id: log μ} for each token of `mask` [B, T], row by row.
+    `tables` has ids and log μ [|y|, K'] for each row of `mask` [B, T], the likeliest first; K is
+    the most that any token has.
     """
-    most = max(map(len, tables))
-    ids, log_mu = torch.zeros(*mask.shape, most, dtype=torch.int64), torch.full(
-        (*mask.shape, most), -math.inf)
-    ids[mask] = torch.tensor([[*table, *[0] * (most - len(table))] for table in tables])
-    log_mu[mask] = torch.tensor([[*table.values(), *[-math.inf] * (most - len(table))]
-                                 for table in tables])
+    given = [torch.cat(x) for x in zip(*tables)]                              # [tokens, K'] twice
+    most = int((given[1] > -math.inf).sum(-1).max())
+    ids, log_mu = (x.new_full((*mask.shape, most), fill) for x, fill in zip(given, (0, -math.inf)))
+    ids[mask], log_mu[mask] = (x[:, :most] for x in given)
     return ids, log_mu
 
 

@@ -225,7 +225,8 @@ def examine(dump: Iterable[Any]) -> Report:
     """Read responses (adapters.dumps.Response) once: E[ρ] is of all, the causes of a part.
 
     The part has at most LIMIT tokens, in whole groups of equal prompts, chosen by a hash of the
-    prompt. So memory is bounded, and tokens after one prefix stay together.
+    prompt. So memory is bounded, and tokens after one prefix stay together. Of a group that is
+    larger by itself, only a part stays.
     """
     kept: list[tuple[float, Any]] = []
     share, held, responses, tokens, total, squares = 1.0, 0, 0, 0, 0.0, 0.0
@@ -244,7 +245,7 @@ def examine(dump: Iterable[Any]) -> Report:
             held += len(over)
         while held > LIMIT and len(kept) > 1:
             share /= 2
-            kept = [(p, one) for p, one in kept if p < share] or kept[:1]
+            kept = [(p, one) for p, one in kept if p < share] or kept[:len(kept) // 2]
             held = sum(len(one.token_ids) for _, one in kept)
     mean, part = 1 + total / max(1, tokens), Tokens.of([r for _, r in kept])
     return Report(responses, tokens, mean, math.sqrt(squares) / max(1, tokens),

@@ -43,7 +43,7 @@ class LossConfig:
     tau_negative           SAPO's τ for all other A
     aggregation            from tokens to a scalar, see `aggregate_loss`
     denominator            "fixed" counts the response mask, "kept" what rejection left
-    horizon                H of seq-mean-token-sum-norm; None: T of the batch
+    horizon                H of seq-mean-token-sum-norm; None: the most tokens of a counted row
 
     Raises ValueError on an unknown aggregation or denominator.
     """
@@ -91,14 +91,15 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
         token-sum                Σ_i Σ_t x                        when the caller divides
         seq-mean-token-sum       (1/N) Σ_i Σ_t x                  the policy gradient itself
         seq-mean-token-mean      (1/N) Σ_i (1/|y_i|) Σ_t x        every sequence weighs the same
-        seq-mean-token-sum-norm  (1/N) Σ_i (1/H) Σ_t x            H = horizon, default T: Dr. GRPO
+        seq-mean-token-sum-norm  (1/N) Σ_i (1/H) Σ_t x            H = horizon: Dr. GRPO
 
     `values`, `mask`: [B, T]; `mask` says which terms are summed. `denominator_mask` (default: mask)
     says what |y_i| and N count, so that rejection need not change the size of the step. N counts
     non-empty sequences. In rows where denominator_mask is empty and `mask` is not, |y_i| counts
-    `mask`. `counts` are the counts of the whole mini-batch, over ranks and micro-batches; with them
-    the results of the parts add up to that of the whole. With nothing to sum the result is 0, graph
-    attached. Raises ValueError on another mode.
+    `mask`. Holes in a mask, such as a tool's tokens, count nowhere (eq:tool-length): H is by
+    default the largest |y_i|, not T. `counts` are the counts of the whole mini-batch, over ranks
+    and micro-batches; with them (and a `horizon`) the results of the parts add up to that of the
+    whole. With nothing to sum the result is 0, graph attached. Raises ValueError on another mode.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"mode must be one of {', '.join(AGGREGATIONS)}, not {mode!r}")
@@ -115,7 +116,8 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
         length = torch.where(length > 0, length, mask.sum(-1))     # rejected, but summed
         row = row / length.clamp(min=1)
     if mode == "seq-mean-token-sum-norm":
-        row = row / (mask.shape[-1] if horizon is None else horizon)
+        lengths = torch.cat([counted.sum(-1), counted.new_ones(1).long()])         # H is at least 1
+        row = row / (lengths.max() if horizon is None else horizon)
     return row.sum() / torch.as_tensor(sequences).clamp(min=1)
 
 
@@ -294,6 +296,6 @@ def kl_penalty(old_log_prob: Tensor, ref_log_prob: Tensor, rollout_log_prob: Ten
         kl = kl * exp_ratio(aggregate_log_ratio(log_rho, mask, level))
     if level != "token":
         kl = torch.where(mask, kl, 0.0).flip(-1).cumsum(-1).flip(-1)
-    if level is not None and weights is not None:
+    if weights is not None:
         kl = torch.where(weights > 0, kl / torch.where(weights > 0, weights, 1.0), 0.0)
     return torch.where(mask, kl, 0.0)

@@ -206,7 +206,7 @@ def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quant
                        "log_ppl_diff_min": "min"}),
         (rows, mean.abs(), {"log_ppl_abs_diff": "mean"}),
         (rows, perplexity(mean[:, None], any_token), {"ppl_ratio": "mean"})]
-    k1 = of_log._replace(total=-of_log.total, top=-of_log.bottom, bottom=-of_log.top)
+    k1 = of_log._replace(total=-of_log.total)            # its mean and its z need no extremes
     less_one = Sums(n, of_rho.total - n, of_rho.squares - 2 * of_rho.total + n, of_rho.top - 1,
                     of_rho.bottom - 1)
     return [(k1, {"kl": "mean", "kl_z": "z"}),                  # KL(π_rollout‖π_train), by k1

@@ -265,26 +265,3 @@ def test_exit_statuses_and_json(tmp_path, capsys):
     path.write_text("")
     assert main([str(path)]) == 2
     assert "no token" in capsys.readouterr().err
-
-
-def test_log_pi_of_minus_infinity_is_a_ratio_of_zero():
-    report = doctor.examine([response(1, row(train_log_probs=[-1.0, -math.inf, -0.5]))])
-    assert report.mean == pytest.approx(2 / 3, rel=1e-12) and report.proper is None
-
-
-def test_memory_is_bounded_and_the_identity_is_of_all_tokens(monkeypatch):
-    """No more than LIMIT tokens stay in memory, in whole groups, however many rows are read."""
-    monkeypatch.setattr(doctor, "LIMIT", 900)
-    stayed = []
-    of = causes.Tokens.of
-
-    def count(rows):
-        stayed.extend(rows)
-        return of(rows)
-    monkeypatch.setattr(causes.Tokens, "of", count)
-    stream = (response(i + 1, row(prompt_ids=[i // 8], entropy=[1, 1, 1])) for i in range(4000))
-    report = doctor.examine(stream)
-    assert report.tokens == 12000 and 300 < 3 * len(stayed) <= 900
-    assert report.mean == pytest.approx((2 + math.exp(-0.5)) / 3, rel=1e-9)
-    groups = [r.prompt_ids[0] for r in stayed]
-    assert all(groups.count(g) == 8 for g in groups)

@@ -12,6 +12,7 @@ import torch
 from examples import MASK, PI, R, SUM, reinforce
 from oracle import (Policy, close, estimator_moments, exact_gradient, f64, grad_J, rewards)
 
+from centering import candidate_tables
 from correction import Correction, correct
 from correction import RolloutCorrectionConfig as Config
 from losses import Counts, LossConfig, policy_loss
@@ -94,6 +95,24 @@ def by_hand(config, advantages, centered):
                 score[v] += 1.0
                 total[state] += MU.probs()[row].item() * advantage * share * w * score
     return total.flatten().detach()
+
+
+def test_tables_of_different_sizes_become_one_tensor():
+    """A token's candidates keep their order; −∞ stands where there are fewer, and off the mask."""
+    mask, none = torch.tensor([[True, True], [False, True]]), -math.inf
+    first = torch.tensor([[7, 3, 1], [4, 0, 0]]), torch.tensor([[-1, -2, none], [-0.5, none, none]])
+    second = torch.tensor([[5, 6, 2]]), torch.tensor([[-3, -4, none]])
+    ids, log_mu = candidate_tables([first, second], mask)
+    assert ids.tolist() == [[[7, 3], [4, 0]], [[0, 0], [5, 6]]] and ids.dtype == torch.int64
+    assert log_mu.tolist() == [[[-1, -2], [-0.5, none]], [[none, none], [-3, -4]]]
+
+
+def test_candidates_that_hold_a_little_more_than_all_of_mu_leave_no_rest():
+    """Rounded log-probs add up to more than 1; what remains is then nothing, not a NaN."""
+    more = EVERY[1] + 1e-6
+    found = mean_gradient(CENTERED[0], R, (CANDIDATES[0], more[PI.states]))
+    exact = mean_gradient(CENTERED[0], R)
+    assert found.isfinite().all() and (found - exact).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("centered", [False, True])

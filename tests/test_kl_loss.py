@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 from examples import MU, PI, REF, MASK, SUM, batch, by_loops, every_aggregation
-from oracle import (close, estimator_moments, exact_gradient, f64, token_kl)
+from oracle import close, estimator_moments, exact_gradient, f64, kl, token_kl
 
-from losses import Counts, count, kl_loss
+from losses import Counts, count, kl_loss, kl_ratio
 
 
 def kl_moments(kind, mu=PI, ratio=None):
@@ -26,6 +26,24 @@ def kl_moments(kind, mu=PI, ratio=None):
 def test_kl_loss_gradients(kind, mu, ratio, target):
     """eq:kl-gradient, eq:kl-ratio: the gradient is that of a per-token KL(p‖q) under `visits`."""
     assert close(kl_moments(kind, mu, ratio).mean, exact_gradient(PI, token_kl(*target)))
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs+", "k1+", "k2+", "k3+"])
+@pytest.mark.parametrize("level", ["token", "prefix"])
+def test_kl_ratio_makes_every_kind_unbiased_on_samples_of_another_policy(kind, level):
+    """eq:kl-ratio, eq:prefix: per token in the states of μ, or of π_θ by the product before it.
+
+    Only k1 and k3, which keep the ratio's graph, follow with prefix products how the states change.
+    """
+    lp, mu_lp, ref = PI.log_probs(), MU.log_probs().detach(), REF.log_probs().detach()
+    ratio = kl_ratio(lp, mu_lp, MASK, kind, level)
+    assert ratio.requires_grad == (kind in ("k1", "k3"))
+    found = estimator_moments(PI, MU, lambda i: kl_loss(
+        lp[i], ref[i], MASK[i], kind, SUM, ratio=ratio[i])).mean
+    visits = MU if level == "token" else PI
+    whole = level == "prefix" and kind in ("k1", "k3")
+    target = exact_gradient(PI, kl(PI, REF) if whole else token_kl(PI, REF, visits))
+    assert close(found, target)
 
 
 def test_kl_loss_of_k1_has_no_gradient_and_ratio_times_k2_the_wrong_one():

@@ -29,12 +29,13 @@ OWN_TESTS = {
     "rejection.py": ("rejection", "rows", "correction"),
     "correction.py": ("correction", "weights", "presets"),
     "metrics.py": ("metrics", "rows"), "centering.py": ("centering",),
-    "losses.py": ("losses", "aggregation", "kl_loss", "decoupled"), "doctor.py": ("doctor",)}
+    "losses.py": ("losses", "aggregation", "kl_loss", "decoupled"),
+    "doctor.py": ("doctor", "examine")}
 TESTS = [*dict.fromkeys(name for names in OWN_TESTS.values() for name in names),
          "peers", "dialects", "museum"]
 BESIDE = ("tests/oracle.py", "tests/exhibits.py", "tests/examples.py", "tests/conftest.py",
           "tests/book_pages.py", "tests/tolerances.py", "tests/peers.json.gz", "causes.py",
-          "adapters/dialects.py", "adapters/names.py", "plumbing/settings.py",
+          "adapters/dialects.py", "adapters/dumps.py", "adapters/names.py", "plumbing/settings.py",
           "pyproject.toml")                                                 # what the tests need
 OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.BitAnd: "|",
              ast.BitOr: "&", ast.And: "or", ast.Or: "and"}

@@ -1,0 +1,76 @@
+"""doctor.py: `examine` reads a dump once; E[ρ] is of all tokens, the causes of a bounded part."""
+
+import math
+
+import pytest
+
+import causes
+import doctor
+from adapters.dumps import response
+
+
+def row(**changes):
+    return {"prompt_ids": [1], "token_ids": [5, 6, 7], "rollout_log_probs": [-1.0, -2.0, -1.0],
+            "train_log_probs": [-1.0, -2.0, -1.5], "entropy": [1.0, 1.0, 1.0]} | changes
+
+
+def test_the_mean_of_rho_and_its_error_are_those_by_hand():
+    """eq:martingale: E[ρ] = 1 under an honest record; the error is √Σ(ρ − 1)² / n."""
+    rows = [row(), row(train_log_probs=[-0.5, -2.0, -1.0]), row(response_mask=[1, 0, 1])]
+    report = doctor.examine(response(i, x) for i, x in enumerate(rows, 1))
+    rho = [1, 1, math.exp(-0.5), math.exp(0.5), 1, 1, 1, math.exp(-0.5)]
+    assert (report.responses, report.tokens, report.missing) == (3, 8, ())
+    assert report.mean == pytest.approx(sum(rho) / 8, rel=1e-12)
+    squares = sum((x - 1) ** 2 for x in rho)
+    assert report.error == pytest.approx(math.sqrt(squares) / 8, rel=1e-12)
+
+
+@pytest.mark.parametrize("tokens, mean, error, proper", [
+    (99, 1.0, 0.1, None), (100, 1.5, 0.1, True), (100, 1.51, 0.1, False),
+    (100, 0.49, 0.1, False), (100, 1 + 1e-4, 0.0, True), (100, 1 + 2e-4, 0.0, False)])
+def test_improper_is_more_than_five_errors_and_rounding(tokens, mean, error, proper):
+    report = doctor.Report(1, tokens, mean, error, (), [], causes.Tokens.of([]))
+    if abs(mean - 1) not in (0.5, 1e-4) or proper is not True:
+        assert report.proper is proper
+    else:                              # the bound itself is proper, but for the last bit of a sum
+        assert report._replace(mean=1 + (mean - 1) * (1 - 1e-9)).proper is True
+
+
+def test_log_pi_of_minus_infinity_is_a_ratio_of_zero():
+    report = doctor.examine([response(1, row(train_log_probs=[-1.0, -math.inf, -0.5]))])
+    assert report.mean == pytest.approx((1 + 0 + math.exp(0.5)) / 3, rel=1e-12)
+    assert report.proper is None
+
+
+def test_what_is_missing_is_named_with_its_cost():
+    given = row()
+    del given["prompt_ids"], given["entropy"]
+    report = doctor.examine([response(1, given)])
+    assert report.missing == ("entropy", "prompt_ids")
+    assert all(f"Without {name}: {cost}." in str(report) for name, cost in doctor.COSTS)
+
+
+@pytest.mark.parametrize("limit, most, least", [(900, 900, 300), (12_000, 12_000, 12_000),
+                                                (11_999, 11_999, 4000)])
+def test_memory_is_bounded_and_the_identity_is_of_all_tokens(limit, most, least, monkeypatch):
+    """No more than LIMIT tokens stay in memory, in whole groups, however many rows are read."""
+    monkeypatch.setattr(doctor, "LIMIT", limit)
+    stayed = []
+    of = causes.Tokens.of
+
+    def count(rows):
+        stayed.extend(rows)
+        return of(rows)
+    monkeypatch.setattr(causes.Tokens, "of", count)
+    stream = (response(i + 1, row(prompt_ids=[i // 8])) for i in range(4000))
+    report = doctor.examine(stream)
+    assert report.tokens == 12000 and least <= 3 * len(stayed) <= most
+    assert report.mean == pytest.approx((2 + math.exp(-0.5)) / 3, rel=1e-9)
+    groups = [r.prompt_ids[0] for r in stayed]
+    assert all(groups.count(g) == 8 for g in groups)
+
+
+def test_of_one_group_that_is_larger_than_the_limit_a_part_stays(monkeypatch):
+    monkeypatch.setattr(doctor, "LIMIT", 90)
+    report = doctor.examine(response(i + 1, row()) for i in range(100))
+    assert report.tokens == 300 and 45 <= len(report.looked_at.mu) <= 90
