@@ -10,7 +10,7 @@ import torch
 
 from correction import correct
 from correction import RolloutCorrectionConfig as Config
-from doctor import HEALTHY, diagnose
+from doctor import HEALTHY, NO_LESSON, diagnose
 from estimators import sampling_log_probs
 from losses import policy_loss
 from metrics import offpolicy_metrics, to_host
@@ -56,6 +56,24 @@ def sampled(seed, rows=64, length=50, noise=0.3, temperature=1.0, keep=None):
     log_mu, _ = sampling_log_probs(noisy, temperature, top_k=keep or 0)
     drawn = torch.multinomial(log_mu.exp().flatten(0, 1), 1, generator=g).view(rows, length, 1)
     return [x.gather(-1, drawn)[..., 0] for x in (log_pi, log_mu)]
+
+
+@pytest.mark.parametrize("row", NO_LESSON, ids=lambda row: " ".join(row[0]))
+def test_a_step_that_teaches_nothing_is_reported_by_the_first_row_that_holds(row):
+    values, meaning, remedy = row
+    assert [f"{meaning}; {remedy}." in sentence for sentence in diagnose(values)] == [True]
+    for name in values:                                       # each of its values is needed
+        for other in ({**values, name: values[name] + 0.5},
+                      {k: v for k, v in values.items() if k != name}):
+            assert not any(f"{meaning};" in sentence for sentence in diagnose(other)), other
+
+
+@pytest.mark.parametrize("mean, best, count, said", [
+    (0.01, 0.2, 125, True), (0.02, 0.2, 125, False), (0.019, 0.2, 125, True),
+    (0.01, 0.2, 124, False), (0.0, 0.0, 1000, False)])
+def test_a_collapse_is_a_tenth_of_the_best_where_25_were_expected(mean, best, count, said):
+    values = {"reward/mean": mean, "reward/best": best, "response/count": count}
+    assert any("collapsed" in sentence for sentence in diagnose(values)) == said
 
 
 def test_an_honest_record_is_standard_normal():

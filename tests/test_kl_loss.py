@@ -7,7 +7,7 @@ import torch
 from examples import MU, PI, REF, MASK, SUM, batch, by_loops, every_aggregation
 from oracle import close, estimator_moments, exact_gradient, f64, kl, token_kl
 
-from losses import Counts, count, kl_loss, kl_ratio
+from losses import Counts, count, kl_loss, kl_penalty, kl_ratio
 
 
 def kl_moments(kind, mu=PI, ratio=None):
@@ -44,6 +44,25 @@ def test_kl_ratio_makes_every_kind_unbiased_on_samples_of_another_policy(kind, l
     whole = level == "prefix" and kind in ("k1", "k3")
     target = exact_gradient(PI, kl(PI, REF) if whole else token_kl(PI, REF, visits))
     assert close(found, target)
+
+
+@pytest.mark.parametrize("level, sampler", [(None, PI), ("token", MU), ("prefix", MU)])
+def test_k1_in_the_reward_has_the_gradient_of_the_kl(level, sampler):
+    """eq:kl-gradient, eq:prefix: on-policy without a level, else on samples of another policy."""
+    lp, mu_lp, ref = PI.log_probs(), sampler.log_probs().detach(), REF.log_probs().detach()
+    penalty = kl_penalty(lp, ref, mu_lp, MASK, "k1", level)
+    found = estimator_moments(PI, sampler, lambda i: (penalty[i] * lp[i] * MASK[i]).sum()).mean
+    target = token_kl(PI, REF, MU) if level == "token" else kl(PI, REF)
+    assert close(found, exact_gradient(PI, target))
+
+
+@pytest.mark.parametrize("level", [None, "token", "prefix"])
+def test_the_weights_of_the_loss_are_divided_out_of_the_penalty(level):
+    lp, mu_lp, ref = (x.log_probs().detach() for x in (PI, MU, REF))
+    weights = torch.arange(MASK.numel()).reshape(MASK.shape).double() % 4           # 0, 1, 2, 3, …
+    plain, divided = (kl_penalty(lp, ref, mu_lp, MASK, "k1", level, w) for w in (None, weights))
+    assert close(divided * weights, torch.where(weights > 0, plain, 0.0))
+    assert (divided[weights == 0] == 0).all() and (divided[~MASK] == 0).all()
 
 
 def test_kl_loss_of_k1_has_no_gradient_and_ratio_times_k2_the_wrong_one():
