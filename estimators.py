@@ -48,7 +48,9 @@ def aggregate_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) ->
         sequence:   Σ_s log ρ_s            the product of ratios: exp of the sum, not sum of exps
         geometric:  (1/|y|) Σ_s log ρ_s    the length-normalised ratio, (Π ρ)^{1/|y|}
 
-    `log_ratio`, `response_mask`: [B, T] → [B, T], 0 on padding. Raises ValueError on another level.
+    `log_ratio`, `response_mask`: [B, T] → [B, T], 0 on padding. Padding may stand between tokens:
+    in such holes, a tool's output, nothing is read (eq:trajectory). Raises ValueError on another
+    level.
     """
     mask = response_mask.bool()
     if level == "token":

@@ -97,9 +97,10 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
     says what |y_i| and N count, so that rejection need not change the size of the step. N counts
     non-empty sequences. In rows where denominator_mask is empty and `mask` is not, |y_i| counts
     `mask`. Holes in a mask, such as a tool's tokens, count nowhere (eq:tool-length): H is by
-    default the largest |y_i|, not T. `counts` are the counts of the whole mini-batch, over ranks
-    and micro-batches; with them (and a `horizon`) the results of the parts add up to that of the
-    whole. With nothing to sum the result is 0, graph attached. Raises ValueError on another mode.
+    default the largest |y_i|, not T. That is random: give the sampler's limit as `horizon`.
+    `counts` are the counts of the whole mini-batch, over ranks and micro-batches; with them (and a
+    `horizon`) the results of the parts add up to that of the whole. With nothing to sum the result
+    is 0, graph attached. Raises ValueError on another mode.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"mode must be one of {', '.join(AGGREGATIONS)}, not {mode!r}")

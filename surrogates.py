@@ -56,8 +56,9 @@ def gspo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, respon
     This is the form GSPO-token, sg(r̄)·π_θ/sg(π_θ): a token has the value of its sequence and the
     gradient of its own log-prob. So a token's weight, mask or advantage acts on that token alone.
     Where these are constant over a sequence the gradient is that of r̄ itself. Aggregate the terms
-    with seq-mean-token-mean. At |y| = 1 the loss is PPO's. The clip range is narrow because r̄ is a
-    geometric mean. Source: Zheng et al. 2507.18071.
+    with seq-mean-token-mean. At |y| = 1 the loss is PPO's. |y| counts the mask, so that a tool's
+    tokens between two turns change nothing (eq:tool-length). The clip range is narrow because r̄ is
+    a geometric mean. Source: Zheng et al. 2507.18071.
     """
     log_s = aggregate_log_ratio(log_prob - old_log_prob, response_mask, "geometric").detach()
     log_s = log_s + (log_prob - log_prob.detach())

@@ -40,7 +40,8 @@ class Shape(NamedTuple):
     def of(tokens: Tensor, attention: Tensor, width: int, device: torch.device | str) -> "Shape":
         """Return the shape of tokens, attention [B, P + width], which are on the host.
 
-        `first` and `which` are sent to `device`.
+        `attention` is 1 on all that the model reads, a tool's tokens included: the holes of a
+        response mask are not holes of this one. `first` and `which` are sent to `device`.
         """
         start = tokens.shape[1] - width
         lengths = attention[:, :start].sum(-1)                                          # [B]

@@ -50,7 +50,8 @@ import which
 HERE, OUT = ROOT / "math" / "book", ROOT / "book"
 FILES = [f"{name}.py" for name in (
     "estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses",
-    "causes", "doctor", "policy", "rollout", "trainer", "kernels/log_probs")]
+    "causes", "doctor", "policy", "rollout", "trainer", "kernels/log_probs", "math/versions",
+    "math/turns", "math/routes")]
 CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))
 APPENDICES = sorted((ROOT / "math").glob("appendix-*.md"), key=lambda path: path.read_text())
 LABEL = re.compile(r"eq:[a-z0-9]+(?:-[a-z0-9]+)*")
@@ -135,11 +136,11 @@ def proving_files():
 def names():
     """Return public name → page and line, for the book's files.
 
-    The oracle's names are short: only its long ones count.
+    The names of what enumerates are short: only the long ones count.
     """
     return {part.name: f"{page_of(part.file)}#L{part.first}"
-            for file in ["tests/oracle.py", *reversed(FILES)]
-            for part in parts(file) if file in FILES or "_" in part.name}
+            for file in ["tests/oracle.py", *reversed(FILES)] for part in parts(file)
+            if "_" in part.name or not file.startswith(("tests/", "math/"))}
 
 
 def page_of(file):

@@ -36,7 +36,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 import plants
+import routes
 import sides
+import turns
+import versions
 import words
 from oracle import J, Policy, estimator_moments, expectation, grad_J, rewards, scores
 
@@ -384,6 +387,37 @@ def clip_around_mu(error=0.025, rest=0.5):
     return figure
 
 
+def versions_crossing(T=8, update=4, seed=9):
+    """Draw a response that crosses a weight update: its two records, and what each makes of ρ."""
+    start = versions.Recurrent(V=4, T=T, seed=seed)
+    end = start.perturbed(1000 + seed, versions.UPDATE)
+    pi = end.perturbed(2000 + seed, versions.UPDATE)
+    first, last, trained = (policy.log_probs().detach() for policy in (start, end, pi))
+    record = torch.where(torch.arange(T) < update, first, last)
+    full = pi.mask.all(-1).nonzero()[:, 0]
+    drawn = full[(record + trained)[full].sum(-1).argmax()]         # likely under both
+    figure, (above, below) = plt.subplots(2, 1, figsize=(6.5, 4), sharex=True)
+    at = range(1, T + 1)
+    for axis in (above, below):
+        axis.axvspan(0.5, update + 0.5, color=SKY, alpha=0.25, linewidth=0)
+        axis.axvline(update + 0.5, color=BLACK, linewidth=1)
+    for score, color, marker, style, name in (
+            (record, BLUE, "o", "-", "recorded: log μ of the version that drew the token"),
+            (last, RED, "x", "--", "recomputed with the end version")):
+        above.plot(at, score[drawn], marker, color=color, markersize=8, fillstyle="none",
+                   label=name)
+        ratio = (trained - score)[drawn].cumsum(0).exp()
+        below.plot(at, ratio, style, marker=marker, fillstyle="none", color=color)
+        below.text(T + 0.15, ratio[-1], f"{ratio[-1]:.2f}", color=color, va="center")
+    figure.legend(loc="outside upper center", ncols=2)
+    above.set(ylabel="log-prob of the token", xlim=(0.5, T + 0.7))
+    below.set(ylabel="ρ of the tokens so far", xlabel="token of the response", xticks=at,
+              ylim=(0.7, 1.8))
+    below.text(update + 0.4, 0.72, "drawn by the start version", ha="right", va="bottom")
+    below.text(update + 0.6, 0.72, "drawn by the end version", ha="left", va="bottom")
+    return figure
+
+
 def two_ratios():
     """Draw where PPO's clip removes the gradient, in the plane of ρ and r.
 
@@ -426,6 +460,66 @@ def two_ratios():
     axes[0].set_ylabel("r = π_θ/π_old, the update (ratio, log axis)")
     axes[0].text(0.37, 1.24, "▲ token with A > 0", color=RED, fontsize=8)
     axes[0].text(0.37, 0.715, "▼ token with A < 0", color=BLUE, fontsize=8)
+    return figure
+
+
+def tool_branch(seed=18):
+    """Draw an agent's responses as a tree, and what weights with the tool's tokens make of them."""
+    x = turns.agent(seed, T=3)
+    log_rho = (x.acts.log_probs() - x.draws.log_probs()).detach()
+    figure, (tree, bars) = plt.subplots(1, 2, figsize=(7.5, 4.6), width_ratios=(1.5, 1))
+    listed = [tuple(y[m].tolist()) for y, m in zip(x.pi.tokens, x.mask, strict=True)]
+    height = {y: -float(n) for n, y in enumerate(sorted(listed))}
+    edges = {y[:t + 1]: (bool(x.written[i, t]), log_rho[i, t].exp())
+             for i, y in enumerate(listed) for t in range(len(y))}
+    for prefix in sorted({y[:-1] for y in edges}, key=len, reverse=True):
+        height[prefix] = statistics.mean(height[(*prefix, v)] for v in range(x.pi.V))
+    says = {True: ("timeout", "result 1", "result 2"), False: ("end", "call", "word")}
+    for y, (written, ratio) in edges.items():
+        color, style, above = (RED, "--", "P/P") if written else (BLUE, "-", f"{ratio:.2f}")
+        start, (end, at) = height[y[:-1]], (len(y), height[y])
+        tree.plot([end - 1, end - 0.7, end], [start, at, at], style, color=color, linewidth=1)
+        tree.text(end - 0.67, at + 0.08, f"{says[written][y[-1]]}  {above}", color=color,
+                  fontsize=7.5)
+    tree.set_title("solid: the model's token, π/μ\ndashed: the tool's token, P/P = 1", fontsize=9)
+    tree.axis("off")
+    tree.set(xlim=(-0.05, 3.05), ylim=(-14.6, 0.8))
+    at = [height[y] for y in listed]
+    bars.barh(at, x.acts.probs().tolist(), 0.7, color="#cccccc", label="π's own chance")
+    counted = log_rho + torch.where(x.written, x.lp, 0.0)           # log μ = 0 at the tool's tokens
+    for log_w, marker, color, name in ((log_rho, "|", BLUE, "μ's × ρ of the model's tokens"),
+                                       (counted, "x", RED, "μ's × ρ with log μ = 0 at the tool's")):
+        bars.plot((x.draws.probs().detach() * log_w.sum(-1).exp()).tolist(), at, marker,
+                  color=color, markersize=9 if marker == "|" else 5, markeredgewidth=2, label=name)
+    bars.set(ylim=(-14.6, 0.8), yticks=[], xlabel="chance of the response", xlim=(0, None))
+    bars.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1))
+    return figure
+
+
+def route_targets():
+    """Draw the bias of each use of recorded routes to both targets, against the share of flips."""
+    figure, axes = plt.subplots(1, 2, figsize=(7.5, 3.5), sharey=True)
+    shown = {(routes.GATES, None): ("gates replayed, too", RED, "-."),
+             (routes.OWN, None): ("own routes, uncorrected", BLACK, ":"),
+             (routes.R3, None): ("R3, uncorrected", BLUE, "-"),
+             (routes.R3, "token"): ("R3, token weights", SKY, "--"),
+             (routes.R3, "sequence"): ("R3, sequence weights", GREEN, (0, (5, 1, 1, 1)))}
+    for row, (name, color, style) in shown.items():
+        found = [routes.prices(noise) for noise in routes.NOISES]
+        flips = [100 * statistics.mean(of["flips"]) for of in found]
+        for aim, axis in enumerate(axes):
+            bias = [statistics.mean(sizes[aim] for sizes in of[row]) for of in found]
+            axis.plot(flips[:-1], bias[:-1], linestyle=style, color=color, label=name)
+            axis.plot(flips[-1], bias[-1], "o", color=color, fillstyle="none")
+    for axis, title in zip(axes, ("to T1: the trainer, by its own routes",
+                                  "to T2: the sampler, as it is deployed"), strict=True):
+        axis.set(title=title, xlabel="routes that flip, %", xscale="log", yscale="log",
+                 ylim=(0.001, 1.3))
+        axis.set_xticks([0.3, 1, 3, 10], ["0.3", "1", "3", "10"])
+        axis.set_yticks([0.001, 0.01, 0.1, 1], ["0.001", "0.01", "0.1", "1"])
+        axis.minorticks_off()
+    axes[0].set(ylabel="bias / |∇J|, mean of the models")
+    axes[1].legend(fontsize=8, loc="lower right")
     return figure
 
 
@@ -1013,9 +1107,10 @@ FIGURES = {"three-policies": three_policies, "gradient-choices": gradient_choice
            "length-trap": length_trap, "bias-variance": bias_variance,
            "weight-levels": weight_levels, "loss-coefficients": loss_coefficients,
            "kl-estimators": kl_estimators, "effective-samples": effective_samples,
-           "two-ratios": two_ratios,
+           "two-ratios": two_ratios, "versions-crossing": versions_crossing,
            "gradient-field": gradient_field, "clip-around-mu": clip_around_mu,
-           "batch-size": batch_size, "study": study,
+           "batch-size": batch_size, "tool-branch": tool_branch,
+           "route-targets": route_targets, "study": study,
            "study-64": study_64, "study-64-forest": study_64_forest,
            "study-64-areas": study_64_areas, "study-64-others": study_64_others,
            "study-64-tried": study_64_tried, "study-64-lengths": study_64_lengths,

@@ -8,6 +8,7 @@ functions, and from exact enumeration.
     python math/tables.py --check    # exit 1 when stale
 """
 
+import contextlib
 import copy
 import csv
 import itertools
@@ -27,6 +28,9 @@ import torch
 import yaml
 from oracle import J, Policy, exact_gradient, expectation, kl, rewards, token_kl
 
+import versions
+import routes
+import turns
 import words
 from adapters.dialects import from_dialect
 from contrasts import holm, mcnemar, sign_flip
@@ -36,7 +40,8 @@ from rejection import interval as read_interval
 from surrogates import LOSSES
 from estimators import LEVELS, kl_estimate, masked_log_ratio
 from losses import LossConfig, kl_loss, policy_loss, reinforce_loss
-from plumbing.settings import documented
+from plumbing.cards import GIB, Shapes, memory, require_room, smallest_engine
+from plumbing.settings import UserError, documented, load_config
 from doctor import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED, diagnose
 
 SUM = "seq-mean-token-sum"
@@ -524,6 +529,56 @@ def settings():
     rows = [[f"`{key}`", f"`{default}`", meaning, may_be]
             for key, default, meaning, may_be in documented()]
     return markdown(["setting", "default", "meaning", "may be"], rows)
+
+
+# ------------------------------------------------------------------------------------------- cards
+
+# Of Qwen/Qwen2.5-…, by size: vocabulary, hidden, MLP, layers, heads, heads of the cache.
+QWEN = {
+    "0.5B": (151_936, 896, 4864, 24, 14, 2), "1.5B": (151_936, 1536, 8960, 28, 12, 2),
+    "3B": (151_936, 2048, 11_008, 36, 16, 2), "7B": (152_064, 3584, 18_944, 28, 28, 4),
+    "14B": (152_064, 5120, 13_824, 48, 40, 8), "32B": (152_064, 5120, 27_648, 64, 40, 8)}
+FREE = 0.92                # of a card, after its error correction and CUDA's context: assumed
+
+
+def qwen(size):
+    """Return the shapes of a Qwen2.5, counted on the meta device."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+    vocabulary, hidden, inner, layers, heads, of_cache = QWEN[size]
+    with torch.device("meta"):
+        return Shapes.of(AutoModelForCausalLM.from_config(Qwen2Config(
+            vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner,
+            num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=of_cache,
+            tie_word_embeddings=size in ("0.5B", "1.5B", "3B"))))
+
+
+def cards():
+    """List, by arithmetic, what models take of a card, and on which cards they fit."""
+    config, length = load_config([str(ROOT / "configs/gsm8k.yaml")]), 768
+
+    def fits(model, total):
+        share = max(0.4, 0.05 + smallest_engine(model, config, length) / total)
+        config.rollout.gpu_memory_utilization, found = share, {}
+        for config.policy.cpu_offload, ranks in ((False, 8), (False, 1), (True, 8), (True, 1)):
+            with contextlib.suppress(UserError):
+                if not require_room(model, config, ranks, length, FREE * total, total, True):
+                    found[config.policy.cpu_offload] = ranks
+        whole, offloaded = found.get(False), found.get(True)
+        return " or ".join([f"{whole}"] * bool(whole) + [f"{offloaded} offloaded"] * bool(
+            offloaded and offloaded != whole)) or "none"
+
+    rows = []
+    for size in QWEN:
+        model, updates = qwen(size), []
+        for config.policy.cpu_offload, ranks in ((False, 1), (False, 8), (True, 1)):
+            updates.append(sum(memory(model, config, ranks, length, 1)[0].values()))
+        of = [*updates, smallest_engine(model, config, length), 16 * model.parameters]
+        rows.append([f"Qwen2.5-{size}", f"{model.parameters / 1e9:.2f}",
+                     *(f"{x / GIB:.1f}" for x in of),
+                     *(fits(model, x * GIB) for x in (24, 48, 80))])
+    return markdown(["model", "10⁹ parameters", "update, one card", "update, each of 8",
+                     "update, offloaded", "smallest engine", "host, offloaded", "24 GiB", "48 GiB",
+                     "80 GiB"], rows)
 
 
 # ----------------------------------------------------------------------------------- gradient field
@@ -1312,9 +1367,18 @@ TABLES = {"doctor-rates": lambda: rates("doctor-rates.txt", -2),
           "study-64-rounding": study_64_rounding, "study-64-score": study_64_score,
           "study-64-shares": study_64_shares,
           "study-64-ends": study_64_ends,
+          "versions-crossing": lambda: markdown(*versions.table(versions.crossing)),
+          "versions-overlong": lambda: markdown(*versions.table(versions.overlong)),
+          "versions-selection": lambda: markdown(*versions.selection()),
           "words-prediction": lambda: markdown(*words.prediction()),
           "words-place": lambda: markdown(*words.pushes()),
           "words-ends": lambda: markdown(*words.ends()),
+          "turns-tools": lambda: markdown(*turns.of_tools()),
+          "turns-lengths": lambda: markdown(*turns.of_lengths()),
+          "turns-spelling": lambda: markdown(*turns.of_spelling()),
+          "route-prices": lambda: markdown(*routes.sizes()),
+          "route-answer": lambda: markdown(*routes.answer()),
+          "route-errors": lambda: markdown(*routes.planted()),
           "study-on-time": lambda: study("matched"),
           "study-staleness-8": lambda: study("staleness_8"),
           "study-int4": lambda: study("int4_staleness_4"),
@@ -1326,7 +1390,7 @@ TABLES = {"doctor-rates": lambda: rates("doctor-rates.txt", -2),
           "prices-presets": lambda: prices(exact_and_presets()),
           "prices-bypass": lambda: prices(METHODS_IN_BYPASS),
           "prices-decoupled": lambda: prices(METHODS_DECOUPLED),
-          "healthy": healthy, "metrics": metrics, "settings": settings,
+          "healthy": healthy, "metrics": metrics, "settings": settings, "cards": cards,
           "gradient-field": gradient_field}
 
 
