@@ -2,7 +2,8 @@
 
 This file decides
 * Log-probs are float32, at the sampling temperature, over what min-p, top-k and top-p kept. Logits
-  of prompts are never computed, and those of responses one slice of the vocabulary at a time.
+  are float32 too where hidden states are bfloat16: a logit of 20 would be rounded by up to 0.06.
+  Those of prompts are never computed, those of responses one slice of the vocabulary at a time.
 * Prompts are padded on the left, responses on the right, so every response begins in one column. A
   prompt that several rows share runs once.
 * Weights are float32 and sharded over the ranks by FSDP2; the computation is in the dtype asked
@@ -23,7 +24,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy,
+                                    OffloadPolicy, fully_shard)
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -92,7 +94,8 @@ class Policy(nn.Module):
 
 
 def load_policy(path: str, temperature: float, dtype: str, device: torch.device, *,
-                gradient_checkpointing: bool = False, frozen: bool = False) -> Policy:
+                gradient_checkpointing: bool = False, frozen: bool = False,
+                cpu_offload: bool = False) -> Policy:
     """Load a model in float32, check it, and shard it over the ranks (FSDP2); compute in `dtype`.
 
     Rank 0 reads the model and sends every rank its shards; the other ranks never hold it whole.
@@ -110,12 +113,17 @@ def load_policy(path: str, temperature: float, dtype: str, device: torch.device,
         model.gradient_checkpointing_enable({"use_reentrant": False})
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(getattr(torch, dtype), torch.float32)
+    where = CPUOffloadPolicy(device.type == "cuda") if cpu_offload else OffloadPolicy()
     for module in list(model.modules()):
         if type(module).__name__ in (model._no_split_modules or ()):     # the decoder's layers
-            fully_shard(module, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=where)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=where)
     if dist.get_world_size() > 1:
-        policy = policy if reads else policy.to_empty(device=device)
+        if not reads:
+            policy.to_empty(device="cpu" if cpu_offload else device)
+            for module in policy.modules():                    # buffers are not offloaded
+                module._buffers.update({name: x if x is None else x.to(device)
+                                        for name, x in module._buffers.items()})
         set_model_state_dict(policy, whole, options=StateDictOptions(full_state_dict=True,
                                                                      broadcast_from_rank0=True))
         for buffer in policy.buffers():            # e.g. rotary frequencies: in no state dict

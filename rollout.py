@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 from estimators import sampling_log_probs
+from kernels.log_probs import multiply
 from kernels.shapes import Shape, pad_rows, run_prompts, to_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,8 +51,8 @@ class Sample:
     log_probs: list[float]  # |y| values of log μ(y_t | x, y_<t), in nats
     finished: bool  # False: cut at max_tokens
     kept_ids: list[list[int]] | None = None  # |y| sets: the ids μ was cut to; None: all
-    candidates: list[dict[int, float]] | None = None  # |y| tables {id: log μ} of all kept
-    # tokens, or of the likeliest; None: not asked for
+    candidates: tuple[Tensor, Tensor] | None = None  # ids and log μ of all kept tokens or of the
+    # likeliest, [|y|, K] each, the likeliest first, −∞ where there are fewer; None: not asked for
     versions: list[int] | None = None  # |y| pushes, whose weights drew the token; None: one
 
     @property
@@ -148,6 +149,8 @@ class TransformersEngine:
                  device: torch.device | str, batch_size: int, cut: Cut, candidates: int) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
         self.model = model.to(device).eval()
+        if self.model.dtype.itemsize < 4:
+            widen_head(self.model.get_output_embeddings())
         # `generate` takes what its config leaves open from the model's, so that one is emptied.
         self.model.generation_config = GenerationConfig()
         self.max_model_len, self.batch_size = max_model_len, batch_size
@@ -202,14 +205,14 @@ class TransformersEngine:
         tokens, log_probs = ids[:, width:], torch.stack(sampler.log_probs, dim=1)  # [B, T]
         samples, none = [], [None] * len(tokens)
         kept_ids: list[Any] = [*zip(*sampler.kept_ids)] or none
-        tables: list[Any] = [*zip(*sampler.tables)] or none
+        tables: list[Any] = [*zip(*(torch.stack(x, 1).cpu() for x in zip(*sampler.tables)))] or none
         for row, values, sets, table in zip(tokens.tolist(), log_probs.tolist(), kept_ids, tables,
                                             strict=True):
             ends = [t for t, token in enumerate(row) if token in eos_ids]
             length = ends[0] + 1 if ends else len(row)  # what follows the end token is padding
             samples.append(Sample(row[:length], values[:length], finished=bool(ends),
                                   kept_ids=sets and self.cut.check(list(sets[:length])),
-                                  candidates=table and list(table[:length]),
+                                  candidates=table and (table[0][:length], table[1][:length]),
                                   versions=versions[:length] if in_flight else None))
         return samples
 
@@ -240,8 +243,8 @@ class GumbelMax(LogitsProcessor):
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         self.log_probs: list[Tensor] = []  # one [B] per position
         self.kept_ids: list[list[list[int]]] = []  # B sets per position, if there is a cut
-        self.tables: list[list[dict[int, float]]] = []  # B tables {id: log μ} per position, if
-        # candidates are asked for
+        self.tables: list[tuple[Tensor, Tensor]] = []  # candidates' ids and log μ, [B, K] each per
+        # position, if they are asked for
 
     def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
         log_mu, _ = sampling_log_probs(  # [B, V]
@@ -261,8 +264,7 @@ class GumbelMax(LogitsProcessor):
             self.kept_ids.append([x.tolist() for x in ids])
         if self.candidates:
             likeliest = log_mu.topk(min(self.cut.most or self.candidates, log_mu.shape[-1]))
-            self.tables.append([{v: x for v, x in zip(*row) if x > -math.inf} for row in zip(
-                likeliest.indices.tolist(), likeliest.values.tolist())])
+            self.tables.append((likeliest.indices.int(), likeliest.values))
         return scores
 
 
@@ -294,6 +296,11 @@ class WeightSync:
             self.waiting.append(dict(map(self.copy_to_host, named_tensors)))
             named_tensors = self.waiting[0].items()
         self.engine.update_weights(named_tensors)
+
+    @property
+    def as_is(self) -> bool:
+        """Whether a push loads the policy's own weights: neither rounded nor stale."""
+        return self.staleness == 0 and self.bits is None
 
     def in_flight(self, every: int, recompute: bool, newest: int) -> InFlight:
         """Return the weights that wait, of which the newest are those of push `newest`."""
@@ -341,6 +348,16 @@ def _round_to_bits(weight: Tensor, bits: int) -> Tensor:
 
 
 # ---- plumbing: nothing below is about the method ------------------------------------------------
+
+
+def widen_head(head: Any) -> None:
+    """Let a head of 16 bits give logits in float32, as those of policy.py are."""
+    def forward(hidden: Tensor) -> Tensor:  # [..., D] → [..., V]
+        logits = hidden.new_empty(*hidden.shape[:-1], len(head.weight), dtype=torch.float32)
+        multiply(hidden.flatten(0, -2), head.weight.T, logits.flatten(0, -2))
+        return logits if head.bias is None else logits + head.bias
+
+    head.forward = forward
 
 
 def check_request(engine: Engine, prompts: Sequence[Sequence[int]], seeds: Sequence[int],

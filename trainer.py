@@ -77,9 +77,9 @@ class Batch(NamedTuple):
 def train(run: Run) -> None:
     config, policy, options = run.config, run.policy, correction_of(run.config)
     evaluation = None
-    if run.before is None:
+    if first := run.before is None:
         run.before = evaluate(run).accuracy
-    run.push_weights()
+    run.push_weights(evaluated=first)
     for step in run.steps():
         with run.time_part("rollout"):
             batch, metrics = sample(run, step)
@@ -110,12 +110,12 @@ def train(run: Run) -> None:
             if correction or first_epoch:          # neither: every update was skipped
                 metrics |= merge([correction] if correction else first_epoch, dist.group.WORLD)
         with run.time_part("sync"):
-            if step == config.train.steps or step % config.train.eval_every == 0:
+            if due := step == config.train.steps or step % config.train.eval_every == 0:
                 evaluation = evaluate(run)
                 metrics["eval/accuracy"] = evaluation.accuracy
             elif step == 1:
                 metrics["eval/accuracy"] = run.before
-            run.push_weights()
+            run.push_weights(evaluated=due)
         run.log(step, metrics)
         run.save_if_due(step)
     run.finish(*(evaluation or evaluate(run)))     # no evaluation: killed after the last step
@@ -190,7 +190,7 @@ def pad(prompts: list[list[int]], samples: list[Sample], advantages: Tensor,
         [versions] = to_device(device, versions)
         batch = batch._replace(versions=versions)
     if samples[0].candidates is not None:
-        tables = [table for s in samples for table in s.candidates or []]
+        tables = [s.candidates for s in samples if s.candidates is not None]
         ids, log_mu = to_device(device, *candidate_tables(tables, mask.bool()))
         batch = batch._replace(candidates=ids, candidate_log_prob=log_mu)
     return batch
@@ -206,17 +206,44 @@ def gather_kept_ids(samples: list[Sample], tokens: Tensor) -> Tensor:
 
 
 def micro_batches(batch: Batch, config: Config, together: bool = False) -> list[Tensor]:
-    """Return row numbers, micro_batch_size at a time, rows of similar length together.
+    """Return row numbers, micro_batch_size or _tokens at a time, rows of similar length together.
 
     With `together` the samples of a prompt stay together, if micro-batches hold whole groups. The
     prompt then runs once for all of them.
     """
     lengths, n = batch.attention.sum(-1), config.rollout.samples                        # [B]
-    length, size = lengths, config.train.micro_batch_size
-    if together and size % n == 0:
+    length, size, most = lengths, config.train.micro_batch_size, config.train.micro_batch_tokens
+    groups = together and (size % n == 0 if most is None else n * int(lengths.max()) <= most)
+    if groups:
         length = lengths.view(-1, n).amax(1).repeat_interleave(n)     # the group's longest: [B]
-    parts = length.argsort(stable=True).split(size)
+    order = length.argsort(stable=True)
+    parts = order.split(size) if most is None else within_budget(
+        order, batch, most, n if groups else 1)
     return [rows[lengths[rows].argsort(stable=True)] for rows in (x.sort().values for x in parts)]
+
+
+def within_budget(order: Tensor, batch: Batch, most: int, together: int) -> list[Tensor]:
+    """Split rows into parts of at most `most` tokens, padding included; a longer row runs alone.
+
+    FSDP needs as many forward passes on every rank, so ranks with fewer parts halve their largest.
+    Each rank has the same number of rows, and no part is empty.
+    """
+    start = batch.tokens.shape[1] - batch.response_mask.shape[1]
+    spans = torch.stack([x.sum(-1) for x in batch.attention.tensor_split([start], 1)], -1)  # [B, 2]
+    parts: list[Tensor] = []
+    widest, size = torch.zeros(2), 0
+    for rows in order.split(together):
+        wider, size = torch.maximum(widest, spans[rows].amax(0)), size + len(rows)
+        if not parts or size * wider.sum() > most:
+            parts.append(rows[:0])
+            wider, size = spans[rows].amax(0), len(rows)
+        parts[-1], widest = torch.cat([parts[-1], rows]), wider
+    count = torch.tensor(len(parts))
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    while len(parts) < count:
+        largest = max(range(len(parts)), key=lambda i: len(parts[i]))
+        parts[largest:largest + 1] = parts[largest].tensor_split(2)
+    return parts
 
 
 def log_probs(policy: Policy, batch: Batch, candidates: Tensor | None = None

@@ -46,7 +46,8 @@ def three_policies(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor,
     how = LossConfig(
         clip_low=clip_low, clip_high=clip_high, dual_clip=config.clip_ratio_c if clipped else None,
         tau_positive=config.tau_pos, tau_negative=config.tau_neg, aggregation=loss_agg_mode,
-        denominator="kept", horizon=config.global_batch_info.get("loss_scale_factor"))
+        denominator="kept",                                 # verl's H is by default the width
+        horizon=config.global_batch_info.get("loss_scale_factor") or response_mask.shape[-1])
     loss, metrics = policy_loss(
         log_prob, old_log_prob, old_log_prob if bypass else None, advantages, response_mask, block,
         how, correction=None if bypass else Correction(rollout_is_weights, response_mask),

@@ -12,6 +12,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK = 2 ** 24                    # logits at a time, in float32: 64 MB
+ON_GPU = 4                         # times as many there: else Python is slower than the kernels
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Write a @ b into `out`, which may be wider: float32 from factors of 16 bits.
+
+    The product of two such factors is exact in float32, so only the sums are rounded. For that
+    torch has `out_dtype`, on CUDA alone (as of 2.13); elsewhere the factors are widened first, b by
+    so few columns at a time that they stay in the processor's cache.
+    """
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        a = a.to(out.dtype)
+        for columns, into in zip(b.split(2048, 1), out.split(2048, 1)):
+            torch.mm(a, columns.to(out.dtype), out=into)
 
 
 class TokenLogProbs(torch.autograd.Function):
@@ -35,16 +53,13 @@ class TokenLogProbs(torch.autograd.Function):
         `places` [B·t, M] are the targets' columns in the slice, and `inside` [B·t, M] says whether
         they are in it. All slices reuse one buffer.
         """
-        size = max(1, CHUNK // max(1, len(hidden)))
-        space = hidden.new_empty(len(hidden) * min(size, len(weight)))
-        wide = space.to(torch.promote_types(space.dtype, torch.float32))       # itself if wide
+        size = max(1, CHUNK * (1 if hidden.is_cpu else ON_GPU) // max(1, len(hidden)))
+        space = hidden.new_empty(len(hidden) * min(size, len(weight)),
+                                 dtype=torch.promote_types(hidden.dtype, torch.float32))
         for first in range(0, len(weight), size):
             rows = slice(first, first + size)
-            z, product = (x[:len(hidden) * len(weight[rows])].view(len(hidden), -1)
-                          for x in (wide, space))
-            torch.mm(hidden, weight[rows].T, out=product)
-            if wide is not space:
-                z.copy_(product)
+            z = space[:len(hidden) * len(weight[rows])].view(len(hidden), -1)
+            multiply(hidden, weight[rows].T, z)
             if bias is not None:
                 z.add_(bias[rows])
             if softcap:

@@ -6,6 +6,7 @@ worth a warning.
 
 import difflib
 import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
 from os import PathLike
 from typing import Any
@@ -21,7 +22,8 @@ def make_engine(
     kind: str, path: str | PathLike[str], *, dtype: str, max_model_len: int,
     gpu_memory_utilization: float = 0.4, device: torch.device | str = "cpu",
     batch_size: int = 512, enforce_eager: bool | None = None, top_p: float = 1.0,
-    top_k: int | None = None, min_p: float = 0.0, candidates: int = 0
+    top_k: int | None = None, min_p: float = 0.0, candidates: int = 0,
+    say: Callable[[str], object] = lambda sentence: None
 ) -> Engine:
     """Make the engine `kind`: "vllm", "transformers", or "auto", which is vLLM where it imports.
 
@@ -29,7 +31,8 @@ def make_engine(
     prompt plus response. gpu_memory_utilization: vLLM's share of the GPU while awake. batch_size:
     most samples at a time. enforce_eager: vLLM without CUDA graphs and compilation, far slower on a
     GPU; None: on a CPU only. top_p, top_k, min_p: see `Cut.of`. candidates: how many of μ's
-    likeliest ids come with each token; with a cut all that are kept come. Under torchrun, call
+    likeliest ids come with each token; with a cut all that are kept come. say: is told
+    of a start that takes long. Under torchrun, call
     `init_process_group` before and `close` the engine before `destroy_process_group`.
     """
     kinds = ["auto", "vllm", "transformers"]
@@ -50,6 +53,7 @@ def make_engine(
             if find_spec("vllm"):  # warn if it is broken, not if it is absent
                 warnings.warn(f"rollout.engine=auto takes transformers: {error}", stacklevel=2)
         else:
+            say("vLLM starts: seconds on a CPU, up to three minutes on a GPU")
             return VllmEngine(path, gpu_memory_utilization=gpu_memory_utilization,
                               enforce_eager=enforce_eager, **settings)
     return TransformersEngine(path, **settings)

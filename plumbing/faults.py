@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ LOST = "connection (closed|reset) by peer|broken pipe|remote process exited"
 @contextlib.contextmanager
 def process_group() -> Iterator[torch.device]:
     """Yield this rank's device in a process group: torchrun's, or one of a single process."""
+    require_driver()
     local, on_gpu = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.is_available()
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -42,11 +44,12 @@ def process_group() -> Iterator[torch.device]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (cores or 1) // ranks))
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    # A store as torchrun's, since NCCL was never tried with the others; port 0 is any free one.
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {
+        "store": dist.TCPStore("127.0.0.1", 0, 1, True), "rank": 0, "world_size": 1}
     # No device_id: with it all ranks must take part in making a group, also those outside it, and
     # vLLM makes groups that not all ranks are in.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-                            **({} if "RANK" in os.environ else alone))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **alone)
     try:
         yield device
         # Gloo's threads free a collective's tensors after its result is known. If one does so
@@ -59,6 +62,28 @@ def process_group() -> Iterator[torch.device]:
         raise
     finally:
         dist.destroy_process_group()
+
+
+def require_driver() -> None:
+    """Raise UserError if torch is built for the card that is there and cannot use it.
+
+    With an old driver, say, a run would train on the CPU without a word. /dev/nvidia0 and so on are
+    the cards that a process, also one in a container, was given; /proc/driver/nvidia has those of
+    the whole machine. An empty CUDA_VISIBLE_DEVICES asks for the CPU.
+    """
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if (torch.cuda.is_available() or torch.version.cuda is None
+                or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+                or not any(Path("/dev").glob("nvidia[0-9]*"))):
+            return
+        words = [str(warning.message) for warning in said]
+    try:
+        torch.cuda.init()          # raises what `is_available` warns of, but only once a process
+    except Exception as error:
+        raise UserError(f"torch {torch.__version__}, for CUDA {torch.version.cuda}, cannot use the "
+                        f"GPU that is here: {(words or [error])[0]}; with CUDA_VISIBLE_DEVICES= it "
+                        "trains on the CPU") from None
 
 
 def require_one_directory(place: Path) -> None:
@@ -92,17 +117,28 @@ class EngineError(RuntimeError):
 
 @contextlib.contextmanager
 def watch_engine(engine: Any, seconds: float) -> Iterator[None]:
-    """Guard one call of an engine; whatever the engine raises becomes an EngineError.
+    """Guard one call of an engine; whatever the engine raises becomes an EngineError."""
+    try:
+        with end_after(seconds, engine.name):
+            yield
+    except Exception as error:
+        words = (str(error).strip() or "no word").splitlines()[0]
+        raise EngineError(f"rollout.engine={engine.name} failed with {type(error).__name__}: "
+                          f"{words}") from error
 
-    After `seconds` a sentence is printed and the process ends, since nothing can be raised into a
-    call that hangs.
+
+@contextlib.contextmanager
+def end_after(seconds: float, name: str) -> Iterator[None]:
+    """Print a sentence and end the process if the engine `name` does not answer in time.
+
+    Nothing can be raised into a call that hangs.
     """
     caller = threading.get_ident()
 
     def end() -> None:
         at = traceback.extract_stack(sys._current_frames()[caller])[-1]
         if first_to_fail():
-            print(f"trainer.py: rollout.engine={engine.name} has not answered for rollout.timeout="
+            print(f"trainer.py: rollout.engine={name} has not answered for rollout.timeout="
                   f"{seconds:g} seconds, in {at.name} ({at.filename}:{at.lineno}): the same "
                   "command continues from the last checkpoint", file=sys.stderr, flush=True)
         os._exit(1)
@@ -112,10 +148,6 @@ def watch_engine(engine: Any, seconds: float) -> Iterator[None]:
     watch.start()
     try:
         yield
-    except Exception as error:
-        words = (str(error).strip() or "no word").splitlines()[0]
-        raise EngineError(f"rollout.engine={engine.name} failed with {type(error).__name__}: "
-                          f"{words}") from error
     finally:
         watch.cancel()
 

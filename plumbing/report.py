@@ -20,7 +20,8 @@ def summarize(config: Config) -> str:
             f"{rollout.max_tokens} tokens a step at temperature {rollout.temperature:g}, from "
             f"{weights} weights{late}; "
             f"{train.steps} steps of {train.epochs * train.mini_batches} updates at learning rate "
-            f"{train.lr:g}, {train.micro_batch_size} rows at a time")
+            f"{train.lr:g}, {train.micro_batch_tokens or train.micro_batch_size} "
+            f"{'tokens' if train.micro_batch_tokens else 'rows'} at a time")
 
 
 def judge_accuracy(before: float, after: float, n: int) -> str:

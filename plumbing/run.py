@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,15 @@ from adapters.dumps import append, response
 from doctor import diagnose, examine
 from metrics import to_host
 from plumbing import signals
+from plumbing.cards import (Shapes, free_memory, matrix_rate, memory_metrics, require_room,
+                            update_flops)
 from plumbing.checkpoints import Checkpoints, write_aside, read_metrics, write
 from plumbing.directory import hold_directory
 from plumbing.engines import make_engine
-from plumbing.faults import explain, process_group, require_one_directory, watch_engine
-from plumbing.models import configuration, read_tokenizer, require_place, require_vocabulary
+from plumbing.faults import (end_after, explain, process_group, require_one_directory,
+                             watch_engine)
+from plumbing.models import (configuration, empty_model, read_tokenizer, require_place,
+                             require_vocabulary)
 from plumbing.report import closing_table, ess, summarize, plot
 from plumbing.settings import Config, UserError, correction_of, remarks
 from plumbing.tasks import Task, leave_out, make_demo_model, make_task, seed_of
@@ -101,6 +106,9 @@ class Run:
     prompts: list[list[int]]                       # token ids, of train and of the held-out ones
     held_out_prompts: list[list[int]]
     eos_ids: list[int]
+    dtype: torch.dtype                             # of the model's files, the last ones too
+    shapes: Shapes
+    rate: float                                    # FLOPs a second of a product of matrices
     policy: Policy
     optimizer: torch.optim.Optimizer
     sync: WeightSync
@@ -157,6 +165,7 @@ class Run:
         require_place(path)
         try:
             model, dropout = configuration(path)
+            self.dtype = model.dtype or torch.float32
             self.remarks += [f"policy.path: {key}={rate:g} of config.json is 0 here, since with it "
                              "π_old and π_θ would differ at equal weights"
                              for key, rate in dropout.items()]
@@ -171,8 +180,16 @@ class Run:
             self.remarks += require_vocabulary(
                 self.tokenizer, model.get_text_config().vocab_size,
                 set(self.eos_ids).union(*self.prompts, *self.held_out_prompts))
-            load = functools.partial(load_policy, path, config.rollout.temperature,
-                                     config.policy.dtype, self.device)
+            longest = config.rollout.max_tokens + max(map(
+                len, self.prompts + self.held_out_prompts))
+            self.shapes = Shapes.of(empty_model(path))
+            if room := free_memory(self.device):
+                self.remarks += require_room(
+                    self.shapes, config, dist.get_world_size(), longest, *room,
+                    vllm=config.rollout.engine != "transformers" and bool(find_spec("vllm")))
+            load = functools.partial(
+                load_policy, path, config.rollout.temperature, config.policy.dtype, self.device,
+                cpu_offload=config.policy.cpu_offload)
             self.policy = load(gradient_checkpointing=config.policy.gradient_checkpointing)
         except UserError:
             raise
@@ -183,15 +200,16 @@ class Run:
             self.reference = load(frozen=True)
         self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=config.train.lr, fused=True,
                                            weight_decay=config.train.weight_decay)
-        longest = max(map(len, self.prompts + self.held_out_prompts)) + config.rollout.max_tokens
+        rollout = config.rollout
         try:
-            self.engine = make_engine(
-                config.rollout.engine, str(path), dtype=config.rollout.dtype, device=self.device,
-                max_model_len=longest, batch_size=config.rollout.batch_size,
-                gpu_memory_utilization=config.rollout.gpu_memory_utilization,
-                enforce_eager=config.rollout.enforce_eager, top_p=config.rollout.top_p,
-                top_k=config.rollout.top_k, min_p=config.rollout.min_p, candidates=(
-                    config.rollout.candidates if correction_of(config).score_centering else 0))
+            with end_after(rollout.timeout, rollout.engine):
+                self.engine = make_engine(
+                    rollout.engine, str(path), dtype=rollout.dtype, device=self.device,
+                    max_model_len=longest, batch_size=rollout.batch_size,
+                    gpu_memory_utilization=rollout.gpu_memory_utilization,
+                    enforce_eager=rollout.enforce_eager, top_p=rollout.top_p, top_k=rollout.top_k,
+                    min_p=rollout.min_p, say=self.say, candidates=(
+                        rollout.candidates if correction_of(config).score_centering else 0))
         except Exception as error:         # vLLM's are of many types
             raise UserError(f"rollout.engine={config.rollout.engine} does not start: "
                             f"{explain(error) or error}") from None
@@ -241,6 +259,7 @@ class Run:
         config, count = self.config, sum(p.numel() for p in self.policy.parameters())
         if count < 10_000_000:
             torch.set_num_threads(1)         # a second thread costs a tiny model more than it saves
+        self.rate = matrix_rate(self.device, config.policy.dtype)
         self.say(f"{self.directory}: {count / 1e6:.1f}M parameters on {dist.get_world_size()} × "
                  f"{self.device.type}, engine {self.engine.name} ({config.rollout.dtype}), "
                  f"correction {config.correction.get('preset', 'as configured')}")
@@ -330,8 +349,13 @@ class Run:
         return samples, self.tokenizer.batch_decode([s.tokens for s in samples],
                                                     skip_special_tokens=True)
 
-    def push_weights(self) -> None:
-        """Give the engine its weights for training: rounded and stale, as configured."""
+    def push_weights(self, evaluated: bool = False) -> None:
+        """Give the engine its weights for training: rounded and stale, as configured.
+
+        Where they are neither and have just been `evaluated`, it has them already.
+        """
+        if evaluated and self.sync.as_is:
+            return
         with watch_engine(self.engine, self.config.rollout.timeout):
             self.sync.push(full_weights(self.policy))
 
@@ -342,9 +366,9 @@ class Run:
 
     def log(self, step: int, metrics: dict) -> None:
         seconds, metrics = time.perf_counter() - self.began, to_host(metrics)
-        with contextlib.suppress(OSError):         # where the system tells what is in memory
-            pages = Path("/proc/self/statm").read_text().split()[1]
-            metrics["memory/rss_mb"] = int(pages) * os.sysconf("SC_PAGE_SIZE") / 2 ** 20
+        metrics |= memory_metrics(self.device)
+        self.times["time/mfu"] = self.flops(step, metrics) / (
+            self.times["time/update"] * self.rate * dist.get_world_size())
         self.best = max(self.best, metrics["reward/mean"])
         metrics = {"step": step, **metrics, "reward/best": self.best, **self.skipped, **self.times,
                    "learning_rate": self.optimizer.param_groups[0]["lr"], "time/step": seconds,
@@ -365,6 +389,14 @@ class Run:
             if (name := sentence.split()[0]) not in self.warned:
                 self.warned.add(name)
                 self.say(f"* step {step}: {sentence}")
+
+    def flops(self, step: int, metrics: dict) -> float:
+        """Return the FLOPs of a step's updates; the samples of a group share its prompt."""
+        size = self.config.rollout.prompts
+        chosen = self.task.order(self.config.seed, (step - 1) * size, size)
+        prompts = sum(len(self.prompts[i]) for i in chosen)
+        return self.config.train.epochs * update_flops(self.shapes, prompts,
+                                                       metrics["response/tokens"])
 
     def looks_at(self, step: int) -> bool:
         """Say whether `look_at` wants a step's log-probs, for the doctor or for a dump."""
@@ -398,7 +430,8 @@ class Run:
 
     def finish(self, accuracy: float, answers: list[dict]) -> None:
         """Write the model as a Hugging Face directory, held-out answers, curves and a table."""
-        weights = {name: x.cpu() for name, x in full_weights(self.policy) if self.main}
+        weights = {name: x.to("cpu", self.dtype) for name, x in full_weights(self.policy)
+                   if self.main}
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, answers)
         if self.main:
@@ -407,6 +440,8 @@ class Run:
         with write_aside(self.directory / "model") as path:
             if self.main:
                 self.policy.model.save_pretrained(path, state_dict=weights)
+                self.policy.model.config.dtype = self.dtype
+                self.policy.model.config.save_pretrained(path)
                 self.tokenizer.save_pretrained(path)
         if not self.main:
             return

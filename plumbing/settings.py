@@ -71,6 +71,8 @@ class PolicyConfig:
         "float32", "precision of the computation; weights and moments are float32")
     gradient_checkpointing: bool = setting(
         False, "save memory at the cost of a second forward pass")
+    cpu_offload: bool = setting(
+        False, "keep weights, gradients and moments in the host's memory, and update them there")
 
 
 @dataclass
@@ -148,6 +150,9 @@ class TrainConfig:
     epochs: int = setting(1, "passes over one step's rollouts", 1)
     mini_batches: int = setting(4, "optimizer steps per epoch", 1)
     micro_batch_size: int = setting(256, "rows per forward pass and rank", 1)
+    micro_batch_tokens: int | None = setting(
+        None, "instead of micro_batch_size: tokens, padding included, per forward pass and rank; a "
+        "longer row runs alone", 1)
     lr: float = setting(2e-4, "learning rate of AdamW", 0, 10)
     warmup_steps: int = setting(10, "steps in which the learning rate rises", 0)
     schedule: Literal["constant", "cosine"] = setting(
@@ -185,7 +190,7 @@ class Config:
 # What may differ when a run is continued.
 CHANGEABLE = {"train.steps", "train.save_every", "train.keep", "train.eval_every", "train.grace",
               "train.dump", "train.on_nonfinite", "rollout.gpu_memory_utilization",
-              "rollout.timeout"}
+              "rollout.timeout", "policy.cpu_offload"}
 
 
 def help_text() -> str:

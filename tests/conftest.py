@@ -1,6 +1,6 @@
 """Test files share these fixtures: a tiny model from a seed, its runs, forks, and guards.
 
-A guard skips a test that needs vLLM, TRL or verl where that is missing.
+A guard skips a test that needs vLLM, TRL, verl or SkyRL where that is missing.
 
 `pyproject.toml` puts the repository root on `sys.path`; nothing here needs a download or a GPU.
 """
@@ -151,3 +151,8 @@ def trl_required():
 @pytest.fixture(scope="session")
 def verl_required():
     required("verl", "requirements/adapters.txt", "THREE_POLICIES_REQUIRE_ADAPTERS")
+
+
+@pytest.fixture(scope="session")
+def skyrl_required():
+    required("skyrl", "requirements/skyrl.txt", "THREE_POLICIES_REQUIRE_SKYRL")

@@ -97,10 +97,10 @@ def chi_square_of(log_rho, mask):
 
 def by_loops(values, mask, mode, counted, horizon):
     """Aggregate values over `mask`, dividing by what `counted` counts, one number at a time."""
-    total = 0.0
+    total, horizon = 0.0, horizon or max(map(sum, counted.tolist()))
     for row, kept, on in zip(values.tolist(), mask.tolist(), counted.tolist()):
         divide = {"seq-mean-token-mean": max(sum(on), 1),
-                  "seq-mean-token-sum-norm": horizon or len(row)}.get(mode, 1)
+                  "seq-mean-token-sum-norm": horizon}.get(mode, 1)
         total += sum(x for x, k in zip(row, kept) if k) / divide
     if mode == "token-sum":
         return total

@@ -41,11 +41,11 @@ def torchrun(ranks, *more):
 
 
 @contextlib.contextmanager
-def serving():
+def serving(imported=IMPORTED):
     """Yield the beginning of a command whose program runs in a fork: this file and its socket."""
     with tempfile.TemporaryDirectory() as directory:
         path = f"{directory}/socket"
-        program = f"{IMPORTED}, launching; launching.serve({path!r})"
+        program = f"{imported}, launching; launching.serve({path!r})"
         server = subprocess.Popen(
             [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": PATH}, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -97,6 +97,7 @@ def keep(connection):
 def run(argv, cwd, environment, streams):
     """Be the program: a Python that was started with these arguments, and has imported much."""
     import torch
+    os.setpgid(0, 0)                       # Ray kills a worker's whole group: not this server's
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)

@@ -104,7 +104,8 @@ def looked_at(book, browser):
     tab.on("console", lambda message:
            complaints.append(message.text) if message.type == "error" else None)
     for name in pages():
-        asked.clear(), complaints.clear()
+        asked.clear()
+        complaints.clear()
         tab.goto((OUT / name).as_uri())
         for width in WIDTHS:
             tab.set_viewport_size({"width": width, "height": 900})

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 from waiting import HANG
 
+from centering import candidate_tables
 from estimators import sampling_log_probs
 from plumbing.engines import make_engine
 from rollout import KEPT, Cut
@@ -177,6 +178,32 @@ def test_the_first_token_is_drawn_from_softmax_of_logits_over_temperature(engine
     assert p_value(tokens, (logits / 0.7).softmax(-1)) > 1e-3
     assert p_value(tokens, (logits / 0.8).softmax(-1)) < 1e-3
     assert p_value(tokens, logits.softmax(-1)) < 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cut, most", [({}, 6), (TOP_P, 26)])
+def test_candidates_are_the_trainers_likeliest_tokens_or_all_that_are_kept(
+        kind, cut, most, tiny_model, model, request):
+    """Each token has the log μ of six others or, with a cut, of all kept ones; the rest is −∞."""
+    if kind == "vllm":
+        request.getfixturevalue("vllm_required")
+    engine = make_engine(kind, tiny_model, dtype="float32", max_model_len=400, candidates=6, **cut)
+    samples = sample(engine, PROMPTS * 4)
+    engine.close()
+    mask = torch.arange(12) < torch.tensor([[len(s.tokens)] for s in samples])
+    ids, log_mu = candidate_tables([s.candidates for s in samples], mask)
+    assert log_mu.shape[-1] <= most and (log_mu[~mask] == -math.inf).all()
+    for i, (prompt, s) in enumerate(zip(PROMPTS * 4, samples)):
+        logits = trainer_log_probs(model, prompt, s.tokens, 1.0)
+        expected, _ = cut_by_the_book(engine, logits)  # [|y|, V]
+        expected = expected.topk(log_mu.shape[-1]).values
+        found = log_mu[i, :len(s.tokens)]
+        assert torch.equal(found == -math.inf, expected == -math.inf)
+        assert torch.allclose(found, expected, atol=1e-4)
+        chosen = (ids[i, :len(s.tokens)] == torch.tensor(s.tokens)[:, None]) & (found > -math.inf)
+        of_chosen = found.where(chosen, 0.0).sum(-1)[chosen.any(-1)]
+        assert of_chosen.tolist() == [x for x, here in zip(s.log_probs, chosen.any(-1)) if here]
+        assert not cut or chosen.any(-1).all()
 
 
 # ---- top-p, top-k and min-p ----------------------------------------------------------------------

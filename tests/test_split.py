@@ -3,6 +3,7 @@
 The trainer computes what its engine sampled from, of the whole vocabulary and of what was kept.
 """
 
+import itertools
 import math
 
 import oracle
@@ -10,7 +11,7 @@ import pytest
 import torch
 import transformers
 from launching import shell, torchrun
-from tolerances import norm
+from tolerances import gamma, norm, of_sum
 
 import trainer
 from estimators import sampling_log_probs
@@ -18,7 +19,7 @@ from kernels.log_probs import TokenLogProbs
 from plumbing.engines import make_engine
 from plumbing.faults import process_group
 from policy import Policy, full_weights, load_policy
-from rollout import WeightSync
+from rollout import Sample, WeightSync, widen_head
 
 GRADIENT = """
 import itertools, sys, torch, torch.distributed as dist, trainer
@@ -49,9 +50,12 @@ with process_group() as device:
              ("bypass_pg_rs", "token-mean", "kept", True),
              ("bypass_pg_is", "seq-mean-token-sum-norm", "fixed", False)]
     policy = load_policy(path, 1.0, "float32", device)           # no step is taken: for all cases
-    for parts, case in itertools.product([1, 2, 4, 8][:4 - world // 2], cases):
+    splits = [*[1, 2, 4, 8][:4 - world // 2], "tokens", "groups"]
+    for parts, case in itertools.product(splits, cases):
         preset, aggregation, denominator, normalize = case
-        config.train.micro_batch_size = 8 // world // parts
+        config.train.micro_batch_tokens = {"tokens": 13, "groups": 24}.get(parts)
+        config.rollout.samples = 2 if parts == "groups" else 8
+        config.train.micro_batch_size = 1 if isinstance(parts, str) else 8 // world // parts
         rejecting = RolloutCorrectionConfig("token", 2.0, normalize, {"seq_sum_k1": [0.01, 1.0]},
                                             True, "reinforce")
         options = rejecting if preset == "bypass_pg_rs" else PRESETS[preset]()
@@ -85,7 +89,9 @@ with process_group() as device:
 def gradients(tiny_model, forks, tmp_path_factory):
     """Return gradients and metrics of one update, by (ranks, micro-batches of each).
 
-    Some of its 8 rows are rejected.
+    Some of its 8 rows are rejected. "tokens" and "groups" are budgets of 13 tokens, and of 24 with
+    whole groups of two rows. Of four ranks three need two micro-batches for 13 tokens, and the last
+    one needs one.
     """
     directory, found = tmp_path_factory.mktemp("gradients"), {}
     (directory / "gradient.py").write_text(GRADIENT)
@@ -98,7 +104,9 @@ def gradients(tiny_model, forks, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("split", [(1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)])
+@pytest.mark.parametrize("split", [
+    (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2),
+    *((ranks, budget) for ranks in (1, 2, 4) for budget in ("tokens", "groups"))])
 def test_ranks_and_micro_batches_change_nothing(gradients, split):
     for case, (expected, metrics) in gradients[1, 1].items():
         gradient, other = gradients[split][case]
@@ -112,6 +120,60 @@ def test_ranks_and_micro_batches_change_nothing(gradients, split):
             assert torch.isclose(found, value, rtol=1e-12, atol=1e-12), (case, name)
     _, metrics = gradients[1, 1]["decoupled_seq_is_rs", "fixed"]
     assert 0 < metrics["rollout_corr/rollout_rs_seq_masked_fraction"] < 1
+
+
+def test_a_budget_of_tokens_holds_and_every_rank_has_as_many_parts(monkeypatch):
+    """A part's rows times its longest prompt and response are within it, but for a row alone."""
+    config = trainer.Config()
+    config.rollout.samples, config.train.micro_batch_tokens = 2, 24
+    lengths = [1, 9, 2, 8, 5, 5, 30, 7, 1, 1]                   # of five prompts, of 1 to 5 tokens
+    samples = [Sample([3] * n, [-1.0] * n, True) for n in lengths]
+    prompts = [[3] * (1 + i // 2) for i in range(10)]
+    batch = trainer.pad(prompts, samples, torch.zeros(10), torch.device("cpu"))
+
+    def split(budget, together=False, parts=1):
+        """Return the parts of a rank beside another one that needs so many."""
+        monkeypatch.setattr(trainer.dist, "all_reduce", lambda x, how: x.clamp_(min=parts))
+        config.train.micro_batch_tokens = budget
+        found = trainer.micro_batches(batch, config, together)
+        assert sorted(torch.cat(found).tolist()) == list(range(10))
+        return [part.tolist() for part in found]
+
+    def cost(part):
+        return len(part) * (max(len(prompts[i]) for i in part) + max(lengths[i] for i in part))
+
+    parts = split(24)
+    assert parts[-1] == [6] and all(cost(part) <= 24 for part in parts[:-1])
+    assert all(cost([*a, b[0]]) > 24 for a, b in itertools.pairwise(parts))            # are full
+    assert split(24, together=True) == parts                  # whole groups would not be within it
+    whole = split(72, together=True)                   # a group of 34 tokens a row fits, whole
+    assert all(i ^ 1 in part for part in whole for i in part) and len(whole) == 3
+    for count in (6, 10):
+        assert len(split(24, parts=count)) == count and all(split(24, parts=count))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", ["cpu", "engine"])
+def test_logits_of_half_precision_products_are_float32(device, dtype):
+    """Only float32's sums are rounded: bfloat16's logits of 30 would be off by up to 0.06."""
+    g = torch.Generator().manual_seed(0)
+    hidden, head = torch.randn(2, 3, 32, generator=g).to(dtype), torch.nn.Linear(32, 5000).to(dtype)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(5000, 32, generator=g))
+        exact = torch.nn.functional.linear(hidden.double(), head.weight.double())   # [2, 3, V]
+        bound = of_sum(hidden.double().abs() @ head.weight.double().abs().T, 32, before=1)
+        if device == "engine":
+            exact += head.bias.double()
+            widen_head(head)
+            found, bound = head(hidden), bound + gamma(1) * exact.abs() + 1e-6
+        else:
+            targets = torch.arange(5000).expand(6, -1)
+            found = TokenLogProbs.apply(hidden.flatten(0, 1), head.weight, None, targets, 1.0, None)
+            exact = exact.log_softmax(-1).flatten(0, 1)
+            bound = 2 * bound.amax(-1).flatten()[:, None] + gamma(99) * exact.abs()
+    assert found.dtype == torch.float32
+    assert ((found - exact).abs() <= bound).all()
+    assert (exact.to(dtype) - exact).abs().max() > 10 * bound.max()       # what rounding would cost
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -7,22 +7,27 @@ finite by test_nonfinite.py, and what users get wrong by test_mistakes.py.
 import json
 import math
 import re
+import shutil
 import sys
 from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from conftest import SMALL
 from launching import ROOT, shell
+from safetensors.torch import load_file
 from tolerances import gamma
 
+import rollout
 import trainer
 from correction import PRESETS
 from plumbing import checkpoints, tasks
 from plumbing.engines import make_engine
 from plumbing.settings import Config, leaves, load_config
+from rollout import WeightSync
 
 # -------------------------------------------------------------------------------------- it trains
 
@@ -100,6 +105,51 @@ def test_presets_with_vllm_under_torchrun(preset, tiny_model, tmp_path, vllm_req
     assert "Traceback" not in result.stdout + result.stderr
     lines = checkpoints.read_metrics(tmp_path / "runs/v/metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2] and lines[0]["rollout_corr/k3_kl"] > 0
+
+
+def test_weights_that_an_evaluation_loaded_are_not_loaded_again(run, monkeypatch):
+    """Fewer loads end with the same bits; a resumed run and other weights than these are loaded."""
+    loads, update = [], rollout.TransformersEngine.update_weights
+    monkeypatch.setattr(rollout.TransformersEngine, "update_weights",
+                        lambda *given: loads.append(1) or update(*given))
+    exact, found = ["rollout.quantize_bits=null", "train.eval_every=2", "train.lr=0.01"], {}
+    for name, settings, steps, expected in (
+            ("exact", exact, 3, 4),                # at the start, and once after each step
+            ("exact", exact, 5, 3),                # at the start of the resumed run, and after each
+            ("rounded", [*exact, "rollout.quantize_bits=4"], 3, 4 + 3),   # and each evaluation's
+            ("stale", [*exact, "rollout.staleness=1"], 3, 4 + 3)):
+        code, _ = run(*settings, f"train.steps={steps}", name=name)
+        assert code == 0 and len(loads) == expected, name
+        loads.clear()
+    monkeypatch.setattr(WeightSync, "as_is", False)
+    for name in ("exact", "twice"):
+        run(*exact, "train.steps=5", name=name)
+        found[name] = load_file(f"runs/{name}/model/model.safetensors")
+    assert len(loads) == 6 + 4 and all(
+        torch.equal(x, found["twice"][key]) for key, x in found["exact"].items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, None])
+def test_a_model_is_saved_in_its_sources_dtype_and_checkpoints_in_float32(
+        dtype, run, tiny_model, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(tiny_model, source)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    model.save_pretrained(source)
+    if dtype is None:                              # config.json does not say it
+        config = json.loads((source / "config.json").read_text())
+        del config["dtype"]
+        (source / "config.json").write_text(json.dumps(config))
+    code, _ = run(f"policy.path={source}", "train.steps=1")
+    assert code == 0
+    saved = load_file("runs/x/model/model.safetensors")
+    [masters] = map(load_file, Path("runs/x/checkpoints").glob("step-000001/*.safetensors"))
+    named = json.loads(Path("runs/x/model/config.json").read_text())["dtype"]
+    assert {x.dtype for x in saved.values()} == {dtype or torch.float32}
+    assert f"torch.{named}" == str(dtype or torch.float32)
+    for name, x in saved.items():                  # rounded once, from what is trained on
+        master = masters[f"policy.model.{name}"]
+        assert master.dtype == torch.float32 and torch.equal(master.to(x.dtype), x)
 
 
 CUT = ["rollout.top_p=0.9", "rollout.top_k=8", "train.steps=10", "train.lr=0.01",

@@ -3,45 +3,17 @@
     echo "hydra overrides of one run" | python tests/verl_worker.py MODEL BATCHES
 
 tests/test_verl.py starts it. For every line it prints a digest of the actor's weights before and
-after two updates on each of BATCHES batches of made-up rollouts, and the names of the metrics. It
-replaces two things that verl asks for: a platform that is a CPU, and a class of TRL that verl
-patches wherever TRL is installed, but that TRL 1.16 no longer has.
+after two updates on each of BATCHES batches of made-up rollouts, and the names of the metrics.
+verl_cpu.py supplies what verl asks of an accelerator.
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import torch
-
-
-def stand_ins():
-    from verl.plugin.platform.platform_base import PlatformBase
-    from verl.plugin.platform.platform_manager import set_platform
-
-    nothing = {name: lambda *_, **__: None for name in PlatformBase.__abstractmethods__}
-    no_memory = {f"{most}memory_{kind}": lambda *_: 0
-                 for most in ("", "max_") for kind in ("allocated", "reserved")}
-    device = types.SimpleNamespace(**nothing | no_memory | {
-        "current_device": lambda: "cpu", "get_device_name": lambda: "CPU",
-        "mem_get_info": lambda *_: (0, 1)})
-    values = {"device_name": "cpu", "vendor_name": "cpu", "device_module": device, "cudart": None}
-    platform = type("PlatformCPU", (PlatformBase,), nothing | values | {
-        "is_available": lambda self: True, "current_device": lambda self: "cpu",
-        "device_count": lambda self: 1, "communication_backend_name": lambda self: "gloo",
-        "is_ipc_supported": lambda self: False,
-        "visible_devices_envvar": lambda self: "NO_DEVICES",
-        "ray_resource_name": lambda self: "CPU", "ray_noset_envvars": lambda self: [],
-        "nvtx_range": lambda self, _: contextlib.nullcontext()})
-    set_platform(platform())
-    value_head: Any = types.ModuleType("trl.experimental.ppo")
-    value_head.AutoModelForCausalLMWithValueHead = type("AutoModelForCausalLMWithValueHead", (), {})
-    sys.modules["trl.experimental.ppo"] = value_head
 
 
 def configuration(model, overrides):
@@ -128,13 +100,10 @@ def run(model, batches, overrides):
 
 
 def main(model, batches):
-    stand_ins()
-    from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
-    # Left alone, verl would ask for the CPU's gloo twice.
+    import verl_cpu  # noqa: F401 - registers a CPU with verl
+    # A store in memory takes no port.
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    EngineRegistry.register(
-        "language_model", ["fsdp2"], device="cpu", vendor="cpu")(FSDPEngineWithLMHead)
     for line in sys.stdin:
         print(json.dumps(run(model, int(batches), line.split())), flush=True)
     torch.distributed.destroy_process_group()

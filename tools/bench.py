@@ -1,7 +1,7 @@
 """This script measures speed beside other libraries. It is no test, and pytest does not collect it.
 
     python tools/bench.py                                  # all parts, or those that are named:
-        correct, scaling, logprobs, losses, share, bypass, step, size
+        correct, scaling, logprobs, losses, share, bypass, step, size, costs
     BENCH_THREADS=1 python tools/bench.py correct          # where other work shares the cores
 
 Every row is a paired run: the candidates take turns in one process, A B C A B C …. The ratio is
@@ -327,6 +327,12 @@ def bench_size():
     """Run bench_size.py, which explains its parts and floors."""
     import bench_size as half_a_billion
     half_a_billion.bench_size(table)
+
+
+def bench_costs():
+    """Run bench_costs.py, which explains its three tables."""
+    import bench_costs as costs
+    costs.bench_costs(table, paired, ratio)
 
 
 def trl_steps(config, model: str, steps: int) -> list[tuple[float, float]]:

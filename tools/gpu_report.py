@@ -1,111 +1,141 @@
 """This script checks correctness and speed on the GPU at hand, and prints a table for the README.
 
-    python tools/gpu_report.py
+    python tools/gpu_report.py             # one card of 24 GB; without a card tiny shapes, a minute
+    python tools/gpu_report.py --ranks 2   # what needs two cards
 
-It downloads nothing. On a GPU it takes half an hour at most, with shapes of Qwen2.5-0.5B and random
-weights. Without a GPU it takes tiny shapes, and says what it leaves out.
-pytest does not collect this file.
+This file decides: every row is a process of its own, the cheapest first. A row that fails is a row
+of the table, with the last line of its error; the report goes on and ends with status 1. What a
+row says on stderr follows on this script's. Nothing is downloaded: the shapes are those of
+Qwen2.5-0.5B, and the weights are random.
 """
 
+import argparse
 import contextlib
+import json
 import math
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import trainer
 from correction import PRESETS, correct
 from estimators import kl_estimate
+from plumbing.cards import matrix_rate
+from plumbing.engines import make_engine
 from plumbing.faults import process_group
 from plumbing.tasks import character_tokenizer
-from plumbing.engines import make_engine
 from policy import full_weights, load_policy
 from rollout import Sample
 
 ON_GPU = torch.cuda.is_available()
-LARGE: dict[str, Any] = dict(vocab_size=151_936, hidden_size=896, intermediate_size=4864,
-                             num_hidden_layers=24, num_attention_heads=14,
-             num_key_value_heads=2)
-TINY: dict[str, Any] = dict(vocab_size=64, hidden_size=64, intermediate_size=128,
-                            num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1)
-ROWS, PROMPT, RESPONSE, MICRO = (64, 128, 512, 16) if ON_GPU else (8, 6, 10, 4)
+LARGE: dict[str, Any] = dict(
+    vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+    num_attention_heads=14, num_key_value_heads=2)
+TINY: dict[str, Any] = dict(
+    vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1)
+SHAPE = LARGE if ON_GPU else TINY
+PROMPT, RESPONSE = (128, 512) if ON_GPU else (6, 10)
 DTYPES = ("float32", "bfloat16")
+GIB = 2 ** 30
+DISK = 10          # GiB: a model in float32 twice, and a checkpoint with AdamW's moments
+PROGRAM = [sys.executable, str(Path(__file__).resolve())]
 
 
 def row(what: str, found: str) -> None:
-    print(f"| {what} | {found} |", flush=True)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"| {what} | {found} |", flush=True)
 
 
-def make_model(directory: Path) -> str:
+# -------------------------------------------------------------------------------- what is measured
+
+def make_model(directory: Path, shape: dict[str, Any]) -> None:
     """Write a model of random weights, far from a uniform distribution, and a tokenizer."""
     torch.manual_seed(0)
     tokenizer: Any = character_tokenizer("0123456789+=")
     model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
-        **(LARGE if ON_GPU else TINY), tie_word_embeddings=True, initializer_range=0.05,
-        dtype="float32",
+        **shape, tie_word_embeddings=True, initializer_range=0.05, dtype="float32",
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None))
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    return str(directory)
 
 
-def make_batch(device) -> trainer.Batch:
-    """Return eight samples per prompt, of different lengths."""
-    generator, size = torch.Generator().manual_seed(1), (LARGE if ON_GPU else TINY)["vocab_size"]
+def make_batch(device, rows: int) -> trainer.Batch:
+    """Return groups of four samples, with prompts and responses of different lengths."""
+    generator = torch.Generator().manual_seed(1 + int(os.environ.get("RANK", "0")))
 
     def draw(n):
-        return torch.randint(3, size, (n,), generator=generator).tolist()
-    prompts = [prompt for i in range(ROWS // 8) for prompt in [draw(PROMPT - i)] * 8]
-    responses = [draw(RESPONSE - 17 * i % (RESPONSE // 2)) for i in range(ROWS)]
+        return torch.randint(3, SHAPE["vocab_size"], (n,), generator=generator).tolist()
+    prompts = [prompt for i in range(rows // 4) for prompt in [draw(PROMPT - i % 4)] * 4]
+    responses = [draw(RESPONSE - 17 * i % (RESPONSE // 2)) for i in range(rows)]
     samples = [Sample(tokens, [-3.0] * len(tokens), True) for tokens in responses]
-    return trainer.pad(prompts, samples, torch.randn(ROWS, generator=generator), device)
+    return trainer.pad(prompts, samples, torch.randn(rows, generator=generator), device)
 
 
-def settings(**train) -> trainer.Config:
+def settings(micro: int, checkpointing: bool = False) -> trainer.Config:
     config = trainer.Config()
-    config.train = replace(config.train, micro_batch_size=MICRO, **train)
+    config.rollout.samples = 4
+    config.train = replace(config.train, micro_batch_size=micro)
+    config.policy.gradient_checkpointing = checkpointing
     return config
 
 
-# -------------------------------------------------------------------------------------- is it right
+def make_run(config: trainer.Config, dtype: str, device) -> Any:
+    """Return as much of a run as `trainer.update` needs."""
+    policy = load_policy("model", 1.0, dtype, device,
+                         gradient_checkpointing=config.policy.gradient_checkpointing)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
 
-def right_log_probs(path: str, device) -> None:
-    """Compare a row's log-probs when it is padded among others with those when it is alone."""
-    for dtype in DTYPES:
-        policy, batch = load_policy(path, 1.0, dtype, device), make_batch(device)
-        together = trainer.score(policy, batch, settings())
-        alone = torch.cat([trainer.score(policy, batch.rows(slice(i, i + 1), slice(i, i + 1)),
-                                         settings())
-                           for i in range(0, ROWS, 7)])
-        gap = (together[::7] - alone).abs()[batch.response_mask[::7]]
-        row(f"log-probs, padded against alone, {dtype}",
-            f"at most {gap.max():.1e}, mean {gap.mean():.1e}")
+    def nonfinite(what, sentences):
+        raise ArithmeticError(f"{what}: {(sentences or ['the gradient is not finite'])[0]}")
+    return SimpleNamespace(config=config, policy=policy, optimizer=optimizer, nonfinite=nonfinite,
+                           nonfinite_rows=lambda batch, policies: [])
 
 
-def right_attention(device) -> None:
+def gradient(policy) -> torch.Tensor:
+    """Return the policy's gradient as one vector on the host, and clear it."""
+    parts = [p.grad.full_tensor().flatten().double().cpu() for p in policy.parameters()]
+    policy.zero_grad()
+    return torch.cat(parts)
+
+
+def machine() -> None:
+    """Name the machine, and write the model that the other rows read."""
+    where = f"{os.cpu_count()} CPU cores, NO GPU: tiny shapes"
+    if ON_GPU:
+        free, whole = torch.cuda.mem_get_info()
+        where = (f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}, "
+                 f"{free / GIB:.1f} of {whole / GIB:.1f} GiB free, CUDA {torch.version.cuda}")
+    row("machine", f"{where}, torch {torch.__version__}, transformers {transformers.__version__}")
+    make_model(Path("model"), SHAPE)
+    make_model(Path("tiny"), TINY)
+
+
+def attention() -> None:
     """Reproduce PyTorch issue 196678: L % 128 = 64, a mask, rows whose log-sum is below −88.7."""
-    if not ON_GPU:
-        return row("NaN in the backward pass of cuDNN's attention", "left out: only a GPU has it")
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    mask = torch.ones(1, 1, 192, 192, dtype=torch.bool, device=device).tril()
+    mask = torch.ones(1, 1, 192, 192, dtype=torch.bool, device="cuda").tril()
     for name, backends in [("cuDNN", [SDPBackend.CUDNN_ATTENTION]),
                            ("as here, without cuDNN", None)]:
-        q = torch.full((1, 14, 192, 64), 4.0, device=device, dtype=torch.bfloat16,
+        q = torch.full((1, 14, 192, 64), 4.0, device="cuda", dtype=torch.bfloat16,
                        requires_grad=True)
         k, v = (-q.detach()).requires_grad_(), torch.randn_like(q).requires_grad_()
         torch.backends.cuda.enable_cudnn_sdp(backends is not None)
@@ -119,29 +149,54 @@ def right_attention(device) -> None:
         row(f"gradient of attention with a mask, L = 192, log-sum −120: {name}", found)
 
 
-def right_resume(path: str, directory: Path) -> None:
-    """Compare the weights after four steps with those after two and two, and time a save."""
-    command = [sys.executable, str(ROOT / "trainer.py"), f"policy.path={path}",
-               "rollout.engine=transformers",
-               "task.size=1", "task.eval_size=8", "rollout.prompts=8", "rollout.samples=4",
-               "rollout.max_tokens=8",
-               "train.mini_batches=2", "train.micro_batch_size=16", "train.save_every=2",
-               "train.keep=1",
-               "train.lr=1e-4", "loss.kl_coef=0.01"]
+def padding() -> None:
+    """Compare padded rows with each row alone: log-probs, and the gradient of their sum.
+
+    Padding makes rows of attention of which everything is masked; they must send back nothing.
+    """
+    with process_group() as device:
+        for dtype in DTYPES:
+            policy, batch = load_policy("model", 1.0, dtype, device), make_batch(device, 8)
+            found = []
+            for parts in [range(8)], [[i] for i in range(8)]:
+                rows = [batch.rows(list(part), list(part)) for part in parts]
+                log_probs = [trainer.log_probs(policy, part)[0] for part in rows]
+                for part, x in zip(rows, log_probs):
+                    x[part.response_mask].sum().backward()
+                found.append((torch.cat([x.detach() for x in log_probs]), gradient(policy)))
+            (together, of_together), (alone, of_alone) = found
+            gap = (together - alone).abs()[batch.response_mask]
+            row(f"log-probs, padded against alone, {dtype}",
+                f"at most {gap.max():.1e}, mean {gap.mean():.1e}")
+            row(f"gradient, padded against alone, {dtype}",
+                f"{((of_together - of_alone).norm() / of_alone.norm()).item():.1e} of its length")
+
+
+def resume() -> None:
+    """Compare the weights after four steps with those after two and two."""
     for name, steps in [("whole", 4), ("parts", 2), ("parts", 4)]:
-        began = time.perf_counter()
-        subprocess.run([*command, f"run={name}", f"train.steps={steps}"], cwd=directory, check=True,
-                       stderr=subprocess.DEVNULL)
-    seconds, load = time.perf_counter() - began, transformers.AutoModelForCausalLM.from_pretrained
-    whole, parts = (load(directory / "runs" / name / "model").state_dict()
-                    for name in ("whole", "parts"))
-    gap = max((whole[name] - x).abs().max().item() for name, x in parts.items())
+        finish([f"run={name}", f"train.steps={steps}", "policy.path=tiny", "task.size=1",
+                "task.eval_size=8", "rollout.engine=transformers", "rollout.prompts=8",
+                "rollout.samples=4", "rollout.max_tokens=8", "train.mini_batches=2",
+                "train.micro_batch_size=16", "train.save_every=2", "train.keep=1",
+                "train.lr=1e-4", "loss.kl_coef=0.01"])
     row("weights of a run that stopped and went on against one that did not",
-        "the same bits" if gap == 0 else f"at most {gap:.1e} apart")
-    row("resume, two steps, save and the final model", f"{seconds:.0f} s")
+        apart(read_weights("runs/whole/model"), read_weights("runs/parts/model").items()))
 
 
-# --------------------------------------------------------------------------------------- is it fast
+def read_weights(directory: str) -> dict[str, torch.Tensor]:
+    return load_file(f"{directory}/model.safetensors")
+
+
+def apart(right: dict[str, torch.Tensor], found: Iterable[tuple[str, torch.Tensor]]) -> str:
+    gap = max((x.cpu() - right[name]).abs().max().item() for name, x in found)
+    return "the same bits" if gap == 0 else f"at most {gap:.1e} apart"
+
+
+def finish(argv: list[str]) -> None:
+    if code := trainer.main(argv):
+        raise SystemExit(code)             # its sentence is on stderr
+
 
 def wait() -> float:
     if ON_GPU:
@@ -149,45 +204,32 @@ def wait() -> float:
     return time.perf_counter()
 
 
-def matmul_rate(device, dtype) -> float:
-    """Return the FLOP/s of a @ b, which no update can exceed."""
-    n = 8192 if ON_GPU else 512
-    (a, b), times = torch.randn(2, n, n, device=device, dtype=dtype), []
-    for _ in range(5):
-        began = wait()
-        torch.mm(a, b)
-        times.append(wait() - began)
-    return 2 * n ** 3 / min(times)
-
-
-def fast_update(path: str, device) -> None:
+def update(dtype: str, micro: int, checkpointing: bool) -> None:
     """Measure an update's tokens per second, its share of a @ b, its host waits and its memory."""
-    for dtype in DTYPES:
-        policy = load_policy(path, 1.0, dtype, device)
-        batch, config = make_batch(device), settings()
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
-        run: Any = SimpleNamespace(config=config, policy=policy, optimizer=optimizer)
+    with process_group() as device:
+        config, rows = settings(micro, checkpointing), 4 * micro
+        run, batch = make_run(config, dtype, device), make_batch(device, rows)
         options = PRESETS["decoupled_token_is"]()
-        old = trainer.score(policy, batch, config)
+        old = trainer.score(run.policy, batch, config)
         batch = batch._replace(old_log_prob=old)
         given = correct(old, batch.rollout_log_prob, batch.response_mask, options)
         trainer.update(run, batch, options, given)
         if ON_GPU:
             torch.cuda.reset_peak_memory_stats()
-            row(f"host waits of an update of {ROWS // MICRO} micro-batches, {dtype}",
+            row(f"host waits of an update of {rows // micro} micro-batches, {dtype}",
                 waits(lambda: trainer.update(run, batch, options, given)))
         began = wait()
-        trainer.update(run, batch, options, given)
+        done = trainer.update(run, batch, options, given)
         seconds, tokens = wait() - began, int(batch.attention.sum())
-        flops = 6 * sum(p.numel() for p in policy.parameters()) * tokens / seconds
-        row(f"update, {tokens} tokens, {dtype}",
+        flops = 6 * sum(p.numel() for p in run.policy.parameters()) * tokens / seconds
+        row(f"update, {tokens} tokens, {dtype}, {'with' if checkpointing else 'without'} "
+            "gradient checkpointing",
             f"{tokens / seconds:,.0f} tokens/s, {flops / 1e12:.3g} TFLOP/s, "
-            f"{flops / matmul_rate(device, getattr(torch, dtype)):.2f} of a @ b")
-        if ON_GPU:
-            row(f"peak memory of an update, {dtype}",
-                f"{torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB")
-    if not ON_GPU:
-        row("host waits by line, peak memory", "left out: only a GPU has them")
+            f"{flops / matrix_rate(device, dtype):.2f} of a @ b, "
+            f"gradient {done.metrics['grad_norm'].item():.3g}")
+        row(f"peak memory of an update, {dtype}",
+            f"{torch.cuda.max_memory_allocated() / GIB:.1f} GiB" if ON_GPU
+            else "left out, like host waits by line: only a GPU has them")
 
 
 def waits(call) -> str:
@@ -202,92 +244,204 @@ def waits(call) -> str:
     return ", ".join(f"{line} × {n}" for line, n in lines.most_common()) or "none"
 
 
-# --------------------------------------------------------------------------------------- the engine
+# -------------------------------------------------------------------------------------- the engine
 
-def engine_rows(path: str, device) -> None:
-    """Compare μ with π_old, with CUDA graphs on and off, and with sampling cut by top-p and top-k.
+def open_engine(device, **given) -> Any:
+    """Open vLLM on a GPU, and on a CPU what there is."""
+    return make_engine("vllm" if ON_GPU else "auto", "model", device=device,
+                       dtype="bfloat16" if ON_GPU else "float32",
+                       max_model_len=PROMPT + RESPONSE, **given)
 
-    The rows also check seeds, and weights that are pushed while the engine sleeps.
-    """
-    dtype, prompts = "bfloat16" if ON_GPU else "float32", [[3 + i % 9, 4, 5] for i in range(ROWS)]
-    whole, top = {}, dict(top_p=0.9, top_k=50)
-    both = [(True, whole), (True, top)]
-    for eager, cut in [(False, whole), (True, whole), (False, top)] if ON_GPU else both:
-        try:
-            engine = make_engine("vllm", path, dtype=dtype, max_model_len=PROMPT + RESPONSE,
-                                 device=device,
-                                 enforce_eager=eager, **cut)
-        except RuntimeError as error:
-            return row("vLLM", f"left out: {str(error).split(' (')[0]}")
 
+def engine(eager: bool, **cut) -> None:
+    """Compare μ with π_old, the same seeds twice, and weights pushed while the engine sleeps."""
+    rows = 64 if ON_GPU else 8
+    prompts = [[3 + i % 9, 4, 5] for i in range(rows)]
+    with process_group() as device, contextlib.closing(
+            open_engine(device, enforce_eager=eager, **cut)) as made:
         def ask(temperature):
-            return engine.generate(prompts, range(ROWS), temperature=temperature,
-                                   max_tokens=RESPONSE, eos_ids=[])
-        try:
-            first, began = ask(1.0), wait()
-            again = ask(1.0)
-            rate, same = ROWS * RESPONSE / (wait() - began), sum(a.tokens == b.tokens
-                                                                 for a, b in zip(first, again))
-            graphs = f"{'off' if eager else 'on'}{f', {cut}' if cut else ''}"
-            row(f"vLLM {dtype}, graphs {graphs}: {ROWS} samples",
-                f"{rate:,.0f} tokens/s, {same} the same with the same seeds")
-            for temperature in 1.0, 0.7:
-                k3, worst = mismatch(path, prompts, ask(temperature), temperature, dtype, device)
-                row(f"μ against π_old, temperature {temperature}",
-                    f"k3 {k3:.1e}, largest |log ρ| {worst:.2g}")
-            if not cut:
-                asleep(engine, path, device)
-        finally:
-            engine.close()
+            return made.generate(prompts, range(rows), temperature=temperature,
+                                 max_tokens=RESPONSE, eos_ids=[])
+        first, began = ask(1.0), wait()
+        again = ask(1.0)
+        rate, same = rows * RESPONSE / (wait() - began), sum(a.tokens == b.tokens
+                                                             for a, b in zip(first, again))
+        row(f"{made.name}, graphs {'off' if eager else 'on'}, {cut or 'no cut'}: {rows} samples",
+            f"{rate:,.0f} tokens/s, {same} the same with the same seeds")
+        for temperature in 1.0, 0.7:
+            k3, worst = mismatch(prompts, ask(temperature), temperature, device)
+            row(f"μ against π_old, temperature {temperature}",
+                f"k3 {k3:.1e}, largest |log ρ| {worst:.2g}")
+        if not cut:
+            asleep(made, load_policy("model", 1.0, "float32", device))
 
 
-def mismatch(path, prompts, samples, temperature, dtype, device) -> tuple[float, float]:
+def mismatch(prompts, samples, temperature, device) -> tuple[float, float]:
     batch = trainer.pad(prompts, samples, torch.zeros(len(samples)), device)
-    old = trainer.score(load_policy(path, temperature, dtype, device), batch, settings())
-    mask = batch.response_mask
+    policy = load_policy("model", temperature, "bfloat16" if ON_GPU else "float32", device)
+    old, mask = trainer.score(policy, batch, settings(16)), batch.response_mask
     # The mean of k3 on samples of μ estimates KL(μ‖π_old).
     k3 = kl_estimate(batch.rollout_log_prob, old, "k3")[mask].mean()
     return k3.item(), (old - batch.rollout_log_prob)[mask].abs().max().item()
 
 
-def asleep(engine, path, device) -> None:
+def asleep(made, policy) -> None:
     """Check that weights pushed during sleep arrive: greedy samples change, then change back."""
     def greedy():
-        samples = engine.generate([[5, 6]], [0], temperature=0, max_tokens=8, eos_ids=[])
-        return samples[0].tokens
+        return made.generate([[5, 6]], [0], temperature=0, max_tokens=8, eos_ids=[])[0].tokens
 
     def used():
         free, whole = torch.cuda.mem_get_info() if ON_GPU else (0, math.nan)
-        return f"{(whole - free) / 2 ** 30:.1f} GiB"
-    weights, before, awake = dict(full_weights(load_policy(path, 1.0, "float32",
-                                                           device))), greedy(), used()
-    engine.sleep()
+        return f"{(whole - free) / GIB:.1f} GiB"
+    weights, before, awake = dict(full_weights(policy)), greedy(), used()
+    made.sleep()
     sleeping = used()
-    engine.update_weights((name, -x) for name, x in weights.items())
+    made.update_weights((name, -x) for name, x in weights.items())
     other = greedy()
-    engine.sleep()
-    engine.update_weights(weights.items())
-    row("weights pushed while asleep",
-        "arrive" if greedy() == before != other else f"do not: {before}, {other}")
+    made.sleep()
+    made.update_weights(weights.items())
+    if not greedy() == before != other:
+        raise AssertionError(f"weights pushed while asleep do not arrive: {before}, {other}")
+    row("weights pushed while asleep", "arrive")
     row("the GPU's memory, engine awake and asleep",
         f"{awake}, {sleeping}" if ON_GPU else "left out: a CPU's does not sleep")
 
 
-def main() -> None:
-    where = f"{os.cpu_count()} CPU cores, NO GPU: tiny shapes"
-    if ON_GPU:
-        where = torch.cuda.get_device_name()
-    print(f"| {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {where} | |\n|---|---|")
+def ranks() -> None:
+    """Load a model in shards, give an engine on every rank its weights, and take one step."""
+    with process_group() as device:
+        config = settings(4, checkpointing=True)
+        run, batch = make_run(config, "bfloat16", device), make_batch(device, 8)
+        row(f"weights on {os.environ['WORLD_SIZE']} ranks ({torch.distributed.get_backend()})",
+            apart(read_weights("model"), full_weights(run.policy)))
+        with contextlib.closing(open_engine(device)) as made:
+            asleep(made, run.policy)
+            made.sleep()
+            batch = batch._replace(old_log_prob=trainer.score(run.policy, batch, config))
+            done = trainer.update(run, batch, PRESETS["decoupled_token_is"]())
+            made.update_weights(full_weights(run.policy))
+        row("one step and its weights in the engine", "gradient "
+            f"{done.metrics['grad_norm'].item():.3g}")
+
+
+def smoke() -> None:
+    """Run two steps of configs/gsm8k.yaml on local questions; without a GPU with few samples."""
+    Path("questions.jsonl").write_text("\n".join(
+        json.dumps({"question": f"{i}+{i + 1}=", "answer": f"#### {2 * i + 1}"})
+        for i in range(300)))
+    small = ["rollout.engine=transformers", "rollout.prompts=4", "rollout.samples=2",
+             "rollout.max_tokens=4", "train.micro_batch_size=2", "task.instruction=''"]
+    began = time.perf_counter()
+    finish([str(ROOT / "configs/gsm8k.yaml"), "run=smoke", "policy.path=model", "train.steps=2",
+            "task.path=questions.jsonl", "task.eval_path=null", "task.eval_size=8",
+            *([] if ON_GPU else small)])
+    row("two steps of configs/gsm8k.yaml", f"{time.perf_counter() - began:.0f} s")
+    last = json.loads(Path("runs/smoke/metrics.jsonl").read_text().splitlines()[-1])
+    row("its second step", ", ".join(f"{name.removeprefix('time/')} {last[name]:.3g}"
+                                     for name in last if name.startswith("time/")))
+
+
+# ------------------------------------------------------------------------------------- the report
+
+class Row(NamedTuple):
+    """Hold a row of the report; gigabytes and minutes are by arithmetic, for a card of 24 GB."""
+
+    function: Callable[..., None]
+    gigabytes: int
+    minutes: float                         # what it takes; four times as much is too long
+    given: dict[str, Any] = {}             # noqa: RUF012 - nobody changes it
+    left_out: str = ""                     # why, where there is no GPU
+
+
+ROWS = {                                   # cheapest first
+    "machine": Row(machine, 1, 1),
+    "attention": Row(attention, 1, 0.5, left_out="cuDNN's attention is a GPU's"),
+    "resume": Row(resume, 1, 1),
+    "padding": Row(padding, 8, 1),
+    "update in bfloat16": Row(update, 14, 1.5, dict(dtype="bfloat16", micro=16,
+                                                    checkpointing=True)),
+    "update in float32": Row(update, 18, 1.5, dict(dtype="float32", micro=4, checkpointing=False)),
+    "engine": Row(engine, 16, 3, dict(eager=True)),
+    "engine with graphs": Row(engine, 16, 4, dict(eager=False), "graphs are a GPU's"),
+    "engine with a cut": Row(engine, 16, 4, dict(eager=not ON_GPU, top_p=0.9, top_k=50)),
+    "smoke": Row(smoke, 22, 6),
+}
+OF_RANKS = {"machine": ROWS["machine"], "ranks": Row(ranks, 20, 5)}
+
+
+def attempt(name: str, of: Row, count: int, directory: str) -> str:
+    """Run a row in `count` processes, one a rank; return why it failed, or nothing."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    together = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port} if count > 1 else {}
+    started, streams, until = [], [], time.monotonic() + 4 * 60 * of.minutes
+    for rank in range(count):
+        of_rank = together | {"RANK": rank, "LOCAL_RANK": rank} if together else {}
+        streams.append((Path(directory) / f"stderr-{rank}").open("w+", errors="replace"))
+        started.append(subprocess.Popen(
+            [*PROGRAM, "--row", name], cwd=directory, stderr=streams[-1],
+            env={**os.environ, **{key: str(value) for key, value in of_rank.items()}}))
+    while None in (codes := [p.poll() for p in started]) and not any(codes) and (
+            time.monotonic() < until):
+        time.sleep(0.05)
+    for process in started:                # the others would wait for a rank that has failed
+        process.kill()
+        process.wait()
+    failed = next((i for i, code in enumerate(codes) if code), None)
+    said = [read(stream) for stream in streams]
+    sys.stderr.write("".join(said))
+    if failed is not None:
+        lines = [line for line in said[failed].splitlines() if line.strip()]
+        ended = f"ended with status {codes[failed]}"
+        return f"{lines[-1].strip()} ({ended})" if lines else ended
+    return f"not done after {4 * of.minutes:g} minutes" if None in codes else ""
+
+
+def read(stream) -> str:
+    with stream:
+        stream.seek(0)
+        return stream.read()
+
+
+def report(rows: dict[str, Row], count: int) -> int:
+    """Print the table; return 1 if a row failed, and 0 if none did."""
+    with tempfile.TemporaryDirectory() as directory:
+        free, disk = shutil.disk_usage(directory).free / GIB, DISK if ON_GPU else 0.1
+        minutes, card = sum(of.minutes for of in rows.values()), max(
+            of.gigabytes for of in rows.values())
+        print(f"{len(rows)} rows, about {f'{minutes:g} minutes' if ON_GPU else 'a minute'}; the "
+              f"largest takes {f'{card} GB of each card' if ON_GPU else 'less than 2 GB'}. Needs "
+              f"{disk:g} GiB in {directory}, where {free:.1f} GiB are free (TMPDIR names another "
+              "place).", flush=True)
+        if free < disk:
+            return 1
+        failures = 0
+        print(f"\n| {time.strftime('%Y-%m-%d')} | |\n|---|---|", flush=True)
+        for name, of in rows.items():
+            if of.left_out and not ON_GPU:
+                row(name, f"left out: {of.left_out}")
+            elif why := attempt(name, of, count, directory):
+                failures += 1
+                row(name, f"FAILED: {why.replace('|', '/')}")
+        print(f"\n{failures} of {len(rows)} rows failed", flush=True)
+    return int(failures > 0)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=1, help="number of cards")
+    parser.add_argument("--row", choices=ROWS | OF_RANKS, help="run this row alone, here")
+    given = parser.parse_args(argv)
+    if given.row is None:
+        return report(ROWS if given.ranks == 1 else OF_RANKS, given.ranks)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as directory, process_group() as device:
-        path = make_model(Path(directory) / "model")
-        right_log_probs(path, device)
-        right_attention(device)
-        fast_update(path, device)
-        engine_rows(path, device)
-        right_resume(path, Path(directory))
+    chosen = (ROWS | OF_RANKS)[given.row]
+    chosen.function(**chosen.given)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

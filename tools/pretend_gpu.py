@@ -4,11 +4,13 @@ On a machine without a GPU it imitates what causes trouble on one:
 * An operation on tensors of two devices raises, as CUDA's kernels do: a 0-dim tensor of the CPU may
   be an operand, but no element of a list (`stack`, `cat`) and no index.
 * Whatever makes the host wait for the device is counted, with the line that asked for it: `item`,
-  `tolist`, `if tensor`, shapes that depend on data, copies in either direction unless they are
-  non_blocking (and copies back always).
-FSDP2, DTensor, the optimizer and the collectives (gloo) are the real ones. The streams and events
-that they ask a device for exist here, and do nothing. Importing this file registers the device, for
-the rest of the process.
+  `tolist`, `if tensor`, shapes that depend on data, copies in either direction. A non_blocking copy
+  to the device counts too, under a name of its own: the host's memory is pageable, so CUDA first
+  copies it aside, and beyond 64 KB waits for what the stream has to do before. Nothing is pinned
+  here: `pin_memory` raises.
+FSDP2, DTensor, the optimizer and the collectives (gloo, on one rank or several) are the real ones.
+The streams and events that they ask a device for exist here, and do nothing. Importing this file
+registers the device, for the rest of the process.
 """
 
 import contextlib
@@ -18,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -69,12 +73,14 @@ DEVICE = torch.device("pretend:0")
 
 
 def line() -> str:
-    """Return the innermost line of the project, preceded by the library's line that it led to."""
+    """Return the innermost line of the project, preceded by the library's line that it led to.
+
+    A line is "file.py:number function", and a comprehension is part of the function around it.
+    """
     frames = [f for f in traceback.extract_stack() if not f.filename.startswith(__file__)]
-    own = [i for i, f in enumerate(frames) if Path(f.filename).is_relative_to(HERE)]
-    if not own:
-        return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
-    names = [f"{Path(f.filename).name}:{f.lineno}" for f in (frames[own[-1]], frames[-1])]
+    own = [i for i, f in enumerate(frames)
+           if Path(f.filename).is_relative_to(HERE) and not f.name.startswith("<")] or [-1]
+    names = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in (frames[own[-1]], frames[-1])]
     return " < ".join(dict.fromkeys(reversed(names)))
 
 
@@ -159,8 +165,10 @@ def count_waits(name, args, kwargs, to) -> None:
         if source.numel() == 0:
             return
         back = source.device.type != "cpu" and target.type == "cpu"
-        if back or (blocking and source.device.type != target.type):
-            wait("copy to the host" if back else "copy from the host")
+        if back:
+            wait("copy to the host")
+        elif source.device.type != target.type:
+            wait("copy from the host" if blocking else "copy of pageable memory")
     elif name in INDEXING:
         if any(x.dtype in (torch.bool, torch.uint8) for x in leaves(args[1])):
             wait(f"{name} by a mask")
@@ -187,8 +195,12 @@ def run(func, args, kwargs):
         return args[0]
     if to is not None and to.type == "cpu":
         return result.clone() if any(result is x for x in leaves(inner_args)) else result
-    return replace(result, torch.Tensor,
-                   lambda x: given[id(x)] if id(x) in given else Pretend(x))
+
+    def on_device(x):
+        if isinstance(x, AsyncCollectiveTensor):       # its wait is a stream's, not the host's
+            x = x.trigger_wait()
+        return given[id(x)] if id(x) in given else Pretend(x)
+    return replace(result, torch.Tensor, on_device)
 
 
 def factory(name: str) -> None:
@@ -214,13 +226,14 @@ def move(parameters, buffers, device) -> None:
     That cannot change a tensor's class.
     """
     for x in [*parameters, *buffers]:
-        if x.device != device:
+        if x.device not in (device, torch.device("meta")):
             moved = x.detach().to(device)
             is_parameter = isinstance(x, torch.nn.Parameter)
             torch.utils.swap_tensors(x, torch.nn.Parameter(moved, x.requires_grad) if is_parameter
                                      else moved)
 
 
+dist.Backend.backend_capability["gloo"].append("pretend")    # gloo serves the device, as NCCL would
 _fsdp_init._move_states_to_device = move
 torch.__future__.set_swap_module_params_on_conversion(True)  # and `model.to(device)` the same way
 

@@ -1,0 +1,171 @@
+"""Compute what a run asks of a card: bytes of memory, FLOPs, and the share of its speed.
+
+This file decides: a run that cannot fit on its card is refused before a weight is loaded, with the
+figures and what to change; one that may not fit gets a remark. The bytes are arithmetic on numbers.
+Only counts of tensors were compared with real ones, on a CPU.
+"""
+
+import contextlib
+import math
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from plumbing.settings import Config, UserError
+from rollout import DTYPES
+
+GIB = 2 ** 30
+LOGITS = GIB / 2           # at most, for a slice of kernels/log_probs.py and its copies
+UNSURE = 1.5 * GIB         # CUDA's libraries, NCCL, vLLM's graphs: assumed, measured nowhere
+
+
+class Shapes(NamedTuple):
+    """Hold what the arithmetic reads of a model."""
+
+    parameters: int                    # a head that is tied to the embeddings counts once
+    layers: int
+    layer: int                         # parameters of the largest layer
+    root: int                          # parameters outside the layers, above all embeddings
+    matrices: int                      # products of all layers for one token
+    head: int                          # and of the head: vocabulary × hidden
+    hidden: int
+    inner: int                         # width of the MLP
+    attended: int                      # heads × their width
+    cached: int                        # numbers that a token leaves in the cache
+
+    @staticmethod
+    def of(model: Any) -> "Shapes":
+        """Count a model, which may be on the meta device."""
+        config, hidden = model.config.get_text_config(), model.config.get_text_config().hidden_size
+        layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+        sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers] or [0]
+        parameters, heads = sum(p.numel() for p in model.parameters()), config.num_attention_heads
+        width = getattr(config, "head_dim", None) or hidden // heads
+        of_cache = getattr(config, "num_key_value_heads", None) or heads
+        return Shapes(
+            parameters, config.num_hidden_layers, max(sizes), parameters - sum(sizes),
+            sum(p.numel() for layer in layers for p in layer.parameters() if p.dim() > 1),
+            config.vocab_size * hidden, hidden,
+            getattr(config, "intermediate_size", None) or 4 * hidden, heads * width,
+            2 * config.num_hidden_layers * of_cache * width)
+
+
+def memory(model: Shapes, config: Config, ranks: int, length: int, share: float
+           ) -> tuple[dict[str, float], dict[str, float]]:
+    """Return bytes on one rank's card, by what holds them: in an update, and while it samples.
+
+    length: tokens of the longest prompt and response. share: bytes that vLLM takes while awake; 0:
+    the engine is transformers', which stays awake.
+
+    FSDP2 divides float32 weights, gradients and AdamW's two moments among the ranks. It gathers the
+    root for good, and a layer with the next one, in the policy's dtype of d bytes; their gradients
+    are of d bytes, then of 4. A layer of Llama or Qwen2 keeps for the backward pass, of each token,
+    d bytes of: four times the MLP, four times hidden and attention, a row of the mask; and hidden
+    twice in float32.
+    """
+    policy, train, d = config.policy, config.train, DTYPES[config.policy.dtype].itemsize
+    own = 0 if policy.cpu_offload else 4 * model.parameters / ranks
+    rows = min(max(1, train.micro_batch_tokens // length) if train.micro_batch_tokens else
+               train.micro_batch_size, config.rollout.prompts * config.rollout.samples
+               // (ranks * train.mini_batches))
+    one = d * (4 * (model.inner + model.hidden + model.attended) + length) + 8 * model.hidden
+    kept = d * model.hidden * model.layers + one if policy.gradient_checkpointing else (
+        one * model.layers)
+    stays = {"weights": own * (1 + (config.loss.kl_coef != 0)), "moments": 2 * own}
+    engine = {"the engine": share or smallest_engine(model, config, length)}
+    update = {"gradients": own, "gathered weights with their gradients":
+              model.root * (2 * d + 4) + model.layer * (3 * d + 4),
+              "slices of logits": LOGITS, "activations": rows * length * kept}
+    return stays | update | ({} if share else engine), stays | engine
+
+
+def smallest_engine(model: Shapes, config: Config, length: int) -> float:
+    """Return the bytes of an engine's weights, whole on every rank, and of one row's cache."""
+    return DTYPES[config.rollout.dtype].itemsize * (model.parameters + model.cached * length)
+
+
+def require_room(model: Shapes, config: Config, ranks: int, length: int, free: float, total: float,
+                 vllm: bool) -> list[str]:
+    """Refuse a run that cannot fit in a card's free bytes; return a remark if it may not fit.
+
+    Activations depend on lengths, and `UNSURE` is a guess: neither makes a run impossible.
+    """
+    share = config.rollout.gpu_memory_utilization
+    update, sampling = memory(model, config, ranks, length, share * total * vllm)
+    change = ("a larger card or a smaller model" if config.policy.cpu_offload else
+              f"policy.cpu_offload=true, more ranks than {ranks}, or a smaller model")
+    stays, least = sampling["weights"] + sampling["moments"], smallest_engine(model, config, length)
+    certain = {name: size for name, size in update.items() if name != "activations"}
+    if sum(certain.values()) > free:
+        raise UserError(f"{says('an update', certain, free)}, without activations: take {change}")
+    if stays + least > free:
+        sampling["the engine"] = least
+        raise UserError(f"{says('sampling', sampling, free)}, as each rank has a whole engine: "
+                        f"take {change}")
+    low, high = math.ceil(100 * least / total) / 100, math.floor(100 * (free - stays) / total) / 100
+    if vllm and not low <= share <= high:
+        raise UserError(f"{says('sampling', sampling, free)}, where the smallest engine takes "
+                        f"{least / GIB:.1f}: set rollout.gpu_memory_utilization between {low} and "
+                        f"{high}, not {share:g}, or take {change}")
+    return [f"{says(when, parts, free)}, and libraries about {UNSURE / GIB:g} more: should it run "
+            f"out of memory, {lower}, or take {change}"
+            for when, parts, lower in (
+                ("an update", update, "lower train.micro_batch_size"),
+                ("sampling", sampling, "lower rollout.gpu_memory_utilization"))
+            if sum(parts.values()) + UNSURE > free]
+
+
+def says(when: str, parts: dict[str, float], free: float) -> str:
+    figures = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
+    return (f"by arithmetic {when} takes {sum(parts.values()) / GIB:.1f} GiB of a card, and "
+            f"{free / GIB:.1f} are free ({figures})")
+
+
+def free_memory(device: torch.device) -> tuple[float, float] | None:
+    """Return the free and all bytes of the fullest rank's card; None: there is no card."""
+    if device.type != "cuda":
+        return None
+    found = torch.tensor(torch.cuda.mem_get_info(device), dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MIN)          # so that all ranks decide the same
+    return found[0].item(), found[1].item()
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Return what this process holds, and the most: of a card since the last call, else ever."""
+    found, peak = {}, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024)
+    with contextlib.suppress(OSError):             # where the system tells what is in memory
+        pages = Path("/proc/self/statm").read_text().split()[1]
+        found["memory/rss_mb"] = int(pages) * os.sysconf("SC_PAGE_SIZE") / 2 ** 20
+    peak = max(peak / 2 ** 20, found.get("memory/rss_mb", 0.0))       # the kernel's peak comes late
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device) / 2 ** 20
+        torch.cuda.reset_peak_memory_stats(device)
+    return found | {"memory/peak_mb": peak}
+
+
+def update_flops(model: Shapes, prompts: int, responses: int) -> float:
+    """Return the FLOPs that one epoch over so many tokens needs: 2 forward and 4 back a weight.
+
+    The head sees responses alone. Attention's products of pairs of tokens are left out.
+    """
+    return 6 * (model.matrices * (prompts + responses) + model.head * responses)
+
+
+def matrix_rate(device: torch.device, dtype: str) -> float:
+    """Measure the FLOPs a second of a product of matrices, in less than a tenth of a second."""
+    n, seconds = 4096 if device.type == "cuda" else 512, []
+    x = torch.full((n, n), 0.5, dtype=DTYPES[dtype], device=device)
+    for _ in range(8):
+        began = time.perf_counter()
+        torch.mm(x, x)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return 2 * n ** 3 / min(seconds)

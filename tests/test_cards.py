@@ -1,0 +1,319 @@
+"""What a run asks of a card is arithmetic: its counts are those of real tensors, on a CPU.
+
+None of it was compared with a card.
+"""
+
+import re
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import steady, weights
+from launching import ROOT
+from safetensors.torch import load_file
+from test_gpu import drive
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+sys.path[:0] = [str(ROOT / "math")]
+import tables
+
+from plumbing import cards, engines, faults, run as run_module
+from plumbing.cards import GIB, Shapes, memory, require_room, smallest_engine, update_flops
+from plumbing.settings import UserError, load_config
+
+LENGTH = 768                           # of the longest prompt and response
+
+
+def settings(name="gsm8k", *overrides):
+    return load_config([str(ROOT / f"configs/{name}.yaml"), *overrides])
+
+
+def small(kind, layers, dtype=torch.float32, **more):
+    return AutoModelForCausalLM.from_config(kind(
+        vocab_size=100, hidden_size=128, intermediate_size=512, num_attention_heads=4,
+        num_key_value_heads=2, num_hidden_layers=layers, **more), dtype=dtype)
+
+
+# ------------------------------------------------------------------------- the counts are right
+
+@pytest.mark.parametrize("size, parameters", [
+    ("0.5B", 494_032_768), ("1.5B", 1_543_714_304), ("3B", 3_085_938_688), ("7B", 7_615_616_512),
+    ("14B", 14_770_033_664), ("32B", 32_763_876_352)])
+def test_parameters_are_those_that_the_models_pages_state(size, parameters):
+    model = tables.qwen(size)
+    assert model.parameters == parameters == model.root + model.layers * model.layer
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_weights_gradients_and_moments_are_as_large_as_adamws(ranks):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen2Config(num_hidden_layers=2))
+    optimizer, total = torch.optim.AdamW(model.parameters(), foreach=False), dict.fromkeys(
+        ("weights", "gradients", "moments"), 0)
+    for x in model.parameters():
+        x.grad = torch.empty_like(x)
+    optimizer.step()
+    for x in model.parameters():
+        of = optimizer.state[x]
+        total["weights"] += x.nbytes
+        total["gradients"] += x.grad.nbytes
+        total["moments"] += of["exp_avg"].nbytes + of["exp_avg_sq"].nbytes
+    update, sampling = memory(Shapes.of(model), settings(), ranks, LENGTH, 1)
+    found = {name: ranks * update[name] for name in total}
+    assert found == total and "gradients" not in sampling
+    reference, _ = memory(Shapes.of(model), settings("gsm8k", "loss.kl_coef=0.1"), ranks, LENGTH, 1)
+    assert ranks * reference["weights"] == 2 * total["weights"]
+    offloaded, _ = memory(Shapes.of(model), settings("gsm8k-24gb"), ranks, LENGTH, 1)
+    assert not any(offloaded[name] for name in total)
+
+
+def saved(model, rows, length):
+    """Return the bytes that a forward pass keeps for the backward pass, weights aside."""
+    own, found = {x.untyped_storage().data_ptr() for x in model.parameters()}, {}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        found[storage.data_ptr()] = storage if storage.data_ptr() not in own else b""
+        return x
+    tokens = torch.zeros(rows, length, dtype=torch.long)
+    mask = torch.arange(length).expand(rows, -1) >= torch.arange(rows)[:, None]        # padded
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        result = model.get_decoder()(input_ids=tokens, attention_mask=mask.long(), use_cache=False)
+    assert result.last_hidden_state.requires_grad
+    return sum(len(storage) for storage in found.values())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [Qwen2Config, LlamaConfig])
+def test_activations_of_a_layer_are_what_a_forward_pass_keeps(kind, dtype, checkpointing):
+    """The difference of three layers and two is within a fiftieth of the arithmetic."""
+    config = settings("gsm8k", f"policy.dtype={dtype}", "train.micro_batch_size=2",
+                      f"policy.gradient_checkpointing={checkpointing}".lower())
+    measured, computed = [], []
+    for layers in (2, 3):
+        model = small(kind, layers, getattr(torch, dtype)).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        measured.append(saved(model, 2, 64))
+        computed.append(memory(Shapes.of(model), config, 1, 64, 1)[0]["activations"])
+    kept, by_arithmetic = measured[1] - measured[0], computed[1] - computed[0]
+    print(f"{kind.__name__} {dtype}: {kept / 128:.0f} bytes a token, {by_arithmetic / 128:.0f}")
+    assert by_arithmetic == pytest.approx(kept, rel=0.02)
+
+
+def test_the_smallest_engine_has_its_weights_and_one_cache():
+    model, config = small(Qwen2Config, 3, torch.bfloat16), settings()
+    cache = model(torch.zeros(1, 64, dtype=torch.long), use_cache=True).past_key_values
+    held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    held += sum(x.nbytes for x in model.parameters())
+    assert smallest_engine(Shapes.of(model), config, 64) == held
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_of_an_update_are_those_of_its_products(tied):
+    """torch counts every product; those of attention are not of matrices of weights."""
+    model = small(LlamaConfig, 2, tie_word_embeddings=tied)
+    with FlopCounterMode(display=False) as counter:
+        hidden = model.get_decoder()(torch.zeros(3, 20, dtype=torch.long)).last_hidden_state
+        model.get_output_embeddings()(hidden[:, 8:]).sum().backward()
+    products = sum(n for of, n in counter.get_flop_counts()["Global"].items()
+                   if str(of) in ("aten.mm", "aten.addmm"))
+    assert update_flops(Shapes.of(model), 3 * 8, 3 * 12) == products
+
+
+# ---------------------------------------------------------------------------------- what it judges
+
+def judge(size, config, gib, ranks=1, length=LENGTH, vllm=True):
+    return require_room(tables.qwen(size), config, ranks, length, tables.FREE * gib * GIB,
+                        gib * GIB, vllm)
+
+
+def test_gsm8k_fits_24_gb_and_a_model_three_times_as_large_does_not():
+    assert judge("0.5B", settings(), 24) == []
+    with pytest.raises(UserError, match=r"takes 25.7 GiB .* 22.1 are free .*weights 5.8, moments "
+                       r"11.5, gradients 5.8.*take policy.cpu_offload=true, more ranks than 1"):
+        judge("1.5B", settings(), 24)
+    assert judge("1.5B", settings(), 24, ranks=8) == []
+
+
+def test_the_configuration_for_24_gb_fits_and_states_its_figures():
+    config, model = settings("gsm8k-24gb"), tables.qwen("1.5B")
+    assert config.policy.path == "Qwen/Qwen2.5-1.5B-Instruct" and judge("1.5B", config, 24) == []
+    share = config.rollout.gpu_memory_utilization * 24 * GIB
+    update, sampling = memory(model, config, 1, LENGTH, share)
+    without, _ = memory(model, settings("gsm8k-24gb", "policy.cpu_offload=false"), 1, LENGTH, share)
+    text = (ROOT / "configs/gsm8k-24gb.yaml").read_text().split("task:")[0].split("arithmetic")[1]
+    figures = [float(x) for x in re.findall(r"\d+\.\d", text)]
+    bytes_of = [*(sum(x.values()) for x in (update, sampling, without)), 16 * model.parameters]
+    assert figures == [round(x / GIB, 1) for x in bytes_of]
+
+
+def test_the_share_of_the_engine_is_bounded_from_both_sides():
+    """1.5B on 48 GB, whose weights and moments leave 26.9 GiB; the smallest engine takes 2.9."""
+    between = "set rollout.gpu_memory_utilization between 0.07 and 0.56, not "
+    for share in ("0.06", "0.57"):
+        with pytest.raises(UserError, match=between + share):
+            judge("1.5B", settings("gsm8k", f"rollout.gpu_memory_utilization={share}"), 48)
+    assert judge("1.5B", settings("gsm8k", "rollout.gpu_memory_utilization=0.5"), 48) == []
+    assert judge("1.5B", settings("gsm8k", "rollout.gpu_memory_utilization=0.9"), 48,
+                 vllm=False) == []                     # no vLLM, no share
+
+
+def test_near_the_limit_there_is_a_remark_and_no_refusal():
+    [sentence] = judge("0.5B", settings("gsm8k", "train.micro_batch_size=200"), 24)
+    assert "an update takes" in sentence and "lower train.micro_batch_size" in sentence
+    [sentence] = judge("1.5B", settings("gsm8k", "rollout.gpu_memory_utilization=0.55"), 48)
+    assert "sampling takes" in sentence and "lower rollout.gpu_memory_utilization" in sentence
+
+
+def test_a_model_that_one_ranks_engine_cannot_hold_is_refused_on_any_number_of_cards():
+    for ranks in (1, 64):
+        with pytest.raises(UserError, match="each rank has a whole engine: take a larger card"):
+            judge("14B", settings("gsm8k-24gb"), 24, ranks)
+
+
+def test_a_run_is_refused_before_anything_is_written(run, monkeypatch, capsys):
+    monkeypatch.setattr(run_module, "free_memory", lambda device: (1e6, 1e9))
+    code, lines = run()
+    said = capsys.readouterr().err
+    assert code == 2 and lines == [] and not Path("runs").exists()
+    assert "by arithmetic an update takes" in said and said.count("\n") == 1
+
+
+def test_the_fullest_card_decides(monkeypatch):
+    def with_another_rank(x, op):
+        assert op == torch.distributed.ReduceOp.MIN
+        x.copy_(x.minimum(torch.tensor([2, 5]) * GIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GIB, 4 * GIB))
+    monkeypatch.setattr(torch.distributed, "all_reduce", with_another_rank)
+    assert cards.free_memory(torch.device("cpu")) is None
+    assert cards.free_memory(torch.device("cuda", 0)) == (2 * GIB, 4 * GIB)
+
+
+# ------------------------------------------------------------------------------- a card without use
+
+OLD = "The NVIDIA driver on your system is too old (found version 12040)."
+
+
+@pytest.fixture
+def old_driver(monkeypatch):
+    """Pretend a torch for CUDA and an old driver; cards(names) says what /dev has."""
+    def available():
+        warnings.warn(f"CUDA initialization: {OLD}", stacklevel=2)
+        return False
+
+    def init():
+        raise RuntimeError(OLD)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", available)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return lambda *names: monkeypatch.setattr(
+        faults.Path, "glob", lambda path, pattern: (path / n for n in names if path.name == "dev"))
+
+
+def test_an_old_driver_ends_the_run_with_torchs_own_words(old_driver, run, monkeypatch, capsys):
+    old_driver("nvidia0")
+    assert run()[0] == 2
+    said = capsys.readouterr().err
+    assert f"CUDA 13.0, cannot use the GPU that is here: CUDA initialization: {OLD}" in said
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)    # it warns once a process
+    with pytest.raises(UserError, match=f"that is here: {re.escape(OLD)}; with CUDA_VISIBLE"):
+        faults.require_driver()
+
+
+@pytest.mark.parametrize("build, names, unseen", [
+    ("13.0", [], None), (None, ["nvidia0"], None), ("13.0", ["nvidia0"], "")])
+def test_without_a_card_or_cuda_or_by_request_the_cpu_is_taken(
+        build, names, unseen, old_driver, monkeypatch):
+    old_driver(*names)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    if unseen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", unseen)
+    faults.require_driver()
+
+
+# --------------------------------------------------------------------------------- how a run starts
+
+def test_a_single_process_has_a_store_as_torchruns():
+    with faults.process_group():
+        store: Any = torch.distributed.distributed_c10d._get_default_store()
+        assert isinstance(store.underlying_store, torch.distributed.TCPStore)
+
+
+def test_vllm_is_announced_before_it_starts(monkeypatch, tiny_model):
+    told = []
+
+    def start(*args, **settings):
+        assert told == ["vLLM starts: seconds on a CPU, up to three minutes on a GPU"]
+        raise InterruptedError
+    monkeypatch.setattr(engines, "import_vllm", lambda: None)
+    monkeypatch.setattr(engines, "VllmEngine", start)
+    with pytest.raises(InterruptedError):
+        engines.make_engine("vllm", tiny_model, dtype="float32", max_model_len=64, say=told.append)
+
+
+def test_an_engine_that_does_not_start_ends_the_run_in_time(run, monkeypatch, capsys):
+    """The process cannot really end here: what hangs is let go instead."""
+    ended, codes = threading.Event(), []
+
+    def end(code):
+        codes.append(code)
+        ended.set()
+
+    def hang(*args, **settings):
+        assert ended.wait(60)
+        raise RuntimeError("let go")
+    monkeypatch.setattr(faults.os, "_exit", end)
+    monkeypatch.setattr(run_module, "make_engine", hang)
+    run("rollout.timeout=1")
+    sentence = "rollout.engine=transformers has not answered for rollout.timeout=1 seconds"
+    assert codes == [1] and sentence in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------ metrics and offload
+
+def test_the_metrics_of_a_step_say_how_fast_and_large_it_is_and_change_nothing(run, monkeypatch):
+    _, lines = run(name="measured")
+    for line in lines:
+        assert line["memory/peak_mb"] >= line["memory/rss_mb"] and 0 < line["time/mfu"] < 1
+        assert line["tokens_per_second"] > 0
+    assert lines[1]["memory/peak_mb"] >= lines[0]["memory/peak_mb"]
+    monkeypatch.setattr(run_module, "matrix_rate", lambda *_: 1.0)
+    _, others = run(name="other")
+    assert steady(lines) == steady(others)
+    model = Shapes.of(AutoModelForCausalLM.from_pretrained("runs/other/model"))
+    flops = others[0]["time/mfu"] * others[0]["time/update"]          # at a rate of 1
+    prompt = (flops / 6 - model.head * others[0]["response/tokens"]) / model.matrices - (
+        others[0]["response/tokens"])
+    assert prompt == pytest.approx(round(prompt), rel=1e-9) and prompt >= 4    # tokens of 4 prompts
+
+
+def test_offloaded_a_run_ends_with_the_same_bits_and_goes_on(run):
+    """The memory of a CPU is the same one, and FSDP2 goes its other way."""
+    _, lines = run("train.steps=3", "loss.kl_coef=0.1", name="here")
+    run("train.save_every=1", "loss.kl_coef=0.1", "policy.cpu_offload=true", name="there")
+    code, others = run("train.save_every=1", "loss.kl_coef=0.1", "policy.cpu_offload=true",
+                       "train.steps=3", name="there")
+    assert code == 0 and steady(others)[2] == {**steady(lines)[2], "eval/accuracy":
+                                               others[2]["eval/accuracy"]}
+    assert all(torch.equal(x, weights("there")[name]) for name, x in weights("here").items())
+
+
+def test_offloaded_a_run_ends_alike_on_an_accelerator(tiny_model, forks, tmp_path):
+    """Weights, gradients and moments are on the host, the computation is not."""
+    found = drive(forks, tmp_path, tiny_model, {"here": [], "there": ["policy.cpu_offload=true"]})
+    (here,), (there,) = found["here"], found["there"]
+    assert here["code"] == there["code"] == 0, found["said"][-2000:]
+    own, other = (load_file(tmp_path / f"runs/{case}/model/model.safetensors")
+                  for case in ("here", "there"))
+    assert all(torch.equal(x, other[name]) for name, x in own.items())
+    copied = "copy to the host _fsdp_collectives.py"                   # gradients, by FSDP2
+    assert [any(copied in wait for wait in one["parts"]["update"])
+            for one in (here, there)] == [False, True]
