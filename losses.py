@@ -43,7 +43,7 @@ class LossConfig:
     tau_negative           SAPO's τ for all other A
     aggregation            from tokens to a scalar, see `aggregate_loss`
     denominator            "fixed" counts the response mask, "kept" what rejection left
-    horizon                H of seq-mean-token-sum-norm; None: the most tokens of a counted row
+    horizon                H of seq-mean-token-sum-norm; None: T of the batch, without holes
 
     Raises ValueError on an unknown aggregation or denominator.
     """
@@ -84,7 +84,7 @@ def count(mask: Tensor) -> Counts:
 
 def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
                    denominator_mask: Tensor | None = None,
-                   counts: Counts | None = None, horizon: int | None = None) -> Tensor:
+                   counts: Counts | None = None, horizon: int | Tensor | None = None) -> Tensor:
     """Aggregate per-token values to one scalar.  (eq:aggregation)
 
         token-mean               Σ_i Σ_t x / Σ_i |y_i|            every token weighs the same
@@ -97,7 +97,7 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
     says what |y_i| and N count, so that rejection need not change the size of the step. N counts
     non-empty sequences. In rows where denominator_mask is empty and `mask` is not, |y_i| counts
     `mask`. Holes in a mask, such as a tool's tokens, count nowhere (eq:tool-length): H is by
-    default the largest |y_i|, not T. That is random: give the sampler's limit as `horizon`.
+    default T, less the columns between tokens that no row counts; better give the sampler's limit.
     `counts` are the counts of the whole mini-batch, over ranks and micro-batches; with them (and a
     `horizon`) the results of the parts add up to that of the whole. With nothing to sum the result
     is 0, graph attached. Raises ValueError on another mode.
@@ -117,9 +117,15 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
         length = torch.where(length > 0, length, mask.sum(-1))     # rejected, but summed
         row = row / length.clamp(min=1)
     if mode == "seq-mean-token-sum-norm":
-        lengths = torch.cat([counted.sum(-1), counted.new_ones(1).long()])         # H is at least 1
-        row = row / (lengths.max() if horizon is None else horizon)
+        row = row / (width_without_holes(counted) if horizon is None else horizon)
     return row.sum() / torch.as_tensor(sequences).clamp(min=1)
+
+
+def width_without_holes(mask: Tensor) -> Tensor:
+    """Return T less the columns between tokens that no row of `mask` [B, T] counts: a scalar."""
+    some = mask.bool().any(0)                                                             # [T]
+    holes = ~some & some.flip(0).cumsum(0).flip(0).bool()                  # before the last token
+    return (mask.shape[-1] - holes.sum()).clamp(min=1)
 
 
 # ------------------------------------------------------------------------------------- the loss
@@ -172,7 +178,8 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
             raise ValueError("score_centering needs candidates, two tensors [B, T, K]")
         centering = centering_loss(*candidates, advantages, valid, config)
         terms, summed = torch.where(kept, terms, 0.0) + centering, valid
-    loss = aggregate_loss(terms, summed, how.aggregation, counts=counts, horizon=how.horizon,
+    horizon = how.horizon or width_without_holes(response_mask)
+    loss = aggregate_loss(terms, summed, how.aggregation, counts=counts, horizon=horizon,
                           denominator_mask=valid if how.denominator == "fixed" else kept)
     metrics = {"loss/policy": loss.detach(), **_sums_over_kept(
         log_prob.detach() - anchor_log_prob, advantages, valid, kept, config, numbers)}

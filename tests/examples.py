@@ -97,7 +97,9 @@ def chi_square_of(log_rho, mask):
 
 def by_loops(values, mask, mode, counted, horizon):
     """Aggregate values over `mask`, dividing by what `counted` counts, one number at a time."""
-    total, horizon = 0.0, horizon or max(map(sum, counted.tolist()))
+    some = [any(column) for column in zip(*counted.tolist())]
+    last = max((t for t, there in enumerate(some) if there), default=-1)
+    total, horizon = 0.0, horizon or len(some) - some[:last].count(False)
     for row, kept, on in zip(values.tolist(), mask.tolist(), counted.tolist()):
         divide = {"seq-mean-token-mean": max(sum(on), 1),
                   "seq-mean-token-sum-norm": horizon}.get(mode, 1)
