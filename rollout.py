@@ -187,7 +187,7 @@ class TransformersEngine:
         for push, weights, most in in_flight.stages(max_tokens) if in_flight else [
                 (None, {}, max_tokens)]:
             if weights:
-                with torch.inference_mode(False):  # the model's own weights are no inference tensors
+                with torch.inference_mode(False):  # the weights are no inference tensors
                     self.update_weights(weights.items())
             if shape and not versions:  # all but the last token, which `generate` runs itself
                 cache = run_prompts(self.model.get_decoder(), ids[:, :-1], mask[:, :-1],
