@@ -304,6 +304,6 @@ def kl_penalty(old_log_prob: Tensor, ref_log_prob: Tensor, rollout_log_prob: Ten
         kl = kl * exp_ratio(aggregate_log_ratio(log_rho, mask, level))
     if level != "token":
         kl = torch.where(mask, kl, 0.0).flip(-1).cumsum(-1).flip(-1)
-    if weights is not None:
+    if level is not None and weights is not None:
         kl = torch.where(weights > 0, kl / torch.where(weights > 0, weights, 1.0), 0.0)
     return torch.where(mask, kl, 0.0)

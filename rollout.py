@@ -300,7 +300,7 @@ class WeightSync:
 
     @property
     def as_is(self) -> bool:
-        """Whether a push loads the policy's own weights: neither rounded nor stale."""
+        """Say whether a push loads the policy's own weights, neither rounded nor stale."""
         return self.staleness == 0 and self.bits is None
 
     def in_flight(self, every: int, recompute: bool, newest: int) -> InFlight:

@@ -96,7 +96,8 @@ def require_room(model: Shapes, config: Config, ranks: int, length: int, free: f
 
     Activations depend on lengths, and `UNSURE` is a guess: neither makes a run impossible.
     """
-    share = config.rollout.gpu_memory_utilization
+    share, rows = config.rollout.gpu_memory_utilization, (
+        "train.micro_batch_tokens" if config.train.micro_batch_tokens else "train.micro_batch_size")
     update, sampling = memory(model, config, ranks, length, share * total * vllm)
     change = ("a larger card or a smaller model" if config.policy.cpu_offload else
               f"policy.cpu_offload=true, more ranks than {ranks}, or a smaller model")
@@ -116,7 +117,7 @@ def require_room(model: Shapes, config: Config, ranks: int, length: int, free: f
     return [f"{says(when, parts, free)}, and libraries about {UNSURE / GIB:g} more: should it run "
             f"out of memory, {lower}, or take {change}"
             for when, parts, lower in (
-                ("an update", update, "lower train.micro_batch_size"),
+                ("an update", update, f"lower {rows}"),
                 ("sampling", sampling, "lower rollout.gpu_memory_utilization"))
             if sum(parts.values()) + UNSURE > free]
 

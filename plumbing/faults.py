@@ -180,7 +180,7 @@ def explain(error: BaseException) -> str:
     if full or re.search("No space|os error 28", words):
         return "the disk is full: free some, and the same command goes on from the last checkpoint"
     if re.search(OUT_OF_MEMORY, repr(error), re.IGNORECASE):
-        return ("out of memory: lower train.micro_batch_size, rollout.batch_size or "
+        return ("out of memory: lower train.micro_batch_size or _tokens, rollout.batch_size or "
                 "rollout.max_tokens, set policy.gradient_checkpointing=true, or divide the GPU "
                 "otherwise by rollout.gpu_memory_utilization")
     if isinstance(error, RuntimeError) and re.search(LOST, words, re.IGNORECASE):

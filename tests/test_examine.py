@@ -26,14 +26,13 @@ def test_the_mean_of_rho_and_its_error_are_those_by_hand():
 
 
 @pytest.mark.parametrize("tokens, mean, error, proper", [
-    (99, 1.0, 0.1, None), (100, 1.5, 0.1, True), (100, 1.51, 0.1, False),
-    (100, 0.49, 0.1, False), (100, 1 + 1e-4, 0.0, True), (100, 1 + 2e-4, 0.0, False)])
+    (99, 1.0, 0.125, None), (100, 1.625, 0.125, True), (100, 1.626, 0.125, False),
+    (100, 0.375, 0.125, True), (100, 0.374, 0.125, False),
+    (100, 1.00009, 0.0, True), (100, 1.00011, 0.0, False)])
 def test_improper_is_more_than_five_errors_and_rounding(tokens, mean, error, proper):
+    """An eighth is exact in binary: five errors are proper, and a little more is not."""
     report = doctor.Report(1, tokens, mean, error, (), [], causes.Tokens.of([]))
-    if abs(mean - 1) not in (0.5, 1e-4) or proper is not True:
-        assert report.proper is proper
-    else:                              # the bound itself is proper, but for the last bit of a sum
-        assert report._replace(mean=1 + (mean - 1) * (1 - 1e-9)).proper is True
+    assert report.proper is proper
 
 
 def test_log_pi_of_minus_infinity_is_a_ratio_of_zero():

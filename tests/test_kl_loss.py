@@ -57,12 +57,14 @@ def test_k1_in_the_reward_has_the_gradient_of_the_kl(level, sampler):
 
 
 @pytest.mark.parametrize("level", [None, "token", "prefix"])
-def test_the_weights_of_the_loss_are_divided_out_of_the_penalty(level):
+def test_a_penalty_with_weights_of_its_own_has_those_of_the_loss_divided_out(level):
+    """Without a level the penalty is a reward like any other, and the loss weights it."""
     lp, mu_lp, ref = (x.log_probs().detach() for x in (PI, MU, REF))
     weights = torch.arange(MASK.numel()).reshape(MASK.shape).double() % 4           # 0, 1, 2, 3, …
     plain, divided = (kl_penalty(lp, ref, mu_lp, MASK, "k1", level, w) for w in (None, weights))
-    assert close(divided * weights, torch.where(weights > 0, plain, 0.0))
-    assert (divided[weights == 0] == 0).all() and (divided[~MASK] == 0).all()
+    assert close(divided, plain if level is None else torch.where(
+        weights > 0, plain / weights.clamp(min=1), 0.0))
+    assert (divided[~MASK] == 0).all()
 
 
 def test_kl_loss_of_k1_has_no_gradient_and_ratio_times_k2_the_wrong_one():

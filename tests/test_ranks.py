@@ -164,7 +164,7 @@ NO_ANSWER = "rollout.engine=transformers has not answered for rollout.timeout=2 
 
 @pytest.mark.parametrize("fault, said", [
     ("bug", "ValueError: a bug of rank 1"),
-    ("memory", "trainer.py: out of memory: lower train.micro_batch_size, rollout.batch_size"),
+    ("memory", "trainer.py: out of memory: lower train.micro_batch_size or _tokens"),
     ("hang", "trainer.py: " + NO_ANSWER)])
 def test_one_rank_that_fails_ends_all_of_them_with_one_message(fault, said, train):
     output = train(2, f"run={fault}", "train.steps=40", "train.save_every=1", fault=fault)

@@ -106,7 +106,7 @@ MEMORY = "out of memory: lower "
     (RuntimeError("EngineCore encountered an issue.\nSee stack"),
      "rollout.engine=transformers failed with RuntimeError: EngineCore encountered an issue."),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
-     MEMORY + "train.micro_batch_size, rollout.batch_size"),
+     MEMORY + "train.micro_batch_size or _tokens, rollout.batch_size"),
     (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
      MEMORY),
     (MemoryError(), MEMORY),

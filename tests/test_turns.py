@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[1:1] = [str(ROOT), str(ROOT / "math")]
 
 import turns
+from tolerances import NO_SPREAD
 
 from correction import PRESETS
 from estimators import kl_estimate
@@ -215,7 +216,7 @@ def test_closing_the_holes_changes_nothing(name, how):
             results.append((loss, torch.autograd.grad(loss, lp)[0], to_host(metrics)))
         (loss, slope, metrics), (wide_loss, wide_slope, wide_metrics) = results
         assert close(wide_loss, loss) and close(wide_slope, spread(slope, AT, WIDTH, 0.0))
-        assert wide_metrics == pytest.approx(metrics, rel=1e-9, abs=1e-7, nan_ok=True)
+        assert wide_metrics == pytest.approx(metrics, rel=1e-9, abs=NO_SPREAD, nan_ok=True)
 
 
 @pytest.mark.parametrize("level", [None, "token", "prefix"])
