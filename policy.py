@@ -10,13 +10,15 @@ This file decides
   for.
 * Nothing waits for the device: what decides a shape is computed on the host.
 * Nothing is random: dropout is 0 in training too.
-Left out are tensor and pipeline parallelism, LoRA and image inputs.
+* An adapter (LoRA) is peft's own. The model without it is π_ref. The engine gets it merged or
+  apart.
+Left out are tensor and pipeline parallelism and image inputs.
 
     policy = load_policy("path/to/model", 1.0, "bfloat16", torch.device("cuda"))
     log_prob = policy(tokens, attention, width)                                           # [B, T]
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -83,6 +85,14 @@ class Policy(nn.Module):
         last = before.last_hidden_state[shape.which, -1:]                               # [B, 1, D]
         return torch.cat([last, after.last_hidden_state], 1)
 
+    def without_adapter(self, *given: Any) -> Any:
+        """Return what `forward` returns, of the model without its adapter: π_ref of a LoRA run."""
+        self.model.disable_adapters()
+        try:
+            return self(*given)
+        finally:
+            self.model.enable_adapters()
+
     def log_probs(self, hidden: Tensor, targets: Tensor, kept_ids: Tensor | None = None) -> Tensor:
         """Return log π of each target, in float32 at least.  (eq:sampling)
 
@@ -95,9 +105,11 @@ class Policy(nn.Module):
 
 def load_policy(path: str, temperature: float, dtype: str, device: torch.device, *,
                 gradient_checkpointing: bool = False, frozen: bool = False,
-                cpu_offload: bool = False) -> Policy:
+                cpu_offload: bool = False,
+                adapter: Callable[[Any], object] | None = None) -> Policy:
     """Load a model in float32, check it, and shard it over the ranks (FSDP2); compute in `dtype`.
 
+    adapter: freezes the model and adds what learns in its place.
     Rank 0 reads the model and sends every rank its shards; the other ranks never hold it whole.
     """
     # cuDNN's attention gives NaN in the backward pass for masked rows (PyTorch issue 196678).
@@ -106,6 +118,8 @@ def load_policy(path: str, temperature: float, dtype: str, device: torch.device,
     model = read_model(path) if reads else empty_model(path)
     avoid_host_waits(model)
     policy = Policy(model, temperature).train(not frozen).requires_grad_(not frozen)
+    if adapter is not None:
+        adapter(model)
     if reads:
         check(policy)
     whole = policy.state_dict() if reads and dist.get_world_size() > 1 else {}
@@ -149,8 +163,19 @@ def check(policy: Policy) -> None:
                          "so its log-probs would be wrong")
 
 
-def full_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor) of every parameter, one at a time; every rank must iterate."""
+@torch.no_grad()
+def full_weights(policy: Policy, adapter: str = "merged") -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, whole tensor) of every weight, one at a time; every rank must iterate.
+
+    `adapter` says what is done with an adapter (rollout.adapter): W + sBA in float32, the same with
+    both summands and their sum rounded to bfloat16, or apart: A and B alone, under peft's names.
+    """
     cast(FSDPModule, policy).reshard()     # after a forward pass alone the root is still gathered
-    for name, parameter in policy.model.named_parameters():
-        yield name, cast(DTensor, parameter.detach()).full_tensor()
+    for name, weight in policy.model.named_parameters():
+        if weight.requires_grad if adapter == "apart" else ".lora_" not in name:
+            place, base, own = name.partition(".base_layer.")
+            if base and own == "weight":
+                layer: Any = policy.model.get_submodule(place)
+                grid = torch.bfloat16 if adapter == "merged-bfloat16" else weight.dtype
+                weight = weight.to(grid) + layer.get_delta_weight("default").to(grid)
+            yield name.replace(base or " ", "."), cast(DTensor, weight.detach()).full_tensor()

@@ -14,7 +14,7 @@ This file decides
   are replaced within a response, as an asynchronous trainer does (math/9-versions.md).
 The engine here is Hugging Face's; vLLM's is in adapters/vllm.py. `make_engine` of
 plumbing/engines.py chooses between them. Left out are tensor parallelism (every rank holds a whole
-engine), LoRA, image inputs, tools and several turns (math/10-turns-and-tools.md), replayed routes
+engine), image inputs, tools and several turns (math/10-turns-and-tools.md), replayed routes
 (math/11-routes.md), and models whose modules and checkpoints name or shape their weights
 differently (fused experts).
 
@@ -146,8 +146,11 @@ class TransformersEngine:
     name = "transformers"
 
     def __init__(self, path: str | PathLike[str], *, dtype: str, max_model_len: int,
-                 device: torch.device | str, batch_size: int, cut: Cut, candidates: int) -> None:
+                 device: torch.device | str, batch_size: int, cut: Cut, candidates: int,
+                 adapter: Callable[[Any], object] | None = None) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
+        if adapter is not None:
+            adapter(model)
         self.model = model.to(device).eval()
         if self.model.dtype.itemsize < 4:
             widen_head(self.model.get_output_embeddings())
@@ -385,11 +388,13 @@ def every_weight_once(named_tensors: Iterable[NamedTensor], model: nn.Module
     """Yield (name, tensor) for each parameter of `model`; raise if one is unknown or missing.
 
     Tied parameters (lm_head and embedding) are one parameter with two names, and either will do.
+    Of a model with an adapter only the adapter's weights change.
     """
     first_name: dict[int, str] = {}
     names: dict[str, tuple[str, torch.Size]] = {}
     for name, parameter in model.state_dict(keep_vars=True).items():
-        names[name] = first_name.setdefault(id(parameter), name), parameter.shape
+        if parameter.requires_grad:
+            names[name] = first_name.setdefault(id(parameter), name), parameter.shape
     left = set(first_name.values())
     for name, tensor in named_tensors:
         if name not in names:

@@ -24,6 +24,7 @@ if __name__ == "__main__":
 import math
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -246,7 +247,7 @@ def within_budget(order: Tensor, batch: Batch, most: int, together: int) -> list
     return parts
 
 
-def log_probs(policy: Policy, batch: Batch, candidates: Tensor | None = None
+def log_probs(policy: Callable[..., Any], batch: Batch, candidates: Tensor | None = None
               ) -> tuple[Tensor, Tensor | None]:
     """Return log π of these rows' tokens, renormalised over what μ kept: [B, T].  (eq:sampling)
 
@@ -259,7 +260,7 @@ def log_probs(policy: Policy, batch: Batch, candidates: Tensor | None = None
 
 
 @torch.no_grad()
-def score(policy: Policy, batch: Batch, config: Config) -> Tensor:
+def score(policy: Callable[..., Any], batch: Batch, config: Config) -> Tensor:
     """Return log-probs of all rows under a policy, without a graph: [B, T]."""
     log_prob = torch.zeros_like(batch.rollout_log_prob)
     for rows in micro_batches(batch, config):

@@ -14,7 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import numpy
@@ -32,7 +32,8 @@ class VllmEngine:
 
     def __init__(self, path: str | os.PathLike[str], *, dtype: str, max_model_len: int,
                  gpu_memory_utilization: float, enforce_eager: bool | None,
-                 device: torch.device | str, batch_size: int, cut: Cut, candidates: int) -> None:
+                 device: torch.device | str, batch_size: int, cut: Cut, candidates: int,
+                 adapter: Callable[[Any], object] | None = None) -> None:
         LLM, self.SamplingParams = import_vllm()
         self.llm: Any = None
         self.max_model_len, self.asleep = max_model_len, set[str]()
@@ -43,6 +44,13 @@ class VllmEngine:
         alone = self.group_is_ours or dist.get_world_size() == 1
         with torch.device("meta"):  # names and shapes of the weights, without the weights
             self.layout = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        self.request, lora = None, {}  # of vLLM for the last adapter
+        if adapter is not None:
+            adapter(self.layout)
+            rank = self.layout.peft_config["default"].r
+            from vllm.config.lora import MaxLoRARanks
+            room = min(n for n in get_args(MaxLoRARanks) if n >= rank)
+            lora = {"enable_lora": True, "max_lora_rank": room}
         # On a GPU vLLM returns the kept ids (by its source: the authors have not tried it). On a
         # CPU log-probs are -inf where cut, so one more is asked for than may be kept.
         vocabulary = self.layout.config.get_text_config().vocab_size
@@ -62,7 +70,7 @@ class VllmEngine:
                 enforce_eager=self.eager,
                 enable_sleep_mode=self.on_gpu, gpu_memory_utilization=gpu_memory_utilization,
                 distributed_executor_backend=None if alone else "external_launcher",
-                tensor_parallel_size=1, skip_tokenizer_init=True, disable_log_stats=True)
+                tensor_parallel_size=1, skip_tokenizer_init=True, disable_log_stats=True, **lora)
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *,
                  temperature: float, max_tokens: int, eos_ids: Collection[int],
@@ -86,7 +94,7 @@ class VllmEngine:
         ]
         # Eager vLLM still compiles one small function: that takes 3 s and a C++ compiler.
         with torch.compiler.set_stance("force_eager") if self.eager else nullcontext():
-            outputs = self.llm.generate(requests, params, use_tqdm=False)
+            outputs = self.llm.generate(requests, params, use_tqdm=False, lora_request=self.request)
         if progress is not None:
             progress(len(outputs))
         return [self._read(request.outputs[0]) for request in outputs]
@@ -115,9 +123,21 @@ class VllmEngine:
         """
         self.wake("weights")  # the cache can wait until there is something to generate
         weights = every_weight_once(named_tensors, self.layout)
+        if hasattr(self.layout, "peft_config"):
+            self._load_adapter(dict(weights))
+            return
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.layout.config.tie_word_embeddings and not self.on_gpu:
             self.llm.apply_model(repack_head)
+
+    def _load_adapter(self, weights: dict[str, torch.Tensor]) -> None:
+        """Let vLLM read an adapter from a directory, as it wants, in the place of the last."""
+        from vllm.lora.request import LoRARequest
+        number = self.request.lora_int_id + 1 if self.request else 1
+        with tempfile.TemporaryDirectory() as place:
+            self.layout.save_pretrained(place, state_dict=weights)
+            self.request = LoRARequest(str(number), number, place)
+            self.llm.llm_engine.add_lora(self.request)
 
     def sleep(self) -> None:
         """Give the GPU's memory back for the update (not tried on a GPU by the authors).

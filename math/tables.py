@@ -41,7 +41,8 @@ from surrogates import LOSSES
 from estimators import LEVELS, kl_estimate, masked_log_ratio
 from losses import LossConfig, kl_loss, policy_loss, reinforce_loss
 from plumbing.cards import GIB, Shapes, memory, require_room, smallest_engine
-from plumbing.settings import UserError, documented, load_config
+from plumbing.models import add_adapter
+from plumbing.settings import PolicyConfig, UserError, documented, load_config
 from doctor import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED, diagnose
 
 SUM = "seq-mean-token-sum"
@@ -541,15 +542,16 @@ QWEN = {
 FREE = 0.92                # of a card, after its error correction and CUDA's context: assumed
 
 
-def qwen(size):
-    """Return the shapes of a Qwen2.5, counted on the meta device."""
+def qwen(size, policy=None):
+    """Return the shapes of a Qwen2.5, counted on the meta device, with the adapter of a policy."""
     from transformers import AutoModelForCausalLM, Qwen2Config
     vocabulary, hidden, inner, layers, heads, of_cache = QWEN[size]
     with torch.device("meta"):
-        return Shapes.of(AutoModelForCausalLM.from_config(Qwen2Config(
+        model = AutoModelForCausalLM.from_config(Qwen2Config(
             vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner,
             num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=of_cache,
-            tie_word_embeddings=size in ("0.5B", "1.5B", "3B"))))
+            tie_word_embeddings=size in ("0.5B", "1.5B", "3B")))
+        return Shapes.of(add_adapter(model, policy or PolicyConfig(), 0))
 
 
 def cards():

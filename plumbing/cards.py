@@ -29,6 +29,7 @@ class Shapes(NamedTuple):
     """Hold what the arithmetic reads of a model."""
 
     parameters: int                    # a head that is tied to the embeddings counts once
+    trained: int                       # all of them, or the adapter's
     layers: int
     layer: int                         # parameters of the largest layer
     root: int                          # parameters outside the layers, above all embeddings
@@ -49,7 +50,8 @@ class Shapes(NamedTuple):
         width = getattr(config, "head_dim", None) or hidden // heads
         of_cache = getattr(config, "num_key_value_heads", None) or heads
         return Shapes(
-            parameters, config.num_hidden_layers, max(sizes), parameters - sum(sizes),
+            parameters, sum(p.numel() for p in model.parameters() if p.requires_grad),
+            config.num_hidden_layers, max(sizes), parameters - sum(sizes),
             sum(p.numel() for layer in layers for p in layer.parameters() if p.dim() > 1),
             config.vocab_size * hidden, hidden,
             getattr(config, "intermediate_size", None) or 4 * hidden, heads * width,
@@ -67,20 +69,24 @@ def memory(model: Shapes, config: Config, ranks: int, length: int, share: float
     root for good, and a layer with the next one, in the policy's dtype of d bytes; their gradients
     are of d bytes, then of 4. A layer of Llama or Qwen2 keeps for the backward pass, of each token,
     d bytes of: four times the MLP, four times hidden and attention, a row of the mask; and hidden
-    twice in float32.
+    twice in float32. Weights under an adapter (LoRA) have no gradients and no moments; they are
+    π_ref.
     """
     policy, train, d = config.policy, config.train, DTYPES[config.policy.dtype].itemsize
-    own = 0 if policy.cpu_offload else 4 * model.parameters / ranks
+    own, learns = (0 if policy.cpu_offload else 4 * x / ranks
+                   for x in (model.parameters, model.trained))
+    backward = model.trained == model.parameters       # else the gathered gradients are few
     rows = min(max(1, train.micro_batch_tokens // length) if train.micro_batch_tokens else
                train.micro_batch_size, config.rollout.prompts * config.rollout.samples
                // (ranks * train.mini_batches))
     one = d * (4 * (model.inner + model.hidden + model.attended) + length) + 8 * model.hidden
     kept = d * model.hidden * model.layers + one if policy.gradient_checkpointing else (
         one * model.layers)
-    stays = {"weights": own * (1 + (config.loss.kl_coef != 0)), "moments": 2 * own}
+    reference = config.loss.kl_coef != 0 and policy.lora_rank is None
+    stays = {"weights": own * (1 + reference), "moments": 2 * learns}
     engine = {"the engine": share or smallest_engine(model, config, length)}
-    update = {"gradients": own, "gathered weights with their gradients":
-              model.root * (2 * d + 4) + model.layer * (3 * d + 4),
+    update = {"gradients": learns, "gathered weights with their gradients":
+              (model.root + 2 * model.layer) * d + (model.root + model.layer) * (d + 4) * backward,
               "slices of logits": LOGITS, "activations": rows * length * kept}
     return stays | update | ({} if share else engine), stays | engine
 
@@ -101,10 +107,12 @@ def require_room(model: Shapes, config: Config, ranks: int, length: int, free: f
     update, sampling = memory(model, config, ranks, length, share * total * vllm)
     change = ("a larger card or a smaller model" if config.policy.cpu_offload else
               f"policy.cpu_offload=true, more ranks than {ranks}, or a smaller model")
+    adapter = "" if config.policy.lora_rank else "policy.lora_rank=8, "
     stays, least = sampling["weights"] + sampling["moments"], smallest_engine(model, config, length)
     certain = {name: size for name, size in update.items() if name != "activations"}
     if sum(certain.values()) > free:
-        raise UserError(f"{says('an update', certain, free)}, without activations: take {change}")
+        raise UserError(f"{says('an update', certain, free)}, without activations: take "
+                        f"{adapter}{change}")
     if stays + least > free:
         sampling["the engine"] = least
         raise UserError(f"{says('sampling', sampling, free)}, as each rank has a whole engine: "
@@ -154,9 +162,11 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 def update_flops(model: Shapes, prompts: int, responses: int) -> float:
     """Return the FLOPs that one epoch over so many tokens needs: 2 forward and 4 back a weight.
 
-    The head sees responses alone. Attention's products of pairs of tokens are left out.
+    A weight under an adapter needs 2 back, as it has no gradient. The head sees responses alone.
+    Attention's products of pairs of tokens are left out.
     """
-    return 6 * (model.matrices * (prompts + responses) + model.head * responses)
+    each = 6 if model.trained == model.parameters else 4
+    return each * (model.matrices * (prompts + responses) + model.head * responses)
 
 
 def matrix_rate(device: torch.device, dtype: str) -> float:

@@ -22,7 +22,6 @@ from torch.distributed import checkpoint as dcp
 
 from plumbing.settings import CHANGEABLE, Config, UserError, flat
 from plumbing.shards import TensorByTensor
-from policy import full_weights
 
 
 class Checkpoints:
@@ -73,6 +72,8 @@ class Checkpoints:
         state = {f"waiting.{i}.{name}": x for i, snapshot in enumerate(waiting)
                  for name, x in snapshot.items()}          # the engine's weights that are due later
         for name, parameter in run.policy.named_parameters():
+            if not parameter.requires_grad:
+                continue                                   # under an adapter: as it was loaded
             moments = run.optimizer.state[parameter]
             state |= {f"{key}.{name}": x for key, x in {"policy": parameter, **moments}.items()}
         return {name: x.detach() for name, x in state.items()}
@@ -103,11 +104,12 @@ class Checkpoints:
                             "than task.path has now: bring them back, or choose another run=NAME")
         if self.saved.get("moments", True):                # a zero update creates the moments
             for parameter in run.policy.parameters():
-                parameter.grad = torch.zeros_like(parameter)
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
             run.optimizer.step()
             run.optimizer.zero_grad()
         late = range(min(self.step, run.config.rollout.staleness))
-        waiting = [dict(map(run.sync.copy_to_host, full_weights(run.policy))) for _ in late]
+        waiting = [dict(map(run.sync.copy_to_host, run.weights())) for _ in late]
         path = str(self.directory / f"step-{self.step:06d}")
         try:
             dcp.load(self.state(run, waiting), storage_reader=dcp.HuggingFaceStorageReader(path))

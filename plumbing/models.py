@@ -16,12 +16,15 @@ from torch import Tensor
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from plumbing.settings import UserError
+from plumbing.settings import PolicyConfig, UserError
 
 
 def require_place(path: str, key: str = "policy.path=") -> None:
     """Refuse a path that is neither a directory with a model nor one that the hub has."""
     place = Path(path)
+    if (place / "adapter_config.json").is_file():
+        raise UserError(f"{key}{path} is an adapter, not a model: train the model that it belongs "
+                        "to, or what policy.lora_save_merged=true wrote")
     if place.is_dir():
         if not (place / "config.json").is_file():
             raise UserError(f"{key}{path} is no model: it has no config.json")
@@ -68,6 +71,34 @@ def read_model(path: str) -> Any:
     if any(faults.values()):
         raise ValueError("; ".join(f"weights {fault}: {some(sorted(names))}"
                                    for fault, names in faults.items() if names))
+    return model
+
+
+def add_adapter(model: Any, policy: PolicyConfig, seed: int) -> Any:
+    """Freeze a model, add peft's LoRA, W + (α/r) B A with B = 0 at first, and return the model.
+
+    Without policy.lora_rank nothing is added.
+    """
+    if policy.lora_rank is None:
+        return model
+    from peft import LoraConfig            # takes a second, and few runs need it
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    given = policy.lora_targets
+    linear = sorted({name.split(".")[-1] for name, module in model.named_modules()
+                     if isinstance(module, torch.nn.Linear)})
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)                            # of A
+            model.add_adapter(LoraConfig(
+                r=policy.lora_rank, lora_alpha=policy.lora_alpha, task_type="CAUSAL_LM",
+                target_modules=given and (given if given == "all-linear" else given.split(","))))
+    except ValueError as error:
+        raise UserError(f"policy.lora_targets={given} does not fit this model, whose linear layers "
+                        f"are {', '.join(linear)}: {error}") from None
+    if any(isinstance(x, BaseTunerLayer)
+           for x in (model.get_output_embeddings(), model.get_input_embeddings())):
+        raise UserError(f"policy.lora_targets={given} must leave out embeddings and head, whose "
+                        "products are not peft's here")
     return model
 
 

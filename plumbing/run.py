@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,13 +39,13 @@ from plumbing.directory import hold_directory
 from plumbing.engines import make_engine
 from plumbing.faults import (end_after, explain, process_group, require_one_directory,
                              watch_engine)
-from plumbing.models import (configuration, empty_model, read_tokenizer, require_place,
+from plumbing.models import (add_adapter, configuration, empty_model, read_tokenizer, require_place,
                              require_vocabulary)
 from plumbing.report import closing_table, ess, summarize, plot
 from plumbing.settings import Config, UserError, correction_of, remarks
 from plumbing.tasks import Task, leave_out, make_demo_model, make_task, seed_of
 from policy import Policy, full_weights, load_policy
-from rollout import Cut, Sample, WeightSync
+from rollout import Cut, NamedTensor, Sample, WeightSync
 
 
 LOOKED_AT = 2 ** 14        # tokens of the first batch: the doctor needs less than half a second
@@ -102,6 +102,7 @@ class Run:
 
     # `open` makes these.
     task: Task
+    path: str                                      # of the first weights
     tokenizer: Any
     prompts: list[list[int]]                       # token ids, of train and of the held-out ones
     held_out_prompts: list[list[int]]
@@ -129,7 +130,7 @@ class Run:
         self.done = self.checkpoints.step
         self.before: Any = self.checkpoints.saved.get("before")        # accuracy before step 1
         self.engine: Any = None                    # of rollout.py, once it is open
-        self.reference: Policy | None = None       # π_ref, where there is a KL term
+        self.reference: Callable[..., Any] | None = None       # π_ref, where there is a KL term
         self.remarks = remarks(config)             # what is accepted and may not be meant
         self.warned: set[str] = set()              # metrics that `diagnose` has already spoken of
         self.looked = False                        # whether the doctor has seen a batch
@@ -139,7 +140,7 @@ class Run:
     def finished(self) -> bool:
         """Say whether all is done; a run that is done but cannot go on raises UserError."""
         record, steps = self.directory / "finished.json", self.config.train.steps
-        model = (self.directory / "model" / "config.json").exists()
+        model = any((self.directory / "model").glob("*config.json"))
         if record.exists():
             try:
                 last = json.loads(record.read_text())
@@ -161,7 +162,7 @@ class Run:
         if config.policy.path is None and not self.task.exact:
             raise UserError("policy.path must name a model for task.kind=jsonl or parquet: the "
                             "demo model knows digits and brackets only")
-        path = config.policy.path or make_demo_model(config, self.task)
+        self.path = path = config.policy.path or make_demo_model(config, self.task)
         require_place(path)
         try:
             model, dropout = configuration(path)
@@ -182,7 +183,9 @@ class Run:
                 set(self.eos_ids).union(*self.prompts, *self.held_out_prompts))
             longest = config.rollout.max_tokens + max(map(
                 len, self.prompts + self.held_out_prompts))
-            self.shapes = Shapes.of(empty_model(path))
+            adapter = functools.partial(add_adapter, policy=config.policy,
+                                        seed=seed_of(config.seed, "adapter"))
+            self.shapes = Shapes.of(adapter(empty_model(path)))
             if room := free_memory(self.device):
                 self.remarks += require_room(
                     self.shapes, config, dist.get_world_size(), longest, *room,
@@ -190,17 +193,21 @@ class Run:
             load = functools.partial(
                 load_policy, path, config.rollout.temperature, config.policy.dtype, self.device,
                 cpu_offload=config.policy.cpu_offload)
-            self.policy = load(gradient_checkpointing=config.policy.gradient_checkpointing)
+            self.policy = load(gradient_checkpointing=config.policy.gradient_checkpointing,
+                               adapter=adapter)
         except UserError:
             raise
         except Exception as error:         # of as many types as there are kinds of damage
             reason = explain(error) or str(error).strip().split("\n")[0]
             raise UserError(f"policy.path={path} cannot be loaded: {reason}") from None
         if config.loss.kl_coef != 0:
-            self.reference = load(frozen=True)
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=config.train.lr, fused=True,
-                                           weight_decay=config.train.weight_decay)
+            self.reference = (self.policy.without_adapter if config.policy.lora_rank else
+                              load(frozen=True))
+        self.optimizer = torch.optim.AdamW(
+            [p for p in self.policy.parameters() if p.requires_grad], lr=config.train.lr,
+            fused=True, weight_decay=config.train.weight_decay)
         rollout = config.rollout
+        apart = config.policy.lora_rank and rollout.adapter == "apart"
         try:
             with end_after(rollout.timeout, rollout.engine):
                 self.engine = make_engine(
@@ -208,7 +215,8 @@ class Run:
                     max_model_len=longest, batch_size=rollout.batch_size,
                     gpu_memory_utilization=rollout.gpu_memory_utilization,
                     enforce_eager=rollout.enforce_eager, top_p=rollout.top_p, top_k=rollout.top_k,
-                    min_p=rollout.min_p, say=self.say, candidates=(
+                    min_p=rollout.min_p, say=self.say,
+                    adapter=adapter if apart else None, candidates=(
                         rollout.candidates if correction_of(config).score_centering else 0))
         except Exception as error:         # vLLM's are of many types
             raise UserError(f"rollout.engine={config.rollout.engine} does not start: "
@@ -357,12 +365,16 @@ class Run:
         if evaluated and self.sync.as_is:
             return
         with watch_engine(self.engine, self.config.rollout.timeout):
-            self.sync.push(full_weights(self.policy))
+            self.sync.push(self.weights())
+
+    def weights(self) -> Iterator[NamedTensor]:
+        """Yield the weights that the engine gets, before they are rounded and kept back."""
+        return full_weights(self.policy, self.config.rollout.adapter)
 
     def load_weights(self) -> None:
         """Give the engine the policy's current weights, unrounded, for an evaluation."""
         with watch_engine(self.engine, self.config.rollout.timeout):
-            self.engine.update_weights(full_weights(self.policy))
+            self.engine.update_weights(self.weights())
 
     def log(self, step: int, metrics: dict) -> None:
         seconds, metrics = time.perf_counter() - self.began, to_host(metrics)
@@ -429,20 +441,20 @@ class Run:
             signals.end(signals.SIGTERM)
 
     def finish(self, accuracy: float, answers: list[dict]) -> None:
-        """Write the model as a Hugging Face directory, held-out answers, curves and a table."""
-        weights = {name: x.to("cpu", self.dtype) for name, x in full_weights(self.policy)
-                   if self.main}
+        """Write the model or its adapter, held-out answers, curves and a table."""
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, answers)
         if self.main:
             write(self.directory / "eval.jsonl", sum(everyone, []))
             plot(lines := read_metrics(self.metrics), self.directory / "curves.png")
-        with write_aside(self.directory / "model") as path:
-            if self.main:
-                self.policy.model.save_pretrained(path, state_dict=weights)
-                self.policy.model.config.dtype = self.dtype
-                self.policy.model.config.save_pretrained(path)
-                self.tokenizer.save_pretrained(path)
+        adapter, merged = self.config.policy.lora_rank, full_weights(self.policy)
+        if adapter and self.config.policy.lora_save_merged:
+            self.write_model("merged", empty_model(self.path), self.dtype, merged)
+        if adapter:
+            self.write_model("model", self.policy.model, torch.float32,
+                             full_weights(self.policy, "apart"))
+        else:
+            self.write_model("model", self.policy.model, self.dtype, merged)
         if not self.main:
             return
         write(self.directory / "finished.json",
@@ -450,6 +462,18 @@ class Run:
         held_out = len(self.task.held_out)
         self.say("\n".join(closing_table(lines, self.before, accuracy, held_out)))
         self.say(f"model, metrics and curves: {self.directory}")
+
+    def write_model(self, name: str, model: Any, dtype: torch.dtype,
+                    weights: Iterator[NamedTensor]) -> None:
+        """Write a Hugging Face directory of a model, or of its adapter if it has one."""
+        kept = {key: x.to("cpu", dtype) for key, x in weights if self.main}
+        with write_aside(self.directory / name) as path:
+            if self.main:
+                model.save_pretrained(path, state_dict=kept)
+                if not (path / "adapter_config.json").exists():
+                    model.config.dtype = dtype
+                    model.config.save_pretrained(path)
+                self.tokenizer.save_pretrained(path)
 
     def say(self, text: str) -> None:
         if self.main:

@@ -73,6 +73,15 @@ class PolicyConfig:
         False, "save memory at the cost of a second forward pass")
     cpu_offload: bool = setting(
         False, "keep weights, gradients and moments in the host's memory, and update them there")
+    lora_rank: int | None = setting(
+        None, "train peft's LoRA adapter of this rank and freeze the model; null: train the model",
+        1, 512)
+    lora_alpha: int = setting(8, "the adapter counts lora_alpha / lora_rank times", 1)
+    lora_targets: str | None = setting(
+        None, "names of the modules that get an adapter, joined by commas, or all-linear; null: "
+        "those that peft has for the architecture")
+    lora_save_merged: bool = setting(
+        False, "write the model with its adapter added at the end, besides the adapter")
 
 
 @dataclass
@@ -104,6 +113,9 @@ class RolloutConfig:
         "on; null: weights stay for a response", 1)
     recompute_cache: bool = setting(
         False, "with update_every: run earlier tokens again through the new weights")
+    adapter: Literal["merged", "merged-bfloat16", "apart"] = setting(
+        "merged", "how the engine gets an adapter (policy.lora_rank): added to the weights in "
+        "float32, added on bfloat16's grid, or apart from them")
     batch_size: int = setting(512, "responses generated at a time", 1)
     mask_truncated: bool = setting(False, "give truncated responses no gradient")
     timeout: float = setting(1800.0, "seconds that one call of the engine may take", 1)
@@ -397,6 +409,9 @@ def validate(config: Config) -> None:
     if rollout.update_every and rollout.staleness == 0:
         raise UserError(f"{every}rollout.staleness of at least 1, the most updates that a response "
                         "crosses, not 0")
+    if rollout.adapter == "apart" and config.policy.lora_rank and rollout.quantize_bits:
+        raise UserError(f"rollout.quantize_bits={rollout.quantize_bits} rounds the weights that "
+                        "are sent, so rollout.adapter must be merged or merged-bfloat16, not apart")
     correction_of(config)
 
 
@@ -431,7 +446,14 @@ def remarks(config: Config) -> list[str]:
         if getattr(config.loss, key) is not None and key not in options.loss.own:
             found.append(f"loss.{key} acts on nothing: correction.loss_type={options.loss_type} "
                          "has no such number")
-    rollout = config.rollout
+    rollout, policy = config.rollout, config.policy
+    if policy.lora_rank is None:
+        found += [f"{name} acts on nothing: policy.lora_rank is null, so the whole model is trained"
+                  for name, is_default in [
+                      ("policy.lora_alpha", policy.lora_alpha == PolicyConfig.lora_alpha),
+                      ("policy.lora_targets", policy.lora_targets is None),
+                      ("policy.lora_save_merged", not policy.lora_save_merged),
+                      ("rollout.adapter", rollout.adapter == "merged")] if not is_default]
     if rollout.update_every and rollout.update_every >= rollout.max_tokens:
         found.append(f"rollout.update_every={rollout.update_every} changes no response: it has at "
                      f"most rollout.max_tokens={rollout.max_tokens} tokens")

@@ -36,6 +36,8 @@ def pytest_cmdline_main(config):
     watched = chosen.capture == "no" or chosen.usepdb or chosen.collectonly
     if whole and not watched and cores > 1 and getattr(chosen, "numprocesses", 0) is None:
         chosen.numprocesses, chosen.dist = min(cores, WORKERS), "loadfile"
+        # Workers with a thread for every core wait for one another: three times as long, and more.
+        os.environ.setdefault("OMP_NUM_THREADS", str(cores // chosen.numprocesses))
         chosen.loadscopereorder = False
 
 

@@ -24,6 +24,7 @@ import tables
 
 from plumbing import cards, engines, faults, run as run_module
 from plumbing.cards import GIB, Shapes, memory, require_room, smallest_engine, update_flops
+from plumbing.models import add_adapter
 from plumbing.settings import UserError, load_config
 
 LENGTH = 768                           # of the longest prompt and response
@@ -130,14 +131,21 @@ def test_flops_of_an_update_are_those_of_its_products(tied):
 # ---------------------------------------------------------------------------------- what it judges
 
 def judge(size, config, gib, ranks=1, length=LENGTH, vllm=True):
-    return require_room(tables.qwen(size), config, ranks, length, tables.FREE * gib * GIB,
-                        gib * GIB, vllm)
+    return require_room(tables.qwen(size, config.policy), config, ranks, length,
+                        tables.FREE * gib * GIB, gib * GIB, vllm)
+
+
+def stated(name):
+    """Return the figures of a configuration's first lines."""
+    text = (ROOT / f"configs/{name}.yaml").read_text().split("task:")[0].split("arithmetic")[1]
+    return [float(x) for x in re.findall(r"\d+\.\d", text)]
 
 
 def test_gsm8k_fits_24_gb_and_a_model_three_times_as_large_does_not():
     assert judge("0.5B", settings(), 24) == []
     with pytest.raises(UserError, match=r"takes 25.7 GiB .* 22.1 are free .*weights 5.8, moments "
-                       r"11.5, gradients 5.8.*take policy.cpu_offload=true, more ranks than 1"):
+                       r"11.5, gradients 5.8.*take policy.lora_rank=8, policy.cpu_offload=true, "
+                       "more ranks than 1"):
         judge("1.5B", settings(), 24)
     assert judge("1.5B", settings(), 24, ranks=8) == []
 
@@ -148,10 +156,37 @@ def test_the_configuration_for_24_gb_fits_and_states_its_figures():
     share = config.rollout.gpu_memory_utilization * 24 * GIB
     update, sampling = memory(model, config, 1, LENGTH, share)
     without, _ = memory(model, settings("gsm8k-24gb", "policy.cpu_offload=false"), 1, LENGTH, share)
-    text = (ROOT / "configs/gsm8k-24gb.yaml").read_text().split("task:")[0].split("arithmetic")[1]
-    figures = [float(x) for x in re.findall(r"\d+\.\d", text)]
     bytes_of = [*(sum(x.values()) for x in (update, sampling, without)), 16 * model.parameters]
-    assert figures == [round(x / GIB, 1) for x in bytes_of]
+    assert stated("gsm8k-24gb") == [round(x / GIB, 1) for x in bytes_of]
+
+
+def test_the_adapters_configuration_for_24_gb_fits_and_states_its_figures():
+    name, size = "gsm8k-lora-24gb", "1.5B"
+    config, whole = settings(name), settings(name, "policy.lora_rank=null")
+    assert config.policy.path == "Qwen/Qwen2.5-1.5B-Instruct" and judge(size, config, 24) == []
+    model, share = tables.qwen(size, config.policy), config.rollout.gpu_memory_utilization
+    update, sampling = memory(model, config, 1, LENGTH, share * 24 * GIB)
+    without, _ = memory(tables.qwen(size), whole, 1, LENGTH, share * 24 * GIB)
+    bytes_of = [sum(x.values()) / GIB for x in (update, sampling, without)]
+    assert stated(name) == [round(x, 1) for x in (*bytes_of, model.trained / 1e6)]
+
+
+def test_under_an_adapter_its_own_weights_have_gradients_and_moments():
+    """Counts are those of real tensors, FLOPs those of the products that torch counts."""
+    config = settings("gsm8k", "policy.lora_rank=4", "policy.lora_targets=all-linear",
+                      "loss.kl_coef=0.1")
+    model = add_adapter(small(LlamaConfig, 2), config.policy, 0)
+    shapes = Shapes.of(model)
+    update, _ = memory(shapes, config, 1, LENGTH, 1)
+    with FlopCounterMode(display=False) as counter:
+        hidden = model.get_decoder()(torch.zeros(3, 20, dtype=torch.long)).last_hidden_state
+        model.get_output_embeddings()(hidden).sum().backward()
+    assert update["gradients"] == sum(x.grad.nbytes for x in model.parameters()
+                                      if x.grad is not None) == update["moments"] / 2
+    assert update["weights"] == sum(x.nbytes for x in model.parameters())      # and π_ref is free
+    products = sum(n for of, n in counter.get_flop_counts()["Global"].items()
+                   if str(of) in ("aten.mm", "aten.addmm"))
+    assert update_flops(shapes, 0, 60) == pytest.approx(products, rel=0.05)
 
 
 def test_the_share_of_the_engine_is_bounded_from_both_sides():

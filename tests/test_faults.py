@@ -103,7 +103,8 @@ def outcome(directory: Path):
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     lines = [{k: v for k, v in line.items()
               if not k.startswith(("time/", "tokens_per", "memory/"))} for line in lines]
-    return (load_file(directory / "model/model.safetensors"),
+    [file] = directory.glob("model/*.safetensors")
+    return (load_file(file),
             (directory / "eval.jsonl").read_text(), lines)
 
 
@@ -127,7 +128,7 @@ def drive(faults, arguments, cwd):
 @pytest.mark.parametrize("case, settings", [
     ("places", ["rollout.staleness=2", "rollout.quantize_bits=4"]),
     ("crossing", ["rollout.staleness=2", "rollout.update_every=2", "train.steps=4",
-                  "train.save_every=1"]),
+                  "train.save_every=1", "policy.lora_rank=4", "loss.kl_coef=0.1"]),
     ("moments", ["correction.preset=bypass_pg_is"])])
 def test_a_killed_run_ends_as_an_uninterrupted_one(case, settings, tiny_model, tmp_path):
     arguments = [*SMALL, *settings, *(["train.steps=24"] if case == "moments" else []),

@@ -58,7 +58,7 @@ def test_k1_in_the_reward_has_the_gradient_of_the_kl(level, sampler):
 
 @pytest.mark.parametrize("level", [None, "token", "prefix"])
 def test_a_penalty_with_weights_of_its_own_has_those_of_the_loss_divided_out(level):
-    """Without a level the penalty is a reward like any other, and the loss weights it."""
+    """A penalty without a level is a reward like any other, and the loss weights it."""
     lp, mu_lp, ref = (x.log_probs().detach() for x in (PI, MU, REF))
     weights = torch.arange(MASK.numel()).reshape(MASK.shape).double() % 4           # 0, 1, 2, 3, …
     plain, divided = (kl_penalty(lp, ref, mu_lp, MASK, "k1", level, w) for w in (None, weights))

@@ -92,18 +92,20 @@ def assert_same(directory, other, tolerance=1e-9):
     assert [line["step"] for line in lines] == [line["step"] for line in expected]
     for line, right in zip(lines, expected):
         assert line == pytest.approx(right, rel=tolerance, abs=tolerance)
-    weights, right = (load_file(d / "model/model.safetensors") for d in (directory, other))
+    weights, right = (load_file(*d.glob("model/*.safetensors")) for d in (directory, other))
     assert all(torch.allclose(weights[name], right[name], rtol=0, atol=tolerance)
                for name in right)
 
 
-def test_a_run_goes_on_with_fewer_ranks_and_with_more(train, forks):
-    """The first two ranks are processes that torchrun itself has started, no forks."""
-    train(1, "run=whole", "train.steps=6")
-    for ranks, steps, begin in [(2, 2, []), (1, 4, forks), (2, 6, forks)]:
-        said = train(ranks, "run=parts", f"train.steps={steps}", begin=begin)
+@pytest.mark.parametrize("settings", [[], ["policy.lora_rank=4", "loss.kl_coef=0.1"]])
+def test_a_run_goes_on_with_fewer_ranks_and_with_more(settings, train, forks):
+    """Without an adapter the first two ranks are processes that torchrun has started, no forks."""
+    name = "lora" if settings else "full"
+    train(1, f"run={name}-whole", "train.steps=6", *settings)
+    for ranks, steps, begin in [(2, 2, forks if settings else []), (1, 4, forks), (2, 6, forks)]:
+        said = train(ranks, f"run={name}-parts", f"train.steps={steps}", *settings, begin=begin)
         assert steps == 2 or f"continuing after step {steps - 2}" in said
-    assert_same(train.runs / "parts", train.runs / "whole")
+    assert_same(train.runs / f"{name}-parts", train.runs / f"{name}-whole")
 
 
 def test_two_agents_on_one_machine_train_as_one_node_with_four_ranks(train):

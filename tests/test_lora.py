@@ -1,0 +1,224 @@
+"""An adapter is peft's: its log-probs and gradients, what an engine gets of it, what is kept."""
+
+import pytest
+import torch
+from conftest import steady
+from oracle import close
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from tolerances import gamma
+from transformers import AutoModelForCausalLM
+
+from plumbing.engines import make_engine
+from plumbing.faults import process_group
+from plumbing.models import add_adapter, read_model
+from plumbing.settings import PolicyConfig, UserError
+from policy import Policy, full_weights, load_policy
+
+TOKENS = torch.arange(21).view(3, 7) + 2
+ALL = torch.ones_like(TOKENS)
+LORA = ["policy.lora_rank=4", "policy.lora_alpha=16", "train.lr=0.02", "train.warmup_steps=0",
+        "train.steps=4"]
+EXACT = ["rollout.quantize_bits=null"]
+
+
+def settings(**given):
+    return PolicyConfig(lora_rank=4, lora_alpha=16, **given)
+
+
+def moved(model, size=0.3):
+    """Give B, which is 0 at first, numbers of this size."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if ".lora_B." in name:
+                x.copy_(size * torch.randn(x.shape, generator=generator))
+    return model
+
+
+@pytest.fixture
+def policy(tiny_model):
+    """Return a policy of the trainer whose adapter has moved."""
+    with process_group() as device:
+        yield load_policy(str(tiny_model), 0.7, "float32", device,
+                          adapter=lambda model: moved(add_adapter(model, settings(), 0)))
+
+
+# ----------------------------------------------------------------------------- the policy is peft's
+
+@pytest.mark.parametrize("targets", [None, "all-linear", "k_proj,down_proj"])
+def test_log_probs_and_gradients_are_those_of_pefts_own_model(tiny_model, targets):
+    """Policy with an adapter against `get_peft_model` and autograd alone, in float64."""
+    ours = Policy(moved(add_adapter(read_model(str(tiny_model)).double(),
+                                    settings(lora_targets=targets), 0)), 0.7)
+    modules = targets if targets in (None, "all-linear") else targets.split(",")
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model).double(), LoraConfig(
+        r=4, lora_alpha=16, target_modules=modules, task_type="CAUSAL_LM"))
+    theirs = theirs.double()                           # peft keeps an adapter in float32
+    own = dict(ours.model.double().named_parameters())
+    with torch.no_grad():
+        for name, x in theirs.named_parameters():
+            x.copy_(own[name.removeprefix("base_model.model.")])
+    log_prob = ours(TOKENS, ALL, 4)
+    right = (theirs(TOKENS).logits / 0.7).log_softmax(-1)[:, 2:-1].gather(
+        -1, TOKENS[:, 3:, None])[..., 0]
+    assert close(log_prob, right)
+    (log_prob ** 2).sum().backward()
+    (right ** 2).sum().backward()
+    learned = [name for name, x in theirs.named_parameters() if x.requires_grad]
+    assert learned and all(".lora_" in name for name in learned)
+    assert {name for name, x in own.items() if x.grad is not None} == {
+        name.removeprefix("base_model.model.") for name in learned}
+    for name in learned:
+        theirs_grad = theirs.get_parameter(name).grad
+        assert theirs_grad.abs().max() > 1e-6
+        assert close(own[name.removeprefix("base_model.model.")].grad, theirs_grad)
+
+
+def test_without_its_adapter_a_policy_is_the_model_and_learns_afterwards(policy, tiny_model):
+    with torch.no_grad():
+        first = policy.without_adapter(TOKENS, ALL, 4)         # the first forward pass of all
+        assert torch.equal(first, Policy(read_model(str(tiny_model)), 0.7)(TOKENS, ALL, 4))
+    log_prob = policy(TOKENS, ALL, 4)
+    assert (log_prob - first).abs().max() > 0.1
+    log_prob.sum().backward()
+    assert all((x.grad is not None) == (".lora_" in name) == x.requires_grad
+               for name, x in policy.named_parameters())
+
+
+def test_the_seed_decides_the_adapter(tiny_model):
+    def drawn(seed):
+        model = add_adapter(read_model(str(tiny_model)), settings(), seed)
+        return {name: x for name, x in model.named_parameters() if "lora_A" in name}
+    state = torch.get_rng_state()
+    first, same, other = drawn(0), drawn(0), drawn(1)
+    assert all(torch.equal(x, same[name]) for name, x in first.items())
+    assert not any(torch.equal(x, other[name]) for name, x in first.items())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("targets, said", [
+    ("q_porj", "linear layers are .*q_proj"), ("lm_head", "leave out embeddings and head"),
+    ("embed_tokens", "leave out embeddings and head")])
+def test_what_cannot_have_an_adapter_is_refused(tiny_model, targets, said):
+    with pytest.raises(UserError, match=f"policy.lora_targets={targets} .*{said}"):
+        add_adapter(read_model(str(tiny_model)), settings(lora_targets=targets), 0)
+
+
+# ----------------------------------------------------------------------------- what an engine gets
+
+def test_merged_weights_are_the_sum(policy, tiny_model):
+    """W + (α/r) B A: in float32 to its rounding, and on bfloat16's grid of the rounded summands."""
+    apart, merged, coarse = (dict(full_weights(policy, how))
+                             for how in ("apart", "merged", "merged-bfloat16"))
+    base = load_file(tiny_model / "model.safetensors")
+    assert set(merged) == set(coarse) == set(base)
+    changed = {name.split(".lora_A.")[0] for name in apart if ".lora_A." in name}
+    assert {name.removesuffix(".weight") for name, w in base.items()
+            if not torch.equal(merged[name], w)} == changed
+    for name in changed:
+        w = base[f"{name}.weight"]
+        a, b = (apart[f"{name}.lora_{x}.default.weight"].double() for x in "AB")
+        delta, size = 4 * b @ a, 4 * b.abs() @ a.abs()     # sums of four products
+        error = (merged[f"{name}.weight"].double() - (w.double() + delta)).abs()
+        assert (error <= gamma(6) * (size + w.abs())).all()
+        found = coarse[f"{name}.weight"]
+        right = w.bfloat16() + delta.float().bfloat16()
+        assert found.dtype == torch.bfloat16 and (found != right).float().mean() < 0.001   # ties
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("how", ["merged", "apart"])
+def test_engines_sample_from_the_adapted_model(engine, how, policy, tiny_model, request):
+    """Each engine gets two adapters, the second in the place of the first."""
+    if engine == "vllm":
+        request.getfixturevalue("vllm_required")
+    def adapter(model):
+        return add_adapter(model, settings(), 5)
+    made = make_engine(engine, tiny_model, dtype="float32", max_model_len=16, batch_size=4,
+                       adapter=adapter if how == "apart" else None)
+    try:
+        for _ in range(2):
+            with torch.no_grad():
+                for name, x in policy.named_parameters():
+                    x.mul_(-1.5 if ".lora_B." in name else 1)
+            made.update_weights(full_weights(policy, how))
+            [sample] = made.generate([[5, 6, 7]], [3], temperature=0.7, max_tokens=8, eos_ids=())
+            tokens = torch.tensor([[5, 6, 7, *sample.tokens]])
+            with torch.no_grad():
+                log_prob = policy(tokens, torch.ones_like(tokens), 8)[0]
+                base = policy.without_adapter(tokens, torch.ones_like(tokens), 8)[0]
+            error = (torch.tensor(sample.log_probs) - log_prob).abs().max()
+            assert 1000 * error < (base - log_prob).abs().max()
+    finally:
+        made.close()
+
+
+# ---------------------------------------------------------------------------------- a run's adapter
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_a_run_with_everything_is_resumed_bit_for_bit(engine, run, tmp_path, request):
+    """Four bits, stale weights, a cut, π_ref: a checkpoint has the adapter, and what waits."""
+    if engine == "vllm":
+        request.getfixturevalue("vllm_required")
+    more = ["rollout.staleness=2", "rollout.top_p=0.9", "rollout.top_k=8", "loss.kl_coef=0.1",
+            "policy.lora_save_merged=true", "train.save_every=2", "train.eval_every=2"]
+    code, whole = run(*LORA, *more, engine=engine, name="whole")
+    assert code == 0
+    run(*LORA, *more, "train.steps=2", engine=engine, name="parts")
+    code, parts = run(*LORA, *more, engine=engine, name="parts")
+    assert code == 0 and steady(parts) == steady(whole)
+    for file in "model/adapter_model.safetensors", "merged/model.safetensors":
+        first, second = (load_file(tmp_path / "runs" / name / file) for name in ("whole", "parts"))
+        assert all(torch.equal(x, second[name]) for name, x in first.items())
+    assert whole[0]["loss/kl"] == 0 or abs(whole[0]["loss/kl"]) < abs(whole[-1]["loss/kl"])
+
+
+def test_a_finished_run_leaves_pefts_adapter_and_the_merged_model(run, tmp_path, tiny_model):
+    code, _ = run(*LORA, "policy.lora_save_merged=true")
+    assert code == 0
+    runs = tmp_path / "runs/x"
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    theirs = PeftModel.from_pretrained(base, runs / "model").merge_and_unload()
+    merged = AutoModelForCausalLM.from_pretrained(runs / "merged")
+    first = load_file(tiny_model / "model.safetensors")
+    for name, x in merged.state_dict().items():
+        right = theirs.state_dict()[name]
+        assert (x - right).abs().max() <= gamma(10) * (1 + right.abs().max()), name
+    assert not torch.equal(merged.model.layers[0].self_attn.q_proj.weight,
+                           first["model.layers.0.self_attn.q_proj.weight"])
+    assert not (runs / "model/config.json").exists()
+    code, lines = run(*LORA, "policy.lora_save_merged=true")       # it is finished
+    assert code == 0 and len(lines) == 4
+
+
+@pytest.mark.parametrize("how", ["merged", "apart"])
+def test_a_checkpoint_has_the_adapter_alone(how, run, tmp_path):
+    run(*LORA, *EXACT, f"rollout.adapter={how}")
+    saved = load_file(*(tmp_path / "runs/x/checkpoints").glob("step-*/rank-*.safetensors"))
+    assert saved and all(".lora_" in name for name in saved)
+    run(*LORA, *EXACT, f"rollout.adapter={how}", "rollout.staleness=2", name="y")
+    saved = load_file(*(tmp_path / "runs/y/checkpoints").glob("step-*/rank-*.safetensors"))
+    waiting = {name for name in saved if name.startswith("waiting.")}
+    assert waiting and all((".lora_" in name) == (how == "apart") for name in waiting)
+
+
+def test_an_exact_engine_samples_from_the_policy_while_the_adapter_moves(run):
+    for how in "merged", "apart":
+        code, lines = run(*LORA, *EXACT, f"rollout.adapter={how}", name=how)
+        assert code == 0 and lines[-1]["rollout_corr/k3_kl"] < 1e-9 and lines[-1]["grad_norm"] > 0
+    code, lines = run(*LORA, *EXACT, "rollout.adapter=merged-bfloat16", name="coarse")
+    assert code == 0 and lines[-1]["rollout_corr/k3_kl"] > 1e-7
+
+
+def test_what_an_adapter_does_not_go_with_is_said(run, capsys, tmp_path):
+    code, _ = run(*LORA, "rollout.adapter=apart")
+    assert code == 2 and "rollout.quantize_bits=4 rounds the weights" in capsys.readouterr().err
+    run("policy.lora_alpha=16", "rollout.adapter=apart", *EXACT, "train.steps=1")
+    said = capsys.readouterr().err
+    for name in "policy.lora_alpha", "rollout.adapter":
+        assert f"* {name} acts on nothing: policy.lora_rank is null" in said
+    run(*LORA, *EXACT, name="adapter")
+    capsys.readouterr()
+    code, _ = run(*EXACT, f"policy.path={tmp_path}/runs/adapter/model", name="y")
+    assert code == 2 and "is an adapter, not a model: train" in capsys.readouterr().err
