@@ -36,6 +36,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 import plants
+import merging
 import routes
 import sides
 import turns
@@ -698,6 +699,30 @@ def study_64_areas(regimes=("int4_fast", "int4_slow", "staleness_4")):
     return figure
 
 
+def merge_losses():
+    """Draw what merges in bfloat16 lose of an adapter: points measured, lines predicted."""
+    found = merging.cells()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3.2))
+    for (rank, rate), color in zip(merging.CELLS, (BLACK, BLUE, RED, GREEN), strict=True):
+        own = {step: found[rank, rate, step] for step in merging.STEPS}
+        for axis, name, unit in ((left, "share", 100), (right, "kl", 1)):
+            measured = {"share": "share", "kl": "kl_merged"}[name]
+            axis.plot([*own], [unit * x[measured] for x in own.values()], "o", color=color,
+                      markersize=5, label=f"rank {rank}, η = {rate:g}")
+            axis.plot([*own], [unit * x[f"{name}_predicted"] for x in own.values()], "-",
+                      color=color, linewidth=1)
+    kernels = statistics.mean(x["kl_kernels"] for x in found.values())
+    right.axhline(kernels, color="#777777", linestyle=":")
+    right.text(1, 1.1 * kernels, "bfloat16 kernels, equal weights", fontsize=8, color="#555555")
+    left.set(title="entries that a merge leaves as they were, %", ylim=(0, 100))
+    left.legend(fontsize=8)
+    right.set(title="KL(engine‖policy) of a token, nats", yscale="log", ylim=(2e-7, 6e-5))
+    for axis in (left, right):
+        axis.set(xlabel="step", xscale="log", xticks=merging.STEPS, xticklabels=merging.STEPS)
+        axis.minorticks_off()
+    return figure
+
+
 def study_64_others():
     """Draw the endpoint in the regimes of the second family."""
     return study_64_areas(("int4_staleness_4", "vllm_bf16_staleness_4", "int5", "int6"))
@@ -1114,7 +1139,7 @@ FIGURES = {"three-policies": three_policies, "gradient-choices": gradient_choice
            "study-64": study_64, "study-64-forest": study_64_forest,
            "study-64-areas": study_64_areas, "study-64-others": study_64_others,
            "study-64-tried": study_64_tried, "study-64-lengths": study_64_lengths,
-           "signatures": signatures, "card": card}
+           "merge-losses": merge_losses, "signatures": signatures, "card": card}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["runs"]:

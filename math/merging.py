@@ -149,6 +149,30 @@ def measure(scored: Scored, run: Path, step: int) -> dict[str, float]:
             "kl_of_the_update": kl(scored.log_probs({}), policy)}
 
 
+def cells() -> dict[tuple[int, float, int], dict[str, float]]:
+    """Return the means over the seeds of merging.csv, by rank, rate and step."""
+    with (HERE / "merging.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    found: dict[tuple[int, float, int], dict[str, float]] = {}
+    for rank, rate, step in ((*cell, step) for cell in CELLS for step in STEPS):
+        own = [row for row in rows if (int(row["rank"]), float(row["rate"]), int(row["step"]))
+               == (rank, rate, step)]
+        assert len(own) == len(SEEDS)
+        found[rank, rate, step] = {name: sum(float(row[name]) for row in own) / len(own)
+                                   for name in rows[0] if name not in ("seed", "rank", "rate")}
+    return found
+
+
+def table() -> tuple[list[str], list[list[str]]]:
+    """Return predicted and measured shares and KLs of the table in chapter 1."""
+    header = ["rank", "rate η", "step", "share lost", "predicted", "KL of the merge", "predicted",
+              "KL of the update"]
+    return header, [[str(rank), f"{rate:g}", str(step), f"{x['share']:.3f}",
+                     f"{x['share_predicted']:.3f}", f"{x['kl_merged']:.1e}",
+                     f"{x['kl_predicted']:.1e}", f"{x['kl_of_the_update']:.1e}"]
+                    for (rank, rate, step), x in cells().items() if step in (1, 4, 32)]
+
+
 def main(command: str) -> None:
     rows, first = [], {cell: [] for cell in CELLS}
     for seed in SEEDS:

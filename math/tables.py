@@ -30,6 +30,7 @@ from oracle import J, Policy, exact_gradient, expectation, kl, rewards, token_kl
 
 import versions
 import routes
+import merging
 import turns
 import words
 from adapters.dialects import from_dialect
@@ -1375,6 +1376,7 @@ TABLES = {"doctor-rates": lambda: rates("doctor-rates.txt", -2),
           "words-prediction": lambda: markdown(*words.prediction()),
           "words-place": lambda: markdown(*words.pushes()),
           "words-ends": lambda: markdown(*words.ends()),
+          "merging": lambda: markdown(*merging.table()),
           "turns-tools": lambda: markdown(*turns.of_tools()),
           "turns-lengths": lambda: markdown(*turns.of_lengths()),
           "turns-spelling": lambda: markdown(*turns.of_spelling()),

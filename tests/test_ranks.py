@@ -99,7 +99,7 @@ def assert_same(directory, other, tolerance=1e-9):
 
 @pytest.mark.parametrize("settings", [[], ["policy.lora_rank=4", "loss.kl_coef=0.1"]])
 def test_a_run_goes_on_with_fewer_ranks_and_with_more(settings, train, forks):
-    """Without an adapter the first two ranks are processes that torchrun has started, no forks."""
+    """The first two ranks of a whole model are processes that torchrun has started, no forks."""
     name = "lora" if settings else "full"
     train(1, f"run={name}-whole", "train.steps=6", *settings)
     for ranks, steps, begin in [(2, 2, forks if settings else []), (1, 4, forks), (2, 6, forks)]:

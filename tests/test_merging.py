@@ -1,0 +1,75 @@
+"""What a merge loses is predicted from units in the last place; the declared runs are as told."""
+
+import csv
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[1:1] = [str(ROOT / "math")]
+
+import merging
+
+CHAPTER = (ROOT / "math" / "1-three-policies.md").read_text()
+
+
+def test_a_unit_is_the_distance_to_the_next_number_of_bfloat16():
+    w = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    above = (w.view(torch.int16) + 1).view(torch.bfloat16)         # away from 0
+    assert torch.equal(merging.unit(w.float()), (above.double() - w.double()).abs())
+    assert merging.unit(torch.tensor([0.0])).item() == 0
+
+
+@pytest.mark.parametrize("sigma", [1e-5, 1e-4, 1e-3, 1e-2])
+def test_gain_loss_and_noise_are_those_of_roundings(sigma):
+    """A million normal updates are rounded by torch; means are within four standard errors.
+
+    The histogram's steps of 3.5 % are added to them.
+    """
+    n, generator = 4000, torch.Generator().manual_seed(1)
+    w = 0.05 * torch.randn(250, 1, generator=generator).bfloat16().float()
+    w = w.bfloat16().float()
+    delta = sigma * torch.randn(250, n, generator=generator, dtype=torch.float64)
+    moved = (w.double() + delta).float().bfloat16().double() - w
+    gain, lost, noise = merging.rounding(w, torch.full((250, 1), sigma))
+    for predicted, drawn in ((lost, (moved == 0).double()), (gain, moved * delta / sigma ** 2),
+                             (noise, (moved - gain * delta) ** 2)):
+        error = drawn.std() / math.sqrt(drawn.numel())
+        assert abs(predicted.mean() - drawn.mean()) < 4 * error + 0.035 * predicted.mean()
+
+
+def test_the_declared_prediction_is_judged_as_the_chapter_says():
+    declared = yaml.safe_load((ROOT / "math" / "merging.yaml").read_text())
+    cells, tolerance = merging.cells(), declared["tolerance"]
+    for (rank, rate), share in zip(merging.CELLS, declared["first_step_share"].values(),
+                                   strict=True):
+        assert share == pytest.approx(cells[rank, rate, 1]["share"], rel=tolerance)
+    assert list(declared["first_step_share"]) == [f"rank {rank}, rate {rate:g}"
+                                                  for rank, rate in merging.CELLS]
+
+    def hold(name, measured):
+        return sum(abs(x[name] / x[measured] - 1) <= tolerance for x in cells.values())
+    said = re.search(r"Of the 24 shares by step (\d+) hold, and of the 24 KLs (\d+)", CHAPTER)
+    assert said and len(cells) == 24
+    assert [hold("share_predicted", "share"), hold("kl_predicted", "kl_merged")] == [
+        int(x) for x in said.groups()]
+    worst = max(cells.values(), key=lambda x: x["kl_merged"] / x["kl_kernels"])
+    assert f"{worst['kl_merged']:.1e} against {worst['kl_kernels']:.1e}" in CHAPTER
+    assert worst["kl_merged"] < worst["kl_kernels"]
+    assert f"up to {100 * max(x['share'] for x in cells.values()):.0f} %" in CHAPTER
+    grids = [abs(x["kl_merged_bfloat16"] / x["kl_merged"] - 1) for x in cells.values()]
+    said = f"changed the KL by {100 * sum(grids) / 24:.0f} % on average"
+    assert said in " ".join(CHAPTER.split())
+
+
+def test_every_declared_cell_is_a_row_and_no_other():
+    with (ROOT / "math" / "merging.csv").open() as file:
+        found = [(int(row["seed"]), int(row["rank"]), float(row["rate"]), int(row["step"]))
+                 for row in csv.DictReader(file)]
+    assert found == [(seed, *cell, step) for seed in merging.SEEDS for cell in merging.CELLS
+                     for step in merging.STEPS]
