@@ -146,6 +146,11 @@ def vllm_required():
 
 
 @pytest.fixture(scope="session")
+def notebook_required():
+    required("jupytext", "requirements/notebook.txt", "THREE_POLICIES_REQUIRE_NOTEBOOK")
+
+
+@pytest.fixture(scope="session")
 def trl_required():
     required("trl", "requirements/adapters.txt", "THREE_POLICIES_REQUIRE_ADAPTERS")
 
