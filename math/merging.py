@@ -16,6 +16,7 @@ import csv
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +98,7 @@ class Scored:
 
     def __init__(self, directory: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self.base = {name: x.clone() for name, x in self.model.named_parameters()}
         numbers = torch.randint(10, 99, (300, 2)).tolist()
         ids = AutoTokenizer.from_pretrained(directory)([f"{a}+{b}=" for a, b in numbers]).input_ids

@@ -1,6 +1,7 @@
 """Weights that change within a response: what is recorded is what sampled (eq:recorded)."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ STALE = ["rollout.staleness=2", "rollout.quantize_bits=null", "train.lr=0.05", "
 
 @pytest.fixture(scope="module")
 def engine(tiny_model):
-    made = make_engine("transformers", tiny_model, dtype="float32", max_model_len=32, batch_size=10)
+    made: Any = make_engine("transformers", tiny_model, dtype="float32", max_model_len=32,
+                            batch_size=10)
     made.model.double()                # so that only its sampler rounds to float32: see `bound`
     return made
 
