@@ -363,8 +363,8 @@ show(figure)
 # %% [markdown]
 # ## 8. Was it luck?
 #
-# Three runs are three anecdotes, and their seed, 3, was chosen because the collapse is plain
-# there. The study of chapter 15 ran the same setting with five seeds.
+# Three runs are three anecdotes, and their seed, 3, was chosen because the collapse is
+# plain there. The study of chapter 15 ran the same setting with five seeds.
 
 # %% tags=["exact"]
 import csv
