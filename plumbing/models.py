@@ -83,22 +83,28 @@ def add_adapter(model: Any, policy: PolicyConfig, seed: int) -> Any:
         return model
     from peft import LoraConfig            # takes a second, and few runs need it
     from peft.tuners.tuners_utils import BaseTunerLayer
-    given = policy.lora_targets
-    linear = sorted({name.split(".")[-1] for name, module in model.named_modules()
-                     if isinstance(module, torch.nn.Linear)})
+    targets: Any = policy.lora_targets
+    if targets not in (None, "all-linear"):
+        targets = [name.strip() for name in targets.split(",")]
+        places = [f".{place}" for place, _ in model.named_modules()]
+        if unknown := [t for t in targets if not any(p.endswith(f".{t}") for p in places)]:
+            linear = {name.split(".")[-1] for name, module in model.named_modules()
+                      if isinstance(module, torch.nn.Linear)}
+            raise UserError(f"policy.lora_targets has {', '.join(unknown)}, which this model has "
+                            f"not; its linear layers are {', '.join(sorted(linear))}")
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)                            # of A
             model.add_adapter(LoraConfig(
                 r=policy.lora_rank, lora_alpha=policy.lora_alpha, task_type="CAUSAL_LM",
-                target_modules=given and (given if given == "all-linear" else given.split(","))))
+                target_modules=targets))
     except ValueError as error:
-        raise UserError(f"policy.lora_targets={given} does not fit this model, whose linear layers "
-                        f"are {', '.join(linear)}: {error}") from None
+        raise UserError(f"policy.lora_targets={policy.lora_targets} does not fit this model: "
+                        f"{error}") from None
     if any(isinstance(x, BaseTunerLayer)
            for x in (model.get_output_embeddings(), model.get_input_embeddings())):
-        raise UserError(f"policy.lora_targets={given} must leave out embeddings and head, whose "
-                        "products are not peft's here")
+        raise UserError(f"policy.lora_targets={policy.lora_targets} must leave out embeddings and "
+                        "head, whose products are not peft's here")
     return model
 
 
