@@ -261,7 +261,7 @@ class PretendVllm:
     def collective_rpc(self, name, kwargs):
         self.asked += [f"{name} {len(list(kwargs['weights_iterator']))}"]
 
-    def generate(self, requests, params, use_tqdm):
+    def generate(self, requests, params, use_tqdm, lora_request):
         self.asked.append(f"generate {torch._dynamo.eval_frame._stance.stance}")
         self.params = params
         sets = SimpleNamespace(token_ids=[[7, 5], [9]])
