@@ -121,8 +121,10 @@ def plant(method: str, trainer) -> dict:
     Return a dict that has the method's counts when the run has ended.
     """
     import torch
+
+    from policy import Policy
     loss, correct, train = trainer.policy_loss, trainer.correct, trainer.train
-    tokens_to_learn_from, found = trainer.tokens_to_learn_from, {}
+    tokens_to_learn_from, sample, found = trainer.tokens_to_learn_from, trainer.sample, {}
 
     def double_count(log_prob, old, rollout, advantages, mask, *rest, **more):
         """Weigh PPO's ratio, which is π_θ/μ already, by π_θ/μ again: w·min(ρA, clip(ρ)A)."""
@@ -154,6 +156,20 @@ def plant(method: str, trainer) -> dict:
         found["empty_updates"] = found.get("empty_updates", 0) + (count == 0).item()
         return count.clamp(min=1)
 
+    def recomputed(run, step):
+        """Score what was drawn by the version at its end, which the engine still has."""
+        batch, metrics = sample(run, step)
+        end = Policy(run.engine.model, run.config.rollout.temperature)
+        return batch._replace(rollout_log_prob=trainer.score(end, batch, run.config)), metrics
+
+    def old_masked(run, step):
+        batch, metrics = sample(run, step)
+        every = run.config.rollout.update_every
+        mask = batch.response_mask.clone()                                            # [B, T]
+        if metrics["response/crossed_fraction"] > 0:
+            mask[mask[:, every:].any(-1), :every] = False
+        return batch._replace(response_mask=mask), metrics
+
     def with_sgd(run):
         run.optimizer = sgd_with_adams_first_step(run)
         train(run)
@@ -163,6 +179,8 @@ def plant(method: str, trainer) -> dict:
     elif planted := {"shuffled_weights": shuffled_weights, "fewer_samples": fewer_samples,
                      "prefix_is": prefix_is, "mixture_is": mixture_is}.get(method):
         trainer.correct = planted
+    elif method in ("recomputed", "old_masked"):
+        trainer.sample = {"recomputed": recomputed, "old_masked": old_masked}[method]
     elif method == "geo_rs_steps_on_nothing":
         trainer.tokens_to_learn_from = stepping_on_nothing
     elif method == "geo_rs_sgd":
