@@ -138,9 +138,9 @@ def says(when: str, parts: dict[str, float], free: float) -> str:
 
 def free_memory(device: torch.device) -> tuple[float, float] | None:
     """Return the free and all bytes of the fullest rank's card; None: there is no card."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return None
-    found = torch.tensor(torch.cuda.mem_get_info(device), dtype=torch.float64)
+    found = torch.tensor(torch.accelerator.get_memory_info(device), dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MIN)          # so that all ranks decide the same
     return found[0].item(), found[1].item()
 
@@ -153,9 +153,9 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
         pages = Path("/proc/self/statm").read_text().split()[1]
         found["memory/rss_mb"] = int(pages) * os.sysconf("SC_PAGE_SIZE") / 2 ** 20
     peak = max(peak / 2 ** 20, found.get("memory/rss_mb", 0.0))       # the kernel's peak comes late
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device) / 2 ** 20
-        torch.cuda.reset_peak_memory_stats(device)
+    if device.type != "cpu":
+        peak = torch.accelerator.max_memory_allocated(device) / 2 ** 20
+        torch.accelerator.reset_peak_memory_stats(device)
     return found | {"memory/peak_mb": peak}
 
 
@@ -171,12 +171,12 @@ def update_flops(model: Shapes, prompts: int, responses: int) -> float:
 
 def matrix_rate(device: torch.device, dtype: str) -> float:
     """Measure the FLOPs a second of a product of matrices, in less than a tenth of a second."""
-    n, seconds = 4096 if device.type == "cuda" else 512, []
+    n, seconds = 512 if device.type == "cpu" else 4096, []
     x = torch.full((n, n), 0.5, dtype=DTYPES[dtype], device=device)
     for _ in range(8):
         began = time.perf_counter()
         torch.mm(x, x)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - began)
     return 2 * n ** 3 / min(seconds)

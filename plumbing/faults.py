@@ -37,10 +37,10 @@ LOST = "connection (closed|reset) by peer|broken pipe|remote process exited"
 def process_group() -> Iterator[torch.device]:
     """Yield this rank's device in a process group: torchrun's, or one of a single process."""
     require_driver()
-    local, on_gpu = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.is_available()
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
+    device = choose_device()
+    own = dist.get_default_backend_for_device(device)          # NCCL for CUDA
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (cores or 1) // ranks))
@@ -49,7 +49,8 @@ def process_group() -> Iterator[torch.device]:
         "store": dist.TCPStore("127.0.0.1", 0, 1, True), "rank": 0, "world_size": 1}
     # No device_id: with it all ranks must take part in making a group, also those outside it, and
     # vLLM makes groups that not all ranks are in.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **alone)
+    dist.init_process_group(own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}",
+                            **alone)
     try:
         yield device
         # Gloo's threads free a collective's tensors after its result is known. If one does so
@@ -62,6 +63,14 @@ def process_group() -> Iterator[torch.device]:
         raise
     finally:
         dist.destroy_process_group()
+
+
+def choose_device() -> torch.device:
+    """Return this rank's accelerator, whoever makes it, or the CPU. Apple's was never tried."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type == "mps":
+        return torch.device("cpu")
+    return torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def require_driver() -> None:

@@ -339,8 +339,8 @@ class Run:
     def time_part(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
         self.times[f"time/{name}"] = time.perf_counter() - began
 
     def generate(self, prompts: list[list[int]], seeds: list[int],

@@ -225,7 +225,7 @@ def test_the_fullest_card_decides(monkeypatch):
     def with_another_rank(x, op):
         assert op == torch.distributed.ReduceOp.MIN
         x.copy_(x.minimum(torch.tensor([2, 5]) * GIB))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GIB, 4 * GIB))
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (3 * GIB, 4 * GIB))
     monkeypatch.setattr(torch.distributed, "all_reduce", with_another_rank)
     assert cards.free_memory(torch.device("cpu")) is None
     assert cards.free_memory(torch.device("cuda", 0)) == (2 * GIB, 4 * GIB)

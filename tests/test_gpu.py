@@ -53,6 +53,9 @@ CASES = {                          # name: overrides
     "opsm": ["correction={rollout_is: token, rollout_is_batch_normalize: true, "
              "rollout_rs: {opsm: 0.1}}"],
     "veto": ["correction.preset=geo_mis", "train.epochs=2"],
+    "lora": ["policy.lora_rank=2", "loss.kl_coef=0.1", *GOES_ON],
+    "lora apart": ["policy.lora_rank=2", "rollout.adapter=apart", "rollout.quantize_bits=null"],
+    "crossing": ["rollout.staleness=1", "rollout.update_every=2", "train.steps=2"],
     "nan raise": ["train.on_nonfinite=raise"],
     "nan skip": ["train.on_nonfinite=skip"],
     "nan update": ["correction.preset=bypass_pg_is", "train.on_nonfinite=skip"],
@@ -66,8 +69,9 @@ SAMPLES = {SENDS, *(f"{what} rollout.py {function}" for what, function in [
     ("tolist", "__call__")])}
 # Where the parts of a step wait for the device: what for, file, function. The engine is that of
 # transformers; vLLM's is not tried here.
+TIMED = "synchronize run.py time_part"                 # once at the end of each part
 MAY_WAIT = {
-    "rollout": SAMPLES,
+    "rollout": {*SAMPLES, "copy from the host rollout.py update_weights"},           # in flight
     "log_probs": {SENDS, "item trainer.py without_nonfinite"},
     "doctor": {SENDS, "copy to the host dumps.py rows_of"},
     "update": {SENDS, "tolist trainer.py update"},
@@ -76,18 +80,12 @@ MAY_WAIT = {
 }
 DRIVER = """
 import contextlib, json, os, sys, traceback, torch, torch.distributed as dist
-import pretend_gpu
+import pretend_gpu           # from here on it is torch's accelerator, and the trainer finds it
 import policy, trainer, plumbing.run
-from plumbing import faults, tasks
+from plumbing import tasks
 # A reward that untaught models earn; and the curves are not drawn.
 tasks.Task.reward = lambda self, problem, response: float(len(response) % 2)
 plumbing.run.plot = lambda *_: None
-real = faults.process_group
-@contextlib.contextmanager
-def process_group():
-    with real(): yield pretend_gpu.DEVICE
-plumbing.run.process_group = process_group
-
 # Calls of the policy and of `update`; waits of a step's parts.
 passes, updates, parts = [], [], {}
 forward, timed, update = policy.Policy.forward, plumbing.run.Run.time_part, trainer.update
@@ -185,7 +183,8 @@ def test_a_step_waits_where_it_may_and_nowhere_else(case, pretended):
         passes, updates, parts = found["passes"], found["updates"], found["parts"]
         print(case, passes, "forward passes,", updates, "updates:", parts)
         for name, waits in parts.items():
-            assert set(waits) <= MAY_WAIT[name], name
+            assert set(waits) <= {*MAY_WAIT[name], TIMED}, name
+            assert waits[TIMED] >= 1, name
         assert parts["update"]["tolist trainer.py update"] == updates
         assert parts["update"][SENDS] + parts["log_probs"].get(SENDS, 0) <= 5 * passes
 
@@ -222,22 +221,27 @@ def test_the_pretended_device_refuses_what_is_mixed_and_counts_what_waits(tmp_pa
 
 # ----------------------------------------------------------------------- what a GPU is asked for
 
-def test_the_process_group_splits_no_communicator_and_attention_is_not_cudnns(
-        tiny_model, monkeypatch):
+@pytest.mark.parametrize("maker, backends", [("cuda", "cpu:gloo,cuda:nccl"),
+                                             ("xpu", "cpu:gloo,xpu:xccl"), ("mps", "gloo")])
+def test_the_process_group_is_that_of_the_accelerator_and_splits_no_communicator(
+        maker, backends, monkeypatch):
     asked = []
 
     def asking(*args, **kwargs):
         asked.append((args, kwargs))
         raise InterruptedError
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "is_available", lambda: True)
-        patched.setattr(torch.cuda, "set_device", asked.append)
-        patched.setattr(torch.distributed, "init_process_group", asking)
-        with pytest.raises(InterruptedError), process_group():
-            pass
-    device, (backends, settings) = asked
-    assert device == torch.device("cuda", 0) and backends == ("cpu:gloo,cuda:nccl",)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False:
+                        torch.device(maker))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", asked.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", asking)
+    with pytest.raises(InterruptedError), process_group():
+        pass
+    *index, (named, settings) = asked
+    assert named == (backends,) and index == ([] if maker == "mps" else [0])
     assert "device_id" not in settings
+
+
+def test_attention_is_not_cudnns(tiny_model):
     torch.backends.cuda.enable_cudnn_sdp(True)
     with process_group() as device:
         load_policy(str(tiny_model), 1.0, "float32", device)

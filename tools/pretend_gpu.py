@@ -234,6 +234,13 @@ def move(parameters, buffers, device) -> None:
 
 
 dist.Backend.backend_capability["gloo"].append("pretend")    # gloo serves the device, as NCCL would
+dist.Backend.default_device_backend_map["pretend"] = "gloo"
+# What torch asks an allocator and streams of C++ for.
+ROOM = 2 ** 36                     # bytes of memory, all free
+torch.accelerator.synchronize = lambda device=None: wait("synchronize")
+torch.accelerator.get_memory_info = lambda device=None: (ROOM, ROOM)
+torch.accelerator.max_memory_allocated = lambda device=None: 0
+torch.accelerator.reset_peak_memory_stats = lambda device=None: None
 _fsdp_init._move_states_to_device = move
 torch.__future__.set_swap_module_params_on_conversion(True)  # and `model.to(device)` the same way
 
