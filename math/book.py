@@ -296,6 +296,8 @@ def target(href, folder):
     file = (ROOT / folder / path).resolve().relative_to(ROOT)
     if file.suffix == ".md" and file.parent.name == "math":
         return f"{file.stem}.html" + (f"#{anchor}" if anchor else "")
+    if file.name == "which.yaml":              # the questions: a page of their own here
+        return "which.html"
     if file.suffix == ".png":
         (OUT / "figures").mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, OUT / "figures" / file.name)

@@ -1093,9 +1093,21 @@ def study_64_empty():
                       f"{statistics.mean(areas):.3f} ± {statistics.stdev(areas):.3f}",
                       sum(map(below_start, rows.values())), sum(map(ended_at_0, rows.values())),
                       f"{100 * mean_of(rows, 'kept'):.0f} %", sum(map(bool, empty)), sum(empty)])
+    return (markdown(["arm", "seeds", "area", "below start", "ended at 0", "kept",
+                      "runs with an empty mini-batch", "such mini-batches"],
+                     lines)
+            + "\n\n" + judged_areas(arms, declaration))
+
+
+def judged_areas(arms, declaration):
+    """Tabulate a declaration's contrasts of areas; one without all its seeds counts as p = 1."""
+    pairs = {(one, other): [s for s in declaration["seeds"] if s in arms.get(one, ())
+                            and s in arms.get(other, ())]
+             for one, other in declaration["contrasts"]}
     p = {(one, other): sign_flip([float(arms[one][s]["area"]) - float(arms[other][s]["area"])
-                                  for s in arms[one]])
-         for one, other in declaration["contrasts"]}
+                                  for s in seeds])
+         if len(seeds) == len(declaration["seeds"]) else 1.0
+         for (one, other), seeds in pairs.items()}
     adjusted = holm(p)
     judged = [[f"`{one}` − `{other}`",
                "{:+.3f} ± {:.3f}".format(*paired(arms[one], arms[other], "area")),
@@ -1103,11 +1115,26 @@ def study_64_empty():
                f"{adjusted[one, other]:.3f}",
                "separable" if adjusted[one, other] <= 0.05 else "not separable"]
               for one, other in p]
-    return (markdown(["arm", "seeds", "area", "below start", "ended at 0", "kept",
-                      "runs with an empty mini-batch", "such mini-batches"],
-                     lines)
-            + "\n\n" + markdown(["contrast", "area, difference, 95 %", "p, signs", "Holm",
-                                 "verdict"], judged))
+    return markdown(["contrast", "area, difference, 95 %", "p, signs", "Holm", "verdict"], judged)
+
+
+def study_crossing():
+    """Tabulate the study of responses that cross a weight update: four records, three contrasts."""
+    study = yaml.safe_load((ROOT / "math" / "study-crossing.yaml").read_text())
+    arms, lines = runs("study-crossing")["crossing"], []
+    found = sorted(study["predicted"], key=lambda arm: -mean_of(arms[arm], "area"))
+    for place, arm in enumerate(study["predicted"], 1):
+        rows = arms[arm]
+        areas = [float(row["area"]) for row in rows.values()]
+        ends = [float(row["final_accuracy"]) for row in rows.values()]
+        lines.append([f"`{arm}`", place, found.index(arm) + 1, len(rows),
+                      f"{statistics.mean(areas):.3f} ± {statistics.stdev(areas):.3f}",
+                      f"{statistics.mean(ends):.3f} ± {statistics.stdev(ends):.3f}",
+                      sum(map(below_start, rows.values())),
+                      f"{mean_of(rows, 'ess_raw'):.2f}", f"{mean_of(rows, 'k3'):.1e}"])
+    return (markdown(["arm", "predicted place", "place found", "seeds", "area",
+                      "accuracy at the end", "below start", "ESS/N", "k3"], lines)
+            + "\n\n" + judged_areas(arms, study["judged"]))
 
 
 def study_empty():
@@ -1366,6 +1393,7 @@ TABLES = {"doctor-rates": lambda: rates("doctor-rates.txt", -2),
           "study-64-later": lambda: study_64_contrasts(declared()["judged_later"]),
           "study-64-arms": study_64_arms,
           "study-64-warned": study_64_warned, "study-64-empty": study_64_empty,
+          "study-crossing": study_crossing,
           "study-empty": study_empty,
           "study-64-rounding": study_64_rounding, "study-64-score": study_64_score,
           "study-64-shares": study_64_shares,

@@ -1,5 +1,6 @@
 """The study of chapter 15 has this task, these exact tests, and these declarations."""
 
+import collections
 import functools
 import importlib.util
 import itertools
@@ -8,6 +9,7 @@ import math
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -180,7 +182,7 @@ def test_every_method_is_explained_in_the_appendix(name):
     assert {method for method in declared if not method.endswith("_again")} <= rows
 
 
-@pytest.mark.parametrize("name", ["study", "study-64"])
+@pytest.mark.parametrize("name", ["study", "study-64", "study-crossing"])
 def test_every_declared_cell_is_a_run_and_every_line_was_declared(name):
     declared, cells = study.declared(ROOT / "math" / f"{name}.yaml"), set()
     for regime, method, seed in study.wanted(declared):
@@ -190,7 +192,28 @@ def test_every_declared_cell_is_a_run_and_every_line_was_declared(name):
     rows = study.read(ROOT / "math" / f"{name}.csv")
     assert {(row["regime"], row["method"], int(row["seed"])) for row in rows} == cells
     # Each study was run to its end.
-    assert len(rows) == len(cells) == {"study": 564, "study-64": 520}[name]
+    assert len(rows) == len(cells) == {"study": 564, "study-64": 520, "study-crossing": 40}[name]
+
+
+@pytest.mark.parametrize("method, crossed, mask, score", [
+    ("old_masked", 0.5, [[0, 0, 1, 1], [1, 1, 0, 0]], 0.0),
+    ("old_masked", 0.0, [[1, 1, 1, 1], [1, 1, 0, 0]], 0.0),        # the first step has one version
+    ("recomputed", 0.5, [[1, 1, 1, 1], [1, 1, 0, 0]], -7.0)])
+def test_a_wrong_record_is_planted_in_the_batch_and_nothing_else(method, crossed, mask, score):
+    """The engine is left with the end version; a response that ended before it keeps its tokens."""
+    Batch = collections.namedtuple("Batch", "response_mask rollout_log_prob")
+    batch = Batch(torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool(), torch.zeros(2, 4))
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: None), score=-7.0)
+    run = SimpleNamespace(engine=SimpleNamespace(model=model), config=SimpleNamespace(
+        rollout=SimpleNamespace(update_every=2, temperature=1.0)))
+    unused = dict.fromkeys(("policy_loss", "correct", "train", "tokens_to_learn_from"))
+    fake = SimpleNamespace(
+        **unused, sample=lambda run, step: (batch, {"response/crossed_fraction": crossed}),
+        score=lambda policy, batch, config: torch.full((2, 4), policy.model.score))
+    study.plant(method, fake)
+    found, _ = fake.sample(run, 3)
+    assert found.response_mask.int().tolist() == mask
+    assert (found.rollout_log_prob == score).all() and batch.response_mask[0].all()
 
 
 def test_matched_is_six_bits_on_time_in_the_first_study_and_equal_weights_in_the_second():

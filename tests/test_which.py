@@ -280,3 +280,5 @@ def test_headings_are_in_order_and_the_chapters_are_linked(book):
     assert levels[0] == 1 and all(b <= a + 1 for a, b in pairwise(levels))
     for chapter in ("6-correction", "14-clip-around-mu", "15-evidence", "16-what-is-wrong"):
         assert f'href="{chapter}.html' in html, chapter
+    for chapter in ("7-methods-and-prices", "15-evidence"):                      # and link it
+        assert 'href="which.html">' in (OUT / f"{chapter}.html").read_text(), chapter
