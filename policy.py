@@ -127,7 +127,8 @@ def load_policy(path: str, temperature: float, dtype: str, device: torch.device,
         model.gradient_checkpointing_enable({"use_reentrant": False})
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(getattr(torch, dtype), torch.float32)
-    where = CPUOffloadPolicy(device.type != "cpu") if cpu_offload else OffloadPolicy()
+    pinned = device.type in ("cuda", "xpu")    # another maker's backend may have no such memory
+    where = CPUOffloadPolicy(pinned) if cpu_offload else OffloadPolicy()
     for module in list(model.modules()):
         if type(module).__name__ in (model._no_split_modules or ()):     # the decoder's layers
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=where)

@@ -66,7 +66,7 @@ def process_group() -> Iterator[torch.device]:
 
 
 def choose_device() -> torch.device:
-    """Return this rank's accelerator, whoever makes it, or the CPU. Apple's was never tried."""
+    """Return this rank's accelerator, of any maker, or the CPU. Apple's was never tried."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type == "mps":
         return torch.device("cpu")

@@ -206,11 +206,13 @@ def test_a_checkpoint_has_the_adapter_alone(how, run, tmp_path):
 
 
 def test_an_exact_engine_samples_from_the_policy_while_the_adapter_moves(run):
+    rounding = torch.finfo(torch.float32).eps       # of ρ: of equal policies, all there is in k3
     for how in "merged", "apart":
         code, lines = run(*LORA, *EXACT, f"rollout.adapter={how}", name=how)
-        assert code == 0 and lines[-1]["rollout_corr/k3_kl"] < 1e-9 and lines[-1]["grad_norm"] > 0
+        assert code == 0 and lines[-1]["grad_norm"] > 0
+        assert all(abs(line["rollout_corr/k3_kl"]) < rounding for line in lines)
     code, lines = run(*LORA, *EXACT, "rollout.adapter=merged-bfloat16", name="coarse")
-    assert code == 0 and lines[-1]["rollout_corr/k3_kl"] > 1e-7
+    assert code == 0 and lines[-1]["rollout_corr/k3_kl"] > 10 * rounding
 
 
 def test_what_an_adapter_does_not_go_with_is_said(run, capsys, tmp_path):
