@@ -1137,6 +1137,43 @@ def study_crossing():
             + "\n\n" + judged_areas(arms, study["judged"]))
 
 
+def study_lora():
+    """Tabulate the study of an adapter against full weights: three arms and two contrasts a regime."""
+    study = yaml.safe_load((ROOT / "math" / "study-lora.yaml").read_text())
+    regimes, lines, judged = runs("study-lora"), [], []
+    for item in study["judged"]:
+        regime, = item["regimes"]
+        for arm, rows in sorted(regimes[regime].items()):
+            areas = [float(row["area"]) for row in rows.values()]
+            ends = [float(row["final_accuracy"]) for row in rows.values()]
+            lines.append([f"`{regime}`", f"`{arm}`", len(rows),
+                          f"{mean_of(rows, 'first_accuracy'):.3f}",
+                          f"{statistics.mean(areas):.3f} ± {statistics.stdev(areas):.3f}",
+                          f"{statistics.mean(ends):.3f} ± {statistics.stdev(ends):.3f}",
+                          sum(map(below_start, rows.values())), f"{mean_of(rows, 'k3'):.1e}"])
+        judged.append(f"`{regime}`:\n\n" + judged_areas(regimes[regime], item))
+    head = ["regime", "arm", "seeds", "accuracy at the start", "area", "accuracy at the end",
+            "below start", "k3"]
+    return "\n\n".join([markdown(head, lines), *judged])
+
+
+def study_lora_rates():
+    """Tabulate the areas from which the learning rates of the adapter's study were taken."""
+    regimes = runs("study-lora-rates")
+    areas = {regime: {arm: mean_of(rows, "area") for arm, rows in arms.items()}
+             for regime, arms in regimes.items()}
+    rates = sorted({arm.rpartition("_")[2] for arms in areas.values() for arm in arms}, key=float)
+    lines = []
+    for regime, found in areas.items():
+        for kind in ("full", "lora", "lora_all"):
+            best = max(found[arm] for arm in found if arm.rpartition("_")[0] == kind)
+            cells = [found.get(f"{kind}_{rate}") for rate in rates]
+            lines.append([f"`{regime}`", f"`{kind}`",
+                          *("" if area is None else f"**{area:.3f}**" if area == best
+                            else f"{area:.3f}" for area in cells)])
+    return markdown(["regime", "arm", *rates], lines)
+
+
 def study_empty():
     """Tabulate the first study's runs that kept least, before and after a rerun.
 
@@ -1394,6 +1431,7 @@ TABLES = {"doctor-rates": lambda: rates("doctor-rates.txt", -2),
           "study-64-arms": study_64_arms,
           "study-64-warned": study_64_warned, "study-64-empty": study_64_empty,
           "study-crossing": study_crossing,
+          "study-lora": study_lora, "study-lora-rates": study_lora_rates,
           "study-empty": study_empty,
           "study-64-rounding": study_64_rounding, "study-64-score": study_64_score,
           "study-64-shares": study_64_shares,

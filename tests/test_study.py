@@ -182,8 +182,10 @@ def test_every_method_is_explained_in_the_appendix(name):
     assert {method for method in declared if not method.endswith("_again")} <= rows
 
 
-@pytest.mark.parametrize("name", ["study", "study-64", "study-crossing"])
-def test_every_declared_cell_is_a_run_and_every_line_was_declared(name):
+@pytest.mark.parametrize("name, lines", [
+    ("study", 564), ("study-64", 520), ("study-crossing", 40),
+    ("study-lora", 60), ("study-lora-rates", 50)])
+def test_every_declared_cell_is_a_run_and_every_line_was_declared(name, lines):
     declared, cells = study.declared(ROOT / "math" / f"{name}.yaml"), set()
     for regime, method, seed in study.wanted(declared):
         cells.add((regime, method, seed))
@@ -191,8 +193,7 @@ def test_every_declared_cell_is_a_run_and_every_line_was_declared(name):
             assert study.config_of(declared, regime, method, seed).seed == seed
     rows = study.read(ROOT / "math" / f"{name}.csv")
     assert {(row["regime"], row["method"], int(row["seed"])) for row in rows} == cells
-    # Each study was run to its end.
-    assert len(rows) == len(cells) == {"study": 564, "study-64": 520, "study-crossing": 40}[name]
+    assert len(rows) == len(cells) == lines                         # each study was run to its end
 
 
 @pytest.mark.parametrize("method, crossed, mask, score", [
