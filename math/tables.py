@@ -1138,7 +1138,7 @@ def study_crossing():
 
 
 def study_lora():
-    """Tabulate the study of an adapter against full weights: three arms and two contrasts a regime."""
+    """Tabulate the study of an adapter against full weights: three arms, two contrasts a regime."""
     study = yaml.safe_load((ROOT / "math" / "study-lora.yaml").read_text())
     regimes, lines, judged = runs("study-lora"), [], []
     for item in study["judged"]:
