@@ -42,7 +42,7 @@ def process_group() -> Iterator[torch.device]:
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks, threads = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.get_num_threads()
     torch.set_num_threads(max(1, (cores or 1) // ranks))
     # A store as torchrun's, since NCCL was never tried with the others; port 0 is any free one.
     alone: dict[str, Any] = {} if "RANK" in os.environ else {
@@ -63,6 +63,7 @@ def process_group() -> Iterator[torch.device]:
         raise
     finally:
         dist.destroy_process_group()
+        torch.set_num_threads(threads)         # a caller's own, which may run more than this
 
 
 def choose_device() -> torch.device:

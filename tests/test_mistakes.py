@@ -6,6 +6,7 @@ import re
 from importlib import metadata
 
 import pytest
+import torch
 import transformers
 from launching import ROOT
 from packaging.requirements import Requirement
@@ -155,3 +156,14 @@ def test_installed_versions_are_the_supported_ones():
         f"torch 2.14.0 is outside ==2.13.0: {BREAKS['torch']}",
         f"transformers 5.20.0 is outside <5.20,>=5.16.1: {BREAKS['transformers']}",
         f"vllm 0.33.1 is outside ==0.32.0: {BREAKS['vllm']}"]
+
+
+def test_a_run_gives_its_caller_the_threads_back(run):
+    """A run takes threads by its cores and the model's size, also one that a mistake ends."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert run("task.kind=jsonl", "task.path=nowhere.jsonl")[0] == 2
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
