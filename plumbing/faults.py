@@ -41,9 +41,6 @@ def process_group() -> Iterator[torch.device]:
     own = dist.get_default_backend_for_device(device)          # NCCL for CUDA
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    ranks, threads = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.get_num_threads()
-    torch.set_num_threads(max(1, (cores or 1) // ranks))
     # A store as torchrun's, since NCCL was never tried with the others; port 0 is any free one.
     alone: dict[str, Any] = {} if "RANK" in os.environ else {
         "store": dist.TCPStore("127.0.0.1", 0, 1, True), "rank": 0, "world_size": 1}
@@ -51,6 +48,9 @@ def process_group() -> Iterator[torch.device]:
     # vLLM makes groups that not all ranks are in.
     dist.init_process_group(own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}",
                             **alone)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    ranks, threads = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.get_num_threads()
+    torch.set_num_threads(max(1, (cores or 1) // ranks))
     try:
         yield device
         # Gloo's threads free a collective's tensors after its result is known. If one does so
