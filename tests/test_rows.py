@@ -32,14 +32,14 @@ def kept_by(name, train, rollout, mask=MASK, advantages=None, reach=2.0):
 
 
 @cache
-def judged(name):
+def judged(name) -> torch.Tensor:
     """Return A of the sign for which the criterion rejects: one may spare tokens with A < 0."""
     return next(a for a in (DOWN, -DOWN)
                 if not kept_by(name, LP, MU_LP, advantages=a, reach=1.0).mask.equal(MASK))
 
 
 @cache
-def middle(name):
+def middle(name) -> float:
     """Return a reach at which the criterion keeps some tokens and rejects some."""
     return next(reach for reach in (2.0, 1.2, 4.0, 8.0, 50.0)
                 if 0 < kept_by(name, LP, MU_LP, reach=reach).mask.sum() < MASK.sum())
