@@ -125,16 +125,16 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
     rollout_log_prob, or if a criterion lacks its advantages.
     """
     _check_shapes(train_log_prob, rollout_log_prob, response_mask)
-    train, rollout, level = train_log_prob.detach(), rollout_log_prob.detach(), config.rollout_is
+    rollout_log_prob, level = rollout_log_prob.detach(), config.rollout_is
 
-    log_rho = masked_log_ratio(train, rollout, response_mask)                            # [B, T]
+    log_rho = masked_log_ratio(train_log_prob.detach(), rollout_log_prob, response_mask)  # [B, T]
     weights = truncated = None
     if level is not None:
         weights = truncated = importance_weights(log_rho, response_mask, level,
                                                  config.rollout_is_threshold)            # [B, T]
         if config.rollout_is_batch_normalize:
             weights = batch_normalize(truncated, response_mask, level, group)
-    seen = Evidence(log_rho, response_mask.bool(), advantages, rollout, group)
+    seen = Evidence(log_rho, response_mask.bool(), advantages, rollout_log_prob, group)
     verdicts = judge_all(seen, config.rollout_rs)
     kept = keep_all_agree(seen.mask, verdicts)                                           # [B, T]
     mask = response_mask * kept if verdicts else response_mask

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from functools import cache
 
 import pytest
 import torch
@@ -18,15 +19,30 @@ from surrogates import LOSSES, clipped_weights
 
 every_criterion = pytest.mark.parametrize("name", CRITERIA)
 LP, OLD_LP, MU_LP = (pi.log_probs().detach() for pi in (PI, OLD, PI.perturbed(1, 0.8)))
-DOWN = -torch.ones_like(LP)                             # A < 0: no criterion spares a token for it
+DOWN = -torch.ones_like(LP)                             # A < 0
 
 
 def bound(name, reach=2.0):                             # in the form that the row reads
     return (1 / reach, reach) if CRITERIA[name].read is interval else 0.1 * (reach - 1) or 1e-10
 
 
-def kept_by(name, train, rollout, mask=MASK, advantages=DOWN, reach=2.0):
+def kept_by(name, train, rollout, mask=MASK, advantages=None, reach=2.0):
+    advantages = judged(name) if advantages is None else advantages
     return correct(train, rollout, mask, Config(rollout_rs={name: bound(name, reach)}), advantages)
+
+
+@cache
+def judged(name) -> torch.Tensor:
+    """Return A of the sign for which the criterion rejects: one may spare tokens with A < 0."""
+    return next(a for a in (DOWN, -DOWN)
+                if not kept_by(name, LP, MU_LP, advantages=a, reach=1.0).mask.equal(MASK))
+
+
+@cache
+def middle(name) -> float:
+    """Return a reach at which the criterion keeps some tokens and rejects some."""
+    return next(reach for reach in (2.0, 1.2, 4.0, 8.0, 50.0)
+                if 0 < kept_by(name, LP, MU_LP, reach=reach).mask.sum() < MASK.sum())
 
 
 @every_criterion
@@ -34,7 +50,8 @@ def kept_by(name, train, rollout, mask=MASK, advantages=DOWN, reach=2.0):
 def test_padding_is_not_kept_and_does_not_matter(name, junk):
     """eq:rejection: the mask and the metrics are the same, whatever stands on padding."""
     clean, dirty = (kept_by(name, *(torch.where(MASK, x, padding) for x in (LP, MU_LP)), MASK,
-                            torch.where(MASK, DOWN, padding)) for padding in (0.0, junk))
+                            torch.where(MASK, judged(name), padding), middle(name))
+                    for padding in (0.0, junk))
     assert torch.equal(clean.mask, dirty.mask) and not (dirty.grounds.kept & ~MASK).any()
     assert 0 < clean.mask.sum() < MASK.sum() and to_host(clean.metrics) == to_host(dirty.metrics)
 
@@ -73,7 +90,7 @@ def test_a_tensor_is_an_error_where_the_row_needs_it_and_it_is_not_given(name, t
 
 @pytest.mark.parametrize("name", [name for name, row in CRITERIA.items() if row.of != "batch"])
 def test_micro_batches_merge_to_the_metrics_of_the_whole(name):
-    cut = zip(*(x.split([1, 6, 8]) for x in (LP, MU_LP, MASK, DOWN)), strict=True)
+    cut = zip(*(x.split([1, 6, 8]) for x in (LP, MU_LP, MASK, judged(name))), strict=True)
     merged, whole = merge([kept_by(name, *x) for x in cut]), kept_by(name, LP, MU_LP).metrics
     assert to_host(merged) == pytest.approx(to_host(whole), rel=1e-9, abs=NO_SPREAD)    # eq:merge
 
