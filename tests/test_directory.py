@@ -66,18 +66,18 @@ def files(directory):
 
 # ------------------------------------------------------------------------------------ one at a time
 
-def test_a_second_start_is_told_who_trains(tiny_model, tmp_path):
+def test_a_second_start_is_told_who_trains(tiny_model, forks, tmp_path):
     arguments = [*LONG, f"policy.path={tiny_model}"]
     first = start(arguments, tmp_path)
     assert "runs/x" in said_until(first, "5 tokens a step")
-    second = start(arguments, tmp_path)
+    second = start(arguments, tmp_path, forks)
     _, said = second.communicate(timeout=HANG)
     first.kill()                                   # its lock dies with it
     first.communicate()
     assert second.returncode == 2 and said.count("\n") == 1, said
     assert (f"runs/x is in use by process {first.pid} on " in said
             and "choose another run=NAME" in said)
-    third = start([*arguments[:-1], f"policy.path={tiny_model}", "train.steps=2"], tmp_path)
+    third = start([*arguments, "train.steps=2"], tmp_path, forks)
     assert (third.wait(HANG) == 0 and
             [line["step"] for line in read_metrics(tmp_path / "runs/x/metrics.jsonl")][-1] >= 2)
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from launching import shell
 from safetensors.torch import load_file
-from waiting import HANG
 
 HERE = Path(__file__).resolve().parent.parent
 DEMO = ["rollout.engine=transformers", "train.steps=12", "train.save_every=2"]
@@ -28,7 +28,7 @@ SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "roll
          "rollout.samples=4", "rollout.max_tokens=5", "train.mini_batches=2", "train.lr=0.01",
          "train.steps=8", "train.save_every=2", "train.keep=2", "train.eval_every=3"]
 
-# Imports once and forks for every attempt: argv[1] is a list of [place, call that is the last] or
+# Forks for every attempt: argv[1] is a list of [place, call that is the last] or
 # ["moment", calls and returns after the attempt's first step was logged], the rest is the
 # trainer's. Each attempt must be killed.
 DRIVER = """
@@ -118,10 +118,9 @@ def differences(directory: Path, whole: Path) -> list[str]:
         [] if (directory / "curves.png").exists() else ["curves.png"])
 
 
-def drive(faults, arguments, cwd):
-    result = subprocess.run(
-        [sys.executable, "-c", DRIVER, json.dumps(faults), *arguments], cwd=cwd, timeout=HANG,
-        env={"PYTHONPATH": str(HERE), "PATH": ""}, capture_output=True, text=True)
+def drive(faults, arguments, cwd, forks):
+    (cwd / "driver.py").write_text(DRIVER)
+    result = shell([sys.executable, *forks, "driver.py", json.dumps(faults), *arguments], cwd)
     assert result.returncode == 0, result.stderr
 
 
@@ -130,15 +129,15 @@ def drive(faults, arguments, cwd):
     ("crossing", ["rollout.staleness=2", "rollout.update_every=2", "train.steps=4",
                   "train.save_every=1", "policy.lora_rank=4", "loss.kl_coef=0.1"]),
     ("moments", ["correction.preset=bypass_pg_is"])])
-def test_a_killed_run_ends_as_an_uninterrupted_one(case, settings, tiny_model, tmp_path):
+def test_a_killed_run_ends_as_an_uninterrupted_one(case, settings, tiny_model, forks, tmp_path):
     arguments = [*SMALL, *settings, *(["train.steps=24"] if case == "moments" else []),
                  f"policy.path={tiny_model}"]
-    drive([], [*arguments, "run=whole"], tmp_path)
+    drive([], [*arguments, "run=whole"], tmp_path, forks)
     # A step is some 200 000 calls and returns.
     rng = random.Random(0)
     faults = {"places": FAULTS, "crossing": CROSSING,
               "moments": [("moment", rng.randrange(700_000)) for _ in range(3)]}[case]
-    drive(faults, [*arguments, "run=parts"], tmp_path)
+    drive(faults, [*arguments, "run=parts"], tmp_path, forks)
     assert differences(tmp_path / "runs/parts", tmp_path / "runs/whole") == []
     # There are train.keep checkpoints, and no leftovers.
     assert len(list((tmp_path / "runs/parts/checkpoints").iterdir())) == 2

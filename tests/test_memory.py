@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launching import shell
 from safetensors.torch import load_file
 from waiting import HANG
 
@@ -105,13 +106,13 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.skipif(not hasattr(os, "confstr")
                     or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""),
                     reason="glibc's mallopt is asked for")
-def test_what_was_freed_is_taken_again_without_the_kernel():
+def test_what_was_freed_is_taken_again_without_the_kernel(forks, tmp_path):
     """64 MB are 16 384 pages, which the kernel hands out anew for none of the last tensors.
 
     Without `keep_memory` it would do so for each of the last four.
     """
+    (tmp_path / "faults.py").write_text(FAULTS)
+
     def faults(how):
-        return int(subprocess.run(
-            [sys.executable, "-c", FAULTS, how], text=True, check=True, stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(HERE)}).stdout)
+        return int(shell([sys.executable, *forks, "faults.py", how], tmp_path).stdout)
     assert faults("given back") > 4000 > 100 > faults("kept")
