@@ -169,9 +169,12 @@ def update_flops(model: Shapes, prompts: int, responses: int) -> float:
     return each * (model.matrices * (prompts + responses) + model.head * responses)
 
 
+SIDES = {"cpu": 512}               # of the matrices whose product is timed, where it is not 4096
+
+
 def matrix_rate(device: torch.device, dtype: str) -> float:
     """Measure the FLOPs a second of a product of matrices, in less than a tenth of a second."""
-    n, seconds = 512 if device.type == "cpu" else 4096, []
+    n, seconds = SIDES.get(device.type, 4096), []
     x = torch.full((n, n), 0.5, dtype=DTYPES[dtype], device=device)
     for _ in range(8):
         began = time.perf_counter()

@@ -82,10 +82,12 @@ DRIVER = """
 import contextlib, json, os, sys, traceback, torch, torch.distributed as dist
 import pretend_gpu           # from here on it is torch's accelerator, and the trainer finds it
 import policy, trainer, plumbing.run
-from plumbing import tasks
-# A reward that untaught models earn; and the curves are not drawn.
+from plumbing import cards, tasks
+# A reward that untaught models earn. The curves are not drawn, and the products of matrices that a
+# run times when it opens are small: those for a card take this processor seven seconds.
 tasks.Task.reward = lambda self, problem, response: float(len(response) % 2)
 plumbing.run.plot = lambda *_: None
+cards.SIDES[pretend_gpu.DEVICE.type] = 64
 # Calls of the policy and of `update`; waits of a step's parts.
 passes, updates, parts = [], [], {}
 forward, timed, update = policy.Policy.forward, plumbing.run.Run.time_part, trainer.update
