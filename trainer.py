@@ -340,6 +340,7 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
     takes its step.
     """
     config, policy, how = run.config, run.policy, run.config.loss
+    loss_config = loss_of(config)
     if correction is None and (options.of_whole_batches or how.denominator == "kept"):
         # What is kept, and the mean weight, are known only after a pass over the mini-batch.
         correction = correct(score(policy, batch, config), batch.rollout_log_prob,
@@ -357,7 +358,7 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
             log_prob, part.rollout_log_prob, part.response_mask, options, part.advantages))
         loss, metrics = policy_loss(
             log_prob, part.old_log_prob, part.rollout_log_prob, part.advantages,
-            part.response_mask, options, loss_of(config), correction=corrections[-1],
+            part.response_mask, options, loss_config, correction=corrections[-1],
             counts=counts, candidates=candidates)
         if part.ref_log_prob is not None:
             kind, level = kl_of(how)

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from conftest import steady
+from conftest import SMALL, steady
+from launching import shell, torchrun
 from oracle import close
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tolerances import gamma
 from transformers import AutoModelForCausalLM
 
+from plumbing.checkpoints import read_metrics
 from plumbing.engines import make_engine
 from plumbing.faults import process_group
 from plumbing.models import add_adapter, read_model
@@ -174,6 +176,44 @@ def test_a_run_with_everything_is_resumed_bit_for_bit(engine, run, tmp_path, req
         first, second = (load_file(tmp_path / "runs" / name / file) for name in ("whole", "parts"))
         assert all(torch.equal(x, second[name]) for name, x in first.items())
     assert whole[0]["loss/kl"] == 0 or abs(whole[0]["loss/kl"]) < abs(whole[-1]["loss/kl"])
+
+
+KILLED = """
+import os, signal, sys, trainer
+from plumbing import run
+from plumbing.tasks import Task
+Task.reward = lambda self, problem, response: float(len(response) % 2)     # untaught models earn it
+log = run.Run.log
+def last(self, step, metrics):
+    log(self, step, metrics)
+    if step == 3: os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[1] == "killed": run.Run.log = last
+sys.exit(trainer.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_two_ranks_that_were_killed_end_with_the_same_bits(engine, forks, tiny_model, tmp_path,
+                                                           request):
+    """They train an adapter with four bits, stale weights, a replayed cut and π_ref."""
+    if engine == "vllm":
+        request.getfixturevalue("vllm_required")
+    (tmp_path / "driver.py").write_text(KILLED)
+    begin = forks if engine == "transformers" else []       # vLLM expects a process of its own
+    given = [*SMALL, *LORA, "rollout.staleness=2", "rollout.top_p=0.9", "rollout.top_k=8",
+             "loss.kl_coef=0.1", "train.save_every=2", f"rollout.engine={engine}",
+             f"policy.path={tiny_model}"]
+
+    def train(how, name):
+        return shell(torchrun(2, *begin, "driver.py", how, *given, f"run={name}"), tmp_path)
+    ends = [train("whole", "whole"), train("killed", "parts"), train("goes on", "parts")]
+    assert [end.returncode == 0 for end in ends] == [True, False, True], ends[-1].stderr
+    assert "continuing after step 2" in ends[-1].stderr
+    whole, parts = ((tmp_path / "runs" / name) for name in ("whole", "parts"))
+    first, second = (load_file(x / "model/adapter_model.safetensors") for x in (whole, parts))
+    assert all(torch.equal(x, second[name]) for name, x in first.items())
+    lines, others = (steady(read_metrics(x / "metrics.jsonl")) for x in (whole, parts))
+    assert lines == others and len(lines) == 4
 
 
 def test_a_finished_run_leaves_pefts_adapter_and_the_merged_model(run, tmp_path, tiny_model):
