@@ -57,14 +57,16 @@ def ess(metrics: dict) -> float:
     return 1 / (1 + chi2) if raw is None else raw
 
 
+CURVES = ["reward/mean", "eval/accuracy", "response/length_mean", "rollout_corr/k3_kl",
+          "loss/clip_fraction", "grad_norm"]
+
+
 def plot(lines: list[dict], path: Path) -> None:
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    names = ["reward/mean", "eval/accuracy", "response/length_mean", "rollout_corr/k3_kl",
-             "loss/clip_fraction", "grad_norm"]
     figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
-    for name, axis in zip(names, axes.flat):
+    for name, axis in zip(CURVES, axes.flat):
         points = [(line["step"], line[name]) for line in lines if name in line]
         axis.plot(*zip(*points), marker="o" if len(points) < 20 else None)
         axis.set(title=name, xlabel="step")

@@ -96,8 +96,8 @@ def run(tiny_model, tmp_path, monkeypatch):
     """run("key=value" …) trains the tiny model in an empty directory: (exit code, metrics lines).
 
     The reward is 1 for a response of odd length, which an untaught model earns half of the time.
-    Drawing the curves takes longer than everything else. So they are drawn only with `draw`: by the
-    runs of every preset, of test_faults.py, and by the default command.
+    Drawing the curves takes longer than everything else. So they are drawn only with `draw`, in
+    test_faults.py, and by the default command.
     """
     import matplotlib.figure
 
