@@ -330,8 +330,8 @@ def record(x: Tokens) -> Finding | None:
 
     Then something was cut, or the record is wrong. If μ alone is cut, log ρ is the log of the mass
     kept; if the record leaves the cut out, log ρ is minus that. Dividing by τ after the softmax
-    leaves log Σp^{1/τ} = (1 − 1/τ)·H_{1/τ}, where H is Rényi's entropy. Then E[−log π] > H(π),
-    while a cut, which takes the least likely tokens, has E[−log π] ≤ H(π).
+    leaves log Σp^{1/τ} = (1 − 1/τ)·H_{1/τ}, where H is Rényi's entropy. A cut takes
+    the least likely tokens, so that E[−log π] ≤ H(π). A division with τ < 1 has E[−log π] > H(π).
     """
     d, h = x.d(), x.entropy
     z, lean = _z(d.expm1()), (d.mean() / d.var().clamp(min=1e-12)).item()
@@ -500,10 +500,10 @@ def find_causes(x: Tokens) -> list[Finding]:
                 if (f := law(x)) and f.cause not in named]
         if any(f.rest and len(f.rest.t) > 20 and not record(f.rest) for f in parts):
             laws = [f for f in laws if f.left != RECORD]        # few tokens made π improper
-        ranked = sorted(parts + laws, key=lambda f: f.left)
-        if not ranked and not (found and found[-1].enough):
-            ranked = [f for f in [texture(x)] if f]
+        ranked: list[Finding] = sorted(parts + laws, key=lambda f: f.left)
         first = ranked[0] if ranked else None
+        if first is None and not (found and found[-1].enough):
+            first = texture(x)
         if first is None or first.cause in named:
             break
         near = [f for f in ranked[1:2] if RECORD < first.left > f.left ** 2]    # half of its nats
