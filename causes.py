@@ -260,9 +260,11 @@ def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
         share = RECORD / 2 if cause == "tool" else share
         best = found[cause].left if cause in found else BOUNDS.get(cause, 1.0) ** (1 / easier)
         if share < min(best, TEN ** (1 / len(e))):
-            found[cause] = Finding(cause, share, f"mean gap {where} {size:.3f} logits "
-                                   f"({int(dirty.sum())} tokens), of all others {rest:.3f}",
-                                   x.take(~drop))
+            evidence = (f"mean gap {where} {size:.3f} logits ({int(dirty.sum())} tokens), of all "
+                        f"others {rest:.3f}")
+            blind = cause == "in-flight" and int(x.start.min()) < 0     # prompts are not known
+            found[cause] = Finding(cause, share, evidence, x.take(~drop),
+                                   other=Finding("window", 1.0, evidence) if blind else None)
     return list(found.values())
 
 
