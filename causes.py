@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-FLOOR = 0.01            # logits: a smaller gap needs no explanation
-RECORD = 0.01           # share left by a wrong record, whose law is not about sizes
+FLOOR = 0.01            # logits: a smaller gap needs no explanation, unless other tokens agree
+RECORD = 1e-4           # share left by a wrong record, whose law is not about sizes
 TEN = math.exp(-10)     # ten nats are not chance
 
 
@@ -99,10 +99,12 @@ class Finding(NamedTuple):
     evidence: str
     rest: Tokens | None = None
     enough: bool = False                # pairs of tokens show no other cause that is everywhere
+    other: "Finding | None" = None      # what explains the gap almost as well
 
     @property
     def confidence(self) -> str:
-        return "certain" if self.left < 0.3 else "likely" if self.left < 1 else "suggested"
+        sure = self.left < 0.3 and self.other is None
+        return "certain" if sure else "likely" if self.left < 1 else "suggested"
 
 
 def log_odds(x: Tensor) -> Tensor:
@@ -123,7 +125,12 @@ def _z(x: Tensor) -> float:
     return (x.sum() / x.square().sum().sqrt().clamp(min=1e-12)).item()
 
 
-def gap_left(e: Tensor, *parts: Tensor) -> float:
+def floor(e: Tensor) -> float:
+    """Return the gap that needs no explanation: less than FLOOR if a quarter of tokens agree."""
+    return min(FLOOR, max(FLOOR / 100, e.abs().quantile(0.25).item())) if len(e) else FLOOR
+
+
+def gap_left(e: Tensor, *parts: Tensor, least: float = FLOOR) -> float:
     """Return the share of a gap that remains if each part has its own size.  (eq:gap-left)
 
         Π (mean|e| of the part)^{n of the part / n} / mean|e|
@@ -131,8 +138,8 @@ def gap_left(e: Tensor, *parts: Tensor) -> float:
     A Laplace distribution describes n numbers in n log mean|e| nats, up to a constant. So the share
     is exp(−nats saved per token), and causes of any kind can be compared by it.
     """
-    nats = sum(len(x) * math.log(_mean(x) + FLOOR) for x in (e[part] for part in parts))
-    return math.exp(nats / max(1, len(e))) / (_mean(e) + FLOOR)
+    nats = sum(len(x) * math.log(_mean(x) + least) for x in (e[part] for part in parts))
+    return math.exp(nats / max(1, len(e))) / (_mean(e) + least)
 
 
 def numerics(x: Tokens) -> float:
@@ -187,7 +194,7 @@ def _inner(places: Tensor) -> list[int]:
 
 def from_where_wild(x: Tokens) -> Tensor:
     """Mark, in some responses, the tokens from the first wild gap on: [N] bool."""
-    e, n = x.e().abs() + FLOOR, int(x.row.max()) + 1
+    e, n = x.e().abs() + floor(x.e()), int(x.row.max()) + 1
     clean = e.median()
     wild = torch.maximum(e.quantile(0.995) / 2, 4 * clean)
     nats = e / clean - e / wild - (wild / clean).log()          # saved if the token is wild
@@ -220,8 +227,11 @@ def parts_of(x: Tokens) -> Iterator[tuple[str, float, str, Tensor, Tensor]]:
     old = x.version < x.version.max()
     yield "stale", 1.5, "of tokens of older versions", old, old
     if x.start.max() > x.start.min() >= 0:
-        short = x.start < x.start.max()
-        yield "padding", 4, "after prompts shorter than the longest", short, short
+        short, each = x.start < x.start.max(), x.start[some].unique()
+        sizes = [_mean(y.e()[y.start == length]) for length in each]
+        ranks = torch.tensor([(-each).tolist(), sizes]).argsort().argsort().double()
+        grows = len(each) > 5 and torch.corrcoef(ranks)[0, 1] > 0.85        # with the padding
+        yield "padding", 1.6 if grows else 4, "after prompts shorter than the longest", short, short
     for cause, place, what in (("window", x.start + x.t, "position"), ("in-flight", x.t, "token")):
         if x.start.min() >= 0 or cause == "in-flight":
             for at in _inner(place):
@@ -230,30 +240,36 @@ def parts_of(x: Tokens) -> Iterator[tuple[str, float, str, Tensor, Tensor]]:
                     yield cause, 3, f"before {what} {at}", place < at, place < at
 
 
-def places(x: Tokens) -> list[Finding]:
+def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
     """Return the best part of each kind, if all tokens outside it are clean."""
     found: dict[str, Finding] = {}
     some = x.unsure()
     e = x.e()[some]
+    least = floor(e)
     for cause, ratio, where, part, drop in parts_of(x):
         dirty = part[some]
         if dirty.sum() < 3 or (~dirty).sum() < 10:
             continue
         size, rest = _mean(e[dirty]), _mean(e[~dirty])
-        share = RECORD / 2 if cause == "tool" else gap_left(e, dirty, ~dirty)
+        cost = {"retokenised": 4 * len(x.row[part].unique()), "in-flight": 3}.get(cause, 0)
+        share = gap_left(e, dirty, ~dirty, least=least) * math.exp(cost / len(e))   # nats: a choice
         if cause not in ("tool", "retokenised"):            # one bad token is not enough
             size = min(size, 1.5 * e[dirty].abs().median().item())
-        if size < max(0.05, ratio * rest):
+        if size < max(5 * least, ratio / easier * rest):
             continue
-        best = found[cause].left if cause in found else BOUNDS.get(cause, 1.0)
+        share = RECORD / 2 if cause == "tool" else share
+        best = found[cause].left if cause in found else BOUNDS.get(cause, 1.0) ** (1 / easier)
         if share < min(best, TEN ** (1 / len(e))):
-            found[cause] = Finding(cause, share, f"mean gap {where} {size:.3f} logits "
-                                   f"({int(dirty.sum())} tokens), of all others {rest:.3f}",
-                                   x.take(~drop))
+            evidence = (f"mean gap {where} {size:.3f} logits ({int(dirty.sum())} tokens), of all "
+                        f"others {rest:.3f}")
+            blind = cause == "in-flight" and int(x.start.min()) < 0     # prompts are not known
+            found[cause] = Finding(cause, share, evidence, x.take(~drop),
+                                   other=Finding("window", 1.0, evidence) if blind else None)
     return list(found.values())
 
 
-BOUNDS = {"window": 0.9, "in-flight": 0.9}  # of the share left: healthy pairs leave 0.93
+# Bounds of the share left: healthy pairs leave 0.93, and other causes look retokenised at 0.83.
+BOUNDS = {"window": 0.9, "in-flight": 0.9, "retokenised": 0.8}
 
 
 # --- what form the gap has
@@ -293,8 +309,11 @@ def shift(x: Tokens) -> Finding | None:
 def penalty(x: Tokens) -> Finding | None:
     """Test for a penalty on μ, which lowers tokens that occurred before and raises all others."""
     found: list[Finding] = []
+    d, (i, j, _, _) = x.d(), pairs(x)
     for what, old in (("the response", x.seen), ("prompt or response", x.seen | x.known)):
-        d = x.d()
+        same = (d[i] - d[j])[~old[i] & ~old[j]]         # a penalty does not tell new tokens apart
+        if len(same) >= 8 and _mean(same) > max(numerics(x), 0.5 * _mean(d[~old])):
+            continue
         seen, new = d[old & (d.abs() > 1e-4)], d[~old & (d.abs() > 1e-4)]
         if min(len(seen), len(new)) >= 10:
             above, below = _share(seen > 0), _share(new < 0)
@@ -309,36 +328,40 @@ def penalty(x: Tokens) -> Finding | None:
 def record(x: Tokens) -> Finding | None:
     """Test whether π is no distribution over what μ sampled, while log ρ has one sign.
 
-    (eq:martingale, eq:record-sign, eq:unnormalised)
+    (eq:martingale, eq:record-sign, eq:unnormalised, eq:tail)
 
     Then something was cut, or the record is wrong. If μ alone is cut, log ρ is the log of the mass
     kept; if the record leaves the cut out, log ρ is minus that. Dividing by τ after the softmax
-    leaves log Σp^{1/τ} = (1 − 1/τ)·H_{1/τ}, where H is Rényi's entropy.
+    leaves log Σp^{1/τ} = (1 − 1/τ)·H_{1/τ}, where H is Rényi's entropy. A cut takes
+    the least likely tokens, so that E[−log π] ≤ H(π). A division with τ < 1 has E[−log π] > H(π).
     """
     d, h = x.d(), x.entropy
-    z, lean = _z(d.expm1()), (d.mean() / d.square().mean().clamp(min=1e-12)).item()
+    z, lean = _z(d.expm1()), (d.mean() / d.var().clamp(min=1e-12)).item()
     evidence = f"E[ρ] = {d.exp().mean().item():.4f}, {abs(z):.0f} standard errors from 1"
     if z < -5 and lean >= -0.8 and _z(-x.mu - h) < -8:         # cuts ≤ −16, weights −4
         return Finding("cut", 0.99, f"{evidence}; E[−log μ − H] = {(-x.mu - h).mean().item():+.3f},"
                        f" {-_z(-x.mu - h):.0f} standard errors below 0", x)
-    if abs(z) < 5 or -0.8 < lean < 1.2 or z * lean < 0:         # lean: −½ for a small honest gap
+    heavy = 2 * abs(z) < _z((-d).expm1())           # a few tokens decide E[ρ]
+    if abs(z) < 5 or heavy or -0.6 < lean < 1.2 or z * lean < 0:    # −½ for a small honest gap
         return None
     sign = _share(d < 1e-5) if z < 0 else _share(d > -1e-5)
     evidence += f"; log ρ {'≤' if z < 0 else '≥'} 0 on {sign:.1%} of the tokens"
     i, j, _, _ = pairs(x)
     rest = x._replace(mu=(x.mu + d.median()).clamp(max=0)), _mean(d[i] - d[j]) < numerics(x)
-    some = (d.abs() > 1e-3) & (h > 1e-2)
-    if some.sum() > 20:
-        power = _fit(d[some].abs().log(), h[some].log(), torch.ones_like(h[some]))[0][0].item()
-        ranks = torch.stack([y.argsort().argsort() for y in (d.abs(), h)]).double()
-        if torch.corrcoef(ranks)[0, 1] > 0.8 and abs(power - 1) < 0.09:
-            return Finding("temperature", RECORD, f"{evidence}, and grows with the entropy (rank "
-                           f"correlation {torch.corrcoef(ranks)[0, 1].item():.2f}): divided by τ "
-                           "after the softmax", *rest)
-    return Finding("cut" if z < 0 else "raw", RECORD, evidence, *rest)
+    spread, excess = math.inf, _z(-x.pi - h) * (1 if z < 0 else -1)
+    if (some := h > 0.02).sum() > 80:               # eight parts of rising entropy: mean d / mean H
+        parts = zip(*(y[some][h[some].argsort()].chunk(8) for y in (d, h)))
+        spread = torch.stack([a.mean() / b.mean() for a, b in parts]).abs().log().std().item()
+    kept = Finding("cut" if z < 0 else "raw", RECORD, evidence, *rest)
+    divided = Finding("temperature", RECORD, f"{evidence}; as a multiple of the entropy it varies "
+                      f"by {spread:.0%} only, and π's surprisal is {excess:.0f} standard errors "
+                      "beyond the entropy: divided by τ after the softmax", *rest)
+    if (spread < 0.15 and excess > -5) or (spread < 0.35 and excess > 5):   # cuts: 0.3, or ≤ −40
+        return divided._replace(other=kept if excess < 5 and spread > 0.1 else None)
+    return kept._replace(other=divided if spread < 0.35 and excess > -5 else None)
 
 
-def slope_of(x: Tokens) -> Finding | None:
+def slope_of(x: Tokens, sure: bool = True) -> Finding | None:
     """Test whether the gap is a slope of the log-odds, and of differences after one prefix.
 
     (eq:temperature-slope, eq:same-prefix). Such a slope is a temperature:
@@ -350,10 +373,11 @@ def slope_of(x: Tokens) -> Finding | None:
     d, e, odds, some = x.d(), x.e(), log_odds(x.mu), x.unsure()
     (slope, middle), _ = _fit(e[some], odds[some], torch.ones_like(e[some]))
     residual = e - slope * odds - middle
-    left = (_mean(residual[some]) + FLOOR) / (_mean(e[some]) + FLOOR)
+    least = floor(e[some])
+    left = (_mean(residual[some]) + least) / (_mean(e[some]) + least)
     evidence = f"log-odds of π are {1 + slope.item():.3f} × those of μ, {left:.0%} of the gap left"
-    cause, enough = "temperature", _mean(residual) < numerics(x)
-    most = 0.7 if _mean(e) > numerics(x) else 0.0       # weights leave 0.78; noise too has a slope
+    cause, other, enough = "temperature", "", _mean(residual) < numerics(x)
+    most = (0.7 if sure else 0.95) if _mean(e) > numerics(x) else 0.0       # weights leave 0.78
     i, j, _, _ = pairs(x)
     moved = (x.mu[i] != x.mu[j]) & (x.pi[i] != x.pi[j])
     i, j = i[moved], j[moved]
@@ -361,19 +385,25 @@ def slope_of(x: Tokens) -> Finding | None:
         a, b = x.mu[i] - x.mu[j], x.pi[i] - x.pi[j]
         (factor,), line = _fit(b, a)
         bent = _fit(b, a, *(x.mu[i] ** n - x.mu[j] ** n for n in (2, 3)))[1]
-        gain = len(i) * math.log((_mean(line) + FLOOR / 4) / (_mean(bent) + FLOOR / 4))
-        left, most = (_mean(line) + FLOOR) / (_mean(b - a) + FLOOR), min(0.9, TEN ** (1 / len(i)))
+        gain = len(i) * math.log((_mean(line) + least / 4) / (_mean(bent) + least / 4))
+        left = (_mean(line) + least) / (_mean(b - a) + least)
+        most = min(0.9, TEN ** (1 / len(i))) if sure else 0.95
         evidence += (f"; {len(i)} pairs of tokens after one prefix: Δ log π = {factor.item():.3f} "
                      f"· Δ log μ, {left:.0%} of the gap left")
         enough = min(_mean(line), _mean(bent)) < numerics(x)
-        cause = "softcap" if gain > 4 else cause            # two more numbers; temperatures: 2.8
+        if gain > 1.5:                                  # two more numbers; temperatures: 2.8
+            cause, other = ("softcap", cause) if gain > 4 else (cause, "softcap")
     if left > most:
         return None
-    if cause == "temperature" and d.mean() > 0 and abs(_z(d.expm1())) > abs(_z((-d).expm1())):
+    honest, wrong = abs(_z(d.expm1())), abs(_z((-d).expm1()))
+    if cause == "temperature" and honest > wrong and d.mean() > 0:
         cause, evidence = "raw", f"{evidence}; E[log ρ] = {d.mean().item():+.4f}, above 0"
+    if cause != "softcap" and max(honest, wrong) < 4:           # the data exclude neither
+        other = other or ("raw" if cause == "temperature" else "temperature")
     mended = log_odds(x.pi) - residual
     mended = x._replace(mu=(torch.nn.functional.logsigmoid(mended) + math.log(1.001)).clamp(max=0))
-    return Finding(cause, left, evidence, mended, enough)
+    return Finding(cause, left, evidence, mended, enough,
+                   Finding(other, 1.0, f"or this: {evidence}") if other else None)
 
 
 def calibration(x: Tokens) -> Finding | None:
@@ -395,7 +425,7 @@ def texture(x: Tokens) -> Finding | None:
     e = x.e()
     size, middle, rare = _mean(e), e.abs().median().item(), e.abs().quantile(0.97).item()
     evidence = f"mean gap {size:.3f} logits (two kernels: up to {limit:.3f})"
-    if rare > 0.25 + 12 * (middle + FLOOR):         # by hand: flips 15 to 1000 times, healthy 13
+    if rare > 0.2 + 12 * (middle + floor(e)):       # by hand: flips 15 to 1000 times, healthy 13
         return Finding("flips", 1.0, f"{evidence}; half of the tokens are below {middle:.3f}, one "
                        f"in 33 above {rare:.3f}")
     if min(whole, 1.3 * middle) < limit:          # in 16 bits a few flip
@@ -405,10 +435,14 @@ def texture(x: Tokens) -> Finding | None:
     if len(k) >= 5 and scatter > 0.3:
         return Finding("dropout", 1.0, f"{evidence}; drawn again after the same prefix "
                        f"({len(k)} times), a token scatters by {scatter:.0%}")
-    return over_time(x) or Finding("weights", 1.0, evidence)
+    clear, vague = over_time(x)
+    if clear:
+        return clear._replace(left=1.0, other=vague)
+    weak = [f for f in (vague, slope_of(x, sure=False), *places(x, 2)) if f]
+    return Finding("weights", 1.0, evidence, other=min(weak, key=lambda f: f.left, default=None))
 
 
-def over_time(x: Tokens) -> Finding | None:
+def over_time(x: Tokens) -> tuple[Finding | None, Finding | None]:
     """Test whether the gap fades from the first token on, or drops at one and fades after it.
 
         context    log E|e| = a + b log(t + 8)
@@ -422,7 +456,7 @@ def over_time(x: Tokens) -> Finding | None:
     """
     x = x.take(x.unsure() & (x.t > 0))      # the first token is recomputed after a prefix cache hit
     if len(x.t) < 20:
-        return None
+        return None, None
     count = x.t.bincount()
     total = x.t.bincount(x.e().abs() + FLOOR)[count > 0]
     age, count = count.nonzero()[:, 0], count[count > 0].double()
@@ -441,13 +475,16 @@ def over_time(x: Tokens) -> Finding | None:
              for at in _inner(x.t)]
     nats, _, at = max((f for f in falls if f[1][1] + f[1][2] * math.log(2) < -0.6),
                       default=(-math.inf, [], 0))
-    if nats > max(flat, fades) + 15:
-        return Finding("in-flight", 1.0, f"at token {at} the gap falls, and by half or more until "
-                       f"twice as late: {nats - fades:.0f} nats better than if it fades")
-    if fades > flat + 10 and slope < -0.4:
-        return Finding("context", 1.0, f"from the first token on the gap falls as (t + 8)^"
-                       f"{slope:.2f}: {fades - flat:.0f} nats better than one size")
-    return None
+    n, ahead, ages = len(x.t), nats - max(flat, fades), fades - flat
+    falling = Finding("in-flight", math.exp(-ahead / n), f"at token {at} the gap falls, and by "
+                      f"half or more until twice as late: {ahead:.0f} nats better")
+    fading = Finding("context", math.exp(-ages / n), "from the first token on the gap falls as "
+                     f"(t + 8)^{slope:.2f}: {ages:.0f} nats better than one size")
+    if ahead > 15:
+        return falling, fading
+    if ages > 10 and slope < -0.4:
+        return fading, falling
+    return None, falling if ahead > 5 else fading if ages > 3 and slope < -0.12 else None
 
 
 RECORDS = {"temperature", "softcap", "raw", "cut"}      # after one of these, another is its residue
@@ -465,16 +502,23 @@ def find_causes(x: Tokens) -> list[Finding]:
                 if (f := law(x)) and f.cause not in named]
         if any(f.rest and len(f.rest.t) > 20 and not record(f.rest) for f in parts):
             laws = [f for f in laws if f.left != RECORD]        # few tokens made π improper
-        first = min(parts + laws, key=lambda f: f.left, default=None)
+        ranked: list[Finding] = sorted(parts + laws, key=lambda f: f.left)
+        first = ranked[0] if ranked else None
         if first is None and not (found and found[-1].enough):
             first = texture(x)
         if first is None or first.cause in named:
             break
-        found.append(first)
+        near = [f for f in ranked[1:2] if RECORD < first.left > f.left ** 2]    # half of its nats
+        found.append(first._replace(other=first.other or (near[0] if near else None)))
         if first.rest is None:
             break
         x = first.rest
-    return found
+    listed: dict[str, Finding] = {}
+    for f in found:
+        listed[f.cause] = f
+        if f.other:
+            listed.setdefault(f.other.cause, f.other._replace(left=1.0))
+    return list(listed.values())[:3]
 
 
 # ----------------------------------------------------------------------------- what to change

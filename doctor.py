@@ -213,9 +213,11 @@ class Report(NamedTuple):
         lines = [f"{self.responses} responses, {self.tokens} tokens.",
                  *(f"Without {name}: {cost}." for name, cost in COSTS if name in self.missing),
                  f"{said}: E[ρ] = {self.mean:.4f} ± {self.error:.4f} (expected 1)."]
+        others = {f.other.cause for f in self.causes if f.other}
         for f in self.causes:
             what, remedy = CAUSES[f.cause]
-            lines += [f"{'Cause' if f is self.causes[0] else 'Then'}   {what} ({f.cause}): "
+            word = "Or" if f.cause in others and f.left >= 1 else "Then"
+            lines += [f"{'Cause' if f is self.causes[0] else word:8}{what} ({f.cause}): "
                       f"{f.confidence}", f"        {f.evidence}", f"Do      {remedy}"]
         return "\n".join(lines if self.causes else [*lines, "No cause found: what differs is "
                                                     "within the noise of two kernels."])

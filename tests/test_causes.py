@@ -16,6 +16,7 @@ from oracle import Policy, close, expectation, kl
 import causes
 import doctor
 from adapters.dumps import Response, read, response
+from estimators import sampling_log_probs
 from plumbing.consult import main
 
 MODELS = ("Qwen2", "Mixtral", "Gemma2")
@@ -176,8 +177,29 @@ def test_a_gap_that_fades_is_not_one_that_falls():
     falls = torch.where(t < 13, 1, 0.6 * 21 / (t + 8))
     for size, expected in ((flat, None), (fades, "context"), (falls, "in-flight")):
         odds = causes.log_odds(x.mu) - size * noise
-        found = causes.over_time(x._replace(pi=torch.nn.functional.logsigmoid(odds)))
+        found, _ = causes.over_time(x._replace(pi=torch.nn.functional.logsigmoid(odds)))
         assert (found and found.cause) == expected
+
+
+def test_after_a_cut_surprisal_is_below_the_entropy_and_after_a_division_above_it():
+    """eq:tail: E_μ[−log π] ≤ H(π) for top-k of every k; eq:unnormalised: not after a division."""
+    z = PI.logits.detach()
+    for k in (1, 2, 3):
+        pi, mu = z.log_softmax(-1), sampling_log_probs(z, top_k=k)[0].exp()
+        assert ((mu * -pi).sum(-1) < -(pi.exp() * pi).sum(-1)).all()
+    for tau in (0.5, 0.8):
+        pi, mu = z.log_softmax(-1) / tau, (z / tau).softmax(-1)
+        assert ((mu * -pi).sum(-1) > -(pi.exp() * pi).sum(-1)).all()
+
+
+def test_what_explains_the_gap_almost_as_well_is_named_second():
+    """A slope of the log-odds is a raw record as well, until E[ρ] or E[1/ρ] excludes one."""
+    g = torch.Generator().manual_seed(0)
+    x = causes.Tokens.of(planted("temperature", "Qwen2", "sampler"))
+    few = x.take(torch.randperm(len(x.t), generator=g)[:60].sort().values)
+    found = causes.find_causes(few)
+    assert [f.cause for f in found[:2]] in (["temperature", "raw"], ["raw", "temperature"])
+    assert all(f.confidence != "certain" for f in found)
 
 
 def test_pairs_are_of_one_prefix():
