@@ -35,7 +35,15 @@ def index():
 
 # --------------------------------------------------------------------------------------- pictures
 
+def size_of(file):
+    """Return the width and height of a PNG or an SVG in pixels."""
+    if file.suffix == ".png":
+        return struct.unpack(">2I", file.read_bytes()[16:24])
+    return tuple(map(int, re.search(r'width="(\d+)" height="(\d+)"', file.read_text()).groups()))
+
+
 def test_a_picture_and_its_caption_are_a_figure_of_the_page_s_width(book, open_page):
+    """An SVG stands in the page itself, line by line that of math/figures/."""
     seen = 0
     for name in DOCUMENTS:
         images = IMAGE.findall((ROOT / f"math/{name}.md").read_text())
@@ -47,28 +55,37 @@ def test_a_picture_and_its_caption_are_a_figure_of_the_page_s_width(book, open_p
                 own = page.locator(f"[data-widget={book.IN_PLACE[file]}] > .caption")
                 assert own.inner_text().endswith("."), f"{file} lost its caption"
                 continue
-            figure = page.locator(f'.wide > figure:has(> img[src="figures/{file}"])')
-            assert figure.count() == 1, f"{file} of {name} is no figure of the page's width"
-            assert len(figure.locator("> figcaption").inner_text()) > 40, file
-            image, size = figure.locator("img"), struct.unpack(
-                ">2I", (ROOT / "math/figures" / file).read_bytes()[16:24])
-            assert image.get_attribute("alt") == alt and image.get_attribute("title") is None
+            said = json.dumps(alt, ensure_ascii=False)
+            image = page.locator(
+                f".wide > figure > :is(img[alt={said}], svg[role=img][aria-label={said}])")
+            assert image.count() == 1, f"{file} of {name} is no figure of the page's width"
+            assert len(image.locator("+ figcaption").inner_text()) > 40, file
+            path = ROOT / "math/figures" / file
+            size = size_of(path)
+            assert image.get_attribute("title") is None
             assert [image.get_attribute(x) for x in ("width", "height")] == [*map(str, size)]
+            if file.endswith(".svg"):
+                assert path.read_text().split("\n", 1)[1].strip() in (
+                    OUT / f"{name}.html").read_text(), file
             # At its own width, which is more than the text's, where the page has room for it.
             assert image.bounding_box()["width"] == min(size[0], 1330), file
             seen += 1
-        assert not page.locator("p > img, p > figure, figure em:only-child").count(), name
+        assert not page.locator(
+            "p > img, p > svg, p > figure, figure em:only-child").count(), name
         page.context.close()
     assert seen > 15
 
 
 @pytest.mark.parametrize("how", ["system", "switch"])
 def test_in_the_dark_a_picture_is_dark_and_keeps_its_colours(book, open_page, how):
-    """Chapter 1's picture: white becomes the page's colour, black light, and blue stays blue."""
+    """Chapter 1's picture, an SVG: white becomes the page's colour, black light, blue stays blue.
+
+    Chapter 16's, a PNG, is turned by the page.
+    """
     page = open_page("1-three-policies.html", color_scheme="dark" if how == "system" else "light")
     if how == "switch":
         page.click("#dark")
-    image = page.locator("figure > img").first
+    image = page.locator("figure > .drawn").first
     image.scroll_into_view_if_needed()
     drawn = (imread(io.BytesIO(image.screenshot(animations="disabled")))[..., :3] * 255).round()
     page_colour = [float(x) for x in re.findall(
@@ -77,6 +94,9 @@ def test_in_the_dark_a_picture_is_dark_and_keeps_its_colours(book, open_page, ho
     assert near.mean() > 0.7, "the picture's ground is not the page's"
     assert (drawn.min(-1) > 190).sum() > 2000, "the text is not light"
     assert (drawn[..., 2] > drawn[..., 0] + 80).sum() > 2000, "blue is no longer blue"
+    page.goto((OUT / "16-what-is-wrong.html").as_uri())
+    turned = page.locator("figure > img").evaluate("(image) => getComputedStyle(image).filter")
+    assert "invert(1)" in turned
 
 
 # ------------------------------------------------------------------------------------------- code
