@@ -262,9 +262,15 @@ def mentions():
             for name in [e["id"], e["link"], *e.get("cited", [])]}
 
 
+@cache
+def mention():
+    """Return the pattern of whatever may be called a reference: of two that fit, the longer."""
+    known = "|".join(map(re.escape, sorted(mentions(), key=len, reverse=True)))
+    known = known.replace("'", "(?:'|&#(?:39|x27);)")
+    return re.compile(rf"(?<![\w/.])(?:{known})(?![\w.]*\d)")
+
+
 def link_references(text):
-    known = "|".join(map(re.escape, sorted(mentions(), key=len,
-                                           reverse=True))).replace("'", "(?:'|&#(?:39|x27);)")
     def link(found):
         entry = mentions()[html.unescape(found[0])]
         first, *others = entry["authors"].split(", ")
@@ -272,7 +278,7 @@ def link_references(text):
         card = html.escape(f'{entry["title"]}. {who}, {entry["year"]}')
         return f'<a href="references.html#{entry["id"]}" title="{card}">{found[0]}</a>'
 
-    return re.sub(rf"(?<![\w/.])(?:{known})(?![\w.]*\d)", link, text)
+    return mention().sub(link, text)
 
 
 def link_text(text):
@@ -310,8 +316,16 @@ def markdown(folder):
     md = MarkdownIt("commonmark", {"html": True}).enable("table").use(
         dollarmath_plugin, renderer=lambda tex, options: formula(tex, options["display_mode"]))
 
+    def is_in_link(tokens, i):
+        return sum(token.nesting for token in tokens[:i] if token.type.startswith("link_"))
+
+    def text(renderer, tokens, i, options, env):
+        return (html.escape if is_in_link(tokens, i) else link_text)(tokens[i].content)
+
     def code(renderer, tokens, i, options, env):
         text = html.escape(tokens[i].content)
+        if is_in_link(tokens, i):
+            return f"<code>{text}</code>"
         where = names().get(tokens[i].content) or (page_of(text)
                                                    if text in [*FILES, *proving_files()] else None)
         return f'<a href="{where}"><code>{text}</code></a>' if where else f"<code>{text}</code>"
@@ -332,9 +346,8 @@ def markdown(folder):
         width, height = struct.unpack(">2I", file.read_bytes()[16:24])               # of a PNG
         return f'<img src="{name}" alt="{alt}" width="{width}" height="{height}">'
 
-    for name, rule in (("text", lambda _, tokens, i, *more: link_text(tokens[i].content)),
-                       ("code_inline", code), ("link_open", opened), ("image", image),
-                       ("table_open", lambda *_: '<div class="scroll"><table>'),
+    for name, rule in (("text", text), ("code_inline", code), ("link_open", opened),
+                       ("image", image), ("table_open", lambda *_: '<div class="scroll"><table>'),
                        ("table_close", lambda *_: "</table></div>")):
         md.add_render_rule(name, rule)
     return md

@@ -44,12 +44,12 @@ def size_of(file):
 
 def test_a_picture_and_its_caption_are_a_figure_of_the_page_s_width(book, open_page):
     """An SVG stands in the page itself, line by line that of math/figures/."""
-    seen = 0
+    seen, page = 0, open_page("index.html")
     for name in DOCUMENTS:
         images = IMAGE.findall((ROOT / f"math/{name}.md").read_text())
         if not images:
             continue
-        page = open_page(f"{name}.html")
+        page.goto((OUT / f"{name}.html").as_uri())
         for alt, file in images:
             if file in book.IN_PLACE:
                 own = page.locator(f"[data-widget={book.IN_PLACE[file]}] > .caption")
@@ -72,7 +72,6 @@ def test_a_picture_and_its_caption_are_a_figure_of_the_page_s_width(book, open_p
             seen += 1
         assert not page.locator(
             "p > img, p > svg, p > figure, figure em:only-child").count(), name
-        page.context.close()
     assert seen > 15
 
 
@@ -202,11 +201,11 @@ def test_a_reference_says_on_a_card_what_it_is(book, open_page):
 # -------------------------------------------------------------------------------- figures that move
 
 def test_sliders_say_their_value(book, open_page):
-    sliders = 0
+    sliders, page = 0, open_page("index.html")
     for name in others():
         if "data-widget" not in (OUT / name).read_text():
             continue
-        page = open_page(name)
+        page.goto((OUT / name).as_uri())
         for slider in page.locator("main [type=range]").all():
             said = slider.get_attribute("aria-valuetext")
             assert said == slider.evaluate("(s) => s.nextElementSibling.value"), name
@@ -214,7 +213,6 @@ def test_sliders_say_their_value(book, open_page):
             page.keyboard.press("ArrowRight" if slider.input_value() == "0" else "ArrowLeft")
             assert slider.get_attribute("aria-valuetext") not in (said, ""), name
             sliders += 1
-        page.context.close()
     assert sliders >= 6
 
 
@@ -308,13 +306,13 @@ def printed(pdf):
 
 
 def test_no_printed_page_is_empty(book, open_page):
+    page = open_page("index.html")
     for name in others():
-        page = open_page(name)
+        page.goto((OUT / name).as_uri())
         sheets = printed(page.pdf(format="A4"))
         assert sheets and all(words > 0 or pictures for words, pictures in sheets), (name, sheets)
         assert all(words > 60 or pictures for words, pictures in sheets[1:-1]) or (
             name == "references.html"), f"a page of {name} is almost empty: {sheets}"
-        page.context.close()
 
 
 def test_a_page_is_below_a_megabyte_and_the_figures_numbers_too(book):
@@ -337,3 +335,14 @@ def test_a_column_of_an_appendix_sorts_by_its_first_number_and_back(book, open_p
     assert numbers() == sorted(as_written, reverse=True) != as_written
     table.locator("th").nth(at).click()
     assert numbers() == sorted(as_written)
+
+
+def test_a_guess_in_the_museum_opens_its_own_answer(book, open_page):
+    page = open_page("museum.html")
+    card, other = page.locator(".card").nth(2), page.locator(".card").nth(3)
+    wrong = card.locator("button[data-right='0']").first
+    wrong.click()
+    assert card.locator("details").get_attribute("open") is not None
+    assert wrong.get_attribute("class") == "taken" and card.locator("button:enabled").count() == 0
+    assert card.locator(".hit").evaluate_all("(all) => all.map((x) => x.dataset.right)") == ["1"]
+    assert other.locator("details[open], .hit").count() == 0 and not page.complaints
