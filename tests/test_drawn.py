@@ -1,4 +1,4 @@
-"""The pictures of math/figures/: both colours in each file, legible; drawn again they are the same.
+"""The pictures of math/figures/ have both colours, legible, and drawn again they are the same.
 
 The README's picture shows the numbers of its study's table.
 """
@@ -87,7 +87,7 @@ def test_a_colour_that_has_no_dark_one_is_refused(figures):
 
 
 def test_the_readmes_picture_shows_its_studys_table(figures):
-    """By regime and arm: a dot for each seed where its area is, then a diamond at their mean."""
+    """Each regime and arm has a dot for each seed at its area, then a diamond at their mean."""
     text = (ROOT / "math/figures/study-64-areas.svg").read_text()
     marks = [(float(x), float(y)) for x, y, style in re.findall(
         r'<use href="#.*?" x="(.*?)" y="(.*?)" style="(.*?)"', text) if "stroke-width" not in style]
