@@ -61,7 +61,7 @@ SAMPLER = "Your sampler is not your policy"
 SITE = os.environ.get("BOOK_SITE", "")     # https://…/ where the book is hosted: og:image needs it
 
 # A figure that moves stands in the place of a picture, or at the end of a section.
-IN_PLACE = {"bias-variance.png": "cap", "length-trap.png": "trap"}
+IN_PLACE = {"bias-variance.svg": "cap", "length-trap.svg": "trap"}
 AT_END = {"3-importance-weights.md": ("three-levels", "tree"),
           "4-ppo.md": ("sapo-a-gate-instead-of-a-clip", "curves"),
           "6-correction.md": ("correction-truncate-mask-reject", "batch"),
@@ -262,9 +262,15 @@ def mentions():
             for name in [e["id"], e["link"], *e.get("cited", [])]}
 
 
+@cache
+def mention():
+    """Return the pattern of whatever may be called a reference: of two that fit, the longer."""
+    known = "|".join(map(re.escape, sorted(mentions(), key=len, reverse=True)))
+    known = known.replace("'", "(?:'|&#(?:39|x27);)")
+    return re.compile(rf"(?<![\w/.])(?:{known})(?![\w.]*\d)")
+
+
 def link_references(text):
-    known = "|".join(map(re.escape, sorted(mentions(), key=len,
-                                           reverse=True))).replace("'", "(?:'|&#(?:39|x27);)")
     def link(found):
         entry = mentions()[html.unescape(found[0])]
         first, *others = entry["authors"].split(", ")
@@ -272,7 +278,7 @@ def link_references(text):
         card = html.escape(f'{entry["title"]}. {who}, {entry["year"]}')
         return f'<a href="references.html#{entry["id"]}" title="{card}">{found[0]}</a>'
 
-    return re.sub(rf"(?<![\w/.])(?:{known})(?![\w.]*\d)", link, text)
+    return mention().sub(link, text)
 
 
 def link_text(text):
@@ -298,23 +304,28 @@ def target(href, folder):
         return f"{file.stem}.html" + (f"#{anchor}" if anchor else "")
     if file.name == "which.yaml":              # the questions: a page of their own here
         return "which.html"
-    if file.suffix == ".png":
-        (OUT / "figures").mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / file, OUT / "figures" / file.name)
-        return f"figures/{file.name}"
     LINKED[str(file)] = None
     return page_of(str(file))
 
 
 LINKED = {}  # other files of the repository that the chapters name: {path: None}, in order
+DRAWN = {}   # pictures that stand in a page, and follow its light or dark: {name: SVG}
 
 
 def markdown(folder):
     md = MarkdownIt("commonmark", {"html": True}).enable("table").use(
         dollarmath_plugin, renderer=lambda tex, options: formula(tex, options["display_mode"]))
 
+    def is_in_link(tokens, i):
+        return sum(token.nesting for token in tokens[:i] if token.type.startswith("link_"))
+
+    def text(renderer, tokens, i, options, env):
+        return (html.escape if is_in_link(tokens, i) else link_text)(tokens[i].content)
+
     def code(renderer, tokens, i, options, env):
         text = html.escape(tokens[i].content)
+        if is_in_link(tokens, i):
+            return f"<code>{text}</code>"
         where = names().get(tokens[i].content) or (page_of(text)
                                                    if text in [*FILES, *proving_files()] else None)
         return f'<a href="{where}"><code>{text}</code></a>' if where else f"<code>{text}</code>"
@@ -327,14 +338,16 @@ def markdown(folder):
         name = tokens[i].attrs["src"].split("/")[-1]
         if name in IN_PLACE:
             return widget(IN_PLACE[name])
-        source = target(tokens[i].attrs["src"], folder)
-        width, height = struct.unpack(">2I", (OUT / source).read_bytes()[16:24])     # of a PNG
-        return (f'<img src="{source}" alt="{html.escape(tokens[i].content)}" '
-                f'width="{width}" height="{height}">')
+        alt, file = html.escape(tokens[i].content), ROOT / folder / tokens[i].attrs["src"]
+        if file.suffix == ".svg":
+            DRAWN[name] = file.read_text().replace("<svg", f'<svg role="img" aria-label="{alt}"', 1)
+            return f"\x04{name}\x05"
+        shutil.copy(file, OUT)
+        width, height = struct.unpack(">2I", file.read_bytes()[16:24])               # of a PNG
+        return f'<img src="{name}" alt="{alt}" width="{width}" height="{height}">'
 
-    for name, rule in (("text", lambda _, tokens, i, *more: link_text(tokens[i].content)),
-                       ("code_inline", code), ("link_open", opened), ("image", image),
-                       ("table_open", lambda *_: '<div class="scroll"><table>'),
+    for name, rule in (("text", text), ("code_inline", code), ("link_open", opened),
+                       ("image", image), ("table_open", lambda *_: '<div class="scroll"><table>'),
                        ("table_close", lambda *_: "</table></div>")):
         md.add_render_rule(name, rule)
     return md
@@ -346,14 +359,14 @@ def widget(name):
 
 def captioned(rendered):
     """Return a picture and the caption in italics below it as a figure."""
-    found = re.fullmatch(r"<p>(<img[^>]*>|<figure.*</figure>)\s*(?:<em>(.*)</em>)?</p>\s*",
-                         rendered, re.DOTALL)
+    found = re.fullmatch(r"<p>(<img[^>]*>|\x04.*?\x05|<figure.*</figure>)\s*"
+                         r"(?:<em>(.*)</em>)?</p>\s*", rendered, re.DOTALL)
     if not found:
         return rendered
     picture, caption = found.groups("")
-    return (f'<figure>{picture}<figcaption>{caption}</figcaption></figure>'
-            if picture.startswith("<img") else
-            f'{picture.removesuffix("</figure>")}<p class="caption">{caption}</p></figure>')
+    return (f'{picture.removesuffix("</figure>")}<p class="caption">{caption}</p></figure>'
+            if picture.startswith("<figure") else
+            f'<figure class="drawing">{picture}<figcaption>{caption}</figcaption></figure>')
 
 
 def fold(kind, title, source):
@@ -742,7 +755,7 @@ def main():
     made = rendered_by_node(data)
 
     def finished(body):
-        body = re.sub("\x04(.*?)\x05", lambda m: made["figures"][m[1]], body)
+        body = re.sub("\x04(.*?)\x05", lambda m: (DRAWN | made["figures"])[m[1]], body)
         return re.sub("\x02(.*?)\x03", lambda m: made["formulas"][int(m[1])], body)
 
     order = [("index.html", "Three Policies"), *((c.page, c.title) for c in chapters)]

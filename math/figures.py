@@ -1,4 +1,4 @@
-"""Draw the figures into math/figures/.
+"""Draw the figures into math/figures/: as SVG, two of them as PNG.
 
 Most figures have no sampling noise: they are enumeration and formulas. Those named study-… show the
 studies' tables, and `demo` shows a real run, runs/demo, when asked for by name. `runs` compares
@@ -24,6 +24,7 @@ from typing import Any, cast
 
 import matplotlib
 import torch
+from drawn import as_svg
 from moving_exact import heights, in_square, optimum, square
 from omegaconf import OmegaConf
 from PIL import Image
@@ -280,9 +281,9 @@ def kl_estimators():
         left.plot(ell.detach(), value.detach(), style, color=color, label=kind)
         label = "k2 and every “+”: ℓ" if kind == "k2" else kind
         right.plot(ell.detach(), slope, style, color=color, label=label)
-    ell = r"ℓ = $\log\,\pi_\theta - \log\,\pi_\mathrm{ref}$, nats"
+    ell = "ℓ = log π_θ − log π_ref, nats"
     left.set(title="value", xlabel=ell, ylabel="nats", ylim=(-2, 4.5))
-    right.set(title="gradient", xlabel=ell, ylabel=r"coefficient of $\nabla\log\,\pi_\theta$",
+    right.set(title="gradient", xlabel=ell, ylabel="coefficient of ∇ log π_θ",
               ylim=(-4, 2.5))
     left.legend(fontsize=8)
     right.legend(fontsize=8, loc="lower right")
@@ -432,7 +433,7 @@ def two_ratios():
     x = torch.logspace(-2, 2, 200, base=2, dtype=torch.float64)
     figure, axes = plt.subplots(1, 2, figsize=(7, 3.8), sharey=True)
     modes = ("decoupled mode: the clip acts on r", torch.ones_like(x), torch.ones_like(rho)), (
-        "bypass mode: the clip acts on $ρ_θ = ρ\\,r$", x, rho)
+        "bypass mode: the clip acts on ρ_θ = ρ r", x, rho)
     for axis, (title, scale, ratio) in zip(axes, modes, strict=True):
         axis.fill_between(x, 1.2 / scale, 4, color=ORANGE, alpha=0.25, linewidth=0)
         axis.fill_between(x, 0.25, 0.8 / scale, color=SKY, alpha=0.25, linewidth=0)
@@ -628,8 +629,8 @@ def study_64():
     return figure
 
 
-DARK = {"decoupled_token_is": "#2888BB", "bypass_ppo_clip": "#B67A00",      # legible as text
-        "bypass_low_open": "#B0558A", "bypass_high_open": "#777777"}
+DARK = {"decoupled_token_is": "#1B78AB", "bypass_ppo_clip": "#946300",      # legible as text
+        "bypass_low_open": "#A64D82", "bypass_high_open": "#6B6B6B"}
 
 
 def study_64_forest():
@@ -769,7 +770,7 @@ def study_64_lengths():
     left.plot([0, 1], [0, 1], color="#999999", linewidth=1)
     left.text(0.72, 0.62, "formula", color="#777777", fontsize=8, rotation=42)
     left.set(xlim=(0, 1), ylim=(0, 1),
-             xlabel="predicted from a token: $(1 + χ²_{token})^{-|y|}$",
+             xlabel="predicted from a token: (1 + χ²_token)^(−|y|)",
              ylabel="ESS/N of responses", title="decoupled_seq_is")
     for arm in shown:
         areas = {length: [float(row["area"]) for row in arms[arm].values()]
@@ -1140,14 +1141,26 @@ FIGURES = {"three-policies": three_policies, "gradient-choices": gradient_choice
            "study-64-areas": study_64_areas, "study-64-others": study_64_others,
            "study-64-tried": study_64_tried, "study-64-lengths": study_64_lengths,
            "merge-losses": merge_losses, "signatures": signatures, "card": card}
+# Sites that show a link's picture do not read SVG; the causes' 18 000 points would take a megabyte.
+PIXELS = ("card", "signatures")
+
+
+def save_as_png(figure, path):
+    """Write a figure with 192 colours, (nearly) all of them: with fewer, two would look alike."""
+    image = io.BytesIO()
+    figure.savefig(image, dpi=gallery.DPI)
+    few = Image.open(image).convert("RGB").quantize(192, Image.Quantize.FASTOCTREE,
+                                                    dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
+
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["runs"]:
         sys.exit(compare_runs(sys.argv[2:]))
     for name in sys.argv[1:] or FIGURES:
-        image, path = io.BytesIO(), ROOT / "math" / "figures" / f"{name}.png"
-        (FIGURES | {"demo": demo})[name]().savefig(image, dpi=110)
-        # 192 colours are (nearly) all of them: with fewer, two arms would look alike.
-        few = Image.open(image).convert("RGB").quantize(192, Image.Quantize.FASTOCTREE,
-                                                        dither=Image.Dither.NONE)
-        few.save(path, optimize=True)
+        figure, path = (FIGURES | {"demo": demo})[name](), ROOT / "math" / "figures" / name
+        if name in PIXELS:
+            save_as_png(figure, path.with_suffix(".png"))
+        else:
+            path.with_suffix(".svg").write_text(as_svg(figure, name, gallery.DPI))
+        plt.close(figure)

@@ -220,10 +220,11 @@ def test_the_four_stand_without_javascript_and_in_every_width(book, open_page):
         assert "NaN" not in figure.inner_html() and "undefined" not in figure.inner_html()
         if name == "square":
             assert "?" not in figure.locator("tbody").inner_text(), "the ends are not shown"
+        page = open_page(f"{path}.html")
         for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 900})
             for scheme in ("light", "dark"):
-                page = open_page(f"{path}.html", width, color_scheme=scheme)
+                page.emulate_media(color_scheme=scheme)
                 ends = page.locator(f'[data-widget="{name}"] svg').evaluate_all(
                     "(all) => all.map((one) => one.getBoundingClientRect().right)")
                 assert max(ends) <= width - 8 and not page.complaints, (name, width, max(ends))
-                page.context.close()

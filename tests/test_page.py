@@ -35,40 +35,56 @@ def index():
 
 # --------------------------------------------------------------------------------------- pictures
 
+def size_of(file):
+    """Return the width and height of a PNG or an SVG in pixels."""
+    if file.suffix == ".png":
+        return struct.unpack(">2I", file.read_bytes()[16:24])
+    return tuple(map(int, re.search(r'width="(\d+)" height="(\d+)"', file.read_text()).groups()))
+
+
 def test_a_picture_and_its_caption_are_a_figure_of_the_page_s_width(book, open_page):
-    seen = 0
+    """An SVG stands in the page itself, line by line that of math/figures/."""
+    seen, page = 0, open_page("index.html")
     for name in DOCUMENTS:
         images = IMAGE.findall((ROOT / f"math/{name}.md").read_text())
         if not images:
             continue
-        page = open_page(f"{name}.html")
+        page.goto((OUT / f"{name}.html").as_uri())
         for alt, file in images:
             if file in book.IN_PLACE:
                 own = page.locator(f"[data-widget={book.IN_PLACE[file]}] > .caption")
                 assert own.inner_text().endswith("."), f"{file} lost its caption"
                 continue
-            figure = page.locator(f'.wide > figure:has(> img[src="figures/{file}"])')
-            assert figure.count() == 1, f"{file} of {name} is no figure of the page's width"
-            assert len(figure.locator("> figcaption").inner_text()) > 40, file
-            image, size = figure.locator("img"), struct.unpack(
-                ">2I", (ROOT / "math/figures" / file).read_bytes()[16:24])
-            assert image.get_attribute("alt") == alt and image.get_attribute("title") is None
+            said = json.dumps(alt, ensure_ascii=False)
+            image = page.locator(
+                f".wide > figure > :is(img[alt={said}], svg[role=img][aria-label={said}])")
+            assert image.count() == 1, f"{file} of {name} is no figure of the page's width"
+            assert len(image.locator("+ figcaption").inner_text()) > 40, file
+            path = ROOT / "math/figures" / file
+            size = size_of(path)
+            assert image.get_attribute("title") is None
             assert [image.get_attribute(x) for x in ("width", "height")] == [*map(str, size)]
+            if file.endswith(".svg"):
+                assert path.read_text().split("\n", 1)[1].strip() in (
+                    OUT / f"{name}.html").read_text(), file
             # At its own width, which is more than the text's, where the page has room for it.
             assert image.bounding_box()["width"] == min(size[0], 1330), file
             seen += 1
-        assert not page.locator("p > img, p > figure, figure em:only-child").count(), name
-        page.context.close()
+        assert not page.locator(
+            "p > img, p > svg, p > figure, figure em:only-child").count(), name
     assert seen > 15
 
 
 @pytest.mark.parametrize("how", ["system", "switch"])
 def test_in_the_dark_a_picture_is_dark_and_keeps_its_colours(book, open_page, how):
-    """Chapter 1's picture: white becomes the page's colour, black light, and blue stays blue."""
+    """Chapter 1's picture, an SVG: white becomes the page's colour, black light, blue stays blue.
+
+    Chapter 16's, a PNG, is turned by the page.
+    """
     page = open_page("1-three-policies.html", color_scheme="dark" if how == "system" else "light")
     if how == "switch":
         page.click("#dark")
-    image = page.locator("figure > img").first
+    image = page.locator("figure > .drawn").first
     image.scroll_into_view_if_needed()
     drawn = (imread(io.BytesIO(image.screenshot(animations="disabled")))[..., :3] * 255).round()
     page_colour = [float(x) for x in re.findall(
@@ -77,6 +93,9 @@ def test_in_the_dark_a_picture_is_dark_and_keeps_its_colours(book, open_page, ho
     assert near.mean() > 0.7, "the picture's ground is not the page's"
     assert (drawn.min(-1) > 190).sum() > 2000, "the text is not light"
     assert (drawn[..., 2] > drawn[..., 0] + 80).sum() > 2000, "blue is no longer blue"
+    page.goto((OUT / "16-what-is-wrong.html").as_uri())
+    turned = page.locator("figure > img").evaluate("(image) => getComputedStyle(image).filter")
+    assert "invert(1)" in turned
 
 
 # ------------------------------------------------------------------------------------------- code
@@ -182,11 +201,11 @@ def test_a_reference_says_on_a_card_what_it_is(book, open_page):
 # -------------------------------------------------------------------------------- figures that move
 
 def test_sliders_say_their_value(book, open_page):
-    sliders = 0
+    sliders, page = 0, open_page("index.html")
     for name in others():
         if "data-widget" not in (OUT / name).read_text():
             continue
-        page = open_page(name)
+        page.goto((OUT / name).as_uri())
         for slider in page.locator("main [type=range]").all():
             said = slider.get_attribute("aria-valuetext")
             assert said == slider.evaluate("(s) => s.nextElementSibling.value"), name
@@ -194,7 +213,6 @@ def test_sliders_say_their_value(book, open_page):
             page.keyboard.press("ArrowRight" if slider.input_value() == "0" else "ArrowLeft")
             assert slider.get_attribute("aria-valuetext") not in (said, ""), name
             sliders += 1
-        page.context.close()
     assert sliders >= 6
 
 
@@ -288,13 +306,13 @@ def printed(pdf):
 
 
 def test_no_printed_page_is_empty(book, open_page):
+    page = open_page("index.html")
     for name in others():
-        page = open_page(name)
+        page.goto((OUT / name).as_uri())
         sheets = printed(page.pdf(format="A4"))
         assert sheets and all(words > 0 or pictures for words, pictures in sheets), (name, sheets)
         assert all(words > 60 or pictures for words, pictures in sheets[1:-1]) or (
             name == "references.html"), f"a page of {name} is almost empty: {sheets}"
-        page.context.close()
 
 
 def test_a_page_is_below_a_megabyte_and_the_figures_numbers_too(book):
@@ -317,3 +335,14 @@ def test_a_column_of_an_appendix_sorts_by_its_first_number_and_back(book, open_p
     assert numbers() == sorted(as_written, reverse=True) != as_written
     table.locator("th").nth(at).click()
     assert numbers() == sorted(as_written)
+
+
+def test_a_guess_in_the_museum_opens_its_own_answer(book, open_page):
+    page = open_page("museum.html")
+    card, other = page.locator(".card").nth(2), page.locator(".card").nth(3)
+    wrong = card.locator("button[data-right='0']").first
+    wrong.click()
+    assert card.locator("details").get_attribute("open") is not None
+    assert wrong.get_attribute("class") == "taken" and card.locator("button:enabled").count() == 0
+    assert card.locator(".hit").evaluate_all("(all) => all.map((x) => x.dataset.right)") == ["1"]
+    assert other.locator("details[open], .hit").count() == 0 and not page.complaints

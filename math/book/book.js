@@ -82,12 +82,13 @@ for (const head of document.title.startsWith("Appendix") ? document.querySelecto
   });
 }
 
-for (const card of document.querySelectorAll(".card")) // a guess opens the answer
-  card.querySelectorAll(".guess button").forEach((button) => button.addEventListener("click", () => {
-    card.querySelectorAll(".guess button").forEach((each) => { each.disabled = true; each.classList.toggle("hit", each.dataset.right === "1"); });
-    button.classList.add("taken");
-    card.querySelector("details").open = true;
-  }));
+document.addEventListener("click", ({ target }) => { // a guess, of a bug's size or of a dump's cause, opens the answer
+  const taken = target.closest(".guess button");
+  if (!taken) return;
+  for (const button of taken.parentElement.children) { button.disabled = true; button.classList.toggle("hit", button.dataset.right === "1"); }
+  taken.classList.add("taken");
+  taken.closest(".card, .widget").querySelector("details").open = true;
+});
 
 for (const choice of document.querySelectorAll(".choice")) // one path is open, and the address says which
   choice.addEventListener("toggle", () => {

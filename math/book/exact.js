@@ -111,15 +111,6 @@ const EXACT = ({ plot, show }) => {
         <details><summary>The doctor's answer</summary><p class="value"><b>${x.cause}</b>: ${x.what}. The doctor: ${x.said}.</p></details>
         <figcaption>Ten dumps of one model, each with one planted cause or none. The panels are those of the picture at the top of the chapter; in the third, orange is π below μ. The model is another one, chosen because the doctor is right about all ten of its dumps.</figcaption>`;
     },
-    live(box) {
-      box.addEventListener("click", (event) => {
-        const taken = event.target.closest(".guess button");
-        if (!taken) return;
-        for (const button of box.querySelectorAll(".guess button")) { button.disabled = true; button.classList.toggle("hit", button.dataset.right === "1"); }
-        taken.classList.add("taken");
-        box.querySelector("details").open = true;
-      });
-    },
   };
   return { tree, push, square, quiz };
 };
