@@ -755,10 +755,10 @@ def mean_of(rows, name="final_accuracy"):
     return statistics.mean(float(row[name]) for row in rows.values())
 
 
-def spread(rows, name="final_accuracy"):
+def spread(rows, name="final_accuracy", digits=2):
     """Write mean and standard deviation of a column."""
     deviation = statistics.stdev(float(row[name]) for row in rows.values())
-    return f"{mean_of(rows, name):.2f} ± {deviation:.2f}"
+    return f"{mean_of(rows, name):.{digits}f} ± {deviation:.{digits}f}"
 
 
 def difference(rows, other):
@@ -1087,10 +1087,8 @@ def study_64_empty():
     declaration = yaml.safe_load((ROOT / "math" / "study-64-empty.yaml").read_text())["judged"]
     for arm in dict.fromkeys(arm for pair in declaration["contrasts"] for arm in reversed(pair)):
         rows = arms[arm]
-        areas = [float(row["area"]) for row in rows.values()]
         empty = [int(row["empty_updates"]) for row in rows.values()]
-        lines.append([f"`{arm}`", len(rows),
-                      f"{statistics.mean(areas):.3f} ± {statistics.stdev(areas):.3f}",
+        lines.append([f"`{arm}`", len(rows), spread(rows, "area", 3),
                       sum(map(below_start, rows.values())), sum(map(ended_at_0, rows.values())),
                       f"{100 * mean_of(rows, 'kept'):.0f} %", sum(map(bool, empty)), sum(empty)])
     return (markdown(["arm", "seeds", "area", "below start", "ended at 0", "kept",
@@ -1125,11 +1123,8 @@ def study_crossing():
     found = sorted(study["predicted"], key=lambda arm: -mean_of(arms[arm], "area"))
     for place, arm in enumerate(study["predicted"], 1):
         rows = arms[arm]
-        areas = [float(row["area"]) for row in rows.values()]
-        ends = [float(row["final_accuracy"]) for row in rows.values()]
         lines.append([f"`{arm}`", place, found.index(arm) + 1, len(rows),
-                      f"{statistics.mean(areas):.3f} ± {statistics.stdev(areas):.3f}",
-                      f"{statistics.mean(ends):.3f} ± {statistics.stdev(ends):.3f}",
+                      spread(rows, "area", 3), spread(rows, digits=3),
                       sum(map(below_start, rows.values())),
                       f"{mean_of(rows, 'ess_raw'):.2f}", f"{mean_of(rows, 'k3'):.1e}"])
     return (markdown(["arm", "predicted place", "place found", "seeds", "area",
@@ -1144,12 +1139,9 @@ def study_lora():
     for item in study["judged"]:
         regime, = item["regimes"]
         for arm, rows in sorted(regimes[regime].items()):
-            areas = [float(row["area"]) for row in rows.values()]
-            ends = [float(row["final_accuracy"]) for row in rows.values()]
             lines.append([f"`{regime}`", f"`{arm}`", len(rows),
                           f"{mean_of(rows, 'first_accuracy'):.3f}",
-                          f"{statistics.mean(areas):.3f} ± {statistics.stdev(areas):.3f}",
-                          f"{statistics.mean(ends):.3f} ± {statistics.stdev(ends):.3f}",
+                          spread(rows, "area", 3), spread(rows, digits=3),
                           sum(map(below_start, rows.values())), f"{mean_of(rows, 'k3'):.1e}"])
         judged.append(f"`{regime}`:\n\n" + judged_areas(regimes[regime], item))
     head = ["regime", "arm", "seeds", "accuracy at the start", "area", "accuracy at the end",
