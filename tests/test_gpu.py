@@ -21,7 +21,7 @@ from waiting import HANG
 
 import rollout
 import trainer
-from kernels.shapes import Shape
+from kernels.shapes import Shape, to_device
 from plumbing.engines import make_engine
 from plumbing.faults import process_group
 from policy import load_policy
@@ -191,6 +191,12 @@ def test_a_step_waits_where_it_may_and_nowhere_else(case, pretended):
         assert parts["update"][SENDS] + parts["log_probs"].get(SENDS, 0) <= 5 * passes
 
 
+def test_weights_are_loaded_in_the_middle_of_responses(pretended):
+    """The case "crossing" has three tokens and new weights after two, from its second step on."""
+    [found] = pretended["crossing"]
+    assert found["parts"]["rollout"].get("copy from the host rollout.py update_weights", 0) > 0
+
+
 DEVICE = """
 import pretend_gpu, pytest, torch
 there, here = torch.ones(3, device=pretend_gpu.DEVICE), torch.ones(3)
@@ -241,6 +247,18 @@ def test_the_process_group_is_that_of_the_accelerator_and_splits_no_communicator
     *index, (named, settings) = asked
     assert named == (backends,) and index == ([] if maker == "mps" else [0])
     assert "device_id" not in settings
+
+
+@pytest.mark.parametrize("maker, asked", [("cuda", ["pin", "copy"]), ("pretend", ["copy"])])
+def test_what_goes_to_cuda_is_pinned_first(maker, asked, monkeypatch):
+    """Elsewhere memory may not be pinned: another maker's backend may have none."""
+    found = []
+    monkeypatch.setattr(torch, "device", lambda name: SimpleNamespace(type=name.split(":")[0]))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: found.append("pin") or x)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, non_blocking: found.append(
+        "copy" if non_blocking else "wait") or x)
+    to_device(f"{maker}:0", torch.ones(3))
+    assert found == asked
 
 
 def test_attention_is_not_cudnns(tiny_model):

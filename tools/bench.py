@@ -1,7 +1,7 @@
 """This script measures speed beside other libraries. It is no test, and pytest does not collect it.
 
     python tools/bench.py                                  # all parts, or those that are named:
-        correct, scaling, logprobs, losses, share, bypass, step, size, costs
+        correct, scaling, logprobs, losses, share, bypass, step, size, costs, verl
     BENCH_THREADS=1 python tools/bench.py correct          # where other work shares the cores
 
 Every row is a paired run: the candidates take turns in one process, A B C A B C …. The ratio is
@@ -301,7 +301,7 @@ def bench_step(steps=12, turns=5):
             quiet = io.StringIO()
             with contextlib.redirect_stderr(quiet), contextlib.redirect_stdout(quiet):
                 trainer.start(config)
-                model = next(Path("runs/.demo").iterdir())
+                model = next(x for x in Path("runs/.demo").iterdir() if x.is_dir())
                 lines = read_metrics(Path("runs", config.run, "metrics.jsonl"))[1:-1]
                 found["ours"].append([(line["response/tokens"], line["time/step"])
                                       for line in lines])
@@ -333,6 +333,12 @@ def bench_costs():
     """Run bench_costs.py, which explains its three tables."""
     import bench_costs as costs
     costs.bench_costs(table, paired, ratio)
+
+
+def bench_verl():
+    """Run bench_verl.py, which needs a second Python with verl."""
+    import bench_verl as driver
+    driver.bench_verl(table, ratio)
 
 
 def trl_steps(config, model: str, steps: int) -> list[tuple[float, float]]:
