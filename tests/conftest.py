@@ -14,8 +14,9 @@ import torch
 from book_pages import book, browser, open_page  # noqa: F401 - fixtures
 
 CHARACTERS = "0123456789+-*/=?() abcd"
-LONGEST = ["demo", "ranks", "gpu", "directory", "faults", "math", "split", "memory", "rescore",
-           "gpu_report", "contributing", "causes", "house", "trainer", "study"]  # longest first
+LONGEST = ["lora", "demo", "ranks", "book", "page", "math", "directory", "trainer", "update",
+           "split", "faults", "gpu", "rescore", "gpu_report", "causes", "resume", "study",
+           "contributing", "memory", "nonfinite"]  # longest first
 WORKERS = 4                            # more would have nothing left to do
 
 
