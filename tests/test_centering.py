@@ -12,7 +12,7 @@ import torch
 from examples import MASK, PI, R, SUM, reinforce
 from oracle import (Policy, close, estimator_moments, exact_gradient, f64, grad_J, rewards)
 
-from centering import candidate_tables
+from centering import candidate_tables, centering_loss
 from correction import Correction, correct
 from correction import RolloutCorrectionConfig as Config
 from losses import Counts, LossConfig, policy_loss
@@ -235,6 +235,24 @@ def test_with_kept_counts_a_rejected_row_is_divided_by_its_own_length():
                            counts=Counts(torch.tensor(1.0), torch.tensor(1.0)))[0]
     total = loss("seq-mean-token-sum")
     assert abs(total) > 1e-3 and close(loss("seq-mean-token-mean"), total / 3)
+
+
+@pytest.mark.parametrize("bound", [0.05, 1e-9])
+def test_a_batch_is_its_rows_and_rejected_tokens_have_their_centering_alone(bound):
+    """eq:score-centering: A has both signs, and 1e-9 rejects every token that A would move out."""
+    config = reinforce("token", 2.0, rollout_rs={"token_tv_outward": bound}, score_centering=True)
+    advantages, rows = R.expand(-1, 3), torch.arange(len(R))
+
+    def loss(i):
+        given = (x[i] for x in (LP, MU_LP, MU_LP, advantages, MASK))
+        return policy_loss(*given, config, LossConfig(aggregation=SUM),
+                           candidates=tuple(x[i] for x in CANDIDATES))[0]
+    kept = correct(LP, MU_LP, MASK, config, advantages)
+    terms = torch.where(kept.mask, -advantages * kept.weights * LP, 0.0)
+    centering = centering_loss(*CANDIDATES, advantages, MASK, config)
+    assert (kept.mask != MASK).any() and (advantages > 0).any() and (advantages < 0).any()
+    assert close(loss(rows), (terms + centering).sum(-1).mean())
+    assert close(loss(rows), torch.stack([loss(rows[i:i + 1]) for i in rows]).mean())
 
 
 def test_missing_candidates_are_no_tokens():

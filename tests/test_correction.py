@@ -326,6 +326,14 @@ def test_inputs_that_do_not_fit_say_so():
         correct(x, None, x, Config())
 
 
+@pytest.mark.parametrize("config, whole", [
+    (Config("token", rollout_rs={"token_k1": (0.5, 2.0), "seq_mean_k3": 0.1}), False),
+    (Config("token", rollout_is_batch_normalize=True), True),
+    (Config(rollout_rs={"token_k3": 0.1, "second_moment": 0.1}), True)])
+def test_a_mean_weight_and_a_criterion_of_the_batch_look_at_whole_batches(config, whole):
+    assert config.of_whole_batches == whole
+
+
 @pytest.mark.parametrize("fields, words", [
     ({"rollout_is": "tokens"}, "rollout_is.*did you mean 'token'"),
     ({"rollout_is_threshold": -1}, "rollout_is_threshold.*positive"),
