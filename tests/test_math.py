@@ -117,6 +117,11 @@ def test_chapters_are_complete_and_lead_from_one_to_the_next():
     assert not package.exists(), "a package named math would shadow Python's own"
 
 
+@pytest.mark.parametrize("chapter", ["9-versions", "10-turns-and-tools", "11-routes"])
+def test_a_chapter_that_answers_one_question_has_at_most_2500_words(chapter):
+    assert len((ROOT / "math" / f"{chapter}.md").read_text().split()) <= 2500
+
+
 def test_generated_tables_are_up_to_date():
     """`python math/tables.py` would change nothing; every figure is computed again here."""
     found = subprocess.run(
