@@ -135,14 +135,14 @@ def caught(copy: Path, files: list[str], seconds: float) -> bool:
         os.dup2(null, 1)
         os.dup2(null, 2)
         os._exit(int(pytest.main(["-xq", "-p", "no:cacheprovider", *files]) != 0))
-    deadline, ended, status = time.monotonic() + seconds, 0, 1
+    deadline, ended, status = time.monotonic() + seconds, 0, 0
     while not ended and time.monotonic() < deadline:
         time.sleep(0.02)
         ended, status = os.waitpid(child, os.WNOHANG)
     if not ended:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return status != 0
+    return not ended or status != 0
 
 
 def main(n: int, seed: int) -> None:
