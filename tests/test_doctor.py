@@ -106,6 +106,8 @@ def test_an_improper_pair_is_named(wrong, word):
 def test_a_mean_of_rho_is_judged_beyond_five_standard_errors(z, said):
     found = diagnose({"rollout_corr/is_ratio_mean": 1.1, "rollout_corr/is_ratio_z": z})
     assert any(x.startswith("is_ratio_mean is 1.1, ") for x in found) == said
+    near = {"rollout_corr/is_ratio_mean": 1.001, "rollout_corr/is_ratio_z": 2 * z}
+    assert not any(x.startswith("is_ratio_mean") for x in diagnose(near))          # it is rounding
 
 
 def test_the_cap_and_the_tail_are_not_blamed_on_rho():
