@@ -247,10 +247,10 @@ def test_a_batch_is_its_rows_and_rejected_tokens_have_their_centering_alone(boun
         given = (x[i] for x in (LP, MU_LP, MU_LP, advantages, MASK))
         return policy_loss(*given, config, LossConfig(aggregation=SUM),
                            candidates=tuple(x[i] for x in CANDIDATES))[0]
-    kept = correct(LP, MU_LP, MASK, config, advantages)
-    terms = torch.where(kept.mask, -advantages * kept.weights * LP, 0.0)
+    weights, mask, _ = correct(LP, MU_LP, MASK, config, advantages)
+    terms = torch.where(mask, -advantages * weights * LP, 0.0)
     centering = centering_loss(*CANDIDATES, advantages, MASK, config)
-    assert (kept.mask != MASK).any() and (advantages > 0).any() and (advantages < 0).any()
+    assert (mask != MASK).any() and (advantages > 0).any() and (advantages < 0).any()
     assert close(loss(rows), (terms + centering).sum(-1).mean())
     assert close(loss(rows), torch.stack([loss(rows[i:i + 1]) for i in rows]).mean())
 
