@@ -5,6 +5,7 @@ is not a bug of this program prints one sentence and sets an exit code: 2 if the
 130, 143 or 129 for a signal, 1 for the machine. A bug is a traceback.
 """
 
+import atexit
 import contextlib
 import errno
 import os
@@ -50,20 +51,29 @@ def process_group() -> Iterator[torch.device]:
                             **alone)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks, threads = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.get_num_threads()
-    torch.set_num_threads(max(1, (cores or 1) // ranks))
+    if ranks > 1:                              # torchrun gives each of them one thread
+        torch.set_num_threads(max(1, (cores or 1) // ranks))
+    atexit.unregister(wait_for_gloo)           # once, whatever the number of groups before
+    atexit.register(wait_for_gloo)
     try:
         yield device
-        # Gloo's threads free a collective's tensors after its result is known. If one does so
-        # while the interpreter shuts down, the process aborts. Destroying the group does not wait
-        # for them, since a cache of DTensor's keeps it. So they get the GIL, and time, here.
         dist.barrier()
-        time.sleep(0.1)
     except BaseException as error:
         error.silent = not first_to_fail()     # pyright: ignore[reportAttributeAccessIssue]
         raise
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(threads)         # a caller's own, which may run more than this
+
+
+def wait_for_gloo() -> None:
+    """Give gloo's threads the GIL, and time, before the interpreter shuts down.
+
+    They free a collective's tensors after its result is known. If one does so during the shutdown,
+    the process aborts. Destroying the group does not wait for them, since a cache of DTensor's
+    keeps it.
+    """
+    time.sleep(0.1)
 
 
 def choose_device() -> torch.device:

@@ -9,6 +9,10 @@ import importlib.util
 import os
 from pathlib import Path
 
+# Before torch reads it, also in what a test starts. Tensors are small here, and a second thread
+# waits for the first: on two busy cores the core's tests took four times as long with it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from book_pages import book, browser, open_page  # noqa: F401 - fixtures
@@ -37,8 +41,6 @@ def pytest_cmdline_main(config):
     watched = chosen.capture == "no" or chosen.usepdb or chosen.collectonly
     if whole and not watched and cores > 1 and getattr(chosen, "numprocesses", 0) is None:
         chosen.numprocesses, chosen.dist = min(cores, WORKERS), "loadfile"
-        # Workers with a thread for every core wait for one another: three times as long, and more.
-        os.environ.setdefault("OMP_NUM_THREADS", str(cores // chosen.numprocesses))
         chosen.loadscopereorder = False
 
 
@@ -100,8 +102,6 @@ def run(tiny_model, tmp_path, monkeypatch):
     Drawing the curves takes longer than everything else. So they are drawn only with `draw`, in
     test_faults.py, and by the default command.
     """
-    import matplotlib.figure
-
     import trainer
     from plumbing import checkpoints, tasks
     monkeypatch.chdir(tmp_path)
@@ -111,7 +111,7 @@ def run(tiny_model, tmp_path, monkeypatch):
     def call(*overrides, engine="transformers", name="x", draw=False):
         with monkeypatch.context() as patches:
             if not draw:
-                patches.setattr(matplotlib.figure.Figure, "savefig", lambda *_, **__: None)
+                patches.setattr("plumbing.run.plot", lambda *_: None)
             code = trainer.main([*SMALL, f"policy.path={tiny_model}", f"rollout.engine={engine}",
                                  f"run={name}", *overrides])
         path = Path("runs") / name / "metrics.jsonl"

@@ -6,9 +6,12 @@ itself or by torchrun, is this file: a Python that has imported nothing. It hand
 environment and streams to a fork in which the program runs, passes signals on and ends as it ends.
 
     python launching.py SOCKET program.py arguments …          # SOCKET is that of `serve`
+    python launching.py SOCKET -m module arguments …
 """
 
+import atexit
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -25,7 +28,8 @@ from waiting import HANG
 HERE = Path(__file__).resolve()
 ROOT = HERE.parent.parent
 PATH = os.pathsep.join(str(ROOT / name) for name in ("", "tests", "tools"))
-IMPORTED = "import trainer, tolerances, transformers.models.qwen2.modeling_qwen2"
+IMPORTED = ("import trainer, tolerances, transformers.models.qwen2.modeling_qwen2, "
+            "torch.distributed.run")
 
 
 def shell(command, cwd, **options):
@@ -34,10 +38,14 @@ def shell(command, cwd, **options):
     return subprocess.run(command, cwd=cwd, timeout=HANG, **given | options)
 
 
-def torchrun(ranks, *more):
-    """Return the command that starts so many ranks at a free port; one rank has no launcher."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [sys.executable, *(launcher if ranks > 1 else []), *more]
+def torchrun(ranks, begin, *program, node=None):
+    """Return the command that starts so many ranks of a program; one rank alone has no launcher.
+
+    `begin`: `forks`, so that launcher and ranks are forks, or []. `node`: where several nodes meet.
+    """
+    launcher = [*begin, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+                *(node or ["--standalone"])]
+    return [sys.executable, *(launcher if ranks > 1 or node else []), *begin, *program]
 
 
 @contextlib.contextmanager
@@ -97,6 +105,7 @@ def keep(connection):
 def run(argv, cwd, environment, streams):
     """Be the program: a Python that was started with these arguments, and has imported much."""
     import torch
+    atexit.register(gc.freeze)             # else its end walks through all libraries: 0.7 s
     os.setpgid(0, 0)                       # Ray kills a worker's whole group: not this server's
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -106,9 +115,13 @@ def run(argv, cwd, environment, streams):
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
-    sys.argv = argv
-    sys.path[:0] = [str(Path(argv[0]).parent.resolve())]
-    runpy.run_path(argv[0], run_name="__main__")
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = argv
+        sys.path[:0] = [str(Path(argv[0]).parent.resolve())]
+        runpy.run_path(argv[0], run_name="__main__")
 
 
 def main(path, argv):

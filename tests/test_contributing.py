@@ -37,6 +37,12 @@ assert f"all {len(tables.every_metric())} metrics" in tables.metrics()
 assert "rollout_rs_token_abs_seq_max_deviation" in tables.every_metric()
 """
 
+TRAINED = """
+import sys, trainer
+assert trainer.main(["--help"]) == 0
+sys.exit(trainer.main(sys.argv[1:]))
+"""
+
 
 def blocks() -> list[Any]:
     """Return file, above or below, which line, and the code, of each block that has a place."""
@@ -86,11 +92,11 @@ def test_the_new_rows_pass_their_own_tests_and_those_of_any_row(copy):
 
 
 def test_the_new_rows_train_and_stand_in_the_help(copy, tiny_model):
-    said = run(copy, "trainer.py", "--help")
+    said = run(copy, "-c", TRAINED, "task.size=1", "task.eval_size=8", "rollout.prompts=4",
+               "rollout.samples=4", "rollout.max_tokens=5", "rollout.engine=transformers",
+               "train.mini_batches=1", "train.steps=10", f"policy.path={tiny_model}", "run=new",
+               *NEW)
     assert "token_abs: |log ρ| of each token" in said and "root: 2√r in the place of r" in said
-    run(copy, "trainer.py", "task.size=1", "task.eval_size=8", "rollout.prompts=4",
-        "rollout.samples=4", "rollout.max_tokens=5", "rollout.engine=transformers",
-        "train.mini_batches=1", "train.steps=10", f"policy.path={tiny_model}", "run=new", *NEW)
     lines = (copy / "runs/new/metrics.jsonl").read_text().splitlines()
     assert len(lines) == 10 and "rollout_corr/rollout_rs_token_abs_mean" in lines[-1]
 

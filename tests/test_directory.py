@@ -82,8 +82,7 @@ def test_a_second_start_is_told_who_trains(tiny_model, forks, tmp_path):
             [line["step"] for line in read_metrics(tmp_path / "runs/x/metrics.jsonl")][-1] >= 2)
 
 
-# Imports once, and forks two starts of the same command for each delay; says of each pair how both
-# ended.
+# Forks two starts of the same command for each delay, and says of each pair how both ended.
 TWICE = """
 import json, os, sys, time, trainer
 from plumbing.tasks import Task
@@ -103,14 +102,15 @@ for i, delay in enumerate(delays):
 """
 
 
-def started_twice(delays, tiny_model, cwd):
+def started_twice(delays, tiny_model, cwd, begin=()):
     """Return a sentence for each pair of starts that did not end as it should."""
+    (cwd / "twice.py").write_text(TWICE)
     arguments = [*SMALL, "rollout.engine=transformers", f"policy.path={tiny_model}",
                  "train.save_every=1"]
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [sys.executable, "-c", TWICE, json.dumps([0.0, *delays]), *arguments], cwd=cwd, text=True,
-        capture_output=True, timeout=HANG, env=environment)
+        [sys.executable, *begin, "twice.py", json.dumps([0.0, *delays]), *arguments], cwd=cwd,
+        text=True, capture_output=True, timeout=HANG, env=environment)
     assert result.returncode == 0, result.stderr
     wrong, endings = [], {"in use": 0, "is finished": 0}
     whole = (cwd / "runs/x0/model/model.safetensors").read_bytes()
@@ -131,9 +131,9 @@ def started_twice(delays, tiny_model, cwd):
     return wrong, endings
 
 
-def test_of_two_starts_one_trains_and_the_other_says_who_does(tiny_model, tmp_path):
+def test_of_two_starts_one_trains_and_the_other_says_who_does(tiny_model, forks, tmp_path):
     wrong, _ = started_twice([random.Random(0).uniform(-1, 1) for _ in range(3)],
-                             tiny_model, tmp_path)
+                             tiny_model, tmp_path, forks)
     assert wrong == []
 
 

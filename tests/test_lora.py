@@ -205,7 +205,7 @@ def test_two_ranks_that_were_killed_end_with_the_same_bits(engine, forks, tiny_m
              f"policy.path={tiny_model}"]
 
     def train(how, name):
-        return shell(torchrun(2, *begin, "driver.py", how, *given, f"run={name}"), tmp_path)
+        return shell(torchrun(2, begin, "driver.py", how, *given, f"run={name}"), tmp_path)
     ends = [train("whole", "whole"), train("killed", "parts"), train("goes on", "parts")]
     assert [end.returncode == 0 for end in ends] == [True, False, True], ends[-1].stderr
     assert "continuing after step 2" in ends[-1].stderr

@@ -58,19 +58,18 @@ def train(tiny_model, forks, tmp_path_factory):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks // agents),
-                    "--nnodes", str(agents), "--master-addr", "127.0.0.1",
-                    "--master-port", str(port), "--node-rank"]
-        commands = [[sys.executable, *([*launcher, str(i)] if ranks > 1 else []), *begin]
-                    for i in range(agents)]
+        node = ["--nnodes", str(agents), "--master-addr", "127.0.0.1", "--master-port", str(port),
+                "--node-rank"]
         places = [directory / f"node-{i}" if apart else directory for i in range(agents)]
         for place in places:
             place.mkdir(exist_ok=True)
-        given = [directory / "driver.py", fault, *SMALL, f"policy.path={tiny_model}", *overrides]
+        given = [str(directory / "driver.py"), fault, *SMALL, f"policy.path={tiny_model}",
+                 *overrides]
         environment = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
-        started = [subprocess.Popen([*command, *given], cwd=place, env=environment, text=True,
-                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-                   for command, place in zip(commands, places)]
+        started = [subprocess.Popen(
+            torchrun(ranks // agents, begin, *given, node=[*node, str(i)] if ranks > 1 else None),
+            cwd=place, text=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            for i, place in enumerate(places)]
         said = "".join(process.communicate(timeout=HANG)[0] for process in started)
         assert fault or not any(process.returncode for process in started), said
         return said
@@ -151,7 +150,7 @@ def test_one_rank_reads_the_model_and_all_have_it(tiny_model, forks, tmp_path):
     found = []
     (tmp_path / "load.py").write_text(LOAD)
     for ranks in 1, 3:
-        result = shell(torchrun(ranks, *forks, "load.py", str(tiny_model)), tmp_path)
+        result = shell(torchrun(ranks, forks, "load.py", str(tiny_model)), tmp_path)
         assert result.returncode == 0, result.stderr
         found.append(torch.load(tmp_path / "loaded.pt", weights_only=True))
     alone, together = found
@@ -189,7 +188,7 @@ if sys.argv[1] == "is killed": os.kill(os.getpid(), signal.SIGKILL)
 def test_a_program_in_a_fork_is_as_in_a_process_of_its_own(end, code, forks, tmp_path):
     """A fork of launching.py has the same arguments, place, environment, streams and end."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    own, forked = (shell(torchrun(1, *begin, "program.py", end, "π"), tmp_path,
+    own, forked = (shell(torchrun(1, begin, "program.py", end, "π"), tmp_path,
                          env={**os.environ, "GIVEN": "x"}) for begin in ([], forks))
     assert own.returncode == forked.returncode == code and own.stdout == forked.stdout != ""
     assert ("ValueError: a bug" in own.stderr) == ("ValueError: a bug" in forked.stderr)

@@ -87,9 +87,10 @@ def test_full_disk_is_one_sentence_and_the_last_checkpoint_remains(run, monkeypa
     monkeypatch.undo()
 
 
-def test_control_c(tiny_model, tmp_path):
-    command = [sys.executable, str(ROOT / "trainer.py"), *SMALL, f"policy.path={tiny_model}",
-               "run=x", "rollout.engine=transformers", "train.steps=100000", "train.save_every=2"]
+def test_control_c(tiny_model, forks, tmp_path):
+    command = [sys.executable, *forks, str(ROOT / "trainer.py"), *SMALL, "run=x",
+               f"policy.path={tiny_model}", "rollout.engine=transformers", "train.steps=100000",
+               "train.save_every=2"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     until((tmp_path / "runs/x/checkpoints/step-000002").exists, process)
     process.send_signal(signal.SIGINT)

@@ -96,7 +96,7 @@ def gradients(tiny_model, forks, tmp_path_factory):
     directory, found = tmp_path_factory.mktemp("gradients"), {}
     (directory / "gradient.py").write_text(GRADIENT)
     for ranks in (1, 2, 4):
-        command = torchrun(ranks, *forks, "gradient.py", str(tiny_model), "out.pt")
+        command = torchrun(ranks, forks, "gradient.py", str(tiny_model), "out.pt")
         result = shell(command, directory)
         assert result.returncode == 0, result.stderr
         cases = torch.load(directory / "out.pt", weights_only=True)
