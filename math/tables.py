@@ -603,7 +603,7 @@ def ascend(config, start, noise, reward, lagging, beta=0.3, steps=400, rate=0.1,
     origin, theta, old, mu = (side_by_side(start) for _ in range(4))
     noise, shape = torch.cat(noise), reward.shape
     follows = lagging.repeat_interleave(len(noise) // len(lagging))[:, None]
-    optimizer, path = torch.optim.Adam([theta.logits], lr=rate), []
+    optimizer, path = torch.optim.Adam([theta.logits], lr=rate, fused=True), []
     for step in range(steps):
         path.append(theta.logits.detach().clone())
         old.logits = path[-1]

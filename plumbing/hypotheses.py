@@ -125,13 +125,18 @@ class Scorer:
             counts[n, self.tokens[n - 1]] += 1
         return counts
 
-    def repeated(self, penalty: float) -> Tensor:
-        """Return log-probs after a repetition penalty, which counts ids of the prompt too: [N]."""
+    @cached_property
+    def seen(self) -> Tensor:
+        """Mark the ids that the prompt or the response has before each token: [N, V] bool."""
         seen = self.counts > 0
         for i, (prompt, _) in enumerate(self.rows):
             seen[(self.row == i).nonzero(), torch.tensor(prompt)] = True
+        return seen
+
+    def repeated(self, penalty: float) -> Tensor:
+        """Return log-probs after a repetition penalty, which counts ids of the prompt too: [N]."""
         z = self.plain
-        return self.log_prob(z.where(~seen, torch.where(z > 0, z / penalty, z * penalty)))
+        return self.log_prob(z.where(~self.seen, torch.where(z > 0, z / penalty, z * penalty)))
 
     def late(self, k: int, module: str = "") -> Tensor:
         """Return log-probs by the weights of k updates ago, of all modules or of one: [N]."""
