@@ -9,6 +9,7 @@ begin at 17000. They were judged once, after the rules had been committed.
 """
 
 import argparse
+import json
 import math
 import sys
 from collections import Counter
@@ -25,6 +26,7 @@ import torch
 
 import doctor
 from adapters.dumps import read
+from causes import log_odds
 
 SPLITS = {"written": ("Qwen2", "Llama", "Mixtral", "Olmo2"),
           "judged": ("Gemma2", "Qwen2Moe", "Mistral", "Qwen3")}
@@ -37,6 +39,9 @@ and one false alarm of 40 at either. Some plants have a gap below that of health
 """
 MIXTURES = ("Mixtral", "Qwen2Moe")
 ROWS = (128, 64, 32, 16, 8)
+VISIBLE, STEP = 2.0, 0.15               # a planted gap over that of two kernels; of a severity
+BELOW = "-below"                        # names a dump with the severity before it was raised
+ALWAYS = ("shift", "tool", "retokenised", "bf16-log-softmax")   # their mark is not a gap's size
 EACH, HEALTHY = 8, 40                   # dumps of each cause, and of no cause, in each split
 PAIRS = (("temperature", "eos"), ("temperature", "weights"), ("shift", "temperature"),
          ("cut", "eos"), ("cut", "weights"), ("eos", "weights"), ("padding", "eos"),
@@ -81,21 +86,59 @@ def cases(split: str) -> Iterator[Case]:
 
 
 def dumps(split: str, cache: Path) -> Iterator[tuple[Case, Path]]:
-    """Yield each case and its file; make the files that the cache does not have yet."""
-    subjects: dict[tuple[str, int], sides.Subject] = {}
+    """Yield each case and its file; make what is missing.
+
+    Where a severity is raised, the dump with the lower one comes as well, with BELOW in its name.
+    """
+    subjects: dict[tuple[str, int], tuple[sides.Subject, float]] = {}
     folder = cache / split
     folder.mkdir(parents=True, exist_ok=True)
-    todo = list(cases(split))
-    for case in sorted(todo, key=lambda case: (case.architecture, case.model)):
-        path = folder / f"{case.name}.jsonl"
-        if not path.exists():
+    known = folder / "severities.json"
+    severities = json.loads(known.read_text()) if known.exists() else {}
+    for case in sorted(cases(split), key=lambda case: (case.architecture, case.model)):
+        path, below = (folder / f"{case.name}{end}.jsonl" for end in ("", BELOW))
+        if not path.exists() or case.name not in severities:
             key = case.architecture, case.model
             if key not in subjects:
-                subjects = {key: sides.subject(case.model, case.architecture)}
-            rows = plants.plant(subjects[key], case.cause, case.seed, case.severity, case.variant,
-                                case.noise, case.second)
-            plants.write(rows, path)
-        yield case, path
+                of = sides.subject(case.model, case.architecture)
+                subjects = {key: (of, size(plants.plant(of, "healthy", case.model,
+                                                        variant="bf16-sampler", groups=4)))}
+            of, noise = subjects[key]
+            severities[case.name] = visible(of, case, noise)
+            for severity, place in ((case.severity, below), (severities[case.name], path)):
+                if place is path or severity < severities[case.name]:
+                    plants.write(plants.plant(of, case.cause, case.seed, severity, case.variant,
+                                              case.noise, case.second), place)
+            known.write_text(json.dumps(severities))
+        if severities[case.name] > case.severity:
+            yield case._replace(name=f"{case.name}{BELOW}"), below
+        yield case._replace(severity=severities[case.name]), path
+
+
+def visible(of: sides.Subject, case: Case, noise: float) -> float:
+    """Return the least severity from the case's own upwards at which its plant can be seen.
+
+    It can be seen if what is planted alone, without noise, makes a gap at least VISIBLE times as
+    large as bfloat16 makes between two kernels of the same model. doctor.py has no part in this.
+    """
+    severity = case.severity
+    if case.cause in ("healthy", *ALWAYS) or case.second:
+        return severity
+    # Two sides with the same mistake have no gap: what is seen is the gap to what was drawn.
+    variant = "tau" if (case.cause, case.variant) == ("raw", "both") else case.variant
+    while severity < 1 and VISIBLE * noise > size(plants.plant(
+            of, case.cause, case.seed, severity, variant, groups=4)):
+        severity = min(1.0, severity + STEP)
+    return severity
+
+
+def size(rows: list[plants.Row]) -> float:
+    """Return the r.m.s. gap in log-odds of the tokens that a plant touches."""
+    mu, pi = (torch.tensor([x for row in rows for x in row[name]], dtype=torch.float64).clamp(-40, 0)
+              for name in ("rollout_log_probs", "train_log_probs"))
+    gap = (log_odds(pi) - log_odds(mu)).abs()
+    touched = gap[gap > 1e-3]
+    return touched.square().mean().sqrt().item() if len(touched) else 0.0
 
 
 def judge(split: str, cache: Path, rows: int) -> tuple[Counter[tuple[str, str]], list[str]]:
