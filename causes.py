@@ -310,22 +310,35 @@ def shift(x: Tokens) -> Finding | None:
 
 
 def penalty(x: Tokens) -> Finding | None:
-    """Test for a penalty on μ, which lowers tokens that occurred before and raises all others."""
-    found: list[Finding] = []
-    d, (i, j, _, _) = x.d(), pairs(x)
+    """Test for a penalty on μ: it lowers tokens that occurred before, and raises all others.
+
+    Tokens that occurred before are likelier than others, and most causes treat likely tokens
+    otherwise. So tokens are compared at equal log-odds of π, in eight parts. Each part's difference
+    of means has the standard error of two samples with one variance.
+    """
+    best: Finding | None = None
+    some, e = x.unsure(), x.e()
+    wide, size = (e.abs().quantile(0.98), _mean(e[some])) if len(e) else (0.0, 0.0)
+    e, part = e.clamp(-wide, wide), log_odds(x.pi).argsort().argsort() * 8 // max(1, len(e))
     for what, old in (("the response", x.seen), ("prompt or response", x.seen | x.known)):
-        same = (d[i] - d[j])[~old[i] & ~old[j]]         # a penalty does not tell new tokens apart
-        if len(same) >= 8 and _mean(same) > max(numerics(x), 0.5 * _mean(d[~old])):
+        total, weight = 0.0, 0.0
+        for k in range(8):
+            before, new = e[some & old & (part == k)], e[some & ~old & (part == k)]
+            if min(len(before), len(new)) >= 5:
+                shared = 1 / (1 / len(before) + 1 / len(new))
+                spread = torch.cat([before - before.mean(), new - new.mean()]).var().item()
+                total += shared / (spread + FLOOR ** 2) * (before.mean() - new.mean()).item()
+                weight += shared / (spread + FLOOR ** 2)
+        if not weight or e[old].mean() <= 0 or e[~old].mean() >= 0:
             continue
-        seen, new = d[old & (d.abs() > 1e-4)], d[~old & (d.abs() > 1e-4)]
-        if min(len(seen), len(new)) >= 10:
-            above, below = _share(seen > 0), _share(new < 0)
-            error = (seen.var() / len(seen) + new.var() / len(new)).sqrt()
-            if above + below > 1.45 and below > 0.7 and seen.mean() - new.mean() > 5 * error:
-                found.append(Finding("penalty", (2 - above - below) / 2, f"log ρ < 0 for "
-                                     f"{below:.1%} of {len(new)} tokens new in {what}, > 0 for "
-                                     f"{above:.1%} of {len(seen)} seen before", x.take(~old), True))
-    return min(found, key=lambda f: f.left, default=None)
+        difference, z = total / weight, total / math.sqrt(weight)
+        half = (e[some & old].median() - e[some & ~old].median()).item()
+        if z > 10 and difference > max(0.3 * size, numerics(x) / 2) and (
+                half > 0.3 * difference) and (best is None or 2 * RECORD / z < best.left):
+            best = Finding("penalty", 2 * RECORD / z, f"tokens that occurred in {what} gain "
+                           f"{difference:.3f} logits over new ones of equal log-odds, {z:.0f} "
+                           "standard errors", x.take(~old), True)
+    return best
 
 
 def record(x: Tokens) -> Finding | None:
@@ -341,7 +354,7 @@ def record(x: Tokens) -> Finding | None:
     d, h = x.d(), x.entropy
     z, lean = _z(d.expm1()), (d.mean() / d.var().clamp(min=1e-12)).item()
     evidence = f"E[ρ] = {d.exp().mean().item():.4f}, {abs(z):.0f} standard errors from 1"
-    if z < -5 and lean >= -0.8 and _z(-x.mu - h) < -8:         # cuts ≤ −16, weights −4
+    if z < -5 and lean >= -0.8 and _z(-x.mu - h) < -8 and d.mean() > -3:
         return Finding("cut", 0.99, f"{evidence}; E[−log μ − H] = {(-x.mu - h).mean().item():+.3f},"
                        f" {-_z(-x.mu - h):.0f} standard errors below 0", x)
     heavy = 2 * abs(z) < _z((-d).expm1())           # a few tokens decide E[ρ]
@@ -380,23 +393,30 @@ def slope_of(x: Tokens, sure: bool = True) -> Finding | None:
     left = (_mean(residual[some]) + least) / (_mean(e[some]) + least)
     evidence = f"log-odds of π are {1 + slope.item():.3f} × those of μ, {left:.0%} of the gap left"
     cause, other, enough = "temperature", "", _mean(residual) < numerics(x)
-    most = (0.7 if sure else 0.95) if _mean(e) > numerics(x) else 0.0       # weights leave 0.78
+    limit = (0.7 if sure else 0.95) if _mean(e) > numerics(x) else 0.0      # weights leave 0.78
     i, j, _, _ = pairs(x)
     moved = (x.mu[i] != x.mu[j]) & (x.pi[i] != x.pi[j])
     i, j = i[moved], j[moved]
     if len(i) >= 8:
         a, b = x.mu[i] - x.mu[j], x.pi[i] - x.pi[j]
         (factor,), line = _fit(b, a)
-        bent = _fit(b, a, *(x.mu[i] ** n - x.mu[j] ** n for n in (2, 3)))[1]
-        gain = len(i) * math.log((_mean(line) + least / 4) / (_mean(bent) + least / 4))
+        gain, bent = -math.inf, line
+        for p, q in ((x.mu, x.pi), (x.pi, x.mu)):       # either side may be the one with the cap
+            straight = _fit(q[i] - q[j], p[i] - p[j])[1]
+            curved = _fit(q[i] - q[j], *(p[i] ** n - p[j] ** n for n in (1, 2, 3)))[1]
+            most = straight.abs().quantile(0.9)         # a few tokens must not make a bend
+            nats = len(i) * math.log((_mean(straight.clamp(-most, most)) + least / 4) / (
+                _mean(curved.clamp(-most, most)) + least / 4))
+            gain, bent = max((gain, bent), (nats, curved), key=lambda pair: pair[0])
+        gain += 3 * (not 0.4 < factor < 2.5)            # such a temperature is rare
         left = (_mean(line) + least) / (_mean(b - a) + least)
-        most = min(0.9, TEN ** (1 / len(i))) if sure else 0.95
+        limit = min(0.9, TEN ** (1 / len(i))) if sure else 0.95
         evidence += (f"; {len(i)} pairs of tokens after one prefix: Δ log π = {factor.item():.3f} "
                      f"· Δ log μ, {left:.0%} of the gap left")
         enough = min(_mean(line), _mean(bent)) < numerics(x)
-        if gain > 1.5:                                  # two more numbers; temperatures: 2.8
-            cause, other = ("softcap", cause) if gain > 4 else (cause, "softcap")
-    if left > most:
+        if gain > 1.5:                                  # two more numbers
+            cause, other = ("softcap", cause) if gain > 5.5 else (cause, "softcap")
+    if left > limit:
         return None
     honest, wrong = abs(_z(d.expm1())), abs(_z((-d).expm1()))
     if cause == "temperature" and honest > wrong and d.mean() > 0:
@@ -415,32 +435,39 @@ def calibration(x: Tokens) -> Finding | None:
     (eq:calibration)
     """
     excess = -x.pi - x.entropy
-    seen = abs(_z(excess)) > 4.5 and abs(excess.mean()) > FLOOR         # NaN: no entropy
+    z = _z(excess)                      # NaN: no entropy; noise of π makes it a little larger
+    seen = (z < -3.7 or z > 4.5) and abs(excess.mean()) > FLOOR
     if len(excess) < 100 or not seen or _mean(x.e()) > numerics(x):
         return None
     return Finding("raw", 0.9, "both sides agree, but neither is what was drawn: E[−log π − H] = "
-                   f"{excess.mean().item():+.3f}, {abs(_z(excess)):.0f} standard errors from 0")
+                   f"{excess.mean().item():+.3f}, {abs(z):.1f} standard errors from 0")
 
 
 def texture(x: Tokens) -> Finding | None:
-    """Name a gap that is everywhere: by its tail, its randomness, how it fades, or not at all."""
-    limit, whole, x = numerics(x), _mean(x.e()), x.take(x.unsure())
+    """Name a gap that is everywhere: by its randomness, its tail, how it fades, or not at all."""
+    limit, whole, z = numerics(x), _mean(x.e()), _z(x.d().expm1())
+    x = x.take(x.unsure())
     e = x.e()
     size, middle, rare = _mean(e), e.abs().median().item(), e.abs().quantile(0.97).item()
+    quiet = min(whole, 1.3 * middle) < limit             # in 16 bits a few flip
     evidence = f"mean gap {size:.3f} logits (two kernels: up to {limit:.3f})"
-    if rare > 0.2 + 12 * (middle + floor(e)):       # by hand: flips 15 to 1000 times, healthy 13
-        return Finding("flips", 1.0, f"{evidence}; half of the tokens are below {middle:.3f}, one "
-                       f"in 33 above {rare:.3f}")
-    if min(whole, 1.3 * middle) < limit:          # in 16 bits a few flip
-        return None
     _, _, k, m = pairs(x)
-    scatter = _mean(e[k] - e[m]) / (_mean(e[k]) + _mean(e[m]) + FLOOR)
-    if len(k) >= 5 and scatter > 0.3:
-        return Finding("dropout", 1.0, f"{evidence}; drawn again after the same prefix "
-                       f"({len(k)} times), a token scatters by {scatter:.0%}")
+    again = (e[k] - e[m]).abs()
+    scatter = _mean(again) / (_mean(e[k]) + _mean(e[m]) + FLOOR)
+    random = len(k) >= 5 and scatter > 0.3
+    drawn = (f"; drawn again after the same prefix ({len(k)} times), a token scatters by "
+             f"{scatter:.0%}")
+    if rare > 0.2 and (rare > 12 * (middle + floor(e)) or (
+            random and again.median() < 0.6 * again.mean())):
+        return Finding("flips", 1.0, f"{evidence}; half of the tokens are below {middle:.3f}, one "
+                       f"in 33 above {rare:.3f}" + drawn * random)
+    if random and not quiet:
+        return Finding("dropout", 1.0, evidence + drawn)
     clear, vague = over_time(x)
-    if clear:
+    if clear and (not quiet or clear.left < math.exp(-25 / len(e))):
         return clear._replace(left=1.0, other=vague)
+    if quiet:
+        return Finding("cut", 0.99, f"E[ρ] is {-z:.0f} standard errors below 1") if z < -5 else None
     weak = [f for f in (vague, slope_of(x, sure=False), *places(x, 2)) if f]
     return Finding("weights", 1.0, evidence, other=min(weak, key=lambda f: f.left, default=None))
 
@@ -448,46 +475,54 @@ def texture(x: Tokens) -> Finding | None:
 def over_time(x: Tokens) -> tuple[Finding | None, Finding | None]:
     """Test whether the gap fades from the first token on, or drops at one and fades after it.
 
-        context    log E|e| = a + b log(t + 8)
-        in-flight  log E|e| = a + j [t ≥ T] + b [t ≥ T] log((t + 8)/(T + 8))
+        context    log E|e| = a + b L + c L², where L = log(t + 8)
+        in-flight  log E|e| = a + j [t ≥ T] + b [t ≥ T] log((t + 8)/(T + 8)), or
+                   log E|e| = a + b L + c L² + j [t ≥ T] with j < 0
 
-    A gap fades if what differs is an ever smaller part of the context. Two limits are set by hand:
-    b < −0.4 (contexts −0.47 and less, weights −0.35 and more), and the share left at 2T + 8, 2^b
-    e^j < e^−0.6 (in-flight 0.5 and less). A Laplace distribution of each size is fitted, as in
-    (eq:gap-left). Fifteen nats are more than a search of 60 tokens finds by chance (in-flight
-    updates 26 and more, others 12).
+    A gap fades if what differs is an ever smaller part of the context: smoothly, so c is small. A
+    change of weights is a step. A Laplace distribution of each size is fitted, as in (eq:gap-left).
     """
     x = x.take(x.unsure() & (x.t > 0))      # the first token is recomputed after a prefix cache hit
     if len(x.t) < 20:
         return None, None
-    count = x.t.bincount()
-    total = x.t.bincount(x.e().abs() + FLOOR)[count > 0]
+    e, count = x.e().abs(), x.t.bincount()
+    rare = e.clamp(max=e.quantile(0.98))    # a few tokens must not make a step
+    total, common = (x.t.bincount(size + FLOOR)[count > 0] for size in (e, rare))
     age, count = count.nonzero()[:, 0], count[count > 0].double()
+    late = (age + 8.0).log()
+    late -= late.mean()
 
-    def fit(*columns: Tensor) -> tuple[float, list[float]]:
+    def fit(total: Tensor, *columns: Tensor) -> tuple[float, list[float]]:
         matrix = torch.stack([torch.ones_like(total), *columns], -1)
         beta, ratio = torch.zeros(len(columns) + 1, dtype=total.dtype), total
-        for _ in range(30):
+        beta[0] = (total.sum() / count.sum()).log()
+        for _ in range(20):
             ratio = total * (-matrix @ beta).exp()
             weight = torch.maximum(ratio, count)[:, None] * matrix
             beta += torch.linalg.solve(weight.T @ matrix + 1e-6 * torch.eye(len(beta)),
                                        matrix.T @ (ratio - count))
         return -(count @ matrix @ beta + ratio.sum()).item(), beta.tolist()
-    (flat, _), (fades, (_, slope)) = fit(), fit((age + 8.0).log())
-    falls = [(*fit((age >= at).double(), ((age + 8) / (at + 8)).clamp(min=1).log()), at)
-             for at in _inner(x.t)]
-    nats, _, at = max((f for f in falls if f[1][1] + f[1][2] * math.log(2) < -0.6),
-                      default=(-math.inf, [], 0))
-    n, ahead, ages = len(x.t), nats - max(flat, fades), fades - flat
-    falling = Finding("in-flight", math.exp(-ahead / n), f"at token {at} the gap falls, and by "
-                      f"half or more until twice as late: {ahead:.0f} nats better")
+    (flat, _), (fades, (_, slope)) = fit(total), fit(total, late)
+    (even, _), (bends, (_, _, bend)) = fit(common), fit(common, late, late.square())
+    straight = fit(common, late)[0]
+    best, at = -math.inf, 0
+    for place in _inner(x.t):
+        after = (age >= place).double()
+        nats, (_, jump, falls) = fit(common, after, ((age + 8) / (place + 8)).clamp(min=1).log())
+        more, (_, _, _, step) = fit(common, late, late.square(), after)
+        nats = max(nats if jump < 0.3 and jump + falls * math.log(2) < -0.6 else -math.inf,
+                   more - 3 if step < 0 else -math.inf)
+        best, at = max((best, at), (nats, place))
+    n, ages, ahead = len(x.t), fades - flat, best - max(even, bends)
+    falling = Finding("in-flight", math.exp(-max(best - even, 0) / n), f"at token {at} the gap "
+                      f"falls: {ahead:.0f} nats better than any smooth change")
     fading = Finding("context", math.exp(-ages / n), "from the first token on the gap falls as "
                      f"(t + 8)^{slope:.2f}: {ages:.0f} nats better than one size")
-    if ahead > 15:
+    if ahead > 5.5 or (ahead > 0 and slope < -0.25 and bend < -0.4 and bends - straight > 6):
         return falling, fading
     if ages > 10 and slope < -0.4:
         return fading, falling
-    return None, falling if ahead > 5 else fading if ages > 3 and slope < -0.12 else None
+    return None, falling if ahead > 1 else fading if ages > 3 and slope < -0.12 else None
 
 
 RECORDS = {"temperature", "softcap", "raw", "cut"}      # after one of these, another is its residue
@@ -501,6 +536,10 @@ def find_causes(x: Tokens) -> list[Finding]:
         named |= RECORDS if named & RECORDS else set()
         named |= RECORDS | {"in-flight", "window"} if "penalty" in named else set()
         parts = [f for f in places(x) if f.cause not in named]
+        if any(f.cause == "in-flight" for f in parts):
+            smooth = over_time(x)[0]            # a gap that fades has no first token
+            if smooth and smooth.cause == "context":
+                parts = [f for f in parts if f.cause != "in-flight"]
         laws = [f for law in (grid, shift, penalty, record, slope_of, calibration)
                 if (f := law(x)) and f.cause not in named]
         if any(f.rest and len(f.rest.t) > 20 and not record(f.rest) for f in parts):

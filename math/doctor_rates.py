@@ -9,6 +9,7 @@ begin at 17000. They were judged once, after the rules had been committed.
 """
 
 import argparse
+import functools
 import json
 import math
 import sys
@@ -30,7 +31,7 @@ from causes import log_odds
 
 SPLITS = {"written": ("Qwen2", "Llama", "Mixtral", "Olmo2"),
           "judged": ("Gemma2", "Qwen2Moe", "Mistral", "Qwen3")}
-FIRST_SEED = {"written": 0, "judged": 17000}
+FIRST_SEED = {"written": 0, "judged": 21000}
 JUDGED = """\
 Judged once, on dumps with seeds from 17000, made by models that the rules had not seen. The rules
 were committed before. They were written on the split `written` and on the misses of three earlier
@@ -88,57 +89,67 @@ def cases(split: str) -> Iterator[Case]:
 def dumps(split: str, cache: Path) -> Iterator[tuple[Case, Path]]:
     """Yield each case and its file; make what is missing.
 
-    Where a severity is raised, the dump with the lower one comes as well, with BELOW in its name.
+    Where a case was raised, the dump before that comes as well, with BELOW in its name.
     """
-    subjects: dict[tuple[str, int], tuple[sides.Subject, float]] = {}
     folder = cache / split
     folder.mkdir(parents=True, exist_ok=True)
-    known = folder / "severities.json"
-    severities = json.loads(known.read_text()) if known.exists() else {}
+    raised = folder / "raised.json"             # by name: its model's seed and its severity
+    known = json.loads(raised.read_text()) if raised.exists() else {}
     for case in sorted(cases(split), key=lambda case: (case.architecture, case.model)):
-        path, below = (folder / f"{case.name}{end}.jsonl" for end in ("", BELOW))
-        if not path.exists() or case.name not in severities:
-            key = case.architecture, case.model
-            if key not in subjects:
-                of = sides.subject(case.model, case.architecture)
-                subjects = {key: (of, size(plants.plant(of, "healthy", case.model,
-                                                        variant="bf16-sampler", groups=4)))}
-            of, noise = subjects[key]
-            severities[case.name] = visible(of, case, noise)
-            for severity, place in ((case.severity, below), (severities[case.name], path)):
-                if place is path or severity < severities[case.name]:
-                    plants.write(plants.plant(of, case.cause, case.seed, severity, case.variant,
-                                              case.noise, case.second), place)
-            known.write_text(json.dumps(severities))
-        if severities[case.name] > case.severity:
-            yield case._replace(name=f"{case.name}{BELOW}"), below
-        yield case._replace(severity=severities[case.name]), path
+        if case.name not in known:
+            shown = visible(case)
+            known[case.name] = [shown.model, shown.severity]
+        model, severity = known[case.name]
+        shown = case._replace(model=model, severity=severity)
+        below = [case._replace(name=case.name + BELOW)] if shown != case else []
+        for one in [*below, shown]:
+            path = folder / f"{one.name}.jsonl"
+            if not path.exists():
+                plants.write(planted(one), path)
+                raised.write_text(json.dumps(known))
+            yield one, path
 
 
-def visible(of: sides.Subject, case: Case, noise: float) -> float:
-    """Return the least severity from the case's own upwards at which its plant can be seen.
+def planted(case: Case) -> list[plants.Row]:
+    return plants.plant(subject(case.model, case.architecture), case.cause, case.seed,
+                        case.severity, case.variant, case.noise, case.second)
+
+
+@functools.lru_cache(3)
+def subject(model: int, architecture: str) -> sides.Subject:
+    return sides.subject(model, architecture)
+
+
+def visible(case: Case) -> Case:
+    """Return the case, with its severity raised until its plant can be seen.
 
     It can be seen if what is planted alone, without noise, makes a gap at least VISIBLE times as
-    large as bfloat16 makes between two kernels of the same model. doctor.py has no part in this.
+    large as bfloat16 makes between two kernels of the same model. If not even the largest severity
+    does, the next model of the architecture is taken, three times at most. doctor.py has no part
+    in this.
     """
-    severity = case.severity
     if case.cause in ("healthy", *ALWAYS) or case.second:
-        return severity
+        return case
     # Two sides with the same mistake have no gap: what is seen is the gap to what was drawn.
     variant = "tau" if (case.cause, case.variant) == ("raw", "both") else case.variant
-    while severity < 1 and VISIBLE * noise > size(plants.plant(
-            of, case.cause, case.seed, severity, variant, groups=4)):
-        severity = min(1.0, severity + STEP)
-    return severity
+    for model in range(case.model, case.model + 4):
+        of, severity = subject(model, case.architecture), case.severity
+        noise = size(plants.plant(of, "healthy", model, variant="bf16-sampler", groups=8))
+        while severity <= 1:
+            if VISIBLE * noise <= size(plants.plant(of, case.cause, case.seed, severity, variant,
+                                                    groups=8)):
+                return case._replace(model=model, severity=severity)
+            severity = min(1.0, severity + STEP) if severity < 1 else math.inf
+    return case._replace(severity=1.0)
 
 
 def size(rows: list[plants.Row]) -> float:
-    """Return the r.m.s. gap in log-odds of the tokens that a plant touches."""
+    """Return the mean gap, in log-odds, of the tokens that a plant touches."""
     mu, pi = (torch.tensor([x for row in rows for x in row[name]], dtype=torch.float64).clamp(-40, 0)
               for name in ("rollout_log_probs", "train_log_probs"))
     gap = (log_odds(pi) - log_odds(mu)).abs()
     touched = gap[gap > 1e-3]
-    return touched.square().mean().sqrt().item() if len(touched) else 0.0
+    return touched.mean().item() if len(touched) else 0.0
 
 
 def judge(split: str, cache: Path, rows: int) -> tuple[Counter[tuple[str, str]], list[str]]:
