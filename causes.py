@@ -31,6 +31,8 @@ LIMITS = {
     "eos": 3.5, "tool": 1.0, "retokenised": 3.2, "stale": 1.5, "padding": 4.0,
     "padding, growing": 1.6, "window": 3.0, "in-flight": 3.0,   # the gap in a part over that of all
                                                                 # other tokens
+    "eos, left": 1.03, "retokenised, left": 1.43, "padding, left": 1.05, "window, left": 1.11,
+    "in-flight, left": 1.11,            # 1 over the share left
     "shift": 1.1,                       # the mean gap over that to the neighbour's log-prob
     "penalty": 10.0,                    # standard errors of seen tokens less new ones
     "E[ρ]": 5.0,                        # standard errors from 1
@@ -288,7 +290,9 @@ def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
             continue
         if cause == "tool" and share < 0.5:                 # by hand; else π is merely wrong there
             share = RECORD / 2
-        best = found[cause].left if cause in found else BOUNDS.get(cause, 1.0) ** (1 / easier)
+        if f"{cause}, left" in LIMITS and not beyond(f"{cause}, left", share ** -easier):
+            continue
+        best = found[cause].left if cause in found else 1.0
         if share < min(best, TEN ** (1 / len(e))):
             evidence = (f"mean gap {where} {size:.3f} logits ({int(dirty.sum())} tokens), of all "
                         f"others {rest:.3f}")
@@ -296,12 +300,6 @@ def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
             found[cause] = Finding(cause, share, evidence, x.take(~drop),
                                    other=Finding("window", 1.0, evidence) if blind else None)
     return list(found.values())
-
-
-# Bounds of the share left, set by hand. Single faults leave at most 0.38 (retokenised), 0.60
-# (window), 0.87 (eos) and 0.93 (padding); healthy pairs and other faults leave at least 0.75, 0.93,
-# 0.99 and 0.97.
-BOUNDS = {"window": 0.9, "in-flight": 0.9, "retokenised": 0.7, "eos": 0.97, "padding": 0.95}
 
 
 # --- what form the gap has

@@ -292,7 +292,8 @@ if __name__ == "__main__":
     given = parser.parse_args()
     torch.set_num_threads(1)
     text = table(given.split, given.cache)
-    text += "\n" + LIMITED + "\n" + "\n".join(limits(split, given.cache) for split in SPLITS)
+    text += "\n" + LIMITED + "\n" + "\n".join(
+        limits(split, given.cache) for split in SPLITS if (given.cache / split).exists())
     print(text)
     if given.write:
         given.write.write_text(f"# How often doctor.py names the cause\n\n{JUDGED}\n{text}")
