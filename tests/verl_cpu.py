@@ -23,8 +23,8 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import set_platform
 
-BITS = int(os.environ.get("BITS", 6))                   # of the engine's weights
-HOTTER = float(os.environ.get("HOTTER", 1))             # than verl asks: a fault of the engine
+BITS = int(os.environ.get("BITS", "6"))             # of the engine's weights
+HOTTER = float(os.environ.get("HOTTER", "1"))       # than verl asks: a fault of the engine
 NOTHING = {name: lambda *_, **__: None for name in PlatformBase.__abstractmethods__}
 NO_MEMORY = {f"{most}memory_{kind}": lambda *_: 0
              for most in ("", "max_") for kind in ("allocated", "reserved")}
