@@ -361,7 +361,7 @@ def penalty(x: Tokens) -> Finding | None:
         difference, z = total / weight, total / math.sqrt(weight)
         half = (e[some & old].median() - e[some & ~old].median()).item()
         large = difference > max(0.3 * size, numerics(x) / 2) and half > 0.3 * difference
-        if large and beyond("penalty", z) and (best is None or 2 * RECORD / z < best.left):
+        if beyond("penalty", z) and large and (best is None or 2 * RECORD / z < best.left):
             best = Finding("penalty", 2 * RECORD / z, f"tokens that occurred in {what} gain "
                            f"{difference:.3f} logits over new ones of equal log-odds, {z:.0f} "
                            "standard errors", x.take(~old), True)
@@ -381,7 +381,7 @@ def record(x: Tokens) -> Finding | None:
     d, h = x.d(), x.entropy
     z, lean = _z(d.expm1()), (d.mean() / d.var().clamp(min=1e-12)).item()
     evidence = f"E[ρ] = {d.exp().mean().item():.4f}, {abs(z):.0f} standard errors from 1"
-    if beyond("E[ρ]", -z) and lean >= -0.8 and d.mean() > -3 and beyond("tail", _z(x.mu + h)):
+    if beyond("tail", _z(x.mu + h)) and beyond("E[ρ]", -z) and lean >= -0.8 and d.mean() > -3:
         return Finding("cut", 0.99, f"{evidence}; E[−log μ − H] = {(-x.mu - h).mean().item():+.3f},"
                        f" {-_z(-x.mu - h):.0f} standard errors below 0", x)
     heavy = 2 * abs(z) < _z((-d).expm1())           # a few tokens decide E[ρ]
@@ -498,8 +498,8 @@ def texture(x: Tokens, alone: bool = False) -> Finding | None:
     random = len(k) >= 5 and beyond("scatter", scatter)
     drawn = (f"; drawn again after the same prefix ({len(k)} times), a token scatters by "
              f"{scatter:.0%}")
-    if rare > 0.2 and (beyond("flips", rare / (middle + floor(e))) or (random and beyond(
-            "rare scatter", (again.mean() / again.median().clamp(min=1e-9)).item()))):
+    few = random and beyond("rare scatter", _mean(again) / max(again.median().item(), 1e-9))
+    if (beyond("flips", rare / (middle + floor(e))) or few) and rare > 0.2:
         return Finding("flips", 1.0, f"{evidence}; half of the tokens are below {middle:.3f}, one "
                        f"in 33 above {rare:.3f}" + drawn * random)
     if random and not quiet:
