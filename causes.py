@@ -345,7 +345,7 @@ def penalty(x: Tokens) -> Finding | None:
     """
     best: Finding | None = None
     some, e = x.unsure(), x.e()
-    wide, size = (e.abs().quantile(0.98), _mean(e[some])) if len(e) else (0.0, 0.0)
+    wide, size = (e.abs().quantile(0.98).item(), _mean(e[some])) if len(e) else (0.0, 0.0)
     e, part = e.clamp(-wide, wide), log_odds(x.pi).argsort().argsort() * 8 // max(1, len(e))
     for what, old in (("the response", x.seen), ("prompt or response", x.seen | x.known)):
         total, weight = 0.0, 0.0
