@@ -251,7 +251,8 @@ def met(x: causes.Tokens) -> dict[str, float]:
     found: dict[str, float] = {}
 
     def listen(name: str, value: float) -> bool:
-        found[name] = max(value, found.get(name, -math.inf))
+        if value == value:                      # NaN: too few tokens
+            found[name] = max(value, found.get(name, -math.inf))
         return value > causes.LIMITS[name]
     with unittest.mock.patch.object(causes, "beyond", listen):
         causes.places(x)
