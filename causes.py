@@ -24,6 +24,36 @@ FLOOR = 0.01            # logits: a smaller gap needs no explanation, unless oth
 RECORD = 1e-4           # share left by a wrong record, whose law is not about sizes
 TEN = math.exp(-10)     # ten nats are not chance
 
+# Limits that were set by hand, on the dumps of the split `written` and of earlier judgements.
+# math/doctor-rates.txt says how far from its limit each value lies, in dumps with and without the
+# cause.
+LIMITS = {
+    "eos": 3.5, "tool": 1.0, "retokenised": 3.2, "stale": 1.5, "padding": 4.0,
+    "padding, growing": 1.6, "window": 3.0, "in-flight": 3.0,   # the gap in a part over that of all
+                                                                # other tokens
+    "eos, left": 1.03, "retokenised, left": 1.43, "padding, left": 1.05, "window, left": 1.11,
+    "in-flight, left": 1.11,            # 1 over the share left
+    "shift": 1.1,                       # the mean gap over that to the neighbour's log-prob
+    "penalty": 10.0,                    # standard errors of seen tokens less new ones
+    "E[ρ]": 5.0,                        # standard errors from 1
+    "cut": 0.6, "raw": 1.2,             # −E[d]/Var[d] and E[d]/Var[d]: a small honest gap has ½, −½
+    "tail": 8.0,                        # standard errors of E[−log μ] below the entropy
+    "division": 1 / 0.35,               # 1 over the spread of gap over entropy
+    "slope": 1 / 0.7,                   # the gap over the residual of a line
+    "slope of pairs": 10.0, "softcap": 5.5,     # nats of a line, and of a bend more
+    "calibration": 3.7,                 # standard errors of E[−log π] from the entropy
+    "numerics": 1.0,                    # the gap over the largest that two kernels may have
+    "flips": 12.0,                      # |e| of one token in 33 over that of the median
+    "scatter": 0.3,                     # of a token drawn again, over the gap
+    "rare scatter": 1.65,               # its mean over its median
+    "context": 0.4, "context, nats": 10.0,      # how fast the gap fades, and how surely
+    "step": 5.5}                        # nats of a step more than those of any smooth change
+
+
+def beyond(name: str, value: float) -> bool:
+    """Say whether a value is beyond the limit of that name."""
+    return value > LIMITS[name]
+
 
 class Tokens(NamedTuple):
     """Hold the tokens that count as columns, [N] each, in the order of the dump."""
@@ -208,14 +238,13 @@ def from_where_wild(x: Tokens) -> Tensor:
     return (saved > 10)[x.row] & begun
 
 
-def parts_of(x: Tokens) -> Iterator[tuple[str, float, str, Tensor, Tensor]]:
-    """Yield (cause, how much cleaner the rest must be, where, dirty tokens, tokens to drop)."""
-    # Ratios are set by hand. For end tokens, planted faults have 3.8 to 600, other weights ≤ 1.6.
-    yield "eos", 3.5, "of end tokens", x.last, x.last
+def parts_of(x: Tokens) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    """Yield (name in LIMITS, where, dirty tokens, tokens to drop)."""
+    yield "eos", "of end tokens", x.last, x.last
     zero = (x.mu > -1e-7) & (x.pi < -1) & ~x.last & (x.t > 0)
     beside = (zero[1:] & zero[:-1] & (x.row[1:] == x.row[:-1])).sum()
     if beside >= max(2, 0.4 * zero.sum()) and _mean(x.pi[zero]) > 1.5:
-        yield "tool", 1, "where log μ = 0 and log π < −1", zero, zero
+        yield "tool", "where log μ = 0 and log π < −1", zero, zero
     some, dirty = x.unsure(), torch.zeros_like(x.last)
     y = x.take(some)
     dirty[some] = wild = from_where_wild(y)
@@ -223,21 +252,22 @@ def parts_of(x: Tokens) -> Iterator[tuple[str, float, str, Tensor, Tensor]]:
     first[1:] &= ~wild[:-1] | (y.row[1:] != y.row[:-1])
     whole = torch.isin(x.row, rows)
     if 0 < len(rows) <= 0.35 * len(x.row.unique()) and y.d()[first].median() < -3:
-        yield "retokenised", 3.2, f"of {len(rows)} responses, each from some token on", dirty, whole
+        yield "retokenised", f"of {len(rows)} responses, each from some token on", dirty, whole
     old = x.version < x.version.max()
-    yield "stale", 1.5, "of tokens of older versions", old, old
+    yield "stale", "of tokens of older versions", old, old
     if x.start.max() > x.start.min() >= 0:
         short, each = x.start < x.start.max(), x.start[some].unique()
         sizes = [_mean(y.e()[y.start == length]) for length in each]
         ranks = torch.tensor([(-each).tolist(), sizes]).argsort().argsort().double()
         grows = len(each) > 5 and torch.corrcoef(ranks)[0, 1] > 0.85        # with the padding
-        yield "padding", 1.6 if grows else 4, "after prompts shorter than the longest", short, short
+        yield ("padding" + ", growing" * grows, "after prompts shorter than the longest", short,
+               short)
     for cause, place, what in (("window", x.start + x.t, "position"), ("in-flight", x.t, "token")):
         if x.start.min() >= 0 or cause == "in-flight":
             for at in _inner(place):
-                yield cause, 3, f"from {what} {at} on", place >= at, place >= at
+                yield cause, f"from {what} {at} on", place >= at, place >= at
                 if cause == "in-flight":
-                    yield cause, 3, f"before {what} {at}", place < at, place < at
+                    yield cause, f"before {what} {at}", place < at, place < at
 
 
 def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
@@ -246,7 +276,8 @@ def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
     some = x.unsure()
     e = x.e()[some]
     least = floor(e)
-    for cause, ratio, where, part, drop in parts_of(x):
+    for limit, where, part, drop in parts_of(x):
+        cause = limit.split(",")[0]
         dirty = part[some]
         if dirty.sum() < 3 or (~dirty).sum() < 10:
             continue
@@ -255,11 +286,13 @@ def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
         share = gap_left(e, dirty, ~dirty, least=least) * math.exp(cost / len(e))   # nats: a choice
         if cause not in ("tool", "retokenised"):            # one bad token is not enough
             size = min(size, 1.5 * e[dirty].abs().median().item())
-        if size < max(5 * least, ratio / easier * rest):
+        if size < 5 * least or not beyond(limit, easier * size / max(rest, 1e-9)):
             continue
         if cause == "tool" and share < 0.5:                 # by hand; else π is merely wrong there
             share = RECORD / 2
-        best = found[cause].left if cause in found else BOUNDS.get(cause, 1.0) ** (1 / easier)
+        if f"{cause}, left" in LIMITS and not beyond(f"{cause}, left", share ** -easier):
+            continue
+        best = found[cause].left if cause in found else 1.0
         if share < min(best, TEN ** (1 / len(e))):
             evidence = (f"mean gap {where} {size:.3f} logits ({int(dirty.sum())} tokens), of all "
                         f"others {rest:.3f}")
@@ -267,12 +300,6 @@ def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
             found[cause] = Finding(cause, share, evidence, x.take(~drop),
                                    other=Finding("window", 1.0, evidence) if blind else None)
     return list(found.values())
-
-
-# Bounds of the share left, set by hand. Single faults leave at most 0.38 (retokenised), 0.60
-# (window), 0.87 (eos) and 0.93 (padding); healthy pairs and other faults leave at least 0.75, 0.93,
-# 0.99 and 0.97.
-BOUNDS = {"window": 0.9, "in-flight": 0.9, "retokenised": 0.7, "eos": 0.97, "padding": 0.95}
 
 
 # --- what form the gap has
@@ -301,7 +328,7 @@ def shift(x: Tokens) -> Finding | None:
     wrong = "μ" if _mean(x.mu[k] - x.mu[m]) > _mean(x.pi[k] - x.pi[m]) else "π"
     for name, here, there in (("next", i, i + 1), ("previous", i + 1, i)):
         gap, now = _mean(x.pi[there] - x.mu[here]), _mean(x.d()[here])
-        if len(i) > 20 and gap + FLOOR < 0.9 * (now + FLOOR):
+        if len(i) > 20 and beyond("shift", (now + FLOOR) / (gap + FLOOR)):
             rest = (x.take(there)._replace(mu=x.mu[here]) if wrong == "μ" else
                     x.take(here)._replace(pi=x.pi[there]))
             return Finding("shift", RECORD * gap / now, f"mean |log π − log μ| {now:.3f}, but "
@@ -310,22 +337,35 @@ def shift(x: Tokens) -> Finding | None:
 
 
 def penalty(x: Tokens) -> Finding | None:
-    """Test for a penalty on μ, which lowers tokens that occurred before and raises all others."""
-    found: list[Finding] = []
-    d, (i, j, _, _) = x.d(), pairs(x)
+    """Test for a penalty on μ: it lowers tokens that occurred before, and raises all others.
+
+    Tokens that occurred before are likelier than others, and most causes treat likely tokens
+    otherwise. So tokens are compared at equal log-odds of π, in eight parts. Each part's difference
+    of means has the standard error of two samples with one variance.
+    """
+    best: Finding | None = None
+    some, e = x.unsure(), x.e()
+    wide, size = (e.abs().quantile(0.98).item(), _mean(e[some])) if len(e) else (0.0, 0.0)
+    e, part = e.clamp(-wide, wide), log_odds(x.pi).argsort().argsort() * 8 // max(1, len(e))
     for what, old in (("the response", x.seen), ("prompt or response", x.seen | x.known)):
-        same = (d[i] - d[j])[~old[i] & ~old[j]]         # a penalty does not tell new tokens apart
-        if len(same) >= 8 and _mean(same) > max(numerics(x), 0.5 * _mean(d[~old])):
+        total, weight = 0.0, 0.0
+        for k in range(8):
+            before, new = e[some & old & (part == k)], e[some & ~old & (part == k)]
+            if min(len(before), len(new)) >= 5:
+                shared = 1 / (1 / len(before) + 1 / len(new))
+                spread = torch.cat([before - before.mean(), new - new.mean()]).var().item()
+                total += shared / (spread + FLOOR ** 2) * (before.mean() - new.mean()).item()
+                weight += shared / (spread + FLOOR ** 2)
+        if not weight or e[old].mean() <= 0 or e[~old].mean() >= 0:
             continue
-        seen, new = d[old & (d.abs() > 1e-4)], d[~old & (d.abs() > 1e-4)]
-        if min(len(seen), len(new)) >= 10:
-            above, below = _share(seen > 0), _share(new < 0)
-            error = (seen.var() / len(seen) + new.var() / len(new)).sqrt()
-            if above + below > 1.45 and below > 0.7 and seen.mean() - new.mean() > 5 * error:
-                found.append(Finding("penalty", (2 - above - below) / 2, f"log ρ < 0 for "
-                                     f"{below:.1%} of {len(new)} tokens new in {what}, > 0 for "
-                                     f"{above:.1%} of {len(seen)} seen before", x.take(~old), True))
-    return min(found, key=lambda f: f.left, default=None)
+        difference, z = total / weight, total / math.sqrt(weight)
+        half = (e[some & old].median() - e[some & ~old].median()).item()
+        large = difference > max(0.3 * size, numerics(x) / 2) and half > 0.3 * difference
+        if beyond("penalty", z) and large and (best is None or 2 * RECORD / z < best.left):
+            best = Finding("penalty", 2 * RECORD / z, f"tokens that occurred in {what} gain "
+                           f"{difference:.3f} logits over new ones of equal log-odds, {z:.0f} "
+                           "standard errors", x.take(~old), True)
+    return best
 
 
 def record(x: Tokens) -> Finding | None:
@@ -341,11 +381,12 @@ def record(x: Tokens) -> Finding | None:
     d, h = x.d(), x.entropy
     z, lean = _z(d.expm1()), (d.mean() / d.var().clamp(min=1e-12)).item()
     evidence = f"E[ρ] = {d.exp().mean().item():.4f}, {abs(z):.0f} standard errors from 1"
-    if z < -5 and lean >= -0.8 and _z(-x.mu - h) < -8:         # cuts ≤ −16, weights −4
+    if beyond("tail", _z(x.mu + h)) and beyond("E[ρ]", -z) and lean >= -0.8 and d.mean() > -3:
         return Finding("cut", 0.99, f"{evidence}; E[−log μ − H] = {(-x.mu - h).mean().item():+.3f},"
                        f" {-_z(-x.mu - h):.0f} standard errors below 0", x)
     heavy = 2 * abs(z) < _z((-d).expm1())           # a few tokens decide E[ρ]
-    if abs(z) < 5 or heavy or -0.6 < lean < 1.2 or z * lean < 0:    # −½ for a small honest gap
+    if not beyond("E[ρ]", abs(z)) or heavy or z * lean < 0 or not (
+            beyond("raw", lean) if z > 0 else beyond("cut", -lean)):
         return None
     sign = _share(d < 1e-5) if z < 0 else _share(d > -1e-5)
     evidence += f"; log ρ {'≤' if z < 0 else '≥'} 0 on {sign:.1%} of the tokens"
@@ -359,9 +400,25 @@ def record(x: Tokens) -> Finding | None:
     divided = Finding("temperature", RECORD, f"{evidence}; as a multiple of the entropy it varies "
                       f"by {spread:.0%} only, and π's surprisal is {excess:.0f} standard errors "
                       "beyond the entropy: divided by τ after the softmax", *rest)
-    if (spread < 0.15 and excess > -5) or (spread < 0.35 and excess > 5):   # cuts: 0.3, or ≤ −40
+    flat = beyond("division", 1 / max(spread, 1e-9))
+    if flat and (excess > 5 or (spread < 0.15 and excess > -5)):
         return divided._replace(other=kept if excess < 5 and spread > 0.1 else None)
-    return kept._replace(other=divided if spread < 0.35 and excess > -5 else None)
+    return kept._replace(other=divided if flat and excess > -5 else None)
+
+
+def bend(x: Tokens, i: Tensor, j: Tensor, least: float) -> tuple[float, Tensor]:
+    """Return the nats that a cubic saves over a line through the pairs, and its residuals.
+
+    Either side may be the one with the softcap, so both are tried as the argument of the cubic.
+    """
+    found: list[tuple[float, Tensor]] = []
+    for p, q in ((x.mu, x.pi), (x.pi, x.mu)):
+        straight = _fit(q[i] - q[j], p[i] - p[j])[1]
+        curved = _fit(q[i] - q[j], *(p[i] ** n - p[j] ** n for n in (1, 2, 3)))[1]
+        most = straight.abs().quantile(0.9)             # a few tokens must not make a bend
+        sizes = [_mean(y.clamp(-most, most)) + least / 4 for y in (straight, curved)]
+        found.append((len(i) * math.log(sizes[0] / sizes[1]), curved))
+    return max(found, key=lambda pair: pair[0])
 
 
 def slope_of(x: Tokens, sure: bool = True) -> Finding | None:
@@ -375,28 +432,29 @@ def slope_of(x: Tokens, sure: bool = True) -> Finding | None:
     """
     d, e, odds, some = x.d(), x.e(), log_odds(x.mu), x.unsure()
     (slope, middle), _ = _fit(e[some], odds[some], torch.ones_like(e[some]))
-    residual = e - slope * odds - middle
-    least = floor(e[some])
+    residual, least = e - slope * odds - middle, floor(e[some])
     left = (_mean(residual[some]) + least) / (_mean(e[some]) + least)
     evidence = f"log-odds of π are {1 + slope.item():.3f} × those of μ, {left:.0%} of the gap left"
     cause, other, enough = "temperature", "", _mean(residual) < numerics(x)
-    most = (0.7 if sure else 0.95) if _mean(e) > numerics(x) else 0.0       # weights leave 0.78
+    fits = _mean(e) > numerics(x) and (beyond("slope", 1 / left) if sure else left < 0.95)
     i, j, _, _ = pairs(x)
     moved = (x.mu[i] != x.mu[j]) & (x.pi[i] != x.pi[j])
     i, j = i[moved], j[moved]
-    if len(i) >= 8:
+    if len(i) >= 8:                                     # the pairs decide alone
         a, b = x.mu[i] - x.mu[j], x.pi[i] - x.pi[j]
         (factor,), line = _fit(b, a)
-        bent = _fit(b, a, *(x.mu[i] ** n - x.mu[j] ** n for n in (2, 3)))[1]
-        gain = len(i) * math.log((_mean(line) + least / 4) / (_mean(bent) + least / 4))
+        gain, bent = bend(x, i, j, least)
+        gain += 3 * (not 0.4 < factor < 2.5)            # such a temperature is rare
         left = (_mean(line) + least) / (_mean(b - a) + least)
-        most = min(0.9, TEN ** (1 / len(i))) if sure else 0.95
+        fits = left < 0.9 and beyond("slope of pairs", -len(i) * math.log(left)) if sure else (
+            left < 0.95)
         evidence += (f"; {len(i)} pairs of tokens after one prefix: Δ log π = {factor.item():.3f} "
                      f"· Δ log μ, {left:.0%} of the gap left")
         enough = min(_mean(line), _mean(bent)) < numerics(x)
-        if gain > 1.5:                                  # two more numbers; temperatures: 2.8
-            cause, other = ("softcap", cause) if gain > 4 else (cause, "softcap")
-    if left > most:
+        if fits and gain > 1.5:                         # two more numbers
+            bends = beyond("softcap", gain)
+            cause, other = ("softcap", cause) if bends else (cause, "softcap")
+    if not fits:
         return None
     honest, wrong = abs(_z(d.expm1())), abs(_z((-d).expm1()))
     if cause == "temperature" and honest > wrong and d.mean() > 0:
@@ -415,81 +473,101 @@ def calibration(x: Tokens) -> Finding | None:
     (eq:calibration)
     """
     excess = -x.pi - x.entropy
-    seen = abs(_z(excess)) > 4.5 and abs(excess.mean()) > FLOOR         # NaN: no entropy
-    if len(excess) < 100 or not seen or _mean(x.e()) > numerics(x):
+    z = _z(excess)                      # NaN: no entropy; noise of π makes it a little larger
+    if len(excess) < 100 or abs(excess.mean()) <= FLOOR or _mean(x.e()) > numerics(x) or not beyond(
+            "calibration", max(-z, z - 0.8)):
         return None
     return Finding("raw", 0.9, "both sides agree, but neither is what was drawn: E[−log π − H] = "
-                   f"{excess.mean().item():+.3f}, {abs(_z(excess)):.0f} standard errors from 0")
+                   f"{excess.mean().item():+.3f}, {abs(z):.1f} standard errors from 0")
 
 
-def texture(x: Tokens) -> Finding | None:
-    """Name a gap that is everywhere: by its tail, its randomness, how it fades, or not at all."""
-    limit, whole, x = numerics(x), _mean(x.e()), x.take(x.unsure())
+def texture(x: Tokens, alone: bool = False) -> Finding | None:
+    """Name a gap that is everywhere: by its randomness, its tail, how it fades, or not at all.
+
+    Unless it is asked `alone`, a gap without a mark gets the likeliest other cause as its second.
+    """
+    limit, whole, z = numerics(x), _mean(x.e()), _z(x.d().expm1())
+    x = x.take(x.unsure())
     e = x.e()
     size, middle, rare = _mean(e), e.abs().median().item(), e.abs().quantile(0.97).item()
+    quiet = not beyond("numerics", min(whole, 1.3 * middle) / limit)    # in 16 bits a few flip
     evidence = f"mean gap {size:.3f} logits (two kernels: up to {limit:.3f})"
-    if rare > 0.2 + 12 * (middle + floor(e)):       # by hand: flips 15 to 1000 times, healthy 13
-        return Finding("flips", 1.0, f"{evidence}; half of the tokens are below {middle:.3f}, one "
-                       f"in 33 above {rare:.3f}")
-    if min(whole, 1.3 * middle) < limit:          # in 16 bits a few flip
-        return None
     _, _, k, m = pairs(x)
-    scatter = _mean(e[k] - e[m]) / (_mean(e[k]) + _mean(e[m]) + FLOOR)
-    if len(k) >= 5 and scatter > 0.3:
-        return Finding("dropout", 1.0, f"{evidence}; drawn again after the same prefix "
-                       f"({len(k)} times), a token scatters by {scatter:.0%}")
+    again = (e[k] - e[m]).abs()
+    scatter = _mean(again) / (_mean(e[k]) + _mean(e[m]) + FLOOR)
+    random = len(k) >= 5 and beyond("scatter", scatter)
+    drawn = (f"; drawn again after the same prefix ({len(k)} times), a token scatters by "
+             f"{scatter:.0%}")
+    few = random and beyond("rare scatter", _mean(again) / max(again.median().item(), 1e-9))
+    if (beyond("flips", rare / (middle + floor(e))) or few) and rare > 0.2:
+        return Finding("flips", 1.0, f"{evidence}; half of the tokens are below {middle:.3f}, one "
+                       f"in 33 above {rare:.3f}" + drawn * random)
+    if random and not quiet:
+        return Finding("dropout", 1.0, evidence + drawn)
     clear, vague = over_time(x)
-    if clear:
+    if clear and (not quiet or clear.left < math.exp(-25 / len(e))):
         return clear._replace(left=1.0, other=vague)
-    weak = [f for f in (vague, slope_of(x, sure=False), *places(x, 2)) if f]
+    if quiet:
+        return Finding("cut", 0.99, f"E[ρ] is {-z:.0f} standard errors below 1") if z < -5 else None
+    weak = [] if alone else [f for f in (vague, slope_of(x, sure=False), *places(x, 2)) if f]
     return Finding("weights", 1.0, evidence, other=min(weak, key=lambda f: f.left, default=None))
 
 
 def over_time(x: Tokens) -> tuple[Finding | None, Finding | None]:
     """Test whether the gap fades from the first token on, or drops at one and fades after it.
 
-        context    log E|e| = a + b log(t + 8)
-        in-flight  log E|e| = a + j [t ≥ T] + b [t ≥ T] log((t + 8)/(T + 8))
+        context    log E|e| = a + b L + c L², where L = log(t + 8)
+        in-flight  log E|e| = a + j [t ≥ T] + b [t ≥ T] log((t + 8)/(T + 8)), or
+                   log E|e| = a + b L + c L² + j [t ≥ T] with j < 0
 
-    A gap fades if what differs is an ever smaller part of the context. Two limits are set by hand:
-    b < −0.4 (contexts −0.47 and less, weights −0.35 and more), and the share left at 2T + 8, 2^b
-    e^j < e^−0.6 (in-flight 0.5 and less). A Laplace distribution of each size is fitted, as in
-    (eq:gap-left). Fifteen nats are more than a search of 60 tokens finds by chance (in-flight
-    updates 26 and more, others 12).
+    A gap fades if what differs is an ever smaller part of the context: smoothly, so c is small. A
+    change of weights is a step. A Laplace distribution of each size is fitted, as in (eq:gap-left).
     """
     x = x.take(x.unsure() & (x.t > 0))      # the first token is recomputed after a prefix cache hit
     if len(x.t) < 20:
         return None, None
-    count = x.t.bincount()
-    total = x.t.bincount(x.e().abs() + FLOOR)[count > 0]
+    e, count = x.e().abs(), x.t.bincount()
+    rare = e.clamp(max=e.quantile(0.98))    # a few tokens must not make a step
+    total, common = (x.t.bincount(size + FLOOR)[count > 0] for size in (e, rare))
     age, count = count.nonzero()[:, 0], count[count > 0].double()
+    late = (age + 8.0).log()
+    late -= late.mean()
 
-    def fit(*columns: Tensor) -> tuple[float, list[float]]:
+    def fit(total: Tensor, *columns: Tensor) -> tuple[float, list[float]]:
         matrix = torch.stack([torch.ones_like(total), *columns], -1)
         beta, ratio = torch.zeros(len(columns) + 1, dtype=total.dtype), total
-        for _ in range(30):
+        beta[0] = (total.sum() / count.sum()).log()
+        for _ in range(20):
             ratio = total * (-matrix @ beta).exp()
             weight = torch.maximum(ratio, count)[:, None] * matrix
             beta += torch.linalg.solve(weight.T @ matrix + 1e-6 * torch.eye(len(beta)),
                                        matrix.T @ (ratio - count))
         return -(count @ matrix @ beta + ratio.sum()).item(), beta.tolist()
-    (flat, _), (fades, (_, slope)) = fit(), fit((age + 8.0).log())
-    falls = [(*fit((age >= at).double(), ((age + 8) / (at + 8)).clamp(min=1).log()), at)
-             for at in _inner(x.t)]
-    nats, _, at = max((f for f in falls if f[1][1] + f[1][2] * math.log(2) < -0.6),
-                      default=(-math.inf, [], 0))
-    n, ahead, ages = len(x.t), nats - max(flat, fades), fades - flat
-    falling = Finding("in-flight", math.exp(-ahead / n), f"at token {at} the gap falls, and by "
-                      f"half or more until twice as late: {ahead:.0f} nats better")
+    (flat, _), (fades, (_, slope)) = fit(total), fit(total, late)
+    (even, _), (bends, (_, _, curve)) = fit(common), fit(common, late, late.square())
+    straight = fit(common, late)[0]
+    best, at = -math.inf, 0
+    for place in _inner(x.t):
+        after = (age >= place).double()
+        nats, (_, jump, falls) = fit(common, after, ((age + 8) / (place + 8)).clamp(min=1).log())
+        more, (_, _, _, step) = fit(common, late, late.square(), after)
+        nats = max(nats if jump < 0.3 and jump + falls * math.log(2) < -0.6 else -math.inf,
+                   more - 3 if step < 0 else -math.inf)
+        best, at = max((best, at), (nats, place))
+    n, ages, ahead = len(x.t), fades - flat, best - max(even, bends)
+    falling = Finding("in-flight", math.exp(-max(best - even, 0) / n), f"at token {at} the gap "
+                      f"falls: {ahead:.0f} nats better than any smooth change")
     fading = Finding("context", math.exp(-ages / n), "from the first token on the gap falls as "
                      f"(t + 8)^{slope:.2f}: {ages:.0f} nats better than one size")
-    if ahead > 15:
+    if beyond("step", ahead) or (ahead > 0 and slope < -0.25 and curve < -0.4 and (
+            bends - straight > 6)):
         return falling, fading
-    if ages > 10 and slope < -0.4:
+    if beyond("context, nats", ages) and beyond("context", -slope):
         return fading, falling
-    return None, falling if ahead > 5 else fading if ages > 3 and slope < -0.12 else None
+    return None, falling if ahead > 1 else fading if ages > 3 and slope < -0.12 else None
 
 
+LAWS = (grid, shift, penalty, record, slope_of, calibration)
 RECORDS = {"temperature", "softcap", "raw", "cut"}      # after one of these, another is its residue
 
 
@@ -501,8 +579,11 @@ def find_causes(x: Tokens) -> list[Finding]:
         named |= RECORDS if named & RECORDS else set()
         named |= RECORDS | {"in-flight", "window"} if "penalty" in named else set()
         parts = [f for f in places(x) if f.cause not in named]
-        laws = [f for law in (grid, shift, penalty, record, slope_of, calibration)
-                if (f := law(x)) and f.cause not in named]
+        if any(f.cause == "in-flight" for f in parts):
+            smooth = over_time(x)[0]            # a gap that fades has no first token
+            if smooth and smooth.cause == "context":
+                parts = [f for f in parts if f.cause != "in-flight"]
+        laws = [f for law in LAWS if (f := law(x)) and f.cause not in named]
         if any(f.rest and len(f.rest.t) > 20 and not record(f.rest) for f in parts):
             laws = [f for f in laws if f.left != RECORD]        # few tokens made π improper
         ranked: list[Finding] = sorted(parts + laws, key=lambda f: f.left)

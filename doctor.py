@@ -74,14 +74,14 @@ def _improper(values: Mapping[str, float]) -> list[str]:
     the distance in standard errors; the second condition of each test keeps rounding out.
     """
     found: list[str] = []
-    mean, z = (values.get(x, 0.0) for x in ("is_ratio_mean", "is_ratio_z"))
+    mean, z = (values.get(x, math.nan) for x in ("is_ratio_mean", "is_ratio_z"))
     if abs(z) > 5 and abs(mean - 1) > 0.002:
         found.append(
             f"is_ratio_mean is {mean:.4g}, {abs(z):.1f} standard errors from 1: π_train is not a "
             "distribution over what π_rollout sampled, and no weight repairs that; "
             + ("replay what top-p, top-k or min-p kept, or leave them out." if mean < 1 else
                "look for a wrong record of log μ: raw, shifted, of another prompt.") + DUMP)
-    kl, z = (values.get(x, 0.0) for x in ("kl", "kl_z"))
+    kl, z = (values.get(x, math.nan) for x in ("kl", "kl_z"))
     if z < -5 and kl < -1e-4:
         found.append(f"kl is {kl:.2g}, {-z:.1f} standard errors below 0: on average, samples of "
                      "π_rollout cannot be likelier under π_train; π_rollout's log-probs are not of "
@@ -123,7 +123,8 @@ def _collapsed(values: Mapping[str, float]) -> list[str]:
 
     By chance that happens less than once in 10⁸ steps: P(Poisson(25) ≤ 2).
     """
-    mean, best, n = (values.get(x, 0.0) for x in ("reward/mean", "reward/best", "response/count"))
+    mean, best, n = (values.get(x, math.nan)
+                     for x in ("reward/mean", "reward/best", "response/count"))
     if not (10 * mean < best and n * best >= 25):
         return []
     return [f"reward/mean is {mean:.3g}, and was {best:.3g}: the policy has collapsed; go back to "

@@ -21,6 +21,7 @@ Means are over what rejection left ("kept"), as everywhere in verl.
 from typing import Any
 
 # pyright: reportMissingImports=false
+import torch
 from torch import Tensor
 from verl.trainer.config.algorithm import RolloutCorrectionConfig as VerlBlock
 from verl.trainer.ppo.core_algos import register_policy_loss
@@ -62,14 +63,24 @@ def three_policies(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor,
 def dump(data: Any, path: str) -> None:
     """Append a batch of verl's driver to a dump for doctor.py.
 
-    Call it with what `calculate_debug_metrics` gets. It needs
-    actor_rollout_ref.rollout.calculate_log_probs=true.
+    data: what the trainer's `_compute_old_log_prob` returns, or, with trainer.use_v1=false, what
+    `calculate_debug_metrics` gets. It needs actor_rollout_ref.rollout.calculate_log_probs=true.
     """
-    batch, p = data.batch, data.batch["prompts"].shape[1]
-    attention = batch["attention_mask"]
-    append(path, rows_of(batch["prompts"], attention[:, :p], batch["responses"], attention[:, p:],
+    if hasattr(data, "batch"):
+        batch, p = data.batch, data.batch["prompts"].shape[1]
+        masks = batch["attention_mask"][:, :p], batch["attention_mask"][:, p:]
+    else:                               # keys of TransferQueue, which has columns without padding
+        import transfer_queue
+        found = transfer_queue.kv_batch_get(
+            keys=data.keys, partition_id=data.partition_id, select_fields=[
+                "prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs",
+                "entropy"])
+        masks = [torch.ones_like(found[name]).to_padded_tensor(0)
+                 for name in ("prompts", "responses")]
+        batch = {name: found[name].to_padded_tensor(0) for name in found.keys()}
+    append(path, rows_of(batch["prompts"], masks[0], batch["responses"], masks[1],
                          batch["response_mask"], batch["rollout_log_probs"],
-                         batch["old_log_probs"], batch.get("entropys")))
+                         batch["old_log_probs"], batch.get("entropy")))
 
 
 def carried(block: Any) -> RolloutCorrectionConfig:

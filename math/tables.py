@@ -1412,8 +1412,8 @@ def rates(name, which=0):
     return found[which].rstrip()
 
 
-TABLES = {"doctor-rates": lambda: rates("doctor-rates.txt", -2),
-          "doctor-sizes": lambda: rates("doctor-rates.txt", -1),
+TABLES = {"doctor-rates": lambda: rates("doctor-rates.txt", 0),
+          "doctor-sizes": lambda: rates("doctor-rates.txt", 1),
           "rescore-rates": lambda: rates("rescore-rates.txt"),
           "study-64-summary": study_64_summary, "advice": advice,
           "advice-rows": advice_rows, "study-64-findings": study_64_findings,

@@ -152,7 +152,6 @@ def sides(of: Subject, cause: str, kind: str, severity: float, g: torch.Generato
     older = of.older[min(5, int(6 * severity))]
     tau = 1 + (-1 if int(severity * 97) % 2 else 1) * scaled(0.06, 0.45, severity)
     keep = 1 - scaled(0.03, 0.3, severity)
-    k = max(2, int(of.vocabulary ** (0.75 - 0.35 * severity)))
     changes: dict[str, Any] = {}
     if cause == "temperature":
         if kind == "trainer":
@@ -164,8 +163,8 @@ def sides(of: Subject, cause: str, kind: str, severity: float, g: torch.Generato
         right = trainer if kind == "both" else replace(trainer, **changes)
         return replace(drawn, **changes), right, drawn, False
     if cause == "cut":
-        changes = {"top-p": {"top_p": keep}, "top-k": {"top_k": k},
-                   "min-p": {"min_p": scaled(0.1, 0.4, severity)}}[kind]
+        changes = ({"top_k": largest(of, 1 - keep)} if kind == "top-k" else {"top_p": keep}
+                   if kind == "top-p" else {"min_p": scaled(0.1, 0.4, severity)})
         return replace(drawn, **changes), trainer, record, False
     if cause == "padding":
         side = replace(trainer if kind == "trainer" else drawn, pads=True)
@@ -227,6 +226,18 @@ def sides(of: Subject, cause: str, kind: str, severity: float, g: torch.Generato
     record = replace(record, **changes) if record else None     # it records what was drawn
     return (replace(drawn, **changes), trainer, record,
             cause in ("shift", "eos", "tool", "retokenised"))
+
+
+def largest(of: Subject, loss: float) -> int:
+    """Return the largest k, at least 2, whose top-k cuts so much mass on average."""
+    with torch.no_grad():
+        g = torch.Generator().manual_seed(0)
+        x = prompts(g, of.vocabulary)[:8]
+        rows = draw(of.side, x, g, 12)
+        lp = log_probs(of.side, x, rows)
+        p = torch.cat([lp[i, :len(y)] for i, y in enumerate(rows)]).exp()
+    kept = p.sort(-1, descending=True).values.cumsum(-1).mean(0)
+    return max(2, int((kept <= 1 - loss).sum()))
 
 
 def logits_size(of: Subject) -> float:

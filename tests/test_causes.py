@@ -6,6 +6,7 @@ math/doctor_rates.py counts how often it is right, on models that its rules neve
 import functools
 import json
 import math
+from pathlib import Path
 
 import plants
 import sides
@@ -179,6 +180,68 @@ def test_a_gap_that_fades_is_not_one_that_falls():
         odds = causes.log_odds(x.mu) - size * noise
         found, _ = causes.over_time(x._replace(pi=torch.nn.functional.logsigmoid(odds)))
         assert (found and found.cause) == expected
+
+
+def tokens(mu, pi, **columns):
+    n = len(mu)
+    whole = torch.zeros(n, dtype=torch.long)
+    given = {"row": whole, "t": torch.arange(n), "start": whole, "ids": whole, "last": whole > 0,
+             "prefix": torch.arange(n), "seen": whole > 0, "known": whole > 0, "version": whole,
+             "entropy": torch.full((n,), math.nan, dtype=torch.float64)}
+    return causes.Tokens(mu, pi, **given | columns)
+
+
+def shifted(odds, by):
+    """Return log-probs of two columns whose log-odds are these, and that much more."""
+    return [torch.nn.functional.logsigmoid(x) for x in (odds, odds + by)]
+
+
+def test_a_penalty_is_judged_at_equal_log_odds():
+    """Likely tokens have occurred before more often: a temperature is no penalty."""
+    g = torch.Generator().manual_seed(0)
+    odds = 2 * torch.randn(2000, generator=g, dtype=torch.float64)
+    seen = torch.rand(2000, generator=g, dtype=torch.float64) < odds.sigmoid()
+    apart = torch.where(seen, 0.3, -0.2) + 0.1 * torch.randn(2000, generator=g)
+    found = causes.penalty(tokens(*shifted(odds, apart), seen=seen))
+    assert found and found.cause == "penalty" and found.rest and not found.rest.seen.any()
+    slope = 0.2 * odds
+    assert slope[seen].mean() > 0.1 and slope[~seen].mean() < -0.1
+    assert not causes.penalty(tokens(*shifted(odds, slope), seen=seen))
+    assert not causes.penalty(tokens(*shifted(odds, -apart), seen=seen))        # the other sign
+
+
+def test_drawn_again_a_flip_mostly_agrees_and_dropout_never():
+    g = torch.Generator().manual_seed(0)
+    odds = torch.randn(300, generator=g, dtype=torch.float64).repeat_interleave(2)
+    prefix = torch.arange(300).repeat_interleave(2)
+    noise = torch.randn(600, generator=g, dtype=torch.float64)
+    rare = torch.rand(600, generator=g) < 0.12
+    for apart, cause in ((2 * noise, "dropout"),
+                         (0.2 * noise.abs() * noise + 2 * noise * rare, "flips")):
+        found = causes.texture(tokens(*shifted(odds, apart), prefix=prefix))
+        assert found and found.cause == cause and "drawn again" in found.evidence
+
+
+def test_either_side_may_have_the_softcap():
+    """eq:same-prefix: a cubic in the log-probs of the side that lacks the cap fits all pairs."""
+    g = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(60, 4, generator=g, dtype=torch.float64)
+    whole, capped = (x.log_softmax(-1)[:, :2].flatten()
+                     for x in (logits, 4 * (logits / 4).tanh()))
+    index = torch.arange(0, 120, 2)
+    for mu, pi in ((whole, capped), (capped, whole)):
+        assert causes.beyond("softcap", causes.bend(tokens(mu, pi), index, index + 1, 0.01)[0])
+        warm = 1.3 * mu
+        assert abs(causes.bend(tokens(mu, warm), index, index + 1, 0.01)[0]) < 1e-6
+
+
+def test_every_limit_set_by_hand_is_held_against_two_splits():
+    """math/doctor-rates.txt has a row for each limit and split, with the limit as it is."""
+    table = (Path(__file__).parent.parent / "math/doctor-rates.txt").read_text()
+    for name, limit in causes.LIMITS.items():
+        assert table.count(f"\n| {name} | {limit:.3g} | ") == 2
+    assert causes.beyond("eos", causes.LIMITS["eos"] + 1e-9)
+    assert not causes.beyond("eos", causes.LIMITS["eos"])
 
 
 def test_after_a_cut_surprisal_is_below_the_entropy_and_after_a_division_above_it():

@@ -110,6 +110,22 @@ def test_a_mean_of_rho_is_judged_beyond_five_standard_errors(z, said):
     assert not any(x.startswith("is_ratio_mean") for x in diagnose(near))          # it is rounding
 
 
+@pytest.mark.parametrize("kl, z, said", [
+    (-2e-4, -6, True), (-2e-4, -5, False), (-1e-4, -6, False), (-1e-4 - 1e-12, -5.01, True),
+    (2e-4, -6, False), (-2e-4, 6, False)])
+def test_a_negative_kl_is_judged_beyond_five_standard_errors_and_rounding(kl, z, said):
+    assert any(x.startswith("kl is ") for x in diagnose({"kl": kl, "kl_z": z})) == said
+
+
+@pytest.mark.parametrize("values", [
+    {"kl": -0.1, "kl_z": -9}, {"is_ratio_mean": 3, "is_ratio_z": 9},
+    {"reward/mean": 0.01, "reward/best": 30, "response/count": 100}])
+def test_a_law_is_silent_without_one_of_its_metrics(values):
+    assert len(diagnose(values)) == 1
+    for name in values:
+        assert diagnose({k: v for k, v in values.items() if k != name}) == []
+
+
 def test_the_cap_and_the_tail_are_not_blamed_on_rho():
     """A mean weight far below 1 is normal over 2 000 tokens at k3 = 2e-3, and not blamed on ρ."""
     g = torch.Generator().manual_seed(0)

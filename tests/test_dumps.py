@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import types
 from pathlib import Path
 
@@ -128,4 +129,26 @@ def test_verls_batch_is_a_dump(tmp_path, verl_required):
              given["rollout_log_prob"], "old_log_probs": given["train_log_prob"]}
     dump(types.SimpleNamespace(batch=batch), tmp_path / "dump.jsonl")
     append(tmp_path / "same.jsonl", rows_of(**given))
+    assert list(read(tmp_path / "dump.jsonl")) == list(read(tmp_path / "same.jsonl"))
+
+
+def test_verls_queue_is_a_dump(tmp_path, monkeypatch, verl_required):
+    """verl's default trainer hands over keys; TransferQueue has each row without its padding."""
+    from adapters.verl import dump
+    given = padded()
+    masks = {"prompts": given["prompt_mask"], "responses": given["token_mask"]}
+    columns = {"prompts": given["prompts"], "responses": given["tokens"],
+               "response_mask": given["response_mask"],
+               "rollout_log_probs": given["rollout_log_prob"],
+               "old_log_probs": given["train_log_prob"], "entropy": given["train_log_prob"].neg()}
+
+    def kv_batch_get(keys, partition_id, select_fields):
+        assert (keys, partition_id) == (["a", "b"], "train")
+        return {name: torch.nested.as_nested_tensor(
+            [x[m] for x, m in zip(columns[name], masks.get(name, masks["responses"]))],
+            layout=torch.jagged) for name in select_fields}
+    monkeypatch.setitem(sys.modules, "transfer_queue",
+                        types.SimpleNamespace(kv_batch_get=kv_batch_get))
+    dump(types.SimpleNamespace(keys=["a", "b"], partition_id="train"), tmp_path / "dump.jsonl")
+    append(tmp_path / "same.jsonl", rows_of(**given, entropy=columns["entropy"]))
     assert list(read(tmp_path / "dump.jsonl")) == list(read(tmp_path / "same.jsonl"))

@@ -35,6 +35,31 @@ def test_improper_is_more_than_five_errors_and_rounding(tokens, mean, error, pro
     assert report.proper is proper
 
 
+@pytest.mark.parametrize("tokens, mean, says", [
+    (1000, 1.0, "π is a distribution over what μ sampled: E[ρ] = 1.0000 ± 0.1000 (expected 1)."),
+    (1000, 2.0, "π is NOT a distribution over what μ sampled: E[ρ] = 2.0000"),
+    (99, 2.0, "Fewer than 100 tokens cannot tell whether π is a distribution: E[ρ] = 2.0000")])
+def test_the_report_says_whether_pi_is_a_distribution(tokens, mean, says):
+    report = doctor.Report(7, tokens, mean, 0.1, (), [], causes.Tokens.of([]))
+    first, second, last = str(report).split("\n")
+    assert first == f"7 responses, {tokens} tokens." and second.startswith(says)
+    assert last == "No cause found: what differs is within the noise of two kernels."
+
+
+def test_what_explains_the_gap_as_well_begins_with_or_and_what_is_left_with_then():
+    """The first cause begins with Cause, and each has what to do about it."""
+    def words(*found):
+        report = doctor.Report(7, 1000, 1.0, 0.1, (), list(found), causes.Tokens.of([]))
+        lines = str(report).split("\n")[2:]
+        assert [f"Do      {causes.CAUSES[f.cause][1]}" for f in found] == lines[2::3]
+        return [line.split()[0] for line in lines[::3]]
+    raw, eos = causes.Finding("raw", 1.0, "a sign"), causes.Finding("eos", 1.0, "a place")
+    first = causes.Finding("temperature", 0.1, "a slope", other=raw)
+    assert words(first, raw, eos) == ["Cause", "Or", "Then"]
+    assert words(first, raw._replace(left=0.9), eos) == ["Cause", "Then", "Then"]
+    assert words(first._replace(other=None), raw) == ["Cause", "Then"]
+
+
 def test_log_pi_of_minus_infinity_is_a_ratio_of_zero():
     report = doctor.examine([response(1, row(train_log_probs=[-1.0, -math.inf, -0.5]))])
     assert report.mean == pytest.approx((1 + 0 + math.exp(0.5)) / 3, rel=1e-12)

@@ -22,6 +22,9 @@ from launching import PATH, ROOT, serving
 from tolerances import gamma
 from waiting import HANG, until
 
+from adapters.dumps import read
+from doctor import examine
+
 pytestmark = pytest.mark.usefixtures("verl_required")
 ACTOR, BLOCK = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 CPU = [
@@ -142,17 +145,28 @@ def apart(one, other):
                for name in ("actor/pg_loss", "actor/grad_norm"))
 
 
+# What the engine does otherwise in one of the runs, and what the doctor says of their dumps.
+FAULTS = {("token", 2): ({"HOTTER": "0.6"}, [], "temperature"),
+          ("token", 1): ({}, [f"{ROLLOUT}.top_p=0.8"], "cut")}
+
+
 @pytest.mark.parametrize("mode, ranks", [*((mode, 2) for mode in MODES), ("token", 1)])
-def test_the_driver_brings_what_the_loss_needs(start, mode, ranks):
+def test_the_driver_brings_what_the_loss_needs(start, mode, ranks, tmp_path):
     """eq:decoupled-ppo, eq:bypass: on each micro-batch of the driver, verl's loss is ours.
 
     On one rank the other three modes were run once and are left out: a run takes half a minute.
 
     The loss "compared" of verl_cpu.py computes both in float64, of the same tensors and settings.
+    Where the engine's temperature or its top-p is not the trainer's, the doctor finds that in the
+    batch that `adapters.verl.dump` wrote.
     """
+    variables, overrides, cause = FAULTS.get((mode, ranks), ({}, [], None))
+    if cause:
+        variables = variables | {"DUMP": str(tmp_path / "dump.jsonl"), "BITS": "16"}
+        overrides = [*overrides, f"{ROLLOUT}.n=16"]
     status, steps, said = finished(*start(
-        ranks, *(f"{BLOCK}.{setting}" for setting in MODES[mode]),
-        f"{ACTOR}.policy_loss.loss_mode=compared"))
+        ranks, *(f"{BLOCK}.{setting}" for setting in MODES[mode]), *overrides,
+        f"{ACTOR}.policy_loss.loss_mode=compared", **variables))
     assert status == 0, said[-3000:]
     for step in steps:
         assert step["actor/apart"] <= 1e-12 and step["actor/gradient_size"] > 1e-3
@@ -160,6 +174,10 @@ def test_the_driver_brings_what_the_loss_needs(start, mode, ranks):
         assert abs(step[f"{'actor/' * ('bypass' in mode)}rollout_corr/kl"]) > 1e-3
         if mode == "sequence, rejection":
             assert 0 < step["rollout_corr/rollout_rs_masked_fraction"] < 1
+    if cause:
+        report = examine(read(tmp_path / "dump.jsonl"))
+        assert report.responses == 128 and report.missing == ()
+        assert report.causes[0].cause == cause, str(report)
 
 
 def test_the_readmes_command_trains_as_verl_does(start):

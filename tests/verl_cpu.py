@@ -12,6 +12,7 @@ The loss "compared" is adapters/verl.py's, and logs how far verl's own is from i
 """
 
 import contextlib
+import os
 import sys
 import types
 from collections import Counter
@@ -22,7 +23,8 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import set_platform
 
-BITS = 6
+BITS = int(os.environ.get("BITS", "6"))             # of the engine's weights
+HOTTER = float(os.environ.get("HOTTER", "1"))       # than verl asks: a fault of the engine
 NOTHING = {name: lambda *_, **__: None for name in PlatformBase.__abstractmethods__}
 NO_MEMORY = {f"{most}memory_{kind}": lambda *_: 0
              for most in ("", "max_") for kind in ("allocated", "reserved")}
@@ -70,8 +72,9 @@ class Server:
     def generate(self, prompt_ids, sampling_params, **_):
         self.asked[tuple(prompt_ids)] += 1
         seed = hash((self.step, self.asked[tuple(prompt_ids)], *prompt_ids)) % 2**31
+        self.engine.cut = self.engine.cut._replace(top_p=sampling_params["top_p"])
         sample, = self.engine.generate(
-            [prompt_ids], [seed], temperature=sampling_params["temperature"],
+            [prompt_ids], [seed], temperature=sampling_params["temperature"] * HOTTER,
             max_tokens=self.engine.max_model_len - len(prompt_ids), eos_ids=self.eos_ids)
         return replica.TokenOutput(token_ids=sample.tokens, log_probs=sample.log_probs,
                                    stop_reason="completed",
@@ -119,6 +122,18 @@ base._ROLLOUT_REGISTRY["transformers", "async"] = "verl_cpu.Adapter"
 def odd(solution_str, **_):
     """Reward a response of odd length: an untaught model earns that half of the time."""
     return float(len(solution_str) % 2)
+
+
+if "DUMP" in os.environ:
+    from verl.trainer.ppo.v1 import PPOTrainer
+    compute = PPOTrainer._compute_old_log_prob
+
+    def dumping(self, batch, metrics):
+        from adapters.verl import dump
+        batch = compute(self, batch, metrics)
+        dump(batch, os.environ["DUMP"])
+        return batch
+    PPOTrainer._compute_old_log_prob = dumping
 
 
 @register_policy_loss("compared")
