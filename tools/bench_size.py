@@ -217,7 +217,7 @@ def hold_directory(run, batch, engine: float, start: float, peak: float) -> list
     return [[name, f"{gb:.1f}"] for name, gb in parts.items()] + [
         ["sum", f"{total:.1f}"], ["most in the update", f"{peak:.1f}"],
         ["ratio", f"{peak / total:.2f}"],
-        ["beside the sum: free, and kept by the heap", f"{between:.1f}"],
+        ["free afterwards, and kept by the heap: the activations' room, too", f"{between:.1f}"],
         ["beside the sum: the head gathered, its gradient, and that once more for FSDP",
          f"{3 * head:.1f}"]]
 
