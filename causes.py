@@ -4,7 +4,8 @@ Tokens were drawn from p. μ is what the sampler recorded of them, π what the t
 ρ = π/μ. Each cause follows a law, and this file decides which law names which cause. Laws compete
 in one unit, the share of the gap that each leaves. The best one's effect is taken out of the data,
 and the rest is looked at again. Where a law is an identity, the data give its standard error.
-Numbers set by hand are marked so; math/doctor-rates.txt says how often all of it is right.
+The main numbers that were set by hand are LIMITS; math/doctor-rates.txt says how far signals lie
+from them, and how often all of it is right.
 Derivation: math/16-what-is-wrong.md.
 
     print(*find_causes(Tokens.of(adapters.dumps.read("dump.jsonl"))), sep="\n")
@@ -25,8 +26,7 @@ RECORD = 1e-4           # share left by a wrong record, whose law is not about s
 TEN = math.exp(-10)     # ten nats are not chance
 
 # Limits that were set by hand, on the dumps of the split `written` and of earlier judgements.
-# math/doctor-rates.txt says how far from its limit each value lies, in dumps with and without the
-# cause.
+# math/doctor-rates.txt says how far from its limit each value lies, with and without the cause.
 LIMITS = {
     "eos": 3.5, "tool": 1.0, "retokenised": 3.2, "stale": 1.5, "padding": 4.0,
     "padding, growing": 1.6, "window": 3.0, "in-flight": 3.0,   # the gap in a part over that of all
@@ -176,9 +176,8 @@ def numerics(x: Tokens) -> float:
     """Return the largest mean gap, in logits, that two kernels with the same weights may have.
 
     The formula is set by hand. Larger logits round more coarsely, and a dump shows their size by
-    their spread. Healthy dense models in bfloat16 have about half of the limit. A healthy mixture
-    of experts has reached it with its mean, so `texture` decides by the median. Below the limit,
-    int8 weights look the same as two kernels.
+    their spread. In a healthy mixture of experts a few tokens have most of the mean gap, so
+    `texture` decides by the median. Below the limit, int8 weights look the same as two kernels.
     """
     return 0.012 + 0.015 * min(2.4, log_odds(x.mu).std().item()) ** 3
 
