@@ -61,7 +61,8 @@ def serving(imported=IMPORTED):
             assert server.stdout.readline() == "ready\n", "the trainer cannot be imported"
             yield [str(HERE), path]
         finally:
-            server.communicate(timeout=HANG)                   # it ends with its input
+            server.stdin.close()                               # it ends with its input
+            server.wait(HANG)              # not until its output ends, which what is left over has
 
 
 def serve(path):
@@ -84,17 +85,21 @@ def serve(path):
 
 
 def keep(connection):
-    """Run a request in another fork and say how it ended; kill it if the requester goes away."""
+    """Run a request in another fork and say how it ended.
+
+    It is killed if the requester or the server ends: Ray may leave a worker behind.
+    """
     size, streams, *_ = socket.recv_fds(connection, 8, 3)
     request = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
-    child = os.fork()
+    server, child = os.getppid(), os.fork()
     if child == 0:
         connection.close()
         return run(*json.loads(request), streams)
     connection.sendall(child.to_bytes(8, "big"))
     ended, status = 0, 0
     while not ended:
-        if select.select([connection], [], [], 0.02)[0]:       # it says nothing more: it has ended
+        requester_ended = select.select([connection], [], [], 0.02)[0]     # it says nothing more
+        if requester_ended or os.getppid() != server:
             os.kill(child, signal.SIGKILL)
         ended, status = os.waitpid(child, os.WNOHANG)
     with contextlib.suppress(BrokenPipeError):

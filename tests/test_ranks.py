@@ -2,13 +2,15 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
+import sys
 
 import pytest
 import torch
 from conftest import steady
-from launching import PATH, shell, torchrun
+from launching import PATH, serving, shell, torchrun
 from safetensors.torch import load_file
 from waiting import HANG
 
@@ -191,3 +193,15 @@ def test_a_program_in_a_fork_is_as_in_a_process_of_its_own(end, code, forks, tmp
                          env={**os.environ, "GIVEN": "x"}) for begin in ([], forks))
     assert own.returncode == forked.returncode == code and own.stdout == forked.stdout != ""
     assert ("ValueError: a bug" in own.stderr) == ("ValueError: a bug" in forked.stderr)
+
+
+def test_what_is_left_over_ends_with_its_server(tmp_path):
+    (tmp_path / "program.py").write_text(
+        "import os, signal; print(os.getpid(), flush=True); signal.pause()")
+    with serving("import os") as begin:
+        process = subprocess.Popen([sys.executable, *begin, "program.py"], cwd=tmp_path, text=True,
+                                   stdout=subprocess.PIPE)
+        left = int(process.stdout.readline())
+    assert process.wait(HANG) == -signal.SIGKILL
+    with pytest.raises(ProcessLookupError):
+        os.kill(left, 0)
