@@ -237,13 +237,13 @@ def from_where_wild(x: Tokens) -> Tensor:
     return (saved > 10)[x.row] & begun
 
 
-def parts_of(x: Tokens) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    """Yield (name in LIMITS, where, dirty tokens, tokens to drop)."""
-    yield "eos", "of end tokens", x.last, x.last
+def parts_of(x: Tokens) -> Iterator[tuple[str, str, str, Tensor, Tensor]]:
+    """Yield (cause, name in LIMITS, where, dirty tokens, tokens to drop)."""
+    yield "eos", "eos", "of end tokens", x.last, x.last
     zero = (x.mu > -1e-7) & (x.pi < -1) & ~x.last & (x.t > 0)
     beside = (zero[1:] & zero[:-1] & (x.row[1:] == x.row[:-1])).sum()
     if beside >= max(2, 0.4 * zero.sum()) and _mean(x.pi[zero]) > 1.5:
-        yield "tool", "where log μ = 0 and log π < −1", zero, zero
+        yield "tool", "tool", "where log μ = 0 and log π < −1", zero, zero
     some, dirty = x.unsure(), torch.zeros_like(x.last)
     y = x.take(some)
     dirty[some] = wild = from_where_wild(y)
@@ -251,22 +251,23 @@ def parts_of(x: Tokens) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     first[1:] &= ~wild[:-1] | (y.row[1:] != y.row[:-1])
     whole = torch.isin(x.row, rows)
     if 0 < len(rows) <= 0.35 * len(x.row.unique()) and y.d()[first].median() < -3:
-        yield "retokenised", f"of {len(rows)} responses, each from some token on", dirty, whole
+        yield ("retokenised", "retokenised", f"of {len(rows)} responses, each from some token on",
+               dirty, whole)
     old = x.version < x.version.max()
-    yield "stale", "of tokens of older versions", old, old
+    yield "stale", "stale", "of tokens of older versions", old, old
     if x.start.max() > x.start.min() >= 0:
         short, each = x.start < x.start.max(), x.start[some].unique()
         sizes = [_mean(y.e()[y.start == length]) for length in each]
         ranks = torch.tensor([(-each).tolist(), sizes]).argsort().argsort().double()
         grows = len(each) > 5 and torch.corrcoef(ranks)[0, 1] > 0.85        # with the padding
-        yield ("padding" + ", growing" * grows, "after prompts shorter than the longest", short,
-               short)
+        yield ("padding", "padding, growing" if grows else "padding",
+               "after prompts shorter than the longest", short, short)
     for cause, place, what in (("window", x.start + x.t, "position"), ("in-flight", x.t, "token")):
         if x.start.min() >= 0 or cause == "in-flight":
             for at in _inner(place):
-                yield cause, f"from {what} {at} on", place >= at, place >= at
+                yield cause, cause, f"from {what} {at} on", place >= at, place >= at
                 if cause == "in-flight":
-                    yield cause, f"before {what} {at}", place < at, place < at
+                    yield cause, cause, f"before {what} {at}", place < at, place < at
 
 
 def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
@@ -275,8 +276,7 @@ def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
     some = x.unsure()
     e = x.e()[some]
     least = floor(e)
-    for limit, where, part, drop in parts_of(x):
-        cause = limit.split(",")[0]
+    for cause, limit, where, part, drop in parts_of(x):
         dirty = part[some]
         if dirty.sum() < 3 or (~dirty).sum() < 10:
             continue
