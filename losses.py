@@ -262,7 +262,7 @@ def kl_loss(log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, kind:
     log_prob, ref_log_prob = (torch.where(valid, x, 0.0) for x in (log_prob, ref_log_prob))
     values = kl_estimate(log_prob, ref_log_prob, kind)
     if ratio is not None:
-        values = values * torch.where(valid, ratio, 0.0)
+        values = values * ratio
     return aggregate_loss(values, valid, mode, counts=counts, horizon=horizon)
 
 

@@ -395,3 +395,9 @@ def test_merged_parts_are_the_whole():
              for i in ([0], [1, 2, 3], [4, 5])]
     whole = to_host(correct(train, rollout, torch.ones(6, 7), config).metrics)
     assert to_host(merge(parts)) == pytest.approx(whole, rel=1e-9, abs=1e-9)
+
+
+def test_metrics_reach_the_host_as_they_were():
+    """A count of 2²⁴ + 1 is no float32, and what is no tensor stays as it is, in its place."""
+    found = to_host({"count": torch.tensor(2 ** 24 + 1), "mean": torch.tensor(0.5), "seconds": 1.5})
+    assert list(found.items()) == [("count", 2 ** 24 + 1), ("mean", 0.5), ("seconds", 1.5)]

@@ -13,7 +13,7 @@ from examples import A, MASK, MU, OLD, PI, PLAIN, R, REF, SUM, moments, reinforc
 from oracle import (J, MarkovPolicy, Policy, close, estimator_moments, exact_gradient, expectation,
                     f64, grad_J, rewards, scores)
 
-from correction import correct, importance_weights
+from correction import batch_normalize, correct, importance_weights
 from correction import RolloutCorrectionConfig as Config
 from estimators import aggregate_log_ratio
 from losses import LossConfig, policy_loss
@@ -142,6 +142,14 @@ def test_self_normalisation_bias_falls_like_one_over_n(n):
     batches = torch.cartesian_prod(*[torch.arange(len(r))] * n).reshape(-1, n)
     ratio = (rho[batches][..., None] * g[batches]).sum(1) / rho[batches].sum(1, keepdim=True)
     assert close(exact.gradients, ratio)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_vanishing_weights_are_not_normalised(level):
+    """eq:self-normalised: weights with a mean of 10⁻⁹ stay, and with 10⁻⁷ become ones."""
+    w, mask = torch.ones(2, 3).double(), torch.ones(2, 3)
+    assert torch.equal(batch_normalize(1e-9 * w, mask, level), 1e-9 * w)
+    assert close(batch_normalize(1e-7 * w, mask, level), w)
 
 
 def test_variance_orderings():
