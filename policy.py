@@ -7,7 +7,7 @@ This file decides
 * Prompts are padded on the left, responses on the right, so every response begins in one column. A
   prompt that several rows share runs once.
 * Weights are float32 and sharded over the ranks by FSDP2; the computation is in the dtype asked
-  for.
+  for. A rank alone on a CPU, in float32, has nothing to shard, move or cast: it has no FSDP.
 * Nothing waits for the device: what decides a shape is computed on the host.
 * Nothing is random: dropout is 0 in training too.
 * An adapter (LoRA) is peft's own. The model without it is π_ref. The engine gets it merged or
@@ -19,7 +19,7 @@ Left out are tensor and pipeline parallelism and image inputs.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,14 +125,8 @@ def load_policy(path: str, temperature: float, dtype: str, device: torch.device,
     whole = policy.state_dict() if reads and dist.get_world_size() > 1 else {}
     if gradient_checkpointing and not frozen:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    precision = MixedPrecisionPolicy(getattr(torch, dtype), torch.float32)
-    pinned = device.type in ("cuda", "xpu")    # another maker's backend may have no such memory
-    where = CPUOffloadPolicy(pinned) if cpu_offload else OffloadPolicy()
-    for module in list(model.modules()):
-        if type(module).__name__ in (model._no_split_modules or ()):     # the decoder's layers
-            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=where)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=where)
+    if dist.get_world_size() > 1 or device.type != "cpu" or dtype != "float32":
+        shard(policy, dtype, device, cpu_offload)      # which copies weights and gradients
     if dist.get_world_size() > 1:
         if not reads:
             policy.to_empty(device="cpu" if cpu_offload else device)
@@ -144,6 +138,23 @@ def load_policy(path: str, temperature: float, dtype: str, device: torch.device,
         for buffer in policy.buffers():            # e.g. rotary frequencies: in no state dict
             dist.broadcast(buffer, 0)
     return policy
+
+
+def shard(policy: Policy, dtype: str, device: torch.device, cpu_offload: bool) -> None:
+    """Shard the weights over the ranks, each layer of the decoder by itself (FSDP2)."""
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    precision = MixedPrecisionPolicy(getattr(torch, dtype), torch.float32)
+    pinned = device.type in ("cuda", "xpu")    # another maker's backend may have no such memory
+    where = CPUOffloadPolicy(pinned) if cpu_offload else OffloadPolicy()
+    layers = policy.model._no_split_modules or ()
+    for module in [x for x in policy.model.modules() if type(x).__name__ in layers]:
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=where)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=where)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor that may be sharded; every rank must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
@@ -171,7 +182,8 @@ def full_weights(policy: Policy, adapter: str = "merged") -> Iterator[tuple[str,
     `adapter` says what is done with an adapter (rollout.adapter): W + sBA in float32, the same with
     both summands and their sum rounded to bfloat16, or apart: A and B alone, under peft's names.
     """
-    cast(FSDPModule, policy).reshard()     # after a forward pass alone the root is still gathered
+    if isinstance(policy, FSDPModule):
+        policy.reshard()                   # after a forward pass alone the root is still gathered
     for name, weight in policy.model.named_parameters():
         if weight.requires_grad if adapter == "apart" else ".lora_" not in name:
             place, base, own = name.partition(".base_layer.")
@@ -179,4 +191,4 @@ def full_weights(policy: Policy, adapter: str = "merged") -> Iterator[tuple[str,
                 layer: Any = policy.model.get_submodule(place)
                 grid = torch.bfloat16 if adapter == "merged-bfloat16" else weight.dtype
                 weight = weight.to(grid) + layer.get_delta_weight("default").to(grid)
-            yield name.replace(base or " ", "."), cast(DTensor, weight.detach()).full_tensor()
+            yield name.replace(base or " ", "."), full_tensor(weight.detach())

@@ -46,7 +46,7 @@ from plumbing.faults import report_errors
 from plumbing.run import Run, open_run
 from plumbing.settings import Config, correction_of, help_text, kl_of, load_config
 from plumbing.tasks import seed_of
-from policy import Policy
+from policy import Policy, full_tensor
 from rollout import Sample
 
 
@@ -375,7 +375,7 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
     totals = torch.stack(list(sums.values()))
     dist.all_reduce(totals)
     norm: Any = nn.utils.clip_grad_norm_(policy.parameters(), config.train.max_grad_norm)
-    norm = norm.full_tensor()                                   # of all ranks' shards
+    norm = full_tensor(norm)                                    # of all ranks' shards
     finite, totals = norm.isfinite() & totals.isfinite().all(), dict(zip(sums, totals))
     finite, learns = torch.stack([finite, totals.pop("learning") > 0]).tolist()
     learns = learns or options.score_centering or (how.kl_in == "loss" and how.kl_coef != 0)

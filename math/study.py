@@ -191,15 +191,15 @@ def plant(method: str, trainer) -> dict:
 def sgd_with_adams_first_step(run):
     """Return an SGD whose first step is as long as that of the run's AdamW would be."""
     import torch
+
+    from policy import full_tensor
     optimizer, factor = torch.optim.SGD(run.policy.parameters(), lr=run.config.train.lr), []
 
     def scale(optimizer, *_):
         gradients = [p.grad for p in run.policy.parameters()]
         if not factor:                          # AdamW's first step is lr · g/(|g| + ε)
-            of_adam = torch.cat([(g / (g.abs()
-                                       + 1e-8)).full_tensor().flatten() for g in gradients]).norm()
-            factor.append(of_adam
-                          / torch.cat([g.full_tensor().flatten() for g in gradients]).norm())
+            whole = torch.cat([full_tensor(g).flatten() for g in gradients])
+            factor.append((whole / (whole.abs() + 1e-8)).norm() / whole.norm())
         for g in gradients:
             g.mul_(factor[0])
 

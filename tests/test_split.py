@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from correction import PRESETS, RolloutCorrectionConfig, correct
 from metrics import merge
 from plumbing.faults import process_group
-from policy import load_policy
+from policy import full_tensor, load_policy
 from tolerances import in_float64
 in_float64()
 path, out, results = sys.argv[1], sys.argv[2], {}
@@ -75,7 +75,7 @@ with process_group() as device:
         class Recorder:
             def step(self):
                 for name, parameter in policy.named_parameters():
-                    gradient[name] = parameter.grad.full_tensor().clone()
+                    gradient[name] = full_tensor(parameter.grad).clone()
             def zero_grad(self): policy.zero_grad()
         run = SimpleNamespace(config=config, policy=policy, optimizer=Recorder())
         made = trainer.update(run, batch, options, given)

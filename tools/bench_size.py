@@ -155,19 +155,17 @@ def causes(run, batch, weights: list, took: dict[str, Took],
     config, tokens = run.policy.model.config, int(batch.attention.sum())
     parts, threads = len(batch.tokens) // run.config.train.micro_batch_size, torch.get_num_threads()
     copies = [torch.empty_like(w) for w in weights]
-    copy = median(lambda: [c.copy_(w) for c, w in zip(copies, weights)])
     add = median(lambda: [c.add_(w) for c, w in zip(copies, weights)])
     again = 2 * config.vocab_size * config.hidden_size * int(batch.response_mask.sum())
     again /= rate(tokens, config)
     update = {
         "floor: products": floor["products"], "floor: optimizer": floor["optimizer"],
         "the logits, computed again in the backward pass": again,
-        f"FSDP: weights gathered twice, gradients copied twice and added, {parts} times": parts
-        * (4 * copy + add),
+        f"gradients added, {parts - 1} times": (parts - 1) * add,
         f"the kernel, handing out pages (its seconds / {threads} threads)": took["update"].kernel
         / threads}
     sync = {"floor: copy and cast": floor["sync"],
-            "walk through the shards": median(lambda: [x for _, x in full_weights(run.policy)]),
+            "walk through the weights": median(lambda: [x for _, x in full_weights(run.policy)]),
             "the kernel": took["sync"].kernel / threads}
     checkpoint = {"floor: write and delete": floor["checkpoint"],
                   "the kernel (in the floor, too)": took["checkpoint"].kernel}
@@ -198,7 +196,7 @@ def hold_directory(run, batch, engine: float, start: float, peak: float) -> list
     """List the GB that the process must hold in the update, and those that it did hold."""
     import trainer
     weights = 4 * sum(p.numel() for p in run.policy.parameters()) / 2 ** 30
-    storages, own = {}, {p.to_local().untyped_storage().data_ptr() for p in run.policy.parameters()}
+    storages, own = {}, {p.untyped_storage().data_ptr() for p in run.policy.parameters()}
 
     def keep(x):
         place = x.untyped_storage()
@@ -210,16 +208,13 @@ def hold_directory(run, batch, engine: float, start: float, peak: float) -> list
     rows = trainer.micro_batches(batch, run.config, together=True)[-1]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         trainer.log_probs(run.policy, batch.rows(rows, rows))[0].sum().backward()
-    head = run.policy.model.get_output_embeddings().weight.numel() * 4 / 2 ** 30
     parts = {"libraries": start, "weights": weights, "gradients": weights, "moments": 2 * weights,
              "engine": engine, "activations of a micro-batch": sum(storages.values()) / 2 ** 30}
     total = sum(parts.values())
     return [[name, f"{gb:.1f}"] for name, gb in parts.items()] + [
         ["sum", f"{total:.1f}"], ["most in the update", f"{peak:.1f}"],
         ["ratio", f"{peak / total:.2f}"],
-        ["free afterwards, and kept by the heap: the activations' room, too", f"{between:.1f}"],
-        ["beside the sum: the head gathered, its gradient, and that once more for FSDP",
-         f"{3 * head:.1f}"]]
+        ["free afterwards, and kept by the heap: the activations' room, too", f"{between:.1f}"]]
 
 
 def bench_size(table) -> None:
@@ -244,8 +239,7 @@ def bench_size(table) -> None:
             run.push_weights()
             for step in run.steps():
                 took, batch = one_step(run, step, options)
-            shards: Any = run.policy.parameters()
-            weights = [p.to_local().detach() for p in shards]
+            weights = [p.detach() for p in run.policy.parameters()]
             n, floor = sum(w.numel() for w in weights), floors(run, batch, weights)
             between = causes(run, batch, weights, took, floor)
             memories = hold_directory(run, batch, engine[0], start, took["update"].peak)

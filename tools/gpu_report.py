@@ -41,7 +41,7 @@ from plumbing.cards import matrix_rate
 from plumbing.engines import make_engine
 from plumbing.faults import process_group
 from plumbing.tasks import character_tokenizer
-from policy import full_weights, load_policy
+from policy import full_tensor, full_weights, load_policy
 from rollout import Sample
 
 ON_GPU = torch.cuda.is_available()
@@ -120,7 +120,7 @@ def make_run(config: trainer.Config, dtype: str, device) -> Any:
 
 def gradient(policy) -> torch.Tensor:
     """Return the policy's gradient as one vector on the host, and clear it."""
-    parts = [p.grad.full_tensor().flatten().double().cpu() for p in policy.parameters()]
+    parts = [full_tensor(p.grad).flatten().double().cpu() for p in policy.parameters()]
     policy.zero_grad()
     return torch.cat(parts)
 
