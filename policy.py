@@ -125,8 +125,9 @@ def load_policy(path: str, temperature: float, dtype: str, device: torch.device,
     whole = policy.state_dict() if reads and dist.get_world_size() > 1 else {}
     if gradient_checkpointing and not frozen:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if dist.get_world_size() > 1 or device.type != "cpu" or dtype != "float32":
-        shard(policy, dtype, device, cpu_offload)      # which copies weights and gradients
+    # Else there is nothing to shard, cast or move, and FSDP would copy weights and gradients.
+    if dist.get_world_size() > 1 or dtype != "float32" or device.type != "cpu" or cpu_offload:
+        shard(policy, dtype, device, cpu_offload)
     if dist.get_world_size() > 1:
         if not reads:
             policy.to_empty(device="cpu" if cpu_offload else device)

@@ -331,7 +331,7 @@ def test_the_metrics_of_a_step_say_how_fast_and_large_it_is_and_change_nothing(r
 
 
 def test_offloaded_a_run_ends_with_the_same_bits_and_goes_on(run):
-    """The memory of a CPU is the same one, and FSDP2 goes its other way."""
+    """The memory of a CPU is the same one: with FSDP2, which offloads, and without any FSDP."""
     _, lines = run("train.steps=3", "loss.kl_coef=0.1", name="here")
     run("train.save_every=1", "loss.kl_coef=0.1", "policy.cpu_offload=true", name="there")
     code, others = run("train.save_every=1", "loss.kl_coef=0.1", "policy.cpu_offload=true",

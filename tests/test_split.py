@@ -12,6 +12,7 @@ import torch
 import transformers
 from launching import shell, torchrun
 from tolerances import gamma, norm, of_sum
+from torch.distributed.fsdp import FSDPModule
 
 import trainer
 from estimators import sampling_log_probs
@@ -294,6 +295,15 @@ def test_over_the_set_that_mu_kept_the_mean_ratio_is_one(size, top_p, top_k, min
             lost = mass[mu.states].log() if sets is None else 0 * mass[mu.states]
             missing = torch.where(mu.mask, lost, 0.0)
             assert oracle.close(log_prob - of_mu, missing[drawn])
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_rank_alone_has_fsdp_only_to_cast_or_to_move(dtype, offload, tiny_model):
+    """test_cards.py compares a run that has FSDP with one that has none, bit by bit."""
+    with process_group() as device:
+        policy = load_policy(str(tiny_model), 1.0, dtype, device, cpu_offload=offload)
+        assert isinstance(policy, FSDPModule) == (dtype == "bfloat16" or offload)
 
 
 @pytest.mark.parametrize("cut", [{}, dict(top_p=0.9), dict(top_p=0.9, top_k=8), dict(top_k=5)])
