@@ -238,7 +238,7 @@ def field(config, theta, old, mu, advantages):
     every, mu_every = theta.step_log_probs()[states], mu.step_log_probs().detach()[states]
     lp = every.gather(-1, tokens)[..., 0] * mask
     old_lp, mu_lp = old.log_probs().detach(), mu.log_probs().detach()
-    visits = mu.probs().detach()[:, None]
+    visits = mu_lp.sum(-1, keepdim=True).exp()  # μ(y), [N, 1]
     correction = without_end(config, lp if config.bypass_mode else old_lp, mu_lp, mask, advantages,
                              visits)
     loss, _ = policy_loss(lp, old_lp, mu_lp, advantages, mask, config, LossConfig(aggregation=SUM),
@@ -265,8 +265,10 @@ def moments(config, theta, old, mu, advantages, policies=1):
 
     Each has a value per policy side by side: [policies, P], [policies] (the trace), [policies].
     """
+    chances = mu.probs().detach()
+
     def of_each(values):
-        return (mu.probs().detach() * values).reshape(policies, -1).sum(-1)
+        return (chances * values).reshape(policies, -1).sum(-1)
 
     by_logits, correction, mean = field(config, theta, old, mu, advantages)
     mean = mean.reshape(policies, -1)

@@ -95,8 +95,8 @@ def expected(config, theta, old, mu, **clip):
 
     Their shapes are [copies, P] and [copies].
     """
-    chances, lp = mu.probs().detach(), theta.log_probs()
-    old_lp, mu_lp = old.log_probs().detach(), mu.log_probs().detach()
+    lp, old_lp, mu_lp = theta.log_probs(), old.log_probs().detach(), mu.log_probs().detach()
+    chances = mu_lp.sum(-1).exp()
 
     def of_each(values):
         return (chances * values).reshape(theta.copies, -1).sum(-1)

@@ -145,14 +145,18 @@ def free_memory(device: torch.device) -> tuple[float, float] | None:
     return found[0].item(), found[1].item()
 
 
-def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Return what this process holds, and the most: of a card since the last call, else ever."""
+def memory_metrics(device: torch.device, most: float = 0.0) -> dict[str, float]:
+    """Return what this process holds, and the most: of a card since the last call, else ever.
+
+    `most`: what the last call returned. The kernel's own peak is counted now and then, so that it
+    can be less than what it said a moment ago.
+    """
     found, peak = {}, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024)
     with contextlib.suppress(OSError):             # where the system tells what is in memory
         pages = Path("/proc/self/statm").read_text().split()[1]
         found["memory/rss_mb"] = int(pages) * os.sysconf("SC_PAGE_SIZE") / 2 ** 20
-    peak = max(peak / 2 ** 20, found.get("memory/rss_mb", 0.0))       # the kernel's peak comes late
+    peak = max(peak / 2 ** 20, found.get("memory/rss_mb", 0.0), most)
     if device.type != "cpu":
         peak = torch.accelerator.max_memory_allocated(device) / 2 ** 20
         torch.accelerator.reset_peak_memory_stats(device)

@@ -135,6 +135,7 @@ class Run:
         self.warned: set[str] = set()              # metrics that `diagnose` has already spoken of
         self.looked = False                        # whether the doctor has seen a batch
         self.best = 0.0                            # mean reward of a step so far
+        self.most = 0.0                            # MB of memory so far
 
     @property
     def finished(self) -> bool:
@@ -378,7 +379,8 @@ class Run:
 
     def log(self, step: int, metrics: dict) -> None:
         seconds, metrics = time.perf_counter() - self.began, to_host(metrics)
-        metrics |= memory_metrics(self.device)
+        metrics |= memory_metrics(self.device, self.most)
+        self.most = metrics["memory/peak_mb"]
         self.times["time/mfu"] = self.flops(step, metrics) / (
             self.times["time/update"] * self.rate * dist.get_world_size())
         self.best = max(self.best, metrics["reward/mean"])

@@ -293,6 +293,7 @@ def teach(path: Path, task: Task, seed: int, characters: str, wrong: float, step
           rate: float) -> None:
     """Train for `steps` steps of `size` lessons, a share `wrong` of them wrong; write `path`."""
     tokenizer: Any = character_tokenizer(characters)       # its ids have a type of many parts
+    ids_of = tokenizer.convert_tokens_to_ids               # of one token per character
     rng = random.Random(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(1)
@@ -308,12 +309,13 @@ def teach(path: Path, task: Task, seed: int, characters: str, wrong: float, step
         optimizer.param_groups[0]["lr"] = rate * min(step / 100, 1.03 - step / steps)
         problems = rng.choices(task.train, k=size)
         answers = [lesson(task, p, rng.random() < wrong, rng) for p in problems]
-        answers = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(answers).input_ids]
-        questions = tokenizer([p.question for p in problems]).input_ids
+        answers = [[*ids_of([*answer]), tokenizer.eos_token_id] for answer in answers]
+        questions = [ids_of([*p.question]) for p in problems]
         (prompt, before), (answer, mask) = pad_rows(questions, "left"), pad_rows(answers, "right")
         attention = torch.cat([before, mask], 1)
         logits = model(input_ids=torch.cat([prompt, answer], 1), attention_mask=attention,
-                       position_ids=(attention.cumsum(-1) - 1).clamp(min=0)).logits
+                       position_ids=(attention.cumsum(-1) - 1).clamp(min=0),
+                       use_cache=False).logits
         logits, mask = logits[:, -mask.shape[1] - 1:-1], mask.bool()                    # [B, T, V]
         F.cross_entropy(logits[mask], answer[mask]).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

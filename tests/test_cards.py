@@ -23,7 +23,8 @@ sys.path[:0] = [str(ROOT / "math")]
 import tables
 
 from plumbing import cards, engines, faults, run as run_module
-from plumbing.cards import GIB, Shapes, memory, require_room, smallest_engine, update_flops
+from plumbing.cards import (GIB, Shapes, memory, memory_metrics, require_room, smallest_engine,
+                            update_flops)
 from plumbing.models import add_adapter
 from plumbing.settings import UserError, load_config
 
@@ -319,7 +320,9 @@ def test_the_metrics_of_a_step_say_how_fast_and_large_it_is_and_change_nothing(r
     for line in lines:
         assert line["memory/peak_mb"] >= line["memory/rss_mb"] and 0 < line["time/mfu"] < 1
         assert line["tokens_per_second"] > 0
-    assert lines[1]["memory/peak_mb"] >= lines[0]["memory/peak_mb"]
+    peak = lines[1]["memory/peak_mb"]
+    assert peak >= lines[0]["memory/peak_mb"]
+    assert memory_metrics(torch.device("cpu"), 2 * peak)["memory/peak_mb"] == 2 * peak
     monkeypatch.setattr(run_module, "matrix_rate", lambda *_: 1.0)
     _, others = run(name="other")
     assert steady(lines) == steady(others)

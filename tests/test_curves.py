@@ -6,12 +6,12 @@ What it says of mistakes is tested, too.
 import importlib.util
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from launching import shell
 from matplotlib.colors import to_rgba
 from PIL import Image
 
@@ -360,9 +360,9 @@ def test_runs_of_a_group_that_share_no_step_cannot_be_compared(figures):
         figures.compare(["a", "b"], ["x"], Path("a.png"))
 
 
-def test_the_script_itself_takes_runs(figures):
-    found = subprocess.run([sys.executable, str(ROOT / "math" / "figures.py"), "runs", "nowhere"],
-                           capture_output=True, text=True)
+def test_the_script_itself_takes_runs(forks, tmp_path):
+    found = shell([sys.executable, *forks, str(ROOT / "math" / "figures.py"), "runs", "nowhere"],
+                  tmp_path)
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr == ("figures.py: nowhere is not a run: neither nowhere nor runs/nowhere "
                             "has a config.yaml\n")

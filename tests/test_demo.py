@@ -7,8 +7,8 @@ from launching import ROOT, shell
 from plumbing import checkpoints
 
 
-def test_the_default_command_learns_from_a_demo_model(tmp_path):
-    result = shell([sys.executable, str(ROOT / "trainer.py"), "train.steps=2",
+def test_the_default_command_learns_from_a_demo_model(forks, tmp_path):
+    result = shell([sys.executable, *forks, str(ROOT / "trainer.py"), "train.steps=2",
                     "rollout.engine=transformers"], tmp_path)
     assert result.returncode == 0, result.stderr
     directory = tmp_path / "runs/demo,rollout.engine=transformers"

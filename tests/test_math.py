@@ -6,17 +6,15 @@ One alone: `pytest math/8-kl.md`.
 
 import ast
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from launching import shell
 from oracle import J, Policy, estimator_moments, rewards
-from waiting import HANG
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))
@@ -122,15 +120,9 @@ def test_a_chapter_that_answers_one_question_has_at_most_2500_words(chapter):
     assert len((ROOT / "math" / f"{chapter}.md").read_text().split()) <= 2500
 
 
-def test_generated_tables_are_up_to_date():
+def test_generated_tables_are_up_to_date(forks, tmp_path):
     """`python math/tables.py` would change nothing; every figure is computed again here."""
-    found = subprocess.run(
-        [sys.executable, str(ROOT / "math" / "tables.py"), "--check"],
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    found = shell([sys.executable, *forks, str(ROOT / "math" / "tables.py"), "--check"], tmp_path)
     assert found.returncode == 0, f"run `python math/tables.py`\n{found.stdout}{found.stderr}"
 
 

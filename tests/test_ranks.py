@@ -179,13 +179,14 @@ PROGRAM = """
 import os, signal, sys
 print(sys.argv[1:], os.getcwd(), os.environ["GIVEN"], sys.path[0], __name__, flush=True)
 if sys.argv[1] == "exits": sys.exit(7)
+if sys.argv[1] == "says why": sys.exit("ValueError: a bug")
 if sys.argv[1] == "fails": raise ValueError("a bug")
 if sys.argv[1] == "is killed": os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @pytest.mark.parametrize("end, code", [
-    ("returns", 0), ("exits", 7), ("fails", 1), ("is killed", -9)])
+    ("returns", 0), ("exits", 7), ("says why", 1), ("fails", 1), ("is killed", -9)])
 def test_a_program_in_a_fork_is_as_in_a_process_of_its_own(end, code, forks, tmp_path):
     """A fork of launching.py has the same arguments, place, environment, streams and end."""
     (tmp_path / "program.py").write_text(PROGRAM)
