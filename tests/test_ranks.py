@@ -176,7 +176,9 @@ def test_one_rank_that_fails_ends_all_of_them_with_one_message(fault, said, trai
 
 
 PROGRAM = """
-import os, signal, sys
+import atexit, os, signal, sys, threading
+atexit.register(print, "the last")             # left to be written when all else has ended
+threading.Timer(0.1, print, ["the thread's end"]).start()
 print(sys.argv[1:], os.getcwd(), os.environ["GIVEN"], sys.path[0], __name__, flush=True)
 if sys.argv[1] == "exits": sys.exit(7)
 if sys.argv[1] == "says why": sys.exit("ValueError: a bug")
