@@ -139,7 +139,7 @@ def run(argv, cwd, environment, streams):
         code = 1
     # A Python that ends takes apart all it has imported, which takes a fork 0.4 s. The rest is as
     # Python does it: other threads end, then handlers are called, then the streams are emptied.
-    threading._shutdown()
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
