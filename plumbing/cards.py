@@ -148,8 +148,8 @@ def free_memory(device: torch.device) -> tuple[float, float] | None:
 def memory_metrics(device: torch.device, most: float = 0.0) -> dict[str, float]:
     """Return what this process holds, and the most: of a card since the last call, else ever.
 
-    `most`: what the last call returned. The kernel's own peak is counted now and then, so that it
-    can be less than what it said a moment ago.
+    `most`: the peak that the last call returned. The kernel updates its own now and then, so that
+    it can be below that.
     """
     found, peak = {}, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024)
