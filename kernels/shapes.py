@@ -4,6 +4,7 @@ Rows are padded with 0, prompts on the left and responses on the right. A prompt
 share runs once. Only torch is needed.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,14 +18,14 @@ def pad_rows(rows: Sequence[Sequence[Any]], side: str, least: int = 0) -> tuple[
     Returns the rows and a mask that is 1 on what was given, [B, width] each. The width is that of
     the longest row, and at least `least`.
     """
-    width = max(least, *map(len, rows))
-
-    def fill(row: Sequence[Any]) -> list[Any]:
-        gap = [0] * (width - len(row))
-        return [*gap, *row] if side == "left" else [*row, *gap]
-
-    return (torch.tensor([fill(row) for row in rows]),
-            torch.tensor([fill([1] * len(row)) for row in rows]))
+    lengths = torch.tensor([len(row) for row in rows])
+    places = torch.arange(max(least, int(lengths.max())))
+    if side == "left":
+        places = places.flip(0)
+    mask = places < lengths[:, None]
+    # The 0 in front gives a type to what may be empty.
+    given = torch.tensor([0, *itertools.chain.from_iterable(rows)])[1:]
+    return given.new_zeros(mask.shape).masked_scatter(mask, given), mask.long()
 
 
 class Shape(NamedTuple):

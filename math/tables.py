@@ -237,7 +237,7 @@ def field(config, theta, old, mu, advantages):
     # every and mu_every are log-probs of all tokens: [N, T, V]
     every, mu_every = theta.step_log_probs()[states], mu.step_log_probs().detach()[states]
     lp = every.gather(-1, tokens)[..., 0] * mask
-    old_lp, mu_lp = old.log_probs().detach(), mu.log_probs().detach()
+    old_lp, mu_lp = old.log_probs().detach(), mu_every.gather(-1, tokens)[..., 0] * mask
     visits = mu_lp.sum(-1, keepdim=True).exp()  # μ(y), [N, 1]
     correction = without_end(config, lp if config.bypass_mode else old_lp, mu_lp, mask, advantages,
                              visits)
@@ -839,9 +839,9 @@ def study_rounding():
 def per_token_k3(size, T):
     """Return E_μ of a token's k3 between `old` and `mu`, which is `old` with noise of this size."""
     old, noise, _ = crowd(T)
-    mu = near(old, noise[0], size)
-    k3 = torch.where(old.mask, kl_estimate(mu.log_probs(), old.log_probs(), "k3"), 0.0).detach()
-    of, tokens = ((mu.probs().detach() * x.double().sum(-1)).reshape(POLICIES, -1).sum(-1)
+    mu_lp = near(old, noise[0], size).log_probs().detach()
+    k3 = torch.where(old.mask, kl_estimate(mu_lp, old.log_probs().detach(), "k3"), 0.0)
+    of, tokens = ((mu_lp.sum(-1).exp() * x.double().sum(-1)).reshape(POLICIES, -1).sum(-1)
                   for x in (k3, old.mask))
     return (of / tokens).mean().item()
 

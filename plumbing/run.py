@@ -266,8 +266,10 @@ class Run:
     def restore(self) -> None:
         """Go back to the last checkpoint, if there is one."""
         config, count = self.config, sum(p.numel() for p in self.policy.parameters())
-        if count < 10_000_000:
-            torch.set_num_threads(1)         # a second thread costs a tiny model more than it saves
+        if count < 10_000_000:       # on busy cores, threads that wait for one another cost it much
+            asked = os.environ.get("OMP_NUM_THREADS", "1")
+            torch.set_num_threads(min(torch.get_num_threads(),
+                                      max(1, int(asked)) if asked.isdecimal() else 1))
         self.rate = matrix_rate(self.device, config.policy.dtype)
         self.say(f"{self.directory}: {count / 1e6:.1f}M parameters on {dist.get_world_size()} × "
                  f"{self.device.type}, engine {self.engine.name} ({config.rollout.dtype}), "

@@ -14,7 +14,6 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
 from book_pages import book, browser, open_page  # noqa: F401 - fixtures
 
 CHARACTERS = "0123456789+-*/=?() abcd"
@@ -57,7 +56,9 @@ def make_tiny_model(directory):
     The embeddings are tied, as in most small models. The weights are ten times the usual size, so
     that the distributions are far from uniform and a wrong distribution is noticed.
     """
-    # The import is here because the core's own tests must run without transformers.
+    # The core's own tests must run without transformers. And without torch, the process that shares
+    # the tests among workers starts them a second earlier.
+    import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from plumbing.tasks import character_tokenizer

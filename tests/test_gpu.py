@@ -21,7 +21,7 @@ from waiting import HANG
 
 import rollout
 import trainer
-from kernels.shapes import Shape, to_device
+from kernels.shapes import Shape, pad_rows, to_device
 from plumbing.engines import make_engine
 from plumbing.faults import process_group
 from policy import load_policy
@@ -222,8 +222,9 @@ assert pretend_gpu.WAITS.total() == len(waiting)
 """
 
 
-def test_the_pretended_device_refuses_what_is_mixed_and_counts_what_waits(tmp_path):
-    result = shell([sys.executable, "-c", DEVICE], tmp_path)
+def test_the_pretended_device_refuses_what_is_mixed_and_counts_what_waits(tmp_path, forks):
+    (tmp_path / "device.py").write_text(DEVICE)
+    result = shell([sys.executable, *forks, "device.py"], tmp_path)
     assert result.returncode == 0, result.stderr
 
 
@@ -367,6 +368,21 @@ def test_weights_that_wait_are_in_the_engines_dtype_and_it_gets_the_same(bits, t
     assert all(torch.equal(x, held[1][name]) for name, x in held[0].items())
     assert {x.dtype for x in late.waiting[0].values() if x.dim() > 1} == {torch.bfloat16}
     assert {x.dtype for x in late.waiting[0].values() if x.dim() == 1} == {torch.float32}
+
+
+@pytest.mark.parametrize("rows, least, left, right, of", [
+    ([[1, 2, 3], [4], []], 0, [[1, 2, 3], [0, 0, 4], [0, 0, 0]], [[1, 2, 3], [4, 0, 0], [0, 0, 0]],
+     torch.int64),
+    ([[0.5], [0.0, 2.0]], 3, [[0, 0, 0.5], [0, 0, 2]], [[0.5, 0, 0], [0, 2, 0]], torch.float32),
+    ([[], []], 1, [[0], [0]], [[0], [0]], torch.int64)])
+def test_rows_are_padded_on_the_side_that_is_asked_for(rows, least, left, right, of):
+    for side, expected in ("left", left), ("right", right):
+        padded, mask = pad_rows(rows, side, least)
+        assert padded.dtype == of and mask.dtype == torch.int64
+        assert padded.tolist() == expected
+        where = [sorted(ones, reverse=side == "right") for ones in (
+            [1] * len(row) + [0] * (padded.shape[1] - len(row)) for row in rows)]
+        assert mask.tolist() == where
 
 
 def test_a_prompts_samples_stay_in_one_micro_batch_where_it_holds_whole_groups():

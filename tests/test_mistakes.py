@@ -158,12 +158,28 @@ def test_installed_versions_are_the_supported_ones():
         f"vllm 0.33.1 is outside ==0.32.0: {BREAKS['vllm']}"]
 
 
-def test_a_run_gives_its_caller_the_threads_back(run):
-    """A run takes threads by its cores and the model's size, also one that a mistake ends."""
+@pytest.fixture
+def three_threads():
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
-    try:
-        assert run("task.kind=jsonl", "task.path=nowhere.jsonl")[0] == 2
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(threads)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_run_gives_its_caller_the_threads_back(run, three_threads):
+    """A run takes threads by its cores and the model's size, also one that a mistake ends."""
+    assert run("task.kind=jsonl", "task.path=nowhere.jsonl")[0] == 2
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize("asked, taken", [
+    (None, 1), ("2", 2), ("1", 1), ("8", 3), ("0", 1), ("many", 1)])
+def test_a_tiny_model_takes_one_thread_or_what_is_asked_for(
+        asked, taken, run, three_threads, monkeypatch):
+    found = set()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    monkeypatch.setattr(tasks.Task, "reward", lambda *_: found.add(torch.get_num_threads()) or 0.0)
+    assert run("train.steps=1")[0] == 0
+    assert found == {taken} and torch.get_num_threads() == 3

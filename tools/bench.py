@@ -15,6 +15,7 @@ trl==1.16.0`.
 import contextlib
 import ctypes
 import io
+import itertools
 import json
 import os
 import statistics
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -283,44 +285,45 @@ def bench_step(steps=12, turns=5):
 
     A step has 1024 samples and 4 updates. TRL gets the same model, prompts, reward, batch, lengths,
     learning rate and correction, and neither evaluates nor saves. A turn is a few steps of each;
-    its first step is not counted. The trainer takes one thread for so small a model. TRL is run
-    with one thread and with all.
+    its first step is not counted. Both are run with one thread, and with all.
     """
     import trainer
     from plumbing.checkpoints import read_metrics
     from plumbing.settings import load_config
     threads = torch.get_num_threads()
-    peers = {"TRL, 1 thread": 1, **({f"TRL, {threads} threads": threads} if threads > 1 else {})}
-    found = {"ours": [], **{name: [] for name in peers}}
+    found, where = defaultdict(list), {}
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
         config = load_config(["rollout.engine=transformers", "rollout.quantize_bits=null",
                                       f"train.steps={steps}", "train.eval_every=1000"])
-        for turn in range(turns):
-            config.run = f"ours-{turn}"
+        for turn, n in itertools.product(range(turns), sorted({1, threads})):
+            config.run = f"ours-{turn}-{n}"
+            os.environ["OMP_NUM_THREADS"] = str(n)        # or a tiny model's run would take one
+            torch.set_num_threads(n)
             quiet = io.StringIO()
             with contextlib.redirect_stderr(quiet), contextlib.redirect_stdout(quiet):
                 trainer.start(config)
                 model = next(x for x in Path("runs/.demo").iterdir() if x.is_dir())
                 lines = read_metrics(Path("runs", config.run, "metrics.jsonl"))[1:-1]
-                found["ours"].append([(line["response/tokens"], line["time/step"])
-                                      for line in lines])
-                for name, n in peers.items():
-                    torch.set_num_threads(n)
-                    with contextlib.suppress(ImportError):
-                        found[name].append(trl_steps(config, str(model), steps)[1:-1])
+                found["ours", n].append([(line["response/tokens"], line["time/step"])
+                                         for line in lines])
+                with contextlib.suppress(ImportError):
+                    found["TRL", n].append(trl_steps(config, str(model), steps)[1:-1])
+            where[n] = lines
     torch.set_num_threads(threads)
     speeds = {name: [sum(n for n, _ in turn) / sum(s for _, s in turn) for turn in of_turns]
-              for name, of_turns in found.items() if of_turns}
-    rows = [[name, f"{statistics.mean(n for turn in found[name] for n, _ in turn):.0f}",
+              for name, of_turns in found.items()}
+    rows = [[*name, f"{statistics.mean(n for turn in found[name] for n, _ in turn):.0f}",
              f"{statistics.median(s for turn in found[name] for _, s in turn):.2f}",
-             f"{statistics.median(x):.0f}", ratio(speeds["ours"], x)] for name, x in speeds.items()]
-    table("one step of the demo", "trainer | tokens a step | s | tokens a second | ours/this", rows)
-    parts = ("rollout", "log_probs", "update", "sync")
-    whole = sum(line["time/step"] for line in lines)
-    shares = [sum(line[f"time/{name}"] for line in lines) / whole for name in parts]
-    print("\nwhere ours goes: " + ", ".join(f"{name} {share:.0%}"
-                                            for name, share in zip(parts, shares)))
+             f"{statistics.median(x):.0f}", ratio(speeds["ours", name[1]], x)]
+            for name, x in speeds.items()]
+    table("one step of the demo",
+          "trainer | threads | tokens a step | s | tokens a second | ours/this", rows)
+    for n, lines in where.items():
+        whole = sum(line["time/step"] for line in lines)
+        shares = [f"{part} {sum(line[f'time/{part}'] for line in lines) / whole:.0%}"
+                  for part in ("rollout", "log_probs", "update", "sync")]
+        print(f"\nwhere ours goes with {n} thread{'s' * (n > 1)}: {', '.join(shares)}")
 
 
 def bench_size():
