@@ -101,11 +101,13 @@ def run(tiny_model, tmp_path, monkeypatch):
 
     The reward is 1 for a response of odd length, which an untaught model earns half of the time.
     Drawing the curves takes longer than everything else. So they are drawn only with `draw`, in
-    test_faults.py, and by the default command.
+    test_faults.py, and by the default command. The products of matrices that a run times when it
+    opens are small.
     """
     import trainer
-    from plumbing import checkpoints, tasks
+    from plumbing import cards, checkpoints, tasks
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(cards.SIDES, "cpu", 64)
     monkeypatch.setattr(tasks.Task, "reward",
                         lambda self, problem, response: float(len(response) % 2))
 
