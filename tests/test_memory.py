@@ -107,7 +107,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(not hasattr(os, "confstr")
                     or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or "")
-                    or heap() != "glibc",              # another's was loaded before it
+                    or heap() != "glibc",              # an allocator that was loaded before it
                     reason="glibc's mallopt is asked for")
 def test_what_was_freed_is_taken_again_without_the_kernel(forks, tmp_path):
     """64 MB are 16 384 pages, which the kernel hands out anew for none of the last tensors.

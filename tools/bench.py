@@ -27,6 +27,7 @@ from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -291,17 +292,17 @@ def bench_step(steps=12, turns=5):
     from plumbing.checkpoints import read_metrics
     from plumbing.settings import load_config
     threads = torch.get_num_threads()
-    found, where = defaultdict(list), {}
+    found, last = defaultdict(list), {}
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
         config = load_config(["rollout.engine=transformers", "rollout.quantize_bits=null",
                                       f"train.steps={steps}", "train.eval_every=1000"])
         for turn, n in itertools.product(range(turns), sorted({1, threads})):
             config.run = f"ours-{turn}-{n}"
-            os.environ["OMP_NUM_THREADS"] = str(n)        # or a tiny model's run would take one
             torch.set_num_threads(n)
             quiet = io.StringIO()
-            with contextlib.redirect_stderr(quiet), contextlib.redirect_stdout(quiet):
+            with (contextlib.redirect_stderr(quiet), contextlib.redirect_stdout(quiet),
+                  mock.patch.dict(os.environ, OMP_NUM_THREADS=str(n))):        # or a run takes one
                 trainer.start(config)
                 model = next(x for x in Path("runs/.demo").iterdir() if x.is_dir())
                 lines = read_metrics(Path("runs", config.run, "metrics.jsonl"))[1:-1]
@@ -309,17 +310,17 @@ def bench_step(steps=12, turns=5):
                                          for line in lines])
                 with contextlib.suppress(ImportError):
                     found["TRL", n].append(trl_steps(config, str(model), steps)[1:-1])
-            where[n] = lines
+            last[n] = lines
     torch.set_num_threads(threads)
     speeds = {name: [sum(n for n, _ in turn) / sum(s for _, s in turn) for turn in of_turns]
-              for name, of_turns in found.items()}
+              for name, of_turns in found.items() if of_turns}
     rows = [[*name, f"{statistics.mean(n for turn in found[name] for n, _ in turn):.0f}",
              f"{statistics.median(s for turn in found[name] for _, s in turn):.2f}",
              f"{statistics.median(x):.0f}", ratio(speeds["ours", name[1]], x)]
             for name, x in speeds.items()]
     table("one step of the demo",
           "trainer | threads | tokens a step | s | tokens a second | ours/this", rows)
-    for n, lines in where.items():
+    for n, lines in last.items():
         whole = sum(line["time/step"] for line in lines)
         shares = [f"{part} {sum(line[f'time/{part}'] for line in lines) / whole:.0%}"
                   for part in ("rollout", "log_probs", "update", "sync")]

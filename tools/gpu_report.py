@@ -94,7 +94,7 @@ def make_batch(device, rows: int) -> trainer.Batch:
 def group():
     with process_group() as device:
         if not ON_GPU:
-            torch.set_num_threads(1)       # a second one costs a tiny model more than it saves
+            torch.set_num_threads(1)       # as a run takes for a tiny model
         yield device
 
 
