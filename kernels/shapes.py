@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 def pad_rows(rows: Sequence[Sequence[Any]], side: str, least: int = 0) -> tuple[Tensor, Tensor]:
@@ -67,11 +68,47 @@ def run_prompts(decoder: nn.Module, tokens: Tensor, attention: Tensor, shape: Sh
     """Run each distinct prompt once, however many rows have it; prompts are padded left.
 
     `tokens`, `attention`: [B, P]. Returns the decoder's output for the distinct prompts, with its
-    cache spread over the B rows.
+    cache spread over the B rows. Its backward pass is one of its own (`Apart`).
     """
     attention = attention[shape.first]
     output = decoder(input_ids=tokens[shape.first], use_cache=True,
                      attention_mask=attention if shape.padded else None,
                      position_ids=(attention.cumsum(-1) - 1).clamp(min=0))
+    # The last hidden state, and each layer's keys and values. Under an adapter the first layers may
+    # have no gradient.
+    holders: list[Any] = [output, *(x.__dict__ for x in output.past_key_values.layers)]
+    places = [(holder, name) for holder in holders for name, x in holder.items()
+              if isinstance(x, Tensor) and x.requires_grad]
+    if places:
+        weight = next(x for x in decoder.parameters() if x.requires_grad)
+        apart: Any = Apart.apply(weight, [holder[name] for holder, name in places])
+        for (holder, name), x in zip(places, apart):
+            holder[name] = x
     output.past_key_values.batch_select_indices(shape.which)
     return output
+
+
+class Apart(torch.autograd.Function):
+    """Give tensors whose graph has a backward pass of its own, when all their gradients are there.
+
+    For a policy that runs twice, over prompts and over responses. In one graph autograd holds the
+    responses' gradient of every weight until the prompts' is there: a second copy of all gradients,
+    and under FSDP a gathered one on every rank.
+
+    The prompts' part goes to .grad, and torch.autograd.grad would return the other part alone. It
+    raises a RuntimeError if `weight` is among what it is asked for.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+        ctx.outputs = outputs              # in a list, where autograd does not look for tensors
+        return tuple(x.detach() for x in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError("the prompts' part of the gradient goes to .grad, so call "
+                               "loss.backward() instead of torch.autograd.grad")
+        torch.autograd.backward(ctx.outputs, gradients)
+        return None, None

@@ -44,10 +44,11 @@ def pytest_cmdline_main(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Sort for workers: the longest files come first, so that no worker ends with a long one."""
+    """Sort for workers: longest files first, chapters next, so that none ends with a long one."""
     if hasattr(config, "workerinput"):
         rank = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
-        items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+        last = len(rank)
+        items.sort(key=lambda item: (rank.get(item.path.name, last), item.path.suffix == ".py"))
 
 
 def make_tiny_model(directory):

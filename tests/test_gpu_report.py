@@ -11,10 +11,13 @@ import pytest
 
 BROKEN = """
 import os, sys, time
-name, rank = sys.argv[-1], os.environ.get("RANK")
+name, rank, begun = sys.argv[-1], os.environ.get("RANK"), __file__ + ".begun"
 print(f"| {name} | begins |", flush=True)
 if name == os.environ["BROKEN"]:
-    if rank == "0": time.sleep(600)        # it waits for the rank that fails
+    if rank == "0":
+        open(begun, "w")
+        time.sleep(600)                    # it waits for the rank that fails
+    while rank and not os.path.exists(begun): time.sleep(0.01)         # which fails after that
     print("a line of a traceback", file=sys.stderr)
     {fault}
 os._exit(0)

@@ -1,6 +1,6 @@
-"""A checkpoint costs next to no memory.
+"""A checkpoint costs next to no memory, and a backward pass no second copy of the gradients.
 
-That is measured from outside the process that writes it.
+The first is measured from outside the process that writes it.
 """
 
 import os
@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench import peak
 from bench_size import heap
 from launching import shell
 from safetensors.torch import load_file
 from waiting import HANG
+
+from plumbing.faults import process_group
+from policy import load_policy
 
 HERE = Path(__file__).resolve().parent.parent
 SAVE = """
@@ -47,27 +51,30 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def make_model(directory, hidden, vocabulary):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=4 * hidden,
+        num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=4,
+        tie_word_embeddings=True, dtype="float32")).save_pretrained(directory)
+    return str(directory)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Return a model of 59 million parameters, whose largest matrix has a fifth of them.
 
     So it is in the small models that people train.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
-    directory = tmp_path_factory.mktemp("large") / "model"
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(
-        vocab_size=24_000, hidden_size=512, intermediate_size=2048, num_hidden_layers=12,
-        num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=True,
-        dtype="float32")).save_pretrained(directory)
-    return directory
+    return make_model(tmp_path_factory.mktemp("large") / "model", 512, 24_000)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(),
                     reason="only Linux tells what is in memory")
 def test_saving_takes_a_tenth_of_the_memory_at_most(model, forks, tmp_path):
     (tmp_path / "save.py").write_text(SAVE)
-    process = subprocess.Popen([sys.executable, *forks, "save.py", str(model)], cwd=tmp_path,
+    process = subprocess.Popen([sys.executable, *forks, "save.py", model], cwd=tmp_path,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                env={**os.environ, "PYTHONPATH": str(HERE)})
     pid, parameters = map(int, process.stdout.readline().split())      # those of the fork
@@ -87,7 +94,7 @@ def test_saving_takes_a_tenth_of_the_memory_at_most(model, forks, tmp_path):
           f"{seconds:.1f} s")
     assert peak <= 1.1 * before
     [file] = (tmp_path / "checkpoints/step-000001").glob("*.safetensors")
-    saved, first = load_file(file), load_file(model / "model.safetensors")
+    saved, first = load_file(file), load_file(f"{model}/model.safetensors")
     assert (set(saved) > {f"policy.model.{name}" for name in first}
             and "exp_avg_sq.model.model.norm.weight" in saved)
 
@@ -119,3 +126,31 @@ def test_what_was_freed_is_taken_again_without_the_kernel(forks, tmp_path):
     def faults(how):
         return int(shell([sys.executable, *forks, "faults.py", how], tmp_path).stdout)
     assert faults("given back") > 4000 > 100 > faults("kept")
+
+
+TOKENS = torch.tensor([[3, 4, 5, 6, 7], [3, 4, 5, 8, 9]])      # two responses to one prompt
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prompts_and_responses_hold_no_second_copy_of_the_gradients(dtype, tmp_path):
+    """12 layers take at most 12 bytes a weight of one layer, beyond weights and gradients.
+
+    In one graph the responses' gradients would wait for the prompts': 52 bytes in float32, and 31
+    in bfloat16, where FSDP has gathered the weights.
+    """
+    with process_group() as device:
+        policy = load_policy(make_model(tmp_path / "model", 128, 64), 1.0, dtype, device)
+
+        def add_gradient():
+            policy(TOKENS, torch.ones_like(TOKENS), 2).sum().backward()
+        add_gradient()                                         # makes .grad
+        layer = sum(x.numel() for name, x in policy.named_parameters() if ".layers.0." in name)
+        assert 2 * layer < peak(add_gradient) < 12 * layer
+
+
+def test_a_gradient_that_would_lack_the_prompts_part_is_refused(tiny_model):
+    with process_group() as device:
+        policy = load_policy(str(tiny_model), 1.0, "float32", device)
+        log_prob = policy(TOKENS, torch.ones_like(TOKENS), 2)
+        with pytest.raises(RuntimeError, match="call loss.backward.. instead of torch.autograd"):
+            torch.autograd.grad(log_prob.sum(), list(policy.parameters()))
