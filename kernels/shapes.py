@@ -89,14 +89,15 @@ def run_prompts(decoder: nn.Module, tokens: Tensor, attention: Tensor, shape: Sh
 
 
 class Apart(torch.autograd.Function):
-    """Give tensors whose graph has a backward pass of its own, when all their gradients are there.
+    """Run the backward pass of a graph by itself, once the gradients of all its outputs are there.
 
-    For a policy that runs twice, over prompts and over responses. In one graph autograd holds the
+    A policy runs twice, over prompts and over responses. In one graph autograd would hold the
     responses' gradient of every weight until the prompts' is there: a second copy of all gradients,
     and under FSDP a gathered one on every rank.
 
-    The prompts' part goes to .grad, and torch.autograd.grad would return the other part alone. It
-    raises a RuntimeError if `weight` is among what it is asked for.
+    `forward` returns the outputs without their graph. `backward` adds the prompts' gradient to
+    .grad. torch.autograd.grad would return the responses' alone, so `backward` raises a
+    RuntimeError there. It is called only if `weight` is among what is asked for.
     """
 
     @staticmethod
@@ -107,7 +108,7 @@ class Apart(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        if not torch.autograd._is_checkpoint_valid():
+        if not torch.autograd._is_checkpoint_valid():          # as torch.utils.checkpoint asks
             raise RuntimeError("the prompts' part of the gradient goes to .grad, so call "
                                "loss.backward() instead of torch.autograd.grad")
         torch.autograd.backward(ctx.outputs, gradients)

@@ -79,20 +79,20 @@ def test_saving_takes_a_tenth_of_the_memory_at_most(model, forks, tmp_path):
                                env={**os.environ, "PYTHONPATH": str(HERE)})
     pid, parameters = map(int, process.stdout.readline().split())      # those of the fork
     assert parameters > 50e6
-    before, peak, began = resident(pid), 0, time.perf_counter()
+    before, most, began = resident(pid), 0, time.perf_counter()
     process.stdin.write("\n")
     process.stdin.flush()
     os.set_blocking(process.stdout.fileno(), False)
     while process.poll() is None and process.stdout.readline() != "saved\n":
-        peak = max(peak, resident(pid))
+        most = max(most, resident(pid))
         time.sleep(0.005)
     seconds = time.perf_counter() - began
     process.communicate("\n", timeout=HANG)
     assert process.returncode == 0
     print(f"{parameters / 1e6:.0f}M parameters: {before / 2 ** 20:.0f} MB before a save, "
-          f"at most {peak / 2 ** 20:.0f} MB while it is written, {peak / before:.3f} times; "
+          f"at most {most / 2 ** 20:.0f} MB while it is written, {most / before:.3f} times; "
           f"{seconds:.1f} s")
-    assert peak <= 1.1 * before
+    assert most <= 1.1 * before
     [file] = (tmp_path / "checkpoints/step-000001").glob("*.safetensors")
     saved, first = load_file(file), load_file(f"{model}/model.safetensors")
     assert (set(saved) > {f"policy.model.{name}" for name in first}
