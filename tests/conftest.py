@@ -5,6 +5,7 @@ A guard skips a test that needs vLLM, TRL, verl or SkyRL where that is missing.
 `pyproject.toml` puts the repository root on `sys.path`; nothing here needs a download or a GPU.
 """
 
+import contextlib
 import importlib.util
 import os
 from pathlib import Path
@@ -15,11 +16,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from book_pages import book, browser, open_page  # noqa: F401 - fixtures
+from launching import serving
 
 CHARACTERS = "0123456789+-*/=?() abcd"
 LONGEST = ["lora", "demo", "ranks", "book", "page", "math", "directory", "trainer", "update",
            "split", "faults", "gpu", "rescore", "gpu_report", "causes", "resume", "study",
            "contributing", "memory", "nonfinite"]  # longest first
+SERVED = pytest.StashKey[list[str]]()
 WORKERS = 4                            # more would have nothing left to do
 
 
@@ -41,6 +44,17 @@ def pytest_cmdline_main(config):
     if whole and not watched and cores > 1 and getattr(chosen, "numprocesses", 0) is None:
         chosen.numprocesses, chosen.dist = min(cores, WORKERS), "loadfile"
         chosen.loadscopereorder = False
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Hand a worker the `forks` of all workers: one process imports the trainer for them."""
+    config = node.config
+    if SERVED not in config.stash:
+        until_the_end = contextlib.ExitStack()
+        config.add_cleanup(until_the_end.close)
+        config.stash[SERVED] = until_the_end.enter_context(serving())
+    node.workerinput["forks"] = config.stash[SERVED]
 
 
 def pytest_collection_modifyitems(config, items):
@@ -84,9 +98,11 @@ def tiny_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def forks():
+def forks(request):
     """Yield the beginning of a command whose program is to run in a fork: see launching.py."""
-    from launching import serving
+    if hasattr(request.config, "workerinput"):
+        yield request.config.workerinput["forks"]
+        return
     with serving() as begin:
         yield begin
 

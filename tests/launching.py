@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from pathlib import Path
 
 from waiting import HANG
@@ -29,8 +30,12 @@ from waiting import HANG
 HERE = Path(__file__).resolve()
 ROOT = HERE.parent.parent
 PATH = os.pathsep.join(str(ROOT / name) for name in ("", "tests", "tools"))
-IMPORTED = ("import trainer, tolerances, transformers.models.qwen2.modeling_qwen2, "
-            "torch.distributed.run")
+IMPORTED = """
+import trainer, tolerances, matplotlib.pyplot, peft, torch.distributed.run
+import transformers.models.qwen2.modeling_qwen2
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+get_checkpoint_conversion_mapping("qwen2")                     # compiles many patterns, and keeps them
+"""
 
 
 def shell(command, cwd, **options):
@@ -52,29 +57,30 @@ def torchrun(ranks, begin, *program, node=None):
 @contextlib.contextmanager
 def serving(imported=IMPORTED):
     """Yield the beginning of a command whose program runs in a fork: this file and its socket."""
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
         path = f"{directory}/socket"
-        program = f"{imported}, launching; launching.serve({path!r})"
+        listener.bind(path)
+        listener.listen(64)                # who connects before all is imported waits for an answer
+        program = f"{imported}\nimport launching; launching.serve({listener.fileno()})"
         server = subprocess.Popen(
-            [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": PATH}, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": PATH},
+            stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+        listener.close()
         try:
-            assert server.stdout.readline() == "ready\n", "the trainer cannot be imported"
             yield [str(HERE), path]
         finally:
             server.stdin.close()                               # it ends with its input
-            server.wait(HANG)              # not until its output ends, which what is left over has
+            server.wait(HANG)
 
 
-def serve(path):
-    """Answer every connection by a fork, until the standard input ends."""
+def serve(listening):
+    """Answer every connection to a socket by a fork, until the standard input ends."""
     import torch
     torch.set_num_threads(1)                                   # no thread is there before a fork
     gc.freeze()                            # else a fork walks through all libraries and copies them
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen(64)
-        print("ready", flush=True)
+    for finalizer in list(weakref.finalize._registry):  # pyright: ignore[reportAttributeAccessIssue]
+        finalizer.atexit = False           # else a fork takes torch's libraries apart when it ends
+    with socket.socket(fileno=listening) as listener:
         while listener in select.select([listener, sys.stdin], [], [])[0]:
             with contextlib.suppress(ChildProcessError):       # those that have ended since
                 while os.waitpid(-1, os.WNOHANG)[0]:
@@ -154,6 +160,8 @@ def main(path, argv):
         socket.send_fds(connection, [len(request).to_bytes(8, "big")], [0, 1, 2])
         connection.sendall(request)
         child = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "big")
+        if not child:
+            sys.exit("launching.py: the server has ended; what it said is above")
         for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
             signal.signal(number, lambda number, _: os.kill(child, number))
         code = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "big", signed=True)

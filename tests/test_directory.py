@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -68,15 +69,15 @@ def files(directory):
 
 def test_a_second_start_is_told_who_trains(tiny_model, forks, tmp_path):
     arguments = [*LONG, f"policy.path={tiny_model}"]
-    first = start(arguments, tmp_path)
+    first = start(arguments, tmp_path, forks)
     assert "runs/x" in said_until(first, "5 tokens a step")
     second = start(arguments, tmp_path, forks)
     _, said = second.communicate(timeout=HANG)
-    first.kill()                                   # its lock dies with it
-    first.communicate()
     assert second.returncode == 2 and said.count("\n") == 1, said
-    assert (f"runs/x is in use by process {first.pid} on " in said
-            and "choose another run=NAME" in said)
+    named = re.search(r"runs/x is in use by process (\d+) on .*choose another run=NAME", said)
+    os.kill(int(named[1]), signal.SIGKILL)         # its lock dies with it
+    first.communicate(timeout=HANG)
+    assert first.returncode == -signal.SIGKILL     # it was the first that trained
     third = start([*arguments, "train.steps=2"], tmp_path, forks)
     assert (third.wait(HANG) == 0 and
             [line["step"] for line in read_metrics(tmp_path / "runs/x/metrics.jsonl")][-1] >= 2)

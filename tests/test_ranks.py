@@ -35,9 +35,9 @@ def broken(owner, name):
         return real(*args, **kwargs)
     setattr(owner, name, call)
 run.plot = lambda *_: None             # the curves are no ranks' business
-watch_engine = run.watch_engine        # two seconds for the call that hangs; another may be slow
+watch_engine = run.watch_engine        # half a second for the call that hangs; another may be slow
 run.watch_engine = lambda engine, seconds: watch_engine(
-    engine, 2 if rank == 1 and len(calls) == 4 else seconds)
+    engine, 0.5 if rank == 1 and len(calls) == 4 else seconds)
 if not fault: in_float64()
 if fault == "hang": broken(rollout.TransformersEngine, "generate")
 elif fault: broken(trainer, "score")
@@ -161,7 +161,7 @@ def test_one_rank_reads_the_model_and_all_have_it(tiny_model, forks, tmp_path):
     assert torch.allclose(alone["log_prob"], together["log_prob"], rtol=0, atol=1e-12)
 
 
-NO_ANSWER = "rollout.engine=transformers has not answered for rollout.timeout=2 seconds, in call "
+NO_ANSWER = "rollout.engine=transformers has not answered for rollout.timeout=0.5 seconds, in call "
 
 
 @pytest.mark.parametrize("fault, said", [
