@@ -34,7 +34,7 @@ IMPORTED = """
 import trainer, tolerances, matplotlib.pyplot, peft, torch.distributed.run
 import transformers.models.qwen2.modeling_qwen2
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-get_checkpoint_conversion_mapping("qwen2")                     # compiles many patterns, and keeps them
+get_checkpoint_conversion_mapping("qwen2")         # compiles many patterns, and keeps them
 """
 
 

@@ -17,7 +17,7 @@ PLACE = re.compile(r"^(?:In|At the end of) `([\w/.]+)`(?:, (above|below) `([^`]+
 NEW = ["correction={rollout_rs: {token_abs: 0.5}, loss_type: root}", "rollout.quantize_bits=4"]
 
 USED = """
-import torch
+import sys, torch, trainer
 from correction import RolloutCorrectionConfig, correct
 from losses import policy_loss
 config = RolloutCorrectionConfig(rollout_rs={"token_abs": 0.5}, loss_type="root")
@@ -29,16 +29,11 @@ new = old.clone().requires_grad_()
 loss, metrics = policy_loss(new, old, mu, torch.ones(1, 2), mask, config)
 assert torch.autograd.grad(loss, new)[0].tolist() == [[-0.5, 0.0]]
 assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.5
-import sys
 sys.path[:0] = ["math", "tests"]
 import tables
 assert "`token_abs`" in tables.criteria() and "`root`" in tables.losses()
 assert f"all {len(tables.every_metric())} metrics" in tables.metrics()
 assert "rollout_rs_token_abs_seq_max_deviation" in tables.every_metric()
-"""
-
-TRAINED = """
-import sys, trainer
 assert trainer.main(["--help"]) == 0
 sys.exit(trainer.main(sys.argv[1:]))
 """
@@ -79,11 +74,6 @@ def run(copy: Path, *command: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_the_new_rows_are_judged_measured_and_listed(copy):
-    """eq:correction, eq:rejection: `correct`, `policy_loss`, metrics, tables know the new rows."""
-    run(copy, "-c", USED)
-
-
 def test_the_new_rows_pass_their_own_tests_and_those_of_any_row(copy):
     out = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_rows.py",
               "tests/test_rejection.py::test_token_abs_keeps_a_bound_met_exactly",
@@ -91,8 +81,12 @@ def test_the_new_rows_pass_their_own_tests_and_those_of_any_row(copy):
     assert "passed" in out and "failed" not in out and "skipped" not in out
 
 
-def test_the_new_rows_train_and_stand_in_the_help(copy, tiny_model):
-    said = run(copy, "-c", TRAINED, "task.size=1", "task.eval_size=8", "rollout.prompts=4",
+def test_the_new_rows_are_judged_measured_listed_and_trained(copy, tiny_model):
+    """eq:correction, eq:rejection: `correct`, `policy_loss`, metrics, tables know the new rows.
+
+    So do the help and the trainer.
+    """
+    said = run(copy, "-c", USED, "task.size=1", "task.eval_size=8", "rollout.prompts=4",
                "rollout.samples=4", "rollout.max_tokens=5", "rollout.engine=transformers",
                "train.mini_batches=1", "train.steps=10", f"policy.path={tiny_model}", "run=new",
                *NEW)

@@ -140,7 +140,7 @@ def test_of_two_starts_one_trains_and_the_other_says_who_does(tiny_model, forks,
     assert wrong == []
 
 
-def test_a_lock_that_was_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):
+def test_a_lock_that_was_removed_meanwhile_is_no_lock(forks, tmp_path, monkeypatch):
     """A lock whose file was unlinked between our opening and our locking it does not count.
 
     Then the new file is the one to hold.
@@ -155,10 +155,10 @@ def test_a_lock_that_was_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.lockf", lockf)
     file = lock_file(path)
     assert len(calls) == 2 and path.stat().st_ino == os.fstat(file.fileno()).st_ino
-    asking = subprocess.run(
-        [sys.executable, "-c", "import sys; from pathlib import Path; "
-         "from plumbing.directory import lock_file; lock_file(Path(sys.argv[1]))", str(path)],
-        cwd=HERE, capture_output=True, text=True)
+    (tmp_path / "ask.py").write_text(
+        "import sys; from pathlib import Path; from plumbing.directory import lock_file\n"
+        "lock_file(Path(sys.argv[1]))")
+    asking = shell([sys.executable, *forks, "ask.py", str(path)], tmp_path)
     assert f"BlockingIOError: process {os.getpid()} on " in asking.stderr
     file.close()
 

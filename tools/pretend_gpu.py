@@ -14,6 +14,8 @@ registers the device, for the rest of the process.
 """
 
 import contextlib
+import os
+import sys
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -77,11 +79,13 @@ def line() -> str:
 
     A line is "file.py:number function", and a comprehension is part of the function around it.
     """
-    frames = [f for f in traceback.extract_stack() if not f.filename.startswith(__file__)]
-    own = [i for i, f in enumerate(frames)
-           if Path(f.filename).is_relative_to(HERE) and not f.name.startswith("<")] or [-1]
-    names = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in (frames[own[-1]], frames[-1])]
-    return " < ".join(dict.fromkeys(reversed(names)))
+    frames = [(f.f_code, at) for f, at in traceback.walk_stack(sys._getframe())
+              if f.f_code.co_filename != __file__]                        # the innermost first
+    own = [(code, at) for code, at in frames if code.co_filename.startswith(f"{HERE}{os.sep}")
+           and not code.co_name.startswith("<")]
+    names = [f"{Path(code.co_filename).name}:{at} {code.co_name}"
+             for code, at in (frames[0], (own or frames)[0])]
+    return " < ".join(dict.fromkeys(names))
 
 
 def wait(what: str) -> None:
