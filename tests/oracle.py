@@ -104,7 +104,8 @@ def kl(p: Policy, q: Policy) -> Tensor:
 
     kl(π, ref) is the reverse KL, kl(ref, π) the forward one.
     """
-    return (p.probs() * (p.log_probs() - q.log_probs()).sum(-1)).sum()
+    log_p = p.log_probs()
+    return (log_p.sum(-1).exp() * (log_p - q.log_probs()).sum(-1)).sum()
 
 
 def token_kl(p: Policy, q: Policy, visits: Policy) -> Tensor:

@@ -52,7 +52,7 @@ def copy(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("contributed")
     for name in ("configs", "kernels", "plumbing", "adapters", "tests", "math", "tools"):
         shutil.copytree(ROOT / name, place / name,
-                        ignore=shutil.ignore_patterns("node_modules", "__pycache__"))
+                        ignore=shutil.ignore_patterns("node_modules"))
     for path in [*ROOT.glob("*.py"), *ROOT.glob("*.toml"), *ROOT.glob("*.md"), *ROOT.glob("*.txt")]:
         shutil.copy(path, place)
     for name, side, line, code in blocks():

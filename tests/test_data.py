@@ -6,7 +6,6 @@ The tests cover the settings of a task, what is held out, and which rows cannot 
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import transformers
 import yaml
 from conftest import steady
-from waiting import HANG
+from launching import shell
 
 from plumbing import tasks
 from plumbing.faults import process_group
@@ -163,13 +162,15 @@ def as_problem(row):
     return tasks.Problem(row["question"], row["answer"], "")
 
 
-def test_the_digest_is_of_all_questions_and_answers_in_their_order(file):
+def test_the_digest_is_of_all_questions_and_answers_in_their_order(file, forks, tmp_path):
     path = file("rows", ROWS)
     task, text = task_of(path), f"TaskConfig(kind='jsonl', path={path!r})"
-    program = f"from plumbing.tasks import *; print(make_task({text}, 0).digest)"
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True,
-                            text=True, timeout=HANG, env={**os.environ, "PYTHONHASHSEED": "1"})
-    assert result.stdout.strip() == task.digest, result.stderr
+    (tmp_path / "digest.py").write_text("from plumbing.tasks import *\n"
+                                        f"print(make_task({text}, 0).digest, hash('a string'))")
+    result = shell([sys.executable, *forks, "digest.py"], tmp_path)
+    digest, other = result.stdout.split()              # of a process that hashes strings otherwise
+    assert digest == task.digest, result.stderr
+    assert int(other) != hash("a string") or "PYTHONHASHSEED" in os.environ
     assert len(task.digest) == 64 and int(task.digest, 16)
     first, *rest = task.train
     others = [

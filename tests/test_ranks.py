@@ -19,7 +19,7 @@ SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "roll
          "train.mini_batches=2", "train.micro_batch_size=4", "train.lr=0.01", "train.eval_every=2"]
 DRIVER = """
 import os, signal, sys, torch, rollout, trainer
-from plumbing import run
+from plumbing import cards, run
 from plumbing.tasks import Task
 from tolerances import in_float64
 Task.reward = lambda self, problem, response: float(len(response) % 2)     # untaught models earn it
@@ -34,7 +34,8 @@ def broken(owner, name):
             if fault == "hang": signal.pause()
         return real(*args, **kwargs)
     setattr(owner, name, call)
-run.plot = lambda *_: None             # the curves are no ranks' business
+run.plot = lambda *_: None             # curves and speed are no ranks' business
+cards.SIDES["cpu"] = 64
 watch_engine = run.watch_engine        # half a second for the call that hangs; another may be slow
 run.watch_engine = lambda engine, seconds: watch_engine(
     engine, 0.5 if rank == 1 and len(calls) == 4 else seconds)
