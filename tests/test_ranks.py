@@ -199,6 +199,13 @@ def test_a_program_in_a_fork_is_as_in_a_process_of_its_own(end, code, forks, tmp
     assert ("ValueError: a bug" in own.stderr) == ("ValueError: a bug" in forked.stderr)
 
 
+def test_a_server_that_cannot_import_fails_whoever_asks(tmp_path):
+    (tmp_path / "program.py").write_text("")
+    with serving("import no_such_module") as begin:
+        asked = shell([sys.executable, *begin, "program.py"], tmp_path)
+    assert asked.returncode == 1 and "launching.py" in asked.stderr
+
+
 def test_what_is_left_over_ends_with_its_server(tmp_path):
     (tmp_path / "program.py").write_text(
         "import os, signal; print(os.getpid(), flush=True); signal.pause()")
