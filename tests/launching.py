@@ -30,6 +30,7 @@ from waiting import HANG
 HERE = Path(__file__).resolve()
 ROOT = HERE.parent.parent
 PATH = os.pathsep.join(str(ROOT / name) for name in ("", "tests", "tools"))
+# What many forks need, and what each would otherwise import or compile for itself.
 IMPORTED = """
 import trainer, tolerances, matplotlib.pyplot, peft, torch.distributed.run
 import transformers.models.qwen2.modeling_qwen2
@@ -152,19 +153,28 @@ def run(argv, cwd, environment, streams):
     os._exit(code)
 
 
+def receive(connection):
+    """Return the next number that `keep` says, or raise ConnectionError if it says no more."""
+    said = connection.recv(8, socket.MSG_WAITALL)
+    if len(said) < 8:
+        raise ConnectionError("no answer")
+    return int.from_bytes(said, "big", signed=True)
+
+
 def main(path, argv):
     """Have the program run in a fork, and end as it ends."""
     request = json.dumps([argv, os.getcwd(), dict(os.environ)]).encode()
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
-        socket.send_fds(connection, [len(request).to_bytes(8, "big")], [0, 1, 2])
-        connection.sendall(request)
-        child = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "big")
-        if not child:
-            sys.exit("launching.py: the server has ended; what it said is above")
-        for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
-            signal.signal(number, lambda number, _: os.kill(child, number))
-        code = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "big", signed=True)
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(path)
+            socket.send_fds(connection, [len(request).to_bytes(8, "big")], [0, 1, 2])
+            connection.sendall(request)
+            child = receive(connection)
+            for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
+                signal.signal(number, lambda number, _: os.kill(child, number))
+            code = receive(connection)
+    except ConnectionError:
+        return "launching.py: the server of forks has ended, so how the program ended is unknown"
     if code < 0:
         with contextlib.suppress(OSError):                     # SIGKILL has no handler to replace
             signal.signal(-code, signal.SIG_DFL)

@@ -168,8 +168,9 @@ def test_the_digest_is_of_all_questions_and_answers_in_their_order(file, forks, 
     (tmp_path / "digest.py").write_text("from plumbing.tasks import *\n"
                                         f"print(make_task({text}, 0).digest, hash('a string'))")
     result = shell([sys.executable, *forks, "digest.py"], tmp_path)
+    assert result.returncode == 0, result.stderr
     digest, other = result.stdout.split()              # of a process that hashes strings otherwise
-    assert digest == task.digest, result.stderr
+    assert digest == task.digest
     assert int(other) != hash("a string") or "PYTHONHASHSEED" in os.environ
     assert len(task.digest) == 64 and int(task.digest, 16)
     first, *rest = task.train

@@ -6,7 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 
+import launching
 import pytest
 import torch
 from conftest import steady
@@ -199,11 +201,28 @@ def test_a_program_in_a_fork_is_as_in_a_process_of_its_own(end, code, forks, tmp
     assert ("ValueError: a bug" in own.stderr) == ("ValueError: a bug" in forked.stderr)
 
 
-def test_a_server_that_cannot_import_fails_whoever_asks(tmp_path):
-    (tmp_path / "program.py").write_text("")
+@pytest.mark.parametrize("numbers", [0, 1])
+def test_a_server_that_ends_is_no_success(numbers):
+    """It ends before it says the fork's number, or before it says how the fork ended."""
+    with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{place}/socket")
+        listener.listen()
+        client = subprocess.Popen([sys.executable, launching.__file__, f"{place}/socket", "x.py"],
+                                  stderr=subprocess.PIPE, text=True)
+        connection, _ = listener.accept()
+        size, streams, *_ = socket.recv_fds(connection, 8, 3)
+        connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+        connection.sendall(numbers * client.pid.to_bytes(8, "big"))
+        for stream in connection.detach(), *streams:
+            os.close(stream)
+        _, said = client.communicate(timeout=HANG)
+    assert client.returncode == 1 and "the server of forks has ended" in said
+
+
+def test_a_server_that_cannot_import_is_no_success(tmp_path):
     with serving("import no_such_module") as begin:
-        asked = shell([sys.executable, *begin, "program.py"], tmp_path)
-    assert asked.returncode == 1 and "launching.py" in asked.stderr
+        asked = shell([sys.executable, *begin, "x.py"], tmp_path)
+    assert asked.returncode == 1 and "the server of forks has ended" in asked.stderr
 
 
 def test_what_is_left_over_ends_with_its_server(tmp_path):
