@@ -334,11 +334,16 @@ def test_the_metrics_of_a_step_say_how_fast_and_large_it_is_and_change_nothing(r
 
 
 def test_offloaded_a_run_ends_with_the_same_bits_and_goes_on(run):
-    """The memory of a CPU is the same one: with FSDP2, which offloads, and without any FSDP."""
-    _, lines = run("train.steps=3", "loss.kl_coef=0.1", name="here")
-    run("train.save_every=1", "loss.kl_coef=0.1", "policy.cpu_offload=true", name="there")
-    code, others = run("train.save_every=1", "loss.kl_coef=0.1", "policy.cpu_offload=true",
-                       "train.steps=3", name="there")
+    """The memory of a CPU is the same one. Both runs have FSDP2, which bfloat16 asks for.
+
+    Without FSDP2 a last digit differs: it adds up what embeddings and last norm learn from prompts
+    and from responses, and from micro-batches, in another order.
+    """
+    settings = ("loss.kl_coef=0.1", "policy.dtype=bfloat16")
+    offloaded = (*settings, "policy.cpu_offload=true", "train.save_every=1")
+    _, lines = run(*settings, "train.steps=3", name="here")
+    run(*offloaded, name="there")
+    code, others = run(*offloaded, "train.steps=3", name="there")
     assert code == 0 and steady(others)[2] == {**steady(lines)[2], "eval/accuracy":
                                                others[2]["eval/accuracy"]}
     assert all(torch.equal(x, weights("there")[name]) for name, x in weights("here").items())
