@@ -69,7 +69,7 @@ def test_every_name_has_a_plant_and_a_remedy():
 @pytest.mark.parametrize("architecture", MODELS)
 @pytest.mark.parametrize("variant", ["same", "bf16-sampler"])
 def test_a_healthy_pair_raises_no_alarm(architecture, variant):
-    """In 16 bits a mixture of experts routes some tokens differently, which may be suggested.
+    """A mixture of experts routes some tokens differently in 16 bits, which may be suggested.
 
     How many they are depends on a processor's rounding, too. What is judged was 10.8, 12.8 and 13.1
     with three sets of instructions of one processor; its limit is 12.
