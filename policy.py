@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from kernels.log_probs import TokenLogProbs
-from kernels.shapes import Shape, run_prompts
+from kernels.shapes import Shape, run_prompts, spread
 from plumbing.models import avoid_host_waits, empty_model, read_model
 
 
@@ -82,7 +82,7 @@ class Policy(nn.Module):
         after = decoder(input_ids=tokens[:, p:end], attention_mask=attention[:, :end],
                         position_ids=places[:, p:end], use_cache=True,
                         past_key_values=before.past_key_values)
-        last = before.last_hidden_state[shape.which, -1:]                               # [B, 1, D]
+        last = spread(before.last_hidden_state[:, -1:], shape.which)                    # [B, 1, D]
         return torch.cat([last, after.last_hidden_state], 1)
 
     def without_adapter(self, *given: Any) -> Any:

@@ -84,8 +84,19 @@ def run_prompts(decoder: nn.Module, tokens: Tensor, attention: Tensor, shape: Sh
         apart: Any = Apart.apply(weight, [holder[name] for holder, name in places])
         for (holder, name), x in zip(places, apart):
             holder[name] = x
-    output.past_key_values.batch_select_indices(shape.which)
+    cache = output.past_key_values         # `reorder_cache` does by index_select what `spread` does
+    (cache.reorder_cache if tokens.is_cpu else cache.batch_select_indices)(shape.which)
     return output
+
+
+def spread(x: Tensor, which: Tensor) -> Tensor:
+    """Return x[which], with a gradient that is the same in every run.
+
+    Several threads of a CPU add up the gradient of x[which] in any order; that of index_select is
+    added up in one. On CUDA it is the other way round.
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
+    """
+    return x.index_select(0, which) if x.is_cpu else x[which]
 
 
 class Apart(torch.autograd.Function):

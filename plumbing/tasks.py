@@ -296,7 +296,8 @@ def teach(path: Path, task: Task, seed: int, characters: str, wrong: float, step
     ids_of = tokenizer.convert_tokens_to_ids               # of one token per character
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    torch.set_num_threads(1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)               # on any machine: the order of sums, and so the weights
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=4, head_dim=32, max_position_embeddings=1024,
@@ -321,6 +322,7 @@ def teach(path: Path, task: Task, seed: int, characters: str, wrong: float, step
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    torch.set_num_threads(threads)
     with write_aside(path) as part:
         if dist.get_rank() == 0:
             model.save_pretrained(part)

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 import trainer
 from correction import PRESETS, RolloutCorrectionConfig
 from plumbing import tasks
+from plumbing.faults import process_group
 from plumbing.settings import TaskConfig, UserError, correction_of, load_config
 from rollout import KEPT
 
@@ -183,3 +184,11 @@ def test_a_tiny_model_takes_one_thread_or_what_is_asked_for(
     monkeypatch.setattr(tasks.Task, "reward", lambda *_: found.add(torch.get_num_threads()) or 0.0)
     assert run("train.steps=1")[0] == 0
     assert found == {taken} and torch.get_num_threads() == 3
+
+
+def test_teaching_a_demo_model_gives_the_run_its_threads_back(three_threads, tmp_path):
+    task = tasks.make_task(load_config([]).task, 0)
+    with process_group():
+        tasks.teach(tmp_path / "model", task, 0, "0123456789+=>", 0.4, 1, 4, 1e-3)
+        assert torch.get_num_threads() == 3
+    assert (tmp_path / "model" / "model.safetensors").is_file()

@@ -210,6 +210,25 @@ def test_shared_prompts_and_slices_give_the_log_probs_of_the_whole_logits(
                for p, g in zip(model.parameters(), expected))
 
 
+def test_two_threads_add_up_the_gradient_of_shared_prompts_in_one_order():
+    """The rows are too many, and too mixed, for one thread: x[which] had another sum every time."""
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
+        vocab_size=30, hidden_size=256, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=4))
+    policy, g = Policy(model, 1.0), torch.Generator().manual_seed(0)
+    rows = torch.arange(256)[torch.randperm(256, generator=g)] // 8           # 8 of each prompt
+    tokens = torch.randint(3, 30, (256, 8), generator=g)
+    tokens[:, :6] = tokens[rows, :6]
+    upstream, found, threads = torch.randn(256, 2, generator=g), set(), torch.get_num_threads()
+    torch.set_num_threads(2)
+    for _ in range(8):
+        policy.zero_grad()
+        policy(tokens, torch.ones_like(tokens), 2).backward(upstream)
+        found.add(b"".join(p.grad.numpy().tobytes() for p in model.parameters()))
+    torch.set_num_threads(threads)
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("chunk", [1, 7 * 4, 7 * 11, 2 ** 20])     # slices of 1, 4, 11 and all
 @pytest.mark.parametrize("with_bias, temperature, softcap", [
     (False, 1.0, None), (True, 0.7, None), (True, 1.3, 2.0)])
