@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 
 from kernels.log_probs import TokenLogProbs
 from kernels.shapes import Shape, run_prompts, spread
-from plumbing.models import avoid_host_waits, empty_model, read_model
+from plumbing.models import empty_model, read_model, use_attention
 
 
 class Policy(nn.Module):
@@ -116,7 +116,7 @@ def load_policy(path: str, temperature: float, dtype: str, device: torch.device,
     torch.backends.cuda.enable_cudnn_sdp(False)
     reads = dist.get_rank() == 0
     model = read_model(path) if reads else empty_model(path)
-    avoid_host_waits(model)
+    use_attention(model)
     policy = Policy(model, temperature).train(not frozen).requires_grad_(not frozen)
     if adapter is not None:
         adapter(model)

@@ -5,6 +5,7 @@ The trainer computes what its engine sampled from, of the whole vocabulary and o
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import oracle
 import pytest
@@ -19,6 +20,7 @@ from estimators import sampling_log_probs
 from kernels.log_probs import TokenLogProbs
 from plumbing.engines import make_engine
 from plumbing.faults import process_group
+from plumbing.models import attend
 from policy import Policy, full_weights, load_policy
 from rollout import Sample, WeightSync, widen_head
 
@@ -208,6 +210,31 @@ def test_shared_prompts_and_slices_give_the_log_probs_of_the_whole_logits(
     assert torch.allclose(sliced[mask], whole[mask], rtol=1e-12, atol=1e-12)
     assert all(torch.allclose(p.grad, g, rtol=1e-10, atol=1e-10)
                for p, g in zip(model.parameters(), expected))
+
+
+def operations(node):
+    """Return the names of a graph's operations."""
+    return {node.name()}.union(*(operations(x) for x, _ in node.next_functions if x is not None))
+
+
+@pytest.mark.parametrize("threads, queries, keys, fused", [
+    (1, 4, 12, True), (2, 4, 12, False), (2, 1, 12, True), (2, 64, 32, False), (2, 64, 33, True)])
+def test_few_queries_on_several_threads_leave_torchs_fused_kernel(threads, queries, keys, fused):
+    """And attend to the same. The last row has padding alone."""
+    g, before = torch.Generator().manual_seed(0), torch.get_num_threads()
+    q, k, v = (torch.randn(3, 2, n, 8, generator=g, dtype=torch.float64, requires_grad=True)
+               for n in (queries, keys, keys))
+    mask = torch.arange(keys) >= torch.tensor([0, 3, keys])[:, None, None, None]    # [3, 1, 1, L]
+    torch.set_num_threads(threads)
+    found, _ = attend(SimpleNamespace(is_causal=True), q, k, v, mask.expand(3, 1, queries, keys))
+    torch.set_num_threads(before)
+    scores = (q @ k.mT / math.sqrt(8))[:2].masked_fill(~mask[:2], -math.inf)
+    expected = torch.cat([(scores.softmax(-1) @ v[:2]).transpose(1, 2), 0 * found[2:].detach()])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for of_found, right in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v), retain_graph=True)
+                                 for x in (found, expected))):
+        torch.testing.assert_close(of_found, right, rtol=1e-12, atol=1e-12)
+    assert any("FlashAttention" in name for name in operations(found.grad_fn)) == fused
 
 
 def test_two_threads_add_up_the_gradient_of_shared_prompts_in_one_order():
