@@ -100,8 +100,8 @@ def keep_memory() -> None:
 def take_threads(parameters: int) -> None:
     """Take one thread for a tiny model, or as many as OMP_NUM_THREADS says, if torch has these.
 
-    On idle cores a second thread saves a seventh of a step of the demo. On busy ones the two wait for
-    one another.
+    On idle cores a second thread saves a seventh of a step of the demo. On busy ones the two wait
+    for one another.
     """
     if parameters < 10_000_000:
         asked = os.environ.get("OMP_NUM_THREADS", "1")
