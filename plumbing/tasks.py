@@ -297,7 +297,7 @@ def teach(path: Path, task: Task, seed: int, characters: str, wrong: float, step
     rng = random.Random(seed)
     torch.manual_seed(seed)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)               # on any machine: the order of sums, and so the weights
+    torch.set_num_threads(1)               # else the weights would depend on it
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=4, head_dim=32, max_position_embeddings=1024,

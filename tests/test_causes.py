@@ -71,8 +71,7 @@ def test_every_name_has_a_plant_and_a_remedy():
 def test_a_healthy_pair_raises_no_alarm(architecture, variant):
     """A mixture of experts routes some tokens differently in 16 bits, which may be suggested.
 
-    How many they are depends on a processor's rounding, too. What is judged was 10.8, 12.8 and 13.1
-    with three sets of instructions of one processor; its limit is 12.
+    How many these are depends on the processor's own rounding, too. No other cause may be named.
     """
     report = doctor.examine(planted("healthy", architecture, variant))
     routed = [("flips", "suggested")] * (architecture == "Mixtral" and variant == "bf16-sampler")

@@ -220,7 +220,7 @@ def operations(node):
 @pytest.mark.parametrize("threads, queries, keys, fused", [
     (1, 4, 12, True), (2, 4, 12, False), (2, 1, 12, True), (2, 64, 32, False), (2, 64, 33, True)])
 def test_few_queries_on_several_threads_leave_torchs_fused_kernel(threads, queries, keys, fused):
-    """And attend to the same. The last row has padding alone."""
+    """What they attend to stays the same, with its gradient. The last row has padding alone."""
     g, before = torch.Generator().manual_seed(0), torch.get_num_threads()
     q, k, v = (torch.randn(3, 2, n, 8, generator=g, dtype=torch.float64, requires_grad=True)
                for n in (queries, keys, keys))
@@ -229,7 +229,8 @@ def test_few_queries_on_several_threads_leave_torchs_fused_kernel(threads, queri
     found, _ = attend(SimpleNamespace(is_causal=True), q, k, v, mask.expand(3, 1, queries, keys))
     torch.set_num_threads(before)
     scores = (q @ k.mT / math.sqrt(8))[:2].masked_fill(~mask[:2], -math.inf)
-    expected = torch.cat([(scores.softmax(-1) @ v[:2]).transpose(1, 2), 0 * found[2:].detach()])
+    attended = (scores.softmax(-1) @ v[:2]).transpose(1, 2)
+    expected = torch.cat([attended, torch.zeros_like(found[2:])])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     for of_found, right in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v), retain_graph=True)
                                  for x in (found, expected))):
@@ -238,7 +239,7 @@ def test_few_queries_on_several_threads_leave_torchs_fused_kernel(threads, queri
 
 
 def test_two_threads_add_up_the_gradient_of_shared_prompts_in_one_order():
-    """The rows are too many, and too mixed, for one thread: x[which] had another sum every time."""
+    """Rows that share a prompt are far apart, so both threads have parts of each sum."""
     model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
         vocab_size=30, hidden_size=256, intermediate_size=64, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=4))
