@@ -82,6 +82,7 @@ def line() -> str:
     frames = [(f.f_code, at) for f, at in traceback.walk_stack(sys._getframe())
               if f.f_code.co_filename != __file__]                        # the innermost first
     own = [(code, at) for code, at in frames if code.co_filename.startswith(f"{HERE}{os.sep}")
+           and "site-packages" not in code.co_filename     # an environment may lie in the clone
            and not code.co_name.startswith("<")]
     names = [f"{Path(code.co_filename).name}:{at} {code.co_name}"
              for code, at in (frames[0], (own or frames)[0])]
