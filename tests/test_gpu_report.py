@@ -12,7 +12,7 @@ import pytest
 BROKEN = """
 import os, sys, time
 name, rank, begun = sys.argv[-1], os.environ.get("RANK"), __file__ + ".begun"
-print(f"| {name} | begins |", flush=True)
+print(f"| {name} | begins |\\n", end="", flush=True)      # one write, where nothing is buffered
 if name == os.environ["BROKEN"]:
     if rank == "0":
         open(begun, "w")
