@@ -15,8 +15,7 @@ This file decides
 The engine here is Hugging Face's; vLLM's is in adapters/vllm.py. `make_engine` of
 plumbing/engines.py chooses between them. Left out are tensor parallelism (every rank holds a whole
 engine), image inputs, tools and several turns (math/10-turns-and-tools.md), replayed routes
-(math/11-routes.md), and models whose modules and checkpoints name or shape their weights
-differently (fused experts).
+(math/11-routes.md).
 
     engine = make_engine("auto", "path/to/model", dtype="bfloat16", max_model_len=512)
     samples = engine.generate([[5, 6]], [0], temperature=1.0, max_tokens=8, eos_ids=[1])
@@ -37,6 +36,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from estimators import sampling_log_probs
 from kernels.log_probs import multiply
 from kernels.shapes import Shape, pad_rows, run_prompts, to_device
+from plumbing.models import configuration
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KEPT = 1024  # most ids that a cut may keep: 4 KB a token in training; a vocabulary of bytes fits
@@ -148,7 +148,8 @@ class TransformersEngine:
     def __init__(self, path: str | PathLike[str], *, dtype: str, max_model_len: int,
                  device: torch.device | str, batch_size: int, cut: Cut, candidates: int,
                  adapter: Callable[[Any], object] | None = None) -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
+        model: Any = AutoModelForCausalLM.from_pretrained(path, config=configuration(str(path))[0],
+                                                          dtype=DTYPES[dtype])
         if adapter is not None:
             adapter(model)
         self.model = model.to(device).eval()

@@ -21,6 +21,8 @@ import numpy
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 
 from rollout import Cut, NamedTensor, Sample, check_request, every_weight_once
 
@@ -56,7 +58,7 @@ class VllmEngine:
         vocabulary = self.layout.config.get_text_config().vocab_size
         of_cut = cut.most + 1 if cut.most and (candidates or not self.on_gpu) else candidates
         self.asked = min(of_cut, vocabulary)
-        with as_guest():
+        with as_guest(), keep_class(type(self.layout.get_decoder()), self.eager):
             self.llm = LLM(
                 str(path), dtype=dtype, max_model_len=max_model_len,
                 max_num_seqs=min(batch_size, 1024),
@@ -126,6 +128,12 @@ class VllmEngine:
         if hasattr(self.layout, "peft_config"):
             self._load_adapter(dict(weights))
             return
+        if get_model_conversion_mapping(self.layout, add_legacy=False):
+            # vLLM wants the names of a checkpoint, where each expert has tensors of its own.
+            weights = (there for here in weights
+                       for there in revert_weight_conversion(self.layout, dict([here])).items())
+        if not self.on_gpu:
+            self.llm.apply_model(forget_expert_kernels)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.layout.config.tie_word_embeddings and not self.on_gpu:
             self.llm.apply_model(repack_head)
@@ -224,10 +232,49 @@ def as_guest() -> Iterator[None]:
             numpy.random.set_state(seeds[1])
 
 
-def repack_head(model: Any) -> None:
-    """Repack lm_head after a reload of the weights.
+@contextmanager
+def keep_class(kind: type, eager: bool) -> Iterator[None]:
+    """Undo what vLLM does to a class of transformers, of which the trainer has a model, too.
 
-    vLLM for CPU multiplies by a packed copy of lm_head. Where that is tied to the embedding, a
-    reload (as of 0.32.0) renews the embedding alone, and the sampler would keep its old logits.
+    Where vLLM has no code of its own for a model, such as Olmo 2, it takes that of transformers,
+    and puts its compiler into the class. Without the compiler vLLM needs none of that. With it
+    this raises ValueError, since the trainer's model would no longer run.
     """
-    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+    own, bases = dict(vars(kind)), kind.__bases__
+    yield
+    if kind.__bases__ == bases:
+        return
+    kind.__bases__ = bases
+    for name, value in dict(vars(kind)).items():
+        if name not in own:
+            delattr(kind, name)
+        elif value is not own[name]:
+            setattr(kind, name, own[name])
+    if not eager:
+        raise ValueError(f"vLLM has no code of its own for {kind.__name__} and would compile the "
+                         "trainer's: rollout.enforce_eager must be true")
+
+
+def forget_expert_kernels(model: Any) -> None:
+    """Let a reload of the weights pack experts anew.
+
+    vLLM for CPU (as of 0.32.0) packs experts when it builds their kernel, which a reload does not
+    do again. Without this it would sample from numbers in the wrong places.
+    """
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def repack_head(model: Any) -> None:
+    """Give lm_head the packed matrix of the embedding to which it is tied, after a reload.
+
+    vLLM for CPU multiplies by packed copies of its matrices. A reload (as of 0.32.0) packs the
+    embedding anew but not lm_head, so the sampler would keep its old logits. Some models, such as
+    Gemma 2, have no lm_head and multiply by the embedding itself.
+    """
+    head = getattr(model, "lm_head", None)
+    for layer in model.modules():
+        if head is not None and getattr(layer, "weight", None) is head.weight:
+            head.cpu_linear = layer.cpu_linear

@@ -45,12 +45,15 @@ def require_place(path: str, key: str = "policy.path=") -> None:
 def configuration(path: str) -> tuple[Any, dict[str, float]]:
     """Return the model's config.json with dropout set to 0, and what was turned off, by name.
 
-    With dropout, or a router's jitter, π_old and π_θ would differ at equal weights.
+    With dropout, or a router's jitter, π_old and π_θ would differ at equal weights. A model that
+    caps its attention scores, such as Gemma 2, attends without SDPA, which would leave the cap out.
     """
     load = partial(transformers.AutoConfig.from_pretrained, path, trust_remote_code=False)
     drawn = {key: x for key, x in load().to_dict().items()
              if re.search("drop|jitter", key) and type(x) in (int, float) and x > 0}
-    return load(**dict.fromkeys(drawn, 0.0)), drawn
+    capped = getattr(load().get_text_config(), "attn_logit_softcapping", None)
+    attention = {"attn_implementation": "eager"} if capped else {}
+    return load(**dict.fromkeys(drawn, 0.0), **attention), drawn
 
 
 def read_model(path: str) -> Any:

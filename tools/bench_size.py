@@ -149,6 +149,21 @@ def floors(run, batch, weights: list) -> dict[str, float]:
     return found
 
 
+def packing(run) -> float:
+    """Return the seconds of one sync in which vLLM for CPU packs matrices for the processor."""
+    from vllm.model_executor.layers import utils
+    pack, spent = utils.dispatch_cpu_unquantized_gemm, []
+
+    def weighed(*given, **settings):
+        began = time.perf_counter()
+        pack(*given, **settings)
+        spent.append(time.perf_counter() - began)
+
+    with mock.patch.object(utils, pack.__name__, weighed):
+        run.push_weights()
+    return sum(spent)
+
+
 def causes(run, batch, weights: list, took: dict[str, Took],
            floor: dict[str, float]) -> list[list[str]]:
     """Measure, one by one, what lies between update, sync, checkpoint and their floors."""
@@ -167,15 +182,17 @@ def causes(run, batch, weights: list, took: dict[str, Took],
         / threads}
     sync = {"floor: copy and cast": floor["sync"],
             "walk through the weights": median(lambda: [x for _, x in full_weights(run.policy)]),
-            "the kernel": took["sync"].kernel / threads}
+            "the kernel": took["sync"].kernel / threads,
+            "matrices packed for the processor, by vLLM": (
+                packing(run) if run.engine.name == "vllm" else 0.0)}
     checkpoint = {"floor: write and delete": floor["checkpoint"],
                   "the kernel (in the floor, too)": took["checkpoint"].kernel}
     rows = []
     for name, found in (("update", update), ("sync", sync), ("checkpoint", checkpoint)):
         if name != "checkpoint":               # whose kernel time is its floor's
-            rest = "attention, norms and the rest" if name == "update" else "vLLM's loader"
+            rest = "attention, norms and the rest" if name == "update" else "the loader's rest"
             found[rest] = took[name].seconds - sum(found.values())
-        rows += [[name, what, f"{seconds:.1f}"] for what, seconds in found.items()]
+        rows += [[name, what, f"{seconds:.2f}"] for what, seconds in found.items()]
     return rows
 
 
@@ -257,8 +274,8 @@ def bench_size(table) -> None:
         for name, t in took.items():
             least, ratio = "–", "–"
             if name in floor:
-                least, ratio = f"{floor[name]:.1f}", f"{t.seconds / floor[name]:.2f}"
-            rows.append([name, f"{t.seconds:.1f}", least, ratio, f"{t.peak:.1f}",
+                least, ratio = f"{floor[name]:.2f}", f"{t.seconds / floor[name]:.2f}"
+            rows.append([name, f"{t.seconds:.2f}", least, ratio, f"{t.peak:.1f}",
                          f"{t.peak / t.before:.2f}"])
         table(f"{n / 1e6:.0f}M parameters, {int(batch.attention.sum())} tokens, "
               f"engine {run.engine.name}, heap {heap()}; step {config.train.steps}: the ones "

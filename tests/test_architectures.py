@@ -1,0 +1,109 @@
+"""Engines get the weights of models that name, share, pack or cap them in their own way.
+
+Each model stands for others: Gemma 2 caps its attention scores and in vLLM has no lm_head, Mixtral
+is saved under other names than it has in memory, Qwen3-MoE has experts that are one tensor in
+memory, many in a checkpoint and packed in vLLM, and Olmo 2 is run by vLLM with the code of
+transformers.
+"""
+
+import pytest
+import torch
+import transformers
+
+from adapters.vllm import keep_class
+from plumbing.engines import make_engine
+from plumbing.models import read_model
+from plumbing.tasks import character_tokenizer
+from policy import Policy, check, full_weights
+
+OF_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+MODELS = {"Qwen2": {}, "Gemma2": dict(query_pre_attn_scalar=32, attn_logit_softcapping=1.0),
+          "Mixtral": dict(num_local_experts=4), "Qwen3Moe": OF_EXPERTS, "Olmo2": {}}
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module", params=[(name, tied) for name in MODELS for tied in (True, False)
+                                        if tied or name != "Gemma2"],     # which is always tied
+                ids=lambda x: f"{x[0]}-{'tied' if x[1] else 'untied'}")
+def model_path(request, tmp_path_factory):
+    name, tied = request.param
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32,
+        num_attention_heads=2, num_key_value_heads=1, eos_token_id=1, pad_token_id=0,
+        bos_token_id=None, initializer_range=0.1, tie_word_embeddings=tied, **MODELS[name])
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(path)
+    character_tokenizer("0123456789+=").save_pretrained(path)
+    return str(path)
+
+
+@torch.no_grad()
+def mismatch(engine, policy):
+    """Return max |log μ − log π_θ|; see test_rollout.py for the sizes to expect."""
+    samples = engine.generate([PROMPT] * 8, range(8), temperature=1.0, max_tokens=9, eos_ids=[])
+    tokens = torch.tensor([PROMPT + s.tokens for s in samples])
+    log_prob = policy(tokens, torch.ones_like(tokens), 9)
+    return (log_prob - torch.tensor([s.log_probs for s in samples])).abs().max().item()
+
+
+@pytest.mark.parametrize("kind", ["transformers", "vllm"])
+def test_an_engine_samples_from_the_weights_of_any_architecture(kind, model_path, request):
+    if kind == "vllm":
+        request.getfixturevalue("vllm_required")
+    policy = Policy(read_model(model_path), 1.0)       # before the engine, as in a run
+    engine = make_engine(kind, model_path, dtype="float32", max_model_len=32, batch_size=8)
+    try:
+        check(policy)
+        assert mismatch(engine, policy) < 1e-4
+        for _ in range(2):
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter += 0.05 * torch.randn_like(parameter)
+            assert mismatch(engine, policy) > 0.1
+            engine.update_weights(full_weights(policy))
+            assert mismatch(engine, policy) < 1e-4
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("model_path", [("Gemma2", True)], indirect=True, ids=["Gemma2"])
+@torch.no_grad()
+def test_a_cap_on_attention_scores_is_not_left_out(model_path):
+    model, tokens = read_model(model_path), torch.tensor([[*PROMPT, 8, 9]])
+    ours = model(tokens).logits
+    model.set_attn_implementation("sdpa")
+    assert (ours - model(tokens).logits).abs().max() > 0.01        # as transformers loads it
+    model.config.attn_logit_softcapping = None
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    without = model(tokens).logits
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(model(tokens).logits, without, atol=1e-4, rtol=0)
+
+
+class Decoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.made = True
+
+
+def rewrite():
+    """Change a class as vLLM's `support_torch_compile` does."""
+    class Compiler:
+        pass
+    Decoder.__bases__ = (torch.nn.Module, Compiler)
+    Decoder.__init__, Decoder.__call__ = lambda self: None, lambda self: "compiled"
+
+
+def test_a_class_of_transformers_is_given_back_as_it_was():
+    before, bases = dict(vars(Decoder)), Decoder.__bases__
+    with keep_class(Decoder, eager=True):
+        rewrite()
+    assert dict(vars(Decoder)) == before and Decoder.__bases__ == bases and Decoder().made
+    with pytest.raises(ValueError, match="own for Decoder and .*: rollout.enforce_eager must be"):
+        with keep_class(Decoder, eager=False):
+            rewrite()
+    assert dict(vars(Decoder)) == before and Decoder.__bases__ == bases
+    with keep_class(Decoder, eager=False):
+        pass
