@@ -393,8 +393,9 @@ def every_weight_once(named_tensors: Iterable[NamedTensor], model: nn.Module
     """
     first_name: dict[int, str] = {}
     names: dict[str, tuple[str, torch.Size]] = {}
+    adapted = hasattr(model, "peft_config")
     for name, parameter in model.state_dict(keep_vars=True).items():
-        if parameter.requires_grad:
+        if parameter.requires_grad or isinstance(parameter, nn.Parameter) and not adapted:
             names[name] = first_name.setdefault(id(parameter), name), parameter.shape
     left = set(first_name.values())
     for name, tensor in named_tensors:

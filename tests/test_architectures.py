@@ -22,18 +22,22 @@ MODELS = {"Qwen2": {}, "Gemma2": dict(query_pre_attn_scalar=32, attn_logit_softc
 PROMPT = [5, 6, 7]
 
 
+def make(name, **settings):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**dict(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32,
+        num_attention_heads=2, num_key_value_heads=1, eos_token_id=1, pad_token_id=0,
+        bos_token_id=None, initializer_range=0.1), **settings})
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
 @pytest.fixture(scope="module", params=[(name, tied) for name in MODELS for tied in (True, False)
                                         if tied or name != "Gemma2"],     # which is always tied
                 ids=lambda x: f"{x[0]}-{'tied' if x[1] else 'untied'}")
 def model_path(request, tmp_path_factory):
     name, tied = request.param
     path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32,
-        num_attention_heads=2, num_key_value_heads=1, eos_token_id=1, pad_token_id=0,
-        bos_token_id=None, initializer_range=0.1, tie_word_embeddings=tied, **MODELS[name])
-    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(path)
+    make(name, tie_word_embeddings=tied, **MODELS[name]).save_pretrained(path)
     character_tokenizer("0123456789+=").save_pretrained(path)
     return str(path)
 
@@ -80,6 +84,16 @@ def test_a_cap_on_attention_scores_is_not_left_out(model_path):
     without = model(tokens).logits
     model.set_attn_implementation("eager")
     torch.testing.assert_close(model(tokens).logits, without, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name, settings, said", [
+    ("Cohere", dict(logit_scale=0.5), "does more to its logits than policy.py knows of"),
+    ("Jamba", dict(num_experts=2, attn_layer_period=2, attn_layer_offset=1,
+                   use_mamba_kernels=False), "does not continue from its cache by several tokens"),
+    ("Mamba", {}, "does not run prompts first and then responses, .* has no attribute")])
+def test_a_model_that_the_policy_cannot_run_is_refused(name, settings, said):
+    with pytest.raises(ValueError, match=f"^{name}ForCausalLM .*{said}"):
+        check(Policy(make(name, **settings), 1.0))
 
 
 class Decoder(torch.nn.Module):
