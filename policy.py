@@ -162,31 +162,33 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def check(policy: Policy) -> None:
     """Raise ValueError if the model's own logits give other log-probs, or if training is random.
 
-    The model runs each row alone, the policy all at once: two rows share a prompt, the third has a
-    shorter one, and responses differ in length.
+    The model runs each row alone, the policy two at once: with one prompt for both, then with
+    prompts and responses of other lengths.
     """
     model, name, training = policy.model, type(policy.model).__name__, policy.training
     attention = torch.tensor([[1] * 7, [1] * 5 + [0] * 2, [0, 0] + [1] * 5])        # P = 3, T = 4
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 6, 4, 0, 0], [0, 0, 8, 3, 9, 5, 2]])
     tokens %= model.config.get_text_config().vocab_size
-    try:
-        ours = policy(tokens, attention, 4)
-    except Exception as error:             # whatever a model's own code may raise
-        raise ValueError(f"{name} does not run prompts first and then responses, from a cache of "
-                         f"keys and values, as policy.py does: {error}") from error
-    otherwise = policy.train(not training)(tokens, attention, 4)
-    policy.train(training)
-    if not torch.allclose(ours, otherwise, atol=1e-4):
-        raise ValueError(f"{name} draws at random in training, so π_old and π_θ would differ at "
-                         "equal weights: set its dropout to 0 in config.json")
-    for row, on, log_prob in zip(tokens, attention.bool(), ours):
-        alone, length = row[on], int(on[3:].sum())
-        logits = model(input_ids=alone[None]).logits[0, -length - 1:-1].float()
-        right = (logits / policy.temperature).log_softmax(-1).gather(-1, alone[-length:, None])
-        if not torch.allclose(log_prob[:length], right[:, 0], atol=1e-3):
-            raise ValueError(f"{name} does more to its logits than policy.py knows of, or does "
-                             "not continue from its cache by several tokens, so its log-probs "
-                             "would be wrong")
+    for pair in [0, 1], [0, 2]:
+        given = tokens[pair], attention[pair], 4
+        try:
+            ours = policy(*given)
+        except Exception as error:         # whatever a model's own code may raise
+            raise ValueError(f"{name} does not run prompts first and then responses, from a cache "
+                             f"of keys and values, as policy.py does: {error}") from error
+        otherwise = policy.train(not training)(*given)
+        policy.train(training)
+        if not torch.allclose(ours, otherwise, atol=1e-4):
+            raise ValueError(f"{name} draws at random in training, so π_old and π_θ would differ "
+                             "at equal weights: set its dropout to 0 in config.json")
+        for row, on, log_prob in zip(tokens[pair], attention[pair].bool(), ours):
+            alone, length = row[on], int(on[3:].sum())
+            logits = model(input_ids=alone[None]).logits[0, -length - 1:-1].float()
+            right = (logits / policy.temperature).log_softmax(-1).gather(-1, alone[-length:, None])
+            if not torch.allclose(log_prob[:length], right[:, 0], atol=1e-3):
+                raise ValueError(f"{name} does more to its logits than policy.py knows of, or does "
+                                 "not continue from its cache by several tokens, so its log-probs "
+                                 "would be wrong")
 
 
 @torch.no_grad()

@@ -36,7 +36,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from estimators import sampling_log_probs
 from kernels.log_probs import multiply
 from kernels.shapes import Shape, pad_rows, run_prompts, to_device
-from plumbing.models import configuration
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KEPT = 1024  # most ids that a cut may keep: 4 KB a token in training; a vocabulary of bytes fits
@@ -148,8 +147,9 @@ class TransformersEngine:
     def __init__(self, path: str | PathLike[str], *, dtype: str, max_model_len: int,
                  device: torch.device | str, batch_size: int, cut: Cut, candidates: int,
                  adapter: Callable[[Any], object] | None = None) -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, config=configuration(str(path))[0],
-                                                          dtype=DTYPES[dtype])
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
+        if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+            model.set_attn_implementation("eager")     # SDPA would leave the cap out
         if adapter is not None:
             adapter(model)
         self.model = model.to(device).eval()
@@ -395,7 +395,7 @@ def every_weight_once(named_tensors: Iterable[NamedTensor], model: nn.Module
     names: dict[str, tuple[str, torch.Size]] = {}
     adapted = hasattr(model, "peft_config")
     for name, parameter in model.state_dict(keep_vars=True).items():
-        if parameter.requires_grad or isinstance(parameter, nn.Parameter) and not adapted:
+        if parameter.requires_grad or (isinstance(parameter, nn.Parameter) and not adapted):
             names[name] = first_name.setdefault(id(parameter), name), parameter.shape
     left = set(first_name.values())
     for name, tensor in named_tensors:
