@@ -49,9 +49,10 @@ def configuration(path: str) -> tuple[Any, dict[str, float]]:
     caps its attention scores, such as Gemma 2, attends without SDPA, which would leave the cap out.
     """
     load = partial(transformers.AutoConfig.from_pretrained, path, trust_remote_code=False)
-    drawn = {key: x for key, x in load().to_dict().items()
+    config = load()
+    drawn = {key: x for key, x in config.to_dict().items()
              if re.search("drop|jitter", key) and type(x) in (int, float) and x > 0}
-    capped = getattr(load().get_text_config(), "attn_logit_softcapping", None)
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     attention = {"attn_implementation": "eager"} if capped else {}
     return load(**dict.fromkeys(drawn, 0.0), **attention), drawn
 

@@ -96,6 +96,16 @@ def test_a_model_that_the_policy_cannot_run_is_refused(name, settings, said):
         check(Policy(make(name, **settings), 1.0))
 
 
+def test_a_model_that_does_not_see_what_is_padding_is_refused(monkeypatch):
+    model = make("Qwen2")
+    check(Policy(model, 1.0))
+    forward = model.model.forward
+    monkeypatch.setattr(model.model, "forward", lambda **given: forward(
+        **{**given, "attention_mask": None}))
+    with pytest.raises(ValueError, match="its log-probs would be wrong"):
+        check(Policy(model, 1.0))
+
+
 class Decoder(torch.nn.Module):
     def __init__(self):
         super().__init__()
