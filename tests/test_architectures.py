@@ -15,6 +15,7 @@ from plumbing.engines import make_engine
 from plumbing.models import read_model
 from plumbing.tasks import character_tokenizer
 from policy import Policy, check, full_weights
+from rollout import every_weight_once
 
 OF_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 MODELS = {"Qwen2": {}, "Gemma2": dict(query_pre_attn_scalar=32, attn_logit_softcapping=1.0),
@@ -69,6 +70,13 @@ def test_an_engine_samples_from_the_weights_of_any_architecture(kind, model_path
             assert mismatch(engine, policy) < 1e-4
     finally:
         engine.close()
+
+
+def test_a_weight_that_its_author_froze_arrives():
+    """A router's bias is such a weight, of Ernie 4.5's experts for one."""
+    model = torch.nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    assert dict(every_weight_once(model.named_parameters(), model)).keys() == {"weight", "bias"}
 
 
 @pytest.mark.parametrize("model_path", [("Gemma2", True)], indirect=True, ids=["Gemma2"])
