@@ -395,7 +395,7 @@ def every_weight_once(named_tensors: Iterable[NamedTensor], model: nn.Module
     names: dict[str, tuple[str, torch.Size]] = {}
     adapted = hasattr(model, "peft_config")
     for name, parameter in model.state_dict(keep_vars=True).items():
-        if parameter.requires_grad or (isinstance(parameter, nn.Parameter) and not adapted):
+        if isinstance(parameter, nn.Parameter) and (parameter.requires_grad or not adapted):
             names[name] = first_name.setdefault(id(parameter), name), parameter.shape
     left = set(first_name.values())
     for name, tensor in named_tensors:

@@ -241,16 +241,18 @@ def keep_class(kind: type, eager: bool) -> Iterator[None]:
     this raises ValueError, since the trainer's model would no longer run.
     """
     own, bases = dict(vars(kind)), kind.__bases__
-    yield
-    if kind.__bases__ == bases:
-        return
-    kind.__bases__ = bases
-    for name, value in dict(vars(kind)).items():
-        if name not in own:
-            delattr(kind, name)
-        elif value is not own[name]:
-            setattr(kind, name, own[name])
-    if not eager:
+    try:
+        yield
+    finally:
+        changed = kind.__bases__ != bases
+        if changed:
+            kind.__bases__ = bases
+            for name, value in dict(vars(kind)).items():
+                if name not in own:
+                    delattr(kind, name)
+                elif value is not own[name]:
+                    setattr(kind, name, own[name])
+    if changed and not eager:
         raise ValueError(f"vLLM has no code of its own for {kind.__name__} and would compile the "
                          "trainer's: rollout.enforce_eager must be true")
 

@@ -1,9 +1,9 @@
-"""Engines get the weights of models that name, share, pack or cap them in their own way.
+"""Engines sample from the weights of models that name, share or pack them in their own way.
 
-Each model stands for others: Gemma 2 caps its attention scores and in vLLM has no lm_head, Mixtral
-is saved under other names than it has in memory, Qwen3-MoE has experts that are one tensor in
-memory, many in a checkpoint and packed in vLLM, and Olmo 2 is run by vLLM with the code of
-transformers.
+What the policy cannot run is refused. Each model stands for others. Gemma 2 caps its attention
+scores, and in vLLM it has no lm_head. Mixtral is saved under other names than it has in memory. The
+experts of Qwen3-MoE are one tensor in memory, many in a checkpoint, and packed in vLLM. Olmo 2 is
+run by vLLM with the code of transformers.
 """
 
 import pytest
@@ -133,6 +133,10 @@ def test_a_class_of_transformers_is_given_back_as_it_was():
     with keep_class(Decoder, eager=True):
         rewrite()
     assert dict(vars(Decoder)) == before and Decoder.__bases__ == bases and Decoder().made
+    with pytest.raises(RuntimeError, match="no start"), keep_class(Decoder, eager=True):
+        rewrite()
+        raise RuntimeError("no start")
+    assert dict(vars(Decoder)) == before and Decoder.__bases__ == bases
     with pytest.raises(ValueError, match="own for Decoder and .*: rollout.enforce_eager must be"):
         with keep_class(Decoder, eager=False):
             rewrite()
