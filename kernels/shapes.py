@@ -59,9 +59,11 @@ def to_device(device: torch.device | str, *tensors: Tensor) -> list[Tensor]:
     """Copy tensors to the device; the host does not wait for their arrival.
 
     A copy to CUDA is from pinned memory: from pageable memory the host would wait beyond 64 KB.
+    `contiguous`: memory that several elements share, as after `expand`, cannot be pinned.
     """
-    pinned = torch.device(device).type == "cuda"
-    return [(x.pin_memory() if pinned else x).to(device, non_blocking=True) for x in tensors]
+    if torch.device(device).type == "cuda":
+        tensors = tuple(x.contiguous().pin_memory() for x in tensors)
+    return [x.to(device, non_blocking=True) for x in tensors]
 
 
 def run_prompts(decoder: nn.Module, tokens: Tensor, attention: Tensor, shape: Shape) -> Any:

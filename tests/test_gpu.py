@@ -254,12 +254,16 @@ def test_the_process_group_is_that_of_the_accelerator_and_splits_no_communicator
 def test_what_goes_to_cuda_is_pinned_first(maker, asked, monkeypatch):
     """Elsewhere memory may not be pinned: another maker's backend may have none."""
     found = []
+
+    def pin(x):                            # as CUDA does: an expanded tensor shares its memory
+        assert 0 not in x.stride(), "more than one element refers to a single memory location"
+        return found.append("pin") or x
     monkeypatch.setattr(torch, "device", lambda name: SimpleNamespace(type=name.split(":")[0]))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: found.append("pin") or x)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.Tensor, "to", lambda x, device, non_blocking: found.append(
         "copy" if non_blocking else "wait") or x)
-    to_device(f"{maker}:0", torch.ones(3))
-    assert found == asked
+    [there] = to_device(f"{maker}:0", torch.ones(3, 1).expand(3, 2))
+    assert found == asked and there.tolist() == [[1, 1]] * 3
 
 
 def test_attention_is_not_cudnns(tiny_model):

@@ -37,9 +37,10 @@ sys.path.insert(0, str(ROOT))
 import trainer
 from correction import PRESETS, correct
 from estimators import kl_estimate
-from plumbing.cards import matrix_rate
+from plumbing.cards import Shapes, matrix_rate, memory
 from plumbing.engines import make_engine
 from plumbing.faults import process_group
+from plumbing.models import empty_model
 from plumbing.tasks import character_tokenizer
 from policy import full_tensor, full_weights, load_policy
 from rollout import Sample
@@ -51,11 +52,13 @@ LARGE: dict[str, Any] = dict(
 TINY: dict[str, Any] = dict(
     vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
     num_attention_heads=2, num_key_value_heads=1)
+LARGER = LARGE | dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
+                      num_attention_heads=12)
 SHAPE = LARGE if ON_GPU else TINY
 PROMPT, RESPONSE = (128, 512) if ON_GPU else (6, 10)
 DTYPES = ("float32", "bfloat16")
 GIB = 2 ** 30
-DISK = 10          # GiB: a model in float32 twice, and a checkpoint with AdamW's moments
+DISK = 30          # GiB: models, and a checkpoint of 1.5B parameters with AdamW's moments
 PROGRAM = [sys.executable, str(Path(__file__).resolve())]
 
 
@@ -66,14 +69,15 @@ def row(what: str, found: str) -> None:
 
 # -------------------------------------------------------------------------------- what is measured
 
-def make_model(directory: Path, shape: dict[str, Any]) -> None:
+def make_model(directory: str, shape: dict[str, Any]) -> None:
     """Write a model of random weights, far from a uniform distribution, and a tokenizer."""
     torch.manual_seed(0)
     tokenizer: Any = character_tokenizer("0123456789+=")
-    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
-        **shape, tie_word_embeddings=True, initializer_range=0.05, dtype="float32",
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None))
+    with torch.device("cuda" if ON_GPU else "cpu"):
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
+            **shape, tie_word_embeddings=True, initializer_range=0.05, dtype="float32",
+            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None))
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
@@ -98,17 +102,17 @@ def group():
         yield device
 
 
-def settings(micro: int, checkpointing: bool = False) -> trainer.Config:
+def settings(micro: int, dtype: str = "bfloat16", checkpointing: bool = False) -> trainer.Config:
     config = trainer.Config()
     config.rollout.samples = 4
     config.train = replace(config.train, micro_batch_size=micro)
-    config.policy.gradient_checkpointing = checkpointing
+    config.policy.dtype, config.policy.gradient_checkpointing = dtype, checkpointing
     return config
 
 
-def make_run(config: trainer.Config, dtype: str, device) -> Any:
+def make_run(config: trainer.Config, device) -> Any:
     """Return as much of a run as `trainer.update` needs."""
-    policy = load_policy("model", 1.0, dtype, device,
+    policy = load_policy("model", 1.0, config.policy.dtype, device,
                          gradient_checkpointing=config.policy.gradient_checkpointing)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
 
@@ -133,8 +137,8 @@ def machine() -> None:
         where = (f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}, "
                  f"{free / GIB:.1f} of {whole / GIB:.1f} GiB free, CUDA {torch.version.cuda}")
     row("machine", f"{where}, torch {torch.__version__}, transformers {transformers.__version__}")
-    make_model(Path("model"), SHAPE)
-    make_model(Path("tiny"), TINY)
+    make_model("model", SHAPE)
+    make_model("tiny", TINY)
 
 
 def attention() -> None:
@@ -215,8 +219,8 @@ def wait() -> float:
 def update(dtype: str, micro: int, checkpointing: bool) -> None:
     """Measure an update's tokens per second, its share of a @ b, its host waits and its memory."""
     with group() as device:
-        config, rows = settings(micro, checkpointing), 4 * micro
-        run, batch = make_run(config, dtype, device), make_batch(device, rows)
+        config, rows = settings(micro, dtype, checkpointing), 4 * micro
+        run, batch = make_run(config, device), make_batch(device, rows)
         options = PRESETS["decoupled_token_is"]()
         old = trainer.score(run.policy, batch, config)
         batch = batch._replace(old_log_prob=old)
@@ -235,8 +239,10 @@ def update(dtype: str, micro: int, checkpointing: bool) -> None:
             f"{tokens / seconds:,.0f} tokens/s, {flops / 1e12:.3g} TFLOP/s, "
             f"{flops / matrix_rate(device, dtype):.2f} of a @ b, "
             f"gradient {done.metrics['grad_norm'].item():.3g}")
+        parts, _ = memory(Shapes.of(empty_model("model")), config, 1, PROMPT + RESPONSE, 1)
         row(f"peak memory of an update, {dtype}",
-            f"{torch.cuda.max_memory_allocated() / GIB:.1f} GiB" if ON_GPU
+            f"{torch.cuda.max_memory_allocated() / GIB:.1f} GiB, by arithmetic "
+            f"{sum(parts.values()) / GIB:.1f}" if ON_GPU
             else "left out, like host waits by line: only a GPU has them")
 
 
@@ -263,16 +269,16 @@ def open_engine(device, **given) -> Any:
 
 def engine(eager: bool, **cut) -> None:
     """Compare μ with π_old, the same seeds twice, and weights pushed while the engine sleeps."""
-    rows = 64 if ON_GPU else 8
+    rows, length = 64 if ON_GPU else 8, min(RESPONSE, 128)
     prompts = [[3 + i % 9, 4, 5] for i in range(rows)]
     with group() as device, contextlib.closing(
             open_engine(device, enforce_eager=eager, **cut)) as made:
         def ask(temperature):
             return made.generate(prompts, range(rows), temperature=temperature,
-                                 max_tokens=RESPONSE, eos_ids=[])
+                                 max_tokens=length, eos_ids=[])
         first, began = ask(1.0), wait()
         again = ask(1.0)
-        rate, same = rows * RESPONSE / (wait() - began), sum(a.tokens == b.tokens
+        rate, same = rows * length / (wait() - began), sum(a.tokens == b.tokens
                                                              for a, b in zip(first, again))
         row(f"{made.name}, graphs {'off' if eager else 'on'}, {cut or 'no cut'}: {rows} samples",
             f"{rate:,.0f} tokens/s, {same} the same with the same seeds")
@@ -319,7 +325,7 @@ def ranks() -> None:
     """Load a model in shards, give an engine on every rank its weights, and take one step."""
     with group() as device:
         config = settings(4, checkpointing=True)
-        run, batch = make_run(config, "bfloat16", device), make_batch(device, 8)
+        run, batch = make_run(config, device), make_batch(device, 8)
         row(f"weights on {os.environ['WORLD_SIZE']} ranks ({torch.distributed.get_backend()})",
             apart(read_weights("model"), full_weights(run.policy)))
         with contextlib.closing(open_engine(device)) as made:
@@ -332,21 +338,26 @@ def ranks() -> None:
             f"{done.metrics['grad_norm'].item():.3g}")
 
 
-def smoke() -> None:
-    """Run two steps of configs/gsm8k.yaml on local questions; without a GPU with few samples."""
+def smoke(name: str, shape: dict[str, Any], prompts: int = 128) -> None:
+    """Run two steps of a configuration on local questions; without a GPU with few samples."""
+    make_model("of-run", shape)
     Path("questions.jsonl").write_text("\n".join(
         json.dumps({"question": f"{i}+{i + 1}=", "answer": f"#### {2 * i + 1}"})
         for i in range(300)))
     small = ["rollout.engine=transformers", "rollout.prompts=4", "rollout.samples=2",
              "rollout.max_tokens=4", "train.micro_batch_size=2", "task.instruction=''"]
     began = time.perf_counter()
-    finish([str(ROOT / "configs/gsm8k.yaml"), "run=smoke", "policy.path=model", "train.steps=2",
-            "task.path=questions.jsonl", "task.eval_path=null", "task.eval_size=8",
-            *([] if ON_GPU else small)])
-    row("two steps of configs/gsm8k.yaml", f"{time.perf_counter() - began:.0f} s")
-    last = json.loads(Path("runs/smoke/metrics.jsonl").read_text().splitlines()[-1])
-    row("its second step", ", ".join(f"{name.removeprefix('time/')} {last[name]:.3g}"
-                                     for name in last if name.startswith("time/")))
+    finish([str(ROOT / f"configs/{name}.yaml"), f"run={name}", "policy.path=of-run",
+            f"rollout.prompts={prompts}", "train.steps=2", "task.path=questions.jsonl",
+            "task.eval_path=null", "task.eval_size=8", *([] if ON_GPU else small)])
+    row(f"two steps of configs/{name}.yaml, {prompts if ON_GPU else 4} prompts each",
+        f"{time.perf_counter() - began:.0f} s")
+    last = json.loads(Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()[-1])
+    row("its second step", ", ".join(
+        [f"{part.removeprefix('time/')} {last[part]:.3g}" for part in last
+         if part.startswith("time/")] + [f"{last['tokens_per_second']:,.0f} tokens/s"]))
+    row("its peak memory and its mismatch", f"{last['memory/peak_mb'] / 1024:.1f} GiB, "
+        f"k3 {last['rollout_corr/k3_kl']:.1e}")
 
 
 # ------------------------------------------------------------------------------------- the report
@@ -361,6 +372,7 @@ class Row(NamedTuple):
     left_out: str = ""                     # why, where there is no GPU
 
 
+LIKE_GSM8K = "its code is that of the row before, its memory a GPU's"
 ROWS = {                                   # cheapest first
     "machine": Row(machine, 1, 1),
     "attention": Row(attention, 1, 1, left_out="cuDNN's attention is a GPU's"),
@@ -372,7 +384,10 @@ ROWS = {                                   # cheapest first
     "engine": Row(engine, 16, 3, dict(eager=True)),
     "engine with graphs": Row(engine, 16, 4, dict(eager=False), "graphs are a GPU's"),
     "engine with a cut": Row(engine, 16, 4, dict(eager=not ON_GPU, top_p=0.9, top_k=50)),
-    "smoke": Row(smoke, 22, 6),
+    "gsm8k": Row(smoke, 22, 6, dict(name="gsm8k", shape=SHAPE)),
+    "gsm8k-lora-24gb": Row(smoke, 22, 6, dict(name="gsm8k-lora-24gb", shape=LARGER,
+                                              prompts=16), LIKE_GSM8K),
+    "gsm8k-24gb": Row(smoke, 22, 6, dict(name="gsm8k-24gb", shape=LARGER, prompts=16), LIKE_GSM8K),
 }
 OF_RANKS = {"machine": ROWS["machine"], "ranks": Row(ranks, 20, 5)}
 
