@@ -130,7 +130,7 @@ class Engine(Protocol):
         """Load all weights, as full tensors, into the running engine."""
 
     def sleep(self) -> None:
-        """Give the GPU's memory back for the update."""
+        """Give the GPU's memory back for the update; then `update_weights` precedes `generate`."""
 
     def wake(self) -> None:
         """Take the memory again; `generate` and `update_weights` do so by themselves."""

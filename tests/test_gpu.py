@@ -309,7 +309,7 @@ def gpu_engine(tiny_model, monkeypatch):
     def make(device="cuda", **settings):
         monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
         for place in ("adapters.vllm", "plumbing.engines"):
-            monkeypatch.setattr(f"{place}.import_vllm", lambda: (PretendVllm, dict))
+            monkeypatch.setattr(f"{place}.import_vllm", lambda device: (PretendVllm, dict))
         return make_engine("vllm", tiny_model, dtype="bfloat16", max_model_len=64, device=device,
                            **settings)
     return make
@@ -345,8 +345,18 @@ def test_a_sleeping_engine_gets_its_weights_before_its_cache_is_there(gpu_engine
     engine.update_weights(weights.items())
     engine.generate([], [], temperature=1.0, max_tokens=2, eos_ids=[])
     engine.update_weights(weights.items())
-    assert engine.llm.asked == ["sleep 1", "wake weights", "reload_weights 26", "wake kv_cache",
+    assert engine.llm.asked == ["sleep 2", "wake weights", "reload_weights 26", "wake kv_cache",
                                 "generate default", "reload_weights 26"]
+
+
+def test_an_engine_that_has_slept_samples_only_from_new_weights(gpu_engine, tiny_model):
+    engine, weights = gpu_engine(), load_file(tiny_model / "model.safetensors")
+    engine.sleep()
+    engine.wake()
+    with pytest.raises(RuntimeError, match="update_weights comes before generate"):
+        engine.generate([], [], temperature=1.0, max_tokens=2, eos_ids=[])
+    engine.update_weights(weights.items())
+    engine.generate([], [], temperature=1.0, max_tokens=2, eos_ids=[])
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -355,7 +365,7 @@ def test_a_sleeping_engine_is_woken_before_it_is_closed(broken, gpu_engine):
     engine.llm.settings["broken"], llm = broken, engine.llm
     engine.sleep()
     engine.close()
-    assert llm.asked[:2] == ["sleep 1", "wake weights"] and llm.asked[-1] == "shutdown"
+    assert llm.asked[:2] == ["sleep 2", "wake weights"] and llm.asked[-1] == "shutdown"
     engine.close()
     assert llm.asked.count("shutdown") == 1
 
@@ -399,3 +409,20 @@ def test_a_prompts_samples_stay_in_one_micro_batch_where_it_holds_whole_groups()
     assert (shape.p, shape.t, shape.padded, len(shape.first)) == (2, 9, False, 2)
     scattered = trainer.micro_batches(batch, config)
     assert [len({i // 4 for i in part.tolist()}) for part in scattered] == [3, 4]
+
+
+@pytest.mark.parametrize("vllm, device, words", [
+    ("", "cpu", "a device that is not here, and the trainer runs on cpu"),
+    ("cpu", "cuda", "cpu, and the trainer runs on cuda")])
+def test_a_vllm_for_another_device_is_not_taken(vllm, device, words, tiny_model, monkeypatch):
+    """vLLM for CUDA has no device where none is there, or none is to be seen."""
+    platform = SimpleNamespace(current_platform=SimpleNamespace(device_type=vllm))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=PretendVllm, SamplingParams=dict))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
+    monkeypatch.setattr("plumbing.engines.find_spec", lambda name: True)
+    monkeypatch.setattr("plumbing.engines.TransformersEngine", lambda path, **settings: "its place")
+    asked = dict(dtype="float32", max_model_len=64, device=device)
+    with pytest.raises(RuntimeError, match=f"rollout.engine=vllm: vLLM is built for {words}; inst"):
+        make_engine("vllm", tiny_model, **asked)
+    with pytest.warns(UserWarning, match=f"auto takes transformers: vLLM is built for {words}"):
+        assert make_engine("auto", tiny_model, **asked) == "its place"

@@ -61,8 +61,8 @@ def mismatch_of(path: str, kind: str, wide: bool) -> list[str]:
             patches.enter_context(mock.patch("rollout.multiply", rounded))
             patches.enter_context(mock.patch("kernels.log_probs.multiply", rounded))
         elif kind == "vllm":               # on a CPU the adapter leaves it out, for its price
-            LLM, params = vllm.import_vllm()
-            patches.enter_context(mock.patch.object(vllm, "import_vllm", lambda: (
+            LLM, params = vllm.import_vllm(device)
+            patches.enter_context(mock.patch.object(vllm, "import_vllm", lambda device: (
                 lambda *given, **settings: LLM(*given, **settings | {
                     "hf_overrides": {"head_dtype": "float32"}}), params)))
         policy = load_policy(path, 1.0, "bfloat16", device)
