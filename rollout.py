@@ -7,7 +7,8 @@ This file decides
   and penalties are off.
 * Each sample has its own seed. On a CPU it depends on its prompt, its seed and the weights, not on
   its batch. A GPU's kernels round differently for another batch size, so now and then another token
-  is drawn; its recorded log μ is right all the same.
+  is drawn; its recorded log μ is right all the same. On an H100 one of 8 responses of 128 tokens
+  was the same alone and among 64.
 * Weights enter the running engine in place, by Hugging Face name, and every one has to arrive.
 * μ differs from π_old for three reasons, each a setting: the engine's arithmetic (`dtype`), rounded
   weights (`quantize_bits`) and stale weights (`staleness`). With `update_every` the stale weights

@@ -2,7 +2,8 @@
 
 This file decides: a run that cannot fit on its card is refused before a weight is loaded, with the
 figures and what to change; one that may not fit gets a remark. The bytes are arithmetic on numbers.
-Only counts of tensors were compared with real ones, on a CPU.
+Counts of tensors were compared with real ones on a CPU. One update was measured on an H100: 9.2
+GiB, by arithmetic 10.0 (`python tools/gpu_report.py`).
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from rollout import DTYPES
 
 GIB = 2 ** 30
 LOGITS = GIB / 2           # at most, for a slice of kernels/log_probs.py and its copies
-UNSURE = 1.5 * GIB         # CUDA's libraries, NCCL, vLLM's graphs: assumed, measured nowhere
+UNSURE = 1.5 * GIB         # CUDA's libraries, NCCL, vLLM's graphs: 1.4 GiB on an H100, 0.5B model
 
 
 class Shapes(NamedTuple):

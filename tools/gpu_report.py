@@ -1,4 +1,4 @@
-"""This script checks correctness and speed on the GPU at hand, and prints a table for the README.
+"""This script checks correctness and speed on the GPU at hand, and prints a table for appendix C.
 
     python tools/gpu_report.py             # one card of 24 GB; without a card tiny shapes, a minute
     python tools/gpu_report.py --ranks 2   # what needs two cards
@@ -6,7 +6,7 @@
 This file decides: every row is a process of its own, the cheapest first. A row that fails is a row
 of the table, with the last line of its error; the report goes on and ends with status 1. What a
 row says on stderr follows on this script's. Nothing is downloaded: the shapes are those of
-Qwen2.5-0.5B, and the weights are random.
+Qwen2.5-0.5B and 1.5B, and the weights are random.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from plumbing.faults import process_group
 from plumbing.models import empty_model
 from plumbing.tasks import character_tokenizer
 from policy import full_tensor, full_weights, load_policy
-from rollout import Sample
+from rollout import DTYPES, Sample
 
 ON_GPU = torch.cuda.is_available()
 LARGE: dict[str, Any] = dict(
@@ -56,7 +56,6 @@ LARGER = LARGE | dict(hidden_size=1536, intermediate_size=8960, num_hidden_layer
                       num_attention_heads=12)
 SHAPE = LARGE if ON_GPU else TINY
 PROMPT, RESPONSE = (128, 512) if ON_GPU else (6, 10)
-DTYPES = ("float32", "bfloat16")
 GIB = 2 ** 30
 DISK = 30          # GiB: models, and a checkpoint of 1.5B parameters with AdamW's moments
 PROGRAM = [sys.executable, str(Path(__file__).resolve())]
@@ -69,7 +68,7 @@ def row(what: str, found: str) -> None:
 
 # -------------------------------------------------------------------------------- what is measured
 
-def make_model(directory: str, shape: dict[str, Any]) -> None:
+def make_model(directory: str, shape: dict[str, Any], dtype: str = "float32") -> None:
     """Write a model of random weights, far from a uniform distribution, and a tokenizer."""
     torch.manual_seed(0)
     tokenizer: Any = character_tokenizer("0123456789+=")
@@ -78,7 +77,7 @@ def make_model(directory: str, shape: dict[str, Any]) -> None:
             **shape, tie_word_embeddings=True, initializer_range=0.05, dtype="float32",
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
             bos_token_id=None))
-    model.save_pretrained(directory)
+    model.to(DTYPES[dtype]).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
@@ -167,7 +166,7 @@ def padding() -> None:
     Padding makes rows of attention of which everything is masked; they must send back nothing.
     """
     with group() as device:
-        for dtype in DTYPES:
+        for dtype in ("float32", "bfloat16"):
             policy, batch = load_policy("model", 1.0, dtype, device), make_batch(device, 8)
             found = []
             for parts in [range(8)], [[i] for i in range(8)]:
@@ -273,15 +272,15 @@ def engine(eager: bool, **cut) -> None:
     prompts = [[3 + i % 9, 4, 5] for i in range(rows)]
     with group() as device, contextlib.closing(
             open_engine(device, enforce_eager=eager, **cut)) as made:
-        def ask(temperature):
-            return made.generate(prompts, range(rows), temperature=temperature,
+        def ask(temperature, first=rows):
+            return made.generate(prompts[:first], range(first), temperature=temperature,
                                  max_tokens=length, eos_ids=[])
         first, began = ask(1.0), wait()
         again = ask(1.0)
-        rate, same = rows * length / (wait() - began), sum(a.tokens == b.tokens
-                                                             for a, b in zip(first, again))
+        rate, alone = rows * length / (wait() - began), ask(1.0, 8)
+        same, kept = (sum(a.tokens == b.tokens for a, b in zip(first, x)) for x in (again, alone))
         row(f"{made.name}, graphs {'off' if eager else 'on'}, {cut or 'no cut'}: {rows} samples",
-            f"{rate:,.0f} tokens/s, {same} the same with the same seeds")
+            f"{rate:,.0f} tokens/s, {same} the same with the same seeds, and {kept} of 8 alone")
         for temperature in 1.0, 0.7:
             k3, worst = mismatch(prompts, ask(temperature), temperature, device)
             row(f"μ against π_old, temperature {temperature}",
@@ -343,7 +342,7 @@ def ranks() -> None:
 
 def smoke(name: str, shape: dict[str, Any], prompts: int = 128) -> None:
     """Run two steps of a configuration on local questions; without a GPU with few samples."""
-    make_model("of-run", shape)
+    make_model("of-run", shape, "bfloat16")            # as most models come
     Path("questions.jsonl").write_text("\n".join(
         json.dumps({"question": f"{i}+{i + 1}=", "answer": f"#### {2 * i + 1}"})
         for i in range(300)))
