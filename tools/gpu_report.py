@@ -73,7 +73,7 @@ def make_model(directory: str, shape: dict[str, Any], dtype: str = "float32") ->
     torch.manual_seed(0)
     tokenizer: Any = character_tokenizer("0123456789+=")
     with torch.device("cuda" if ON_GPU else "cpu"):
-        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
+        model: Any = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
             **shape, tie_word_embeddings=True, initializer_range=0.05, dtype="float32",
             eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
             bos_token_id=None))
@@ -105,7 +105,7 @@ def settings(micro: int, dtype: str = "bfloat16", checkpointing: bool = False) -
     config = trainer.Config()
     config.rollout.samples = 4
     config.train = replace(config.train, micro_batch_size=micro)
-    config.policy.dtype, config.policy.gradient_checkpointing = dtype, checkpointing
+    config.policy = replace(config.policy, dtype=dtype, gradient_checkpointing=checkpointing)
     return config
 
 
