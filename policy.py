@@ -42,8 +42,11 @@ class Policy(nn.Module):
 
     def __init__(self, model: PreTrainedModel, temperature: float) -> None:
         super().__init__()
-        self.model, self.temperature = model, temperature
-        self.softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        self.model, self.temperature, config = model, temperature, model.config.get_text_config()
+        self.softcap = getattr(config, "final_logit_softcapping", None)
+        # Granite divides its logits by a constant, Cohere multiplies them: another temperature.
+        self.divisor = temperature * (getattr(config, "logits_scaling", None) or 1) / (
+            getattr(config, "logit_scale", None) or 1)
 
     def forward(self, tokens: Tensor, attention: Tensor, width: int, shape: Shape | None = None,
                 kept_ids: Tensor | None = None, candidates: Tensor | None = None
@@ -101,7 +104,7 @@ class Policy(nn.Module):
         """
         head: Any = self.model.get_output_embeddings()
         return TokenLogProbs.apply(hidden, head.weight, getattr(head, "bias", None), targets,
-                                   self.temperature, self.softcap, kept_ids)
+                                   self.divisor, self.softcap, kept_ids)
 
 
 def load_policy(path: str, temperature: float, dtype: str, device: torch.device, *,

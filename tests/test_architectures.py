@@ -3,7 +3,7 @@
 What the policy cannot run is refused. Each model stands for others. Gemma 2 caps its attention
 scores, and in vLLM it has no lm_head. Mixtral is saved under other names than it has in memory. The
 experts of Qwen3-MoE are one tensor in memory, many in a checkpoint, and packed in vLLM. Olmo 2 is
-run by vLLM with the code of transformers.
+run by vLLM with the code of transformers. Granite divides its logits, and Cohere multiplies them.
 """
 
 import pytest
@@ -19,7 +19,8 @@ from rollout import every_weight_once
 
 OF_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 MODELS = {"Qwen2": {}, "Gemma2": dict(query_pre_attn_scalar=32, attn_logit_softcapping=1.0),
-          "Mixtral": dict(num_local_experts=4), "Qwen3Moe": OF_EXPERTS, "Olmo2": {}}
+          "Mixtral": dict(num_local_experts=4), "Qwen3Moe": OF_EXPERTS, "Olmo2": {},
+          "Granite": dict(logits_scaling=2.0), "Cohere": dict(logit_scale=0.5)}
 PROMPT = [5, 6, 7]
 
 
@@ -33,7 +34,7 @@ def make(name, **settings):
 
 
 @pytest.fixture(scope="module", params=[(name, tied) for name in MODELS for tied in (True, False)
-                                        if tied or name != "Gemma2"],     # which is always tied
+                                        if tied or name not in ("Gemma2", "Cohere")],  # always are
                 ids=lambda x: f"{x[0]}-{'tied' if x[1] else 'untied'}")
 def model_path(request, tmp_path_factory):
     name, tied = request.param
@@ -46,7 +47,8 @@ def model_path(request, tmp_path_factory):
 @torch.no_grad()
 def mismatch(engine, policy):
     """Return max |log μ − log π_θ|; see test_rollout.py for the sizes to expect."""
-    samples = engine.generate([PROMPT] * 8, range(8), temperature=1.0, max_tokens=9, eos_ids=[])
+    samples = engine.generate([PROMPT] * 8, range(8), temperature=policy.temperature, max_tokens=9,
+                              eos_ids=[])
     tokens = torch.tensor([PROMPT + s.tokens for s in samples])
     log_prob = policy(tokens, torch.ones_like(tokens), 9)
     return (log_prob - torch.tensor([s.log_probs for s in samples])).abs().max().item()
@@ -56,7 +58,7 @@ def mismatch(engine, policy):
 def test_an_engine_samples_from_the_weights_of_any_architecture(kind, model_path, request):
     if kind == "vllm":
         request.getfixturevalue("vllm_required")
-    policy = Policy(read_model(model_path), 1.0)       # before the engine, as in a run
+    policy = Policy(read_model(model_path), 0.7)       # before the engine, as in a run
     engine = make_engine(kind, model_path, dtype="float32", max_model_len=32, batch_size=8)
     try:
         check(policy)
@@ -95,7 +97,7 @@ def test_a_cap_on_attention_scores_is_not_left_out(model_path):
 
 
 @pytest.mark.parametrize("name, settings, said", [
-    ("Cohere", dict(logit_scale=0.5), "does more to its logits than policy.py knows of"),
+    ("HyperCLOVAX", dict(logits_scaling=2.0), "does more to its logits than policy.py knows of"),
     ("Jamba", dict(num_experts=2, attn_layer_period=2, attn_layer_offset=1,
                    use_mamba_kernels=False), "does not continue from its cache by several tokens"),
     ("Mamba", {}, "does not run prompts first and then responses, .* has no attribute")])
