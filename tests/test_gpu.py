@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ import trainer
 from kernels.shapes import Shape, pad_rows, to_device
 from plumbing.engines import make_engine
 from plumbing.faults import process_group
+from plumbing.models import add_adapter
+from plumbing.settings import PolicyConfig
 from policy import load_policy
 
 SMALL = ["task.size=1", "task.eval_size=2", "rollout.engine=transformers", "rollout.prompts=2",
@@ -357,6 +360,15 @@ def test_an_engine_that_has_slept_samples_only_from_new_weights(gpu_engine, tiny
         engine.generate([], [], temperature=1.0, max_tokens=2, eos_ids=[])
     engine.update_weights(weights.items())
     engine.generate([], [], temperature=1.0, max_tokens=2, eos_ids=[])
+
+
+def test_the_weights_under_an_adapter_are_kept_in_sleep(gpu_engine, monkeypatch):
+    """They come once, when the engine starts; an update brings the adapter alone."""
+    monkeypatch.setitem(sys.modules, "vllm.config.lora", SimpleNamespace(MaxLoRARanks=Literal[8]))
+    engine = gpu_engine(adapter=lambda model: add_adapter(model, PolicyConfig(lora_rank=2), 0))
+    engine.sleep()
+    engine.generate([], [], temperature=1.0, max_tokens=2, eos_ids=[])
+    assert engine.llm.asked[:3] == ["sleep 1", "wake weights", "wake kv_cache"]
 
 
 @pytest.mark.parametrize("broken", [False, True])
