@@ -161,26 +161,40 @@ def attention() -> None:
 
 
 def padding() -> None:
-    """Compare padded rows with each row alone: log-probs, and the gradient of their sum.
+    """Compare padded rows with each row alone.
 
     Padding makes rows of attention of which everything is masked; they must send back nothing.
     """
     with group() as device:
         for dtype in ("float32", "bfloat16"):
-            policy, batch = load_policy("model", 1.0, dtype, device), make_batch(device, 8)
-            found = []
-            for parts in [range(8)], [[i] for i in range(8)]:
-                rows = [batch.rows(list(part), list(part)) for part in parts]
-                log_probs = [trainer.log_probs(policy, part)[0] for part in rows]
-                for part, x in zip(rows, log_probs):
-                    x[part.response_mask].sum().backward()
-                found.append((torch.cat([x.detach() for x in log_probs]), gradient(policy)))
-            (together, of_together), (alone, of_alone) = found
-            gap = (together - alone).abs()[batch.response_mask]
-            row(f"log-probs, padded against alone, {dtype}",
-                f"at most {gap.max():.1e}, mean {gap.mean():.1e}")
-            row(f"gradient, padded against alone, {dtype}",
-                f"{((of_together - of_alone).norm() / of_alone.norm()).item():.1e} of its length")
+            compare(f"padded against alone, {dtype}", of_rows(dtype, device, [[*range(8)]]),
+                    of_rows(dtype, device, [[i] for i in range(8)]))
+
+
+def against_cpu() -> None:
+    """Compare the GPU with the CPU."""
+    with group() as device:
+        compare("GPU against CPU, float32", *(
+            of_rows("float32", place, [[*range(8)]]) for place in (device, torch.device("cpu"))))
+
+
+def of_rows(dtype: str, device, parts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probs of rows, taken part by part, and the gradient of their sum."""
+    policy, batch, found = load_policy("model", 1.0, dtype, device), make_batch(device, 8), []
+    for part in parts:
+        rows = batch.rows(part, part)
+        log_prob, _ = trainer.log_probs(policy, rows)
+        found.append(log_prob[rows.response_mask])
+        found[-1].sum().backward()
+    return torch.cat(found).detach().cpu(), gradient(policy)
+
+
+def compare(what: str, found: tuple[torch.Tensor, torch.Tensor],
+            right: tuple[torch.Tensor, torch.Tensor]) -> None:
+    gap = (found[0] - right[0]).abs()
+    row(f"log-probs, {what}", f"at most {gap.max():.1e}, mean {gap.mean():.1e}")
+    row(f"gradient, {what}",
+        f"{((found[1] - right[1]).norm() / right[1].norm()).item():.1e} of its length")
 
 
 def resume() -> None:
@@ -380,6 +394,7 @@ ROWS = {                                   # cheapest first
     "attention": Row(attention, 1, 1, left_out="cuDNN's attention is a GPU's"),
     "resume": Row(resume, 1, 1),
     "padding": Row(padding, 8, 1),
+    "against the CPU": Row(against_cpu, 8, 1, left_out="there is nothing but the CPU"),
     "update in bfloat16": Row(update, 14, 1.5, dict(dtype="bfloat16", micro=16 if ON_GPU else 4,
                                                     checkpointing=True)),
     "update in float32": Row(update, 18, 1.5, dict(dtype="float32", micro=4, checkpointing=False)),
