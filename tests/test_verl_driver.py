@@ -118,6 +118,7 @@ def start(forking, inputs, tmp_path):
             "PYTHONPATH": path, "VERL_USE_EXTERNAL_MODULES": "verl_cpu", "OMP_NUM_THREADS": "1",
             "RAY_worker_niceness": "0",        # not 15, by which other work would stop a run
             "VERL_FILE_LOGGER_PATH": str(tmp_path / f"{len(started)}.jsonl"), **variables}
+        del environment["CUDA_VISIBLE_DEVICES"]        # conftest.py hides all: ranks count as GPUs
         with open(tmp_path / f"{len(started)}.txt", "w") as output:
             started.append(subprocess.Popen(
                 ["bash", "-ec", f'{command()} "$@"', "verl", *settings], cwd=ROOT, env=environment,
