@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+PINS = {"cuda"}                    # where copies go from pinned memory; other makers may have none
+
 
 def pad_rows(rows: Sequence[Sequence[Any]], side: str, least: int = 0) -> tuple[Tensor, Tensor]:
     """Pad rows of several lengths with 0 on the "left" or "right".
@@ -58,10 +60,10 @@ class Shape(NamedTuple):
 def to_device(device: torch.device | str, *tensors: Tensor) -> list[Tensor]:
     """Copy tensors to the device; the host does not wait for their arrival.
 
-    A copy to CUDA is from pinned memory: from pageable memory the host would wait beyond 64 KB.
-    `contiguous`: memory that several elements share, as after `expand`, cannot be pinned.
+    On CUDA the host would wait for a copy of more than 64 KB from memory that is not pinned. Memory
+    that several elements share, as after `expand`, cannot be pinned: `contiguous` divides it.
     """
-    if torch.device(device).type == "cuda":
+    if torch.device(device).type in PINS:
         tensors = tuple(x.contiguous().pin_memory() for x in tensors)
     return [x.to(device, non_blocking=True) for x in tensors]
 

@@ -65,6 +65,7 @@ CASES = {                          # name: overrides
 }
 TWO_RANKS = {"two ranks": ["rollout.prompts=4", "train.steps=2", "loss.kl_coef=0.1",
                            "rollout.staleness=1", *CASES["second moment"]]}
+PAGEABLE = "demo"                  # a case in which nothing is pinned; in the others as on CUDA
 SENDS = "copy of pageable memory shapes.py to_device"
 SAMPLES = {SENDS, *(f"{what} rollout.py {function}" for what, function in [
     ("copy from the host", "_batch"), ("copy to the host", "_batch"), ("item", "_batch"),
@@ -85,6 +86,7 @@ DRIVER = """
 import contextlib, json, os, sys, traceback, torch, torch.distributed as dist
 import pretend_gpu           # from here on it is torch's accelerator, and the trainer finds it
 import policy, trainer, plumbing.run
+from kernels import shapes
 from plumbing import cards, tasks
 # A reward that untaught models earn. The curves are not drawn, and the products of matrices that a
 # run times when it opens are small: those for a card take this processor seven seconds.
@@ -116,9 +118,10 @@ def spoil():
     policy.Policy.forward = spoiled
     return lambda: setattr(policy.Policy, "forward", forward)
 
-SMALL, CASES = map(json.loads, sys.argv[1:])
+SMALL, CASES, PAGEABLE = map(json.loads, sys.argv[1:])
 for case, overrides in CASES.items():
     passes.clear(), updates.clear(), parts.clear()
+    shapes.PINS = set() if case == PAGEABLE else {"pretend"}
     code, error, name = None, "", f"run={case.replace(' ', '-')}"
     undo = spoil() if case.startswith("nan") else lambda: None
     try:
@@ -146,7 +149,7 @@ def drive(forks: list[str], directory: Path, model: Path, cases: dict, ranks: in
         group = dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1",
                      MASTER_PORT=free.getsockname()[1])
     command = [sys.executable, *forks, "driver.py", json.dumps([*SMALL, f"policy.path={model}"]),
-               json.dumps(cases)]
+               json.dumps(cases), json.dumps(PAGEABLE)]
     started = []
     for rank in range(ranks):
         own = {**group, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
@@ -183,7 +186,10 @@ def test_the_trainer_runs_on_an_accelerator(case, pretended):
 
 @pytest.mark.parametrize("case", [c for c in [*CASES, *TWO_RANKS] if not c.startswith("nan")])
 def test_a_step_waits_where_it_may_and_nowhere_else(case, pretended):
-    """Scoring waits once a step and an update once; forward passes send what decides shapes."""
+    """Scoring waits once a step and an update once.
+
+    Forward passes send what decides shapes: nothing waits for that if it is pinned.
+    """
     for found in pretended[case]:
         passes, updates, parts = found["passes"], found["updates"], found["parts"]
         print(case, passes, "forward passes,", updates, "updates:", parts)
@@ -191,7 +197,11 @@ def test_a_step_waits_where_it_may_and_nowhere_else(case, pretended):
             assert set(waits) <= {*MAY_WAIT[name], TIMED}, name
             assert waits[TIMED] >= 1, name
         assert parts["update"]["tolist trainer.py update"] == updates
-        assert parts["update"][SENDS] + parts["log_probs"].get(SENDS, 0) <= 5 * passes
+        sent = {part: waits.get(SENDS, 0) for part, waits in parts.items()}
+        if case == PAGEABLE:
+            assert 0 < sent["update"] + sent["log_probs"] <= 5 * passes
+        else:
+            assert not any(sent.values())
 
 
 def test_weights_are_loaded_in_the_middle_of_responses(pretended):
@@ -215,10 +225,13 @@ waiting = [lambda: there[0].item(), lambda: bool(there[0] > 0), lambda: there.to
            lambda: there.nonzero(), lambda: there[torch.tensor([0])], lambda: here.copy_(there),
            lambda: there.unique(), lambda: there.to("cpu", non_blocking=True),
            lambda: here.to(there.device, non_blocking=True),                # here is pageable
+           lambda: here.pin_memory().to(there.device),
            lambda: there.copy_(here, non_blocking=True)]
 for n, call in enumerate(waiting, 1):
     call()
     assert pretend_gpu.WAITS.total() == n, (n, pretend_gpu.WAITS)
+assert here.pin_memory().to(there.device, non_blocking=True).device == pretend_gpu.DEVICE
+with pytest.raises(RuntimeError, match="more than one element"): here.expand(2, 3).pin_memory()
 there[torch.arange(1, device=there.device)] = 2.0
 there.cumsum(0).sort().values.topk(2).values.log_softmax(-1).clone().copy_(there[:2])
 assert pretend_gpu.WAITS.total() == len(waiting)

@@ -5,9 +5,9 @@ On a machine without a GPU it imitates what causes trouble on one:
   be an operand, but no element of a list (`stack`, `cat`) and no index.
 * Whatever makes the host wait for the device is counted, with the line that asked for it: `item`,
   `tolist`, `if tensor`, shapes that depend on data, copies in either direction. A non_blocking copy
-  to the device counts too, under a name of its own: the host's memory is pageable, so CUDA first
-  copies it aside, and beyond 64 KB waits for what the stream has to do before. Nothing is pinned
-  here: `pin_memory` raises.
+  to the device counts too, under a name of its own, unless `pin_memory` made its source: CUDA first
+  copies pageable memory aside, and beyond 64 KB waits for what the stream has to do before.
+* `pin_memory` raises where CUDA's does: if elements share their memory.
 FSDP2, DTensor, the optimizer and the collectives (gloo, on one rank or several) are the real ones.
 The streams and events that they ask a device for exist here, and do nothing. Importing this file
 registers the device, for the rest of the process.
@@ -87,6 +87,12 @@ def line() -> str:
     names = [f"{Path(code.co_filename).name}:{at} {code.co_name}"
              for code, at in (frames[0], (own or frames)[0])]
     return " < ".join(dict.fromkeys(names))
+
+
+def pin_memory(x: torch.Tensor) -> torch.Tensor:
+    made: Any = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
+    made.pinned = True
+    return made
 
 
 def wait(what: str) -> None:
@@ -172,7 +178,7 @@ def count_waits(name, args, kwargs, to) -> None:
         back = source.device.type != "cpu" and target.type == "cpu"
         if back:
             wait("copy to the host")
-        elif source.device.type != target.type:
+        elif source.device.type != target.type and (blocking or not hasattr(source, "pinned")):
             wait("copy from the host" if blocking else "copy of pageable memory")
     elif name in INDEXING:
         if any(x.dtype in (torch.bool, torch.uint8) for x in leaves(args[1])):
@@ -257,3 +263,4 @@ class Generator(torch.Generator):
 
 
 torch.Generator = Generator
+torch.Tensor.pin_memory = pin_memory  # pyright: ignore[reportAttributeAccessIssue]
