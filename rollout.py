@@ -117,6 +117,11 @@ class Engine(Protocol):
     cut: Cut
     max_model_len: int  # longest prompt plus response
 
+    @property
+    def given_back(self) -> int:
+        """Return the bytes that a sleeping engine has given back and torch goes on counting."""
+        ...
+
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *,
                  temperature: float, max_tokens: int, eos_ids: Collection[int],
                  progress: Callable[[int], object] | None = None) -> list[Sample]:
@@ -143,7 +148,7 @@ class Engine(Protocol):
 class TransformersEngine:
     """Sample by Hugging Face's `generate` from a model of its own; it needs nothing else."""
 
-    name = "transformers"
+    name, given_back = "transformers", 0
 
     def __init__(self, path: str | PathLike[str], *, dtype: str, max_model_len: int,
                  device: torch.device | str, batch_size: int, cut: Cut, candidates: int,

@@ -162,6 +162,14 @@ class VllmEngine:
             self.llm.sleep(level=2 if self.needs_weights else 1)
             self.asleep = {"weights", "kv_cache"}
 
+    @property
+    def given_back(self) -> int:
+        """Return the bytes of vLLM's sleeping memory, which torch goes on counting."""
+        if not self.asleep:
+            return 0
+        from vllm.device_allocator import get_mem_allocator_instance
+        return get_mem_allocator_instance().get_current_usage()
+
     def wake(self, *parts: str) -> None:
         """Wake the named parts, "weights" and "kv_cache" (default: both), where they are asleep."""
         if tags := [part for part in parts or ("weights", "kv_cache") if part in self.asleep]:

@@ -146,11 +146,21 @@ def free_memory(device: torch.device) -> tuple[float, float] | None:
     return found[0].item(), found[1].item()
 
 
-def memory_metrics(device: torch.device, most: float = 0.0) -> dict[str, float]:
-    """Return what this process holds, and the most: of a card since the last call, else ever.
+def card_peak(device: torch.device, given_back: int) -> float:
+    """Return the most MiB that torch had on a card since the last call, without those given back.
 
-    `most`: the peak that the last call returned. The kernel updates its own now and then, so that
-    it can be below that.
+    A sleeping vLLM frees memory that torch goes on counting.
+    """
+    peak = torch.accelerator.max_memory_allocated(device) - given_back
+    torch.accelerator.reset_peak_memory_stats(device)
+    return peak / 2 ** 20
+
+
+def memory_metrics(device: torch.device, most: float = 0.0) -> dict[str, float]:
+    """Return what this process holds, and the most: on a card `most`, else the most it ever had.
+
+    `most`: on a card the largest `card_peak`, else the peak that the last call returned. The kernel
+    updates its own now and then, so that it can be below that.
     """
     found, peak = {}, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024)
@@ -159,8 +169,7 @@ def memory_metrics(device: torch.device, most: float = 0.0) -> dict[str, float]:
         found["memory/rss_mb"] = int(pages) * os.sysconf("SC_PAGE_SIZE") / 2 ** 20
     peak = max(peak / 2 ** 20, found.get("memory/rss_mb", 0.0), most)
     if device.type != "cpu":
-        peak = torch.accelerator.max_memory_allocated(device) / 2 ** 20
-        torch.accelerator.reset_peak_memory_stats(device)
+        peak = most
     return found | {"memory/peak_mb": peak}
 
 

@@ -32,8 +32,8 @@ from adapters.dumps import append, response
 from doctor import diagnose, examine
 from metrics import to_host
 from plumbing import signals
-from plumbing.cards import (Shapes, free_memory, matrix_rate, memory_metrics, require_room,
-                            update_flops)
+from plumbing.cards import (Shapes, card_peak, free_memory, matrix_rate, memory_metrics,
+                            require_room, update_flops)
 from plumbing.checkpoints import Checkpoints, write_aside, read_metrics, write
 from plumbing.directory import hold_directory
 from plumbing.engines import make_engine
@@ -147,7 +147,7 @@ class Run:
         self.warned: set[str] = set()              # metrics that `diagnose` has already spoken of
         self.looked = False                        # whether the doctor has seen a batch
         self.best = 0.0                            # mean reward of a step so far
-        self.most = 0.0                            # MB of memory so far
+        self.most = 0.0                            # MB of memory so far, on a card in this step
 
     @property
     def finished(self) -> bool:
@@ -349,10 +349,13 @@ class Run:
 
     @contextlib.contextmanager
     def time_part(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
+        began, on_card = time.perf_counter(), self.device.type != "cpu"
+        asleep = self.engine.given_back if on_card else 0
         yield
-        if self.device.type != "cpu":
+        if on_card:
             torch.accelerator.synchronize()
+            asleep = min(asleep, self.engine.given_back)           # from the beginning to the end
+            self.most = max(self.most, card_peak(self.device, asleep))
         self.times[f"time/{name}"] = time.perf_counter() - began
 
     def generate(self, prompts: list[list[int]], seeds: list[int],
@@ -391,7 +394,7 @@ class Run:
     def log(self, step: int, metrics: dict) -> None:
         seconds, metrics = time.perf_counter() - self.began, to_host(metrics)
         metrics |= memory_metrics(self.device, self.most)
-        self.most = metrics["memory/peak_mb"]
+        self.most = metrics["memory/peak_mb"] if self.device.type == "cpu" else 0.0
         self.times["time/mfu"] = self.flops(step, metrics) / (
             self.times["time/update"] * self.rate * dist.get_world_size())
         self.best = max(self.best, metrics["reward/mean"])

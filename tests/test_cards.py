@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -331,6 +332,23 @@ def test_the_metrics_of_a_step_say_how_fast_and_large_it_is_and_change_nothing(r
     prompt = (flops / 6 - model.head * others[0]["response/tokens"]) / model.matrices - (
         others[0]["response/tokens"])
     assert prompt == pytest.approx(round(prompt), rel=1e-9) and prompt >= 4    # tokens of 4 prompts
+
+
+def test_a_peak_leaves_out_what_a_sleeping_engine_has_given_back(monkeypatch):
+    """vLLM holds 30 MB of 36 while it samples. In an update torch counts them still, and 9 more."""
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: None)
+    engine, MB = SimpleNamespace(given_back=0), 2 ** 20
+    run = SimpleNamespace(device=torch.device("cuda"), engine=engine, most=0.0, times={})
+    found = []
+    for part, counted, before, after in [("log_probs", 39, 30, 30), ("rollout", 36, 0, 30),
+                                         ("sync", 37, 30, 0)]:
+        monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: counted * MB)
+        engine.given_back = before * MB
+        with run_module.Run.time_part(run, part):
+            engine.given_back = after * MB
+        found.append(run.most)
+    assert found == [9, 36, 37] and memory_metrics(run.device, 37.0)["memory/peak_mb"] == 37
 
 
 def test_offloaded_a_run_ends_with_the_same_bits_and_goes_on(run):

@@ -295,6 +295,9 @@ class PretendVllm:
     def __init__(self, path, **settings):
         self.settings, self.asked, self.llm_engine = settings, [], SimpleNamespace(engine_core=self)
 
+    def get_current_usage(self):
+        return 30
+
     def sleep(self, level):
         self.asked.append(f"sleep {level}")
 
@@ -354,10 +357,15 @@ def test_on_a_gpu_vllm_is_asked_for_the_sets_and_for_one_log_prob(gpu_engine):
         assert s == rollout.Sample([5, 9], [-0.5, 0.0], True, [[7, 5], [9]] if cut else None)
 
 
-def test_a_sleeping_engine_gets_its_weights_before_its_cache_is_there(gpu_engine, tiny_model):
+def test_a_sleeping_engine_gets_its_weights_before_its_cache_is_there(
+        gpu_engine, tiny_model, monkeypatch):
     engine, weights = gpu_engine(), load_file(tiny_model / "model.safetensors")
+    memory = SimpleNamespace(get_mem_allocator_instance=lambda: engine.llm)
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator", memory)
+    assert engine.given_back == 0
     engine.sleep()
     engine.sleep()
+    assert engine.given_back == 30
     engine.update_weights(weights.items())
     engine.generate([], [], temperature=1.0, max_tokens=2, eos_ids=[])
     engine.update_weights(weights.items())
