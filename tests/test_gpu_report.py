@@ -124,6 +124,7 @@ def test_the_report_runs_tiny_without_a_gpu_and_says_so(tiny):
     assert "one that did not | the same bits |" in out
     gaps = re.findall(r"gradient, padded against alone, \w+ \| (\S+) of its length", out)
     assert len(gaps) == 2 and max(map(float, gaps)) < 0.1      # what bfloat16 rounds is 0.005
+    assert float(re.search(r"k3 \S+, gradient (\S+) \|", out)[1]) > 0.1         # some are rewarded
     assert "two steps of configs/gsm8k.yaml" in out and out.count("left out: ") == 6
 
 

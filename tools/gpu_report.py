@@ -41,7 +41,7 @@ from plumbing.cards import Shapes, matrix_rate, memory
 from plumbing.engines import make_engine
 from plumbing.faults import process_group
 from plumbing.models import empty_model
-from plumbing.tasks import character_tokenizer
+from plumbing.tasks import Task, character_tokenizer
 from policy import full_tensor, full_weights, load_policy
 from rollout import DTYPES, Sample
 
@@ -362,6 +362,8 @@ def smoke(name: str, shape: dict[str, Any], prompts: int = 128) -> None:
         for i in range(300)))
     small = ["rollout.engine=transformers", "rollout.prompts=4", "rollout.samples=2",
              "rollout.max_tokens=4", "train.micro_batch_size=2", "task.instruction=''"]
+    # Random weights answer nothing right, and their tokens are mostly none of the tokenizer's.
+    Task.reward = lambda self, problem, response: float(response != "")
     began = time.perf_counter()
     finish([str(ROOT / f"configs/{name}.yaml"), f"run={name}", "policy.path=of-run",
             f"rollout.prompts={prompts}", "train.steps=2", "task.path=questions.jsonl",
@@ -372,8 +374,8 @@ def smoke(name: str, shape: dict[str, Any], prompts: int = 128) -> None:
     row("its second step", ", ".join(
         [f"{part.removeprefix('time/')} {last[part]:.3g}" for part in last
          if part.startswith("time/")] + [f"{last['tokens_per_second']:,.0f} tokens/s"]))
-    row("its peak memory and its mismatch", f"{last['memory/peak_mb'] / 1024:.1f} GiB, "
-        f"k3 {last['rollout_corr/k3_kl']:.1e}")
+    row("its peak memory, mismatch and gradient", f"{last['memory/peak_mb'] / 1024:.1f} GiB, "
+        f"k3 {last['rollout_corr/k3_kl']:.1e}, gradient {last['grad_norm']:.3g}")
 
 
 # ------------------------------------------------------------------------------------- the report
