@@ -126,7 +126,6 @@ class VllmEngine:
         They may come from a generator, one at a time. If it fails halfway, the engine is unusable.
         """
         self.wake("weights")  # the cache can wait until there is something to generate
-        self.needs_weights = False
         weights = every_weight_once(named_tensors, self.layout)
         if hasattr(self.layout, "peft_config"):
             self._load_adapter(dict(weights))
@@ -140,6 +139,7 @@ class VllmEngine:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.layout.config.tie_word_embeddings and not self.on_gpu:
             self.llm.apply_model(repack_head)
+        self.needs_weights = False
 
     def _load_adapter(self, weights: dict[str, torch.Tensor]) -> None:
         """Let vLLM read an adapter from a directory, as it wants, in the place of the last."""

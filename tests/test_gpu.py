@@ -377,6 +377,8 @@ def test_an_engine_that_has_slept_samples_only_from_new_weights(gpu_engine, tiny
     engine, weights = gpu_engine(), load_file(tiny_model / "model.safetensors")
     engine.sleep()
     engine.wake()
+    with pytest.raises(ValueError, match="25 weights of the engine's model are missing"):
+        engine.update_weights([*weights.items()][:1])
     with pytest.raises(RuntimeError, match="update_weights comes before generate"):
         engine.generate([], [], temperature=1.0, max_tokens=2, eos_ids=[])
     engine.update_weights(weights.items())
