@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 from estimators import sampling_log_probs
-from kernels.log_probs import multiply
+from kernels.log_probs import widen_head
 from kernels.shapes import Shape, pad_rows, run_prompts, to_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -127,8 +127,7 @@ class Engine(Protocol):
                  progress: Callable[[int], object] | None = None) -> list[Sample]:
         """Return one Sample per prompt; temperature 0 is greedy, with log-probs of temperature 1.
 
-        Seeds must differ in their low 32 bits. `progress(n)` is called after every n finished
-        samples.
+        Seeds must differ in their low 32 bits. `progress(n)` follows every n finished samples.
         """
         ...
 
@@ -254,8 +253,7 @@ class GumbelMax(LogitsProcessor):
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         self.log_probs: list[Tensor] = []  # one [B] per position
         self.kept_ids: list[list[list[int]]] = []  # B sets per position, if there is a cut
-        self.tables: list[tuple[Tensor, Tensor]] = []  # candidates' ids and log μ, [B, K] each per
-        # position, if they are asked for
+        self.tables: list[tuple[Tensor, Tensor]] = []  # likewise candidates' ids, log μ: [B, K]
 
     def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
         log_mu, _ = sampling_log_probs(  # [B, V]
@@ -280,7 +278,7 @@ class GumbelMax(LogitsProcessor):
 
 
 class WeightSync:
-    """Give the engine the policy's weights, `staleness` pushes late and rounded to few bits.
+    """Give the engine the policy's weights, `staleness` pushes old and rounded to few bits.
 
     After push n (n = 0 before the first step) the engine holds the weights of push
     max(0, n - staleness). So one machine imitates an asynchronous trainer. The snapshots wait in
@@ -294,8 +292,7 @@ class WeightSync:
         quantize_weights([], quantize_bits)  # raises now rather than at the first push
         self.engine, self.staleness, self.bits = engine, staleness, quantize_bits
         self.dtype = DTYPES[dtype]
-        # The latest pushes, oldest first.
-        self.waiting: deque[dict[str, Tensor]] = deque(maxlen=staleness + 1)
+        self.waiting: deque[dict[str, Tensor]] = deque(maxlen=staleness + 1)  # oldest first
 
     def push(self, named_tensors: Iterable[NamedTensor]) -> None:
         """Take the policy's full weights, and load into the engine those that are due.
@@ -359,16 +356,6 @@ def _round_to_bits(weight: Tensor, bits: int) -> Tensor:
 
 
 # ---- plumbing: nothing below is about the method ------------------------------------------------
-
-
-def widen_head(head: Any) -> None:
-    """Let a head of 16 bits give logits in float32, as those of policy.py are."""
-    def forward(hidden: Tensor) -> Tensor:  # [..., D] → [..., V]
-        logits = hidden.new_empty(*hidden.shape[:-1], len(head.weight), dtype=torch.float32)
-        multiply(hidden.flatten(0, -2), head.weight.T, logits.flatten(0, -2))
-        return logits if head.bias is None else logits + head.bias
-
-    head.forward = forward
 
 
 def check_request(engine: Engine, prompts: Sequence[Sequence[int]], seeds: Sequence[int],

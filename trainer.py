@@ -10,7 +10,7 @@ This file decides
   if it had not been killed, on any number of ranks, and no random state is saved. On a CPU it ends
   with the same bits; a GPU's atomic additions come in any order.
 Left out are tensor parallelism, value functions, rewards other than right or wrong, rollouts of
-several turns with tools (math/10-turns-and-tools.md), and mixtures of experts (math/11-routes.md).
+several turns with tools (math/10-turns-and-tools.md), and replayed routes (math/11-routes.md).
 
     python trainer.py [FILE.yaml] [section.key=value …]    # default: configs/demo.yaml; and for
                                                            # questions of a file configs/gsm8k.yaml
@@ -33,46 +33,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from adapters.dumps import rows_of
-from centering import candidate_tables
 from correction import Correction, RolloutCorrectionConfig, correct, importance_weights
 from estimators import (grpo_advantages, masked_log_ratio, reinforce_advantages,
                         rloo_advantages)
-from kernels.shapes import Shape, pad_rows, to_device
+from kernels.shapes import Shape, to_device
 from losses import (Counts, LossConfig, count, kl_loss, kl_penalty, kl_ratio, loss_means,
                     policy_loss)
 from metrics import merge
 from plumbing import signals
+from plumbing.batches import Batch, micro_batches, pad
 from plumbing.faults import report_errors
 from plumbing.run import Run, open_run
 from plumbing.settings import Config, correction_of, help_text, kl_of, load_config
 from plumbing.tasks import seed_of
 from policy import Policy, full_tensor
-from rollout import Sample
-
-
-class Batch(NamedTuple):
-    """Hold one step's rollouts on this rank: B = prompts × samples / ranks rows.
-
-    Prompts are padded to P, responses to T. Tokens and attention stay on the host, where they
-    decide shapes; the rest is on the device.
-    """
-
-    tokens: Tensor                                  # [B, P + T]
-    attention: Tensor                               # [B, P + T]
-    response_mask: Tensor                           # [B, T]
-    advantages: Tensor                              # [B, T]
-    rollout_log_prob: Tensor                        # [B, T]  π_rollout
-    old_log_prob: Tensor | None = None              # [B, T]  π_old
-    ref_log_prob: Tensor | None = None              # [B, T]  π_ref
-    kept_ids: Tensor | None = None                  # [B, T, K]  the ids that μ kept, by token
-    candidates: Tensor | None = None                # [B, T, K]  other ids in a token's place,
-    candidate_log_prob: Tensor | None = None        # [B, T, K]  and their log π_rollout; −∞: none
-    versions: Tensor | None = None                  # [B, T]  the push whose weights drew the token
-
-    def rows(self, index: Any, there: Any) -> "Batch":
-        """Select rows by an index given on the host and on the device, which avoids a sync."""
-        beside: Any = (None if x is None else x[there] for x in self[2:])
-        return Batch(self.tokens[index], self.attention[index], *beside)
 
 
 def train(run: Run) -> None:
@@ -173,78 +147,6 @@ def sample(run: Run, step: int) -> tuple[Batch, dict]:
         "response/tokens": lengths.sum(), "response/length_mean": lengths.mean(),
         "response/length_max": lengths.max(), "response/truncated_fraction": 1 - finished.mean(),
         "response/empty_fraction": empty.mean()}
-
-
-def pad(prompts: list[list[int]], samples: list[Sample], advantages: Tensor,
-        device: torch.device) -> Batch:
-    (before, prompt_mask), (after, mask) = (
-        pad_rows(prompts, "left"), pad_rows([s.tokens for s in samples], "right", least=1))
-    rollout_log_prob, _ = pad_rows([s.log_probs for s in samples], "right", least=1)
-    batch = Batch(torch.cat([before, after], 1), torch.cat([prompt_mask, mask], 1),
-                  *to_device(device, mask.bool(), advantages[:, None].expand_as(mask),
-                             rollout_log_prob.float()))
-    if samples[0].kept_ids is not None:
-        [ids] = to_device(device, gather_kept_ids(samples, after))
-        batch = batch._replace(kept_ids=ids)
-    if samples[0].versions is not None:
-        versions, _ = pad_rows([s.versions or [] for s in samples], "right", least=1)
-        [versions] = to_device(device, versions)
-        batch = batch._replace(versions=versions)
-    if samples[0].candidates is not None:
-        tables = [s.candidates for s in samples if s.candidates is not None]
-        ids, log_mu = to_device(device, *candidate_tables(tables, mask.bool()))
-        batch = batch._replace(candidates=ids, candidate_log_prob=log_mu)
-    return batch
-
-
-def gather_kept_ids(samples: list[Sample], tokens: Tensor) -> Tensor:
-    """Return the ids that μ kept, [B, T, K]; each set is padded with its own sampled token."""
-    sizes, _ = pad_rows([[len(ids) for ids in s.kept_ids or []] for s in samples], "right", least=1)
-    kept = tokens[:, :, None].repeat(1, 1, max(1, int(sizes.max()))).int()
-    kept[torch.arange(kept.shape[-1]) < sizes[:, :, None]] = torch.tensor(
-        [v for s in samples for ids in s.kept_ids or [] for v in ids], dtype=torch.int)
-    return kept
-
-
-def micro_batches(batch: Batch, config: Config, together: bool = False) -> list[Tensor]:
-    """Return row numbers, micro_batch_size or _tokens at a time, rows of similar length together.
-
-    With `together` the samples of a prompt stay together, if micro-batches hold whole groups. The
-    prompt then runs once for all of them.
-    """
-    lengths, n = batch.attention.sum(-1), config.rollout.samples                        # [B]
-    length, size, most = lengths, config.train.micro_batch_size, config.train.micro_batch_tokens
-    groups = together and (size % n == 0 if most is None else n * int(lengths.max()) <= most)
-    if groups:
-        length = lengths.view(-1, n).amax(1).repeat_interleave(n)     # the group's longest: [B]
-    order = length.argsort(stable=True)
-    parts = order.split(size) if most is None else within_budget(
-        order, batch, most, n if groups else 1)
-    return [rows[lengths[rows].argsort(stable=True)] for rows in (x.sort().values for x in parts)]
-
-
-def within_budget(order: Tensor, batch: Batch, most: int, together: int) -> list[Tensor]:
-    """Split rows into parts of at most `most` tokens, padding included; a longer row runs alone.
-
-    FSDP needs as many forward passes on every rank, so ranks with fewer parts halve their largest.
-    Each rank has the same number of rows, and no part is empty.
-    """
-    start = batch.tokens.shape[1] - batch.response_mask.shape[1]
-    spans = torch.stack([x.sum(-1) for x in batch.attention.tensor_split([start], 1)], -1)  # [B, 2]
-    parts: list[Tensor] = []
-    widest, size = torch.zeros(2), 0
-    for rows in order.split(together):
-        wider, size = torch.maximum(widest, spans[rows].amax(0)), size + len(rows)
-        if not parts or size * wider.sum() > most:
-            parts.append(rows[:0])
-            wider, size = spans[rows].amax(0), len(rows)
-        parts[-1], widest = torch.cat([parts[-1], rows]), wider
-    count = torch.tensor(len(parts))
-    dist.all_reduce(count, dist.ReduceOp.MAX)
-    while len(parts) < count:
-        largest = max(range(len(parts)), key=lambda i: len(parts[i]))
-        parts[largest:largest + 1] = parts[largest].tensor_split(2)
-    return parts
 
 
 def log_probs(policy: Callable[..., Any], batch: Batch, candidates: Tensor | None = None

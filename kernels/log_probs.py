@@ -32,6 +32,16 @@ def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
             torch.mm(a, columns.to(out.dtype), out=into)
 
 
+def widen_head(head: Any) -> None:
+    """Let a head of 16 bits give logits in float32, as those of policy.py are."""
+    def forward(hidden: Tensor) -> Tensor:  # [..., D] → [..., V]
+        logits = hidden.new_empty(*hidden.shape[:-1], len(head.weight), dtype=torch.float32)
+        multiply(hidden.flatten(0, -2), head.weight.T, logits.flatten(0, -2))
+        return logits if head.bias is None else logits + head.bias
+
+    head.forward = forward
+
+
 class TokenLogProbs(torch.autograd.Function):
     """Compute log π(y) = z_y − log Σ_v e^{z_v} with z = W·hidden/τ.  (eq:sampling)
 

@@ -35,8 +35,8 @@ MAY_IMPORT = {
     "losses": {"estimators", "surrogates", "rejection", "correction", "centering"},
     "kernels": set(), "policy": {"kernels", "plumbing.models"},
     "rollout": {"estimators", "kernels"},
-    "plumbing": {"plumbing", "policy", "rollout", "metrics", "causes", "doctor", "kernels",
-                 "adapters.dialects", "adapters.dumps", "adapters.vllm",
+    "plumbing": {"plumbing", "policy", "rollout", "metrics", "centering", "causes", "doctor",
+                 "kernels", "adapters.dialects", "adapters.dumps", "adapters.vllm",
                  "correction", "rejection", "surrogates"},
     "adapters": {"adapters", *CORE, "rollout"},
     "trainer": {*BOOK[:-1], "kernels", "plumbing", "adapters"}}

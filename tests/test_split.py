@@ -17,12 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 
 import trainer
 from estimators import sampling_log_probs
-from kernels.log_probs import TokenLogProbs
+from kernels.log_probs import TokenLogProbs, widen_head
 from plumbing.engines import make_engine
 from plumbing.faults import process_group
 from plumbing.models import attend
 from policy import Policy, full_weights, load_policy
-from rollout import Sample, WeightSync, widen_head
+from rollout import Sample, WeightSync
 
 GRADIENT = """
 import itertools, sys, torch, torch.distributed as dist, trainer

@@ -24,7 +24,7 @@ from tolerances import gamma
 import rollout
 import trainer
 from correction import PRESETS
-from plumbing import checkpoints, tasks
+from plumbing import batches, checkpoints, tasks
 from plumbing.engines import make_engine
 from plumbing.report import CURVES
 from plumbing.settings import Config, leaves, load_config
@@ -168,8 +168,8 @@ def test_sampling_cut_by_top_p_and_top_k_trains(engine, settings, run, request, 
     """ρ is 1 to rounding at every step without staleness: what is trained is what sampled."""
     if engine == "vllm":
         request.getfixturevalue("vllm_required")
-    sets, kept_ids = [], trainer.gather_kept_ids
-    monkeypatch.setattr(trainer, "gather_kept_ids",
+    sets, kept_ids = [], batches.gather_kept_ids
+    monkeypatch.setattr(batches, "gather_kept_ids",
                         lambda *args: sets.append(kept_ids(*args)) or sets[-1])
     code, lines = run("rollout.quantize_bits=null", *CUT, *settings, engine=engine)
     assert code == 0 and len(lines) == 10
@@ -189,8 +189,8 @@ def test_sampling_cut_by_min_p_trains(engine, run, request, monkeypatch):
     """
     if engine == "vllm":
         request.getfixturevalue("vllm_required")
-    sets, kept_ids = [], trainer.gather_kept_ids
-    monkeypatch.setattr(trainer, "gather_kept_ids",
+    sets, kept_ids = [], batches.gather_kept_ids
+    monkeypatch.setattr(batches, "gather_kept_ids",
                         lambda *args: sets.append(kept_ids(*args)) or sets[-1])
     code, lines = run("rollout.quantize_bits=null", "rollout.min_p=0.2", "rollout.temperature=0.7",
                       "loss.kl_coef=0.1", engine=engine)
