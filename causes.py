@@ -25,7 +25,7 @@ FLOOR = 0.01            # logits: a smaller gap needs no explanation, unless oth
 RECORD = 1e-4           # share left by a wrong record, whose law is not about sizes
 TEN = math.exp(-10)     # ten nats are not chance
 
-# Limits that were set by hand, on the dumps of the split `written` and of earlier judgements.
+# Limits that were set by hand, on the dumps of the split `written` and of earlier judged splits.
 # math/doctor-rates.txt says how far from its limit each value lies, with and without the cause.
 LIMITS = {
     "eos": 3.5, "tool": 1.0, "retokenised": 3.2, "stale": 1.5, "padding": 4.0,
@@ -634,8 +634,9 @@ CAUSES = {
                 "compare the prompt's ids (template, system prompt, BOS twice), and reset the "
                 "prefix cache when weights change"),
     "in-flight": ("the weights changed while responses were being written",
-                  "drain before an update, or record log μ and the version token by token and "
-                  "correct with token weights (correction.preset=decoupled_token_is)"),
+                  "drain before an update, or record log μ token by token and correct by it: "
+                  "without bias with sequence weights (correction.preset=decoupled_seq_is), more "
+                  "quietly with token weights"),
     "penalty": ("the sampler penalises tokens that occurred before",
                 "repetition_penalty=1, presence_penalty=0, frequency_penalty=0, and look into "
                 "generation_config.json"),

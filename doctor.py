@@ -80,7 +80,8 @@ def _improper(values: Mapping[str, float]) -> list[str]:
             f"is_ratio_mean is {mean:.4g}, {abs(z):.1f} standard errors from 1: π_train is not a "
             "distribution over what π_rollout sampled, and no weight repairs that; "
             + ("replay what top-p, top-k or min-p kept, or leave them out." if mean < 1 else
-               "look for a wrong record of log μ: raw, shifted, of another prompt.") + DUMP)
+               "look for a wrong record of log μ: before temperature or cut, shifted by a token, "
+               "of another prompt.") + DUMP)
     kl, z = (values.get(x, math.nan) for x in ("kl", "kl_z"))
     if z < -5 and kl < -1e-4:
         found.append(f"kl is {kl:.2g}, {-z:.1f} standard errors below 0: on average, samples of "

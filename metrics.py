@@ -1,7 +1,7 @@
 """Measure how far apart the policies are and what a correction did, in metrics that merge exactly.
 
 This file decides
-* `measure` looks at what `correct` returned, when it is asked to; it decides nothing.
+* `measure` reads what `correct` returned, once its metrics are asked for, and changes nothing.
 * Every metric follows from per-sequence sufficient statistics [B]: the count, Σx, Σx², max x and
   min x of log ρ, ρ, the weights and the rejection statistics. A [B, T] tensor is thus read once,
   and micro-batches and ranks merge to the metrics of the whole.

@@ -90,7 +90,7 @@ def sapo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, tau_po
     return -gate * advantages
 
 
-# ------------------------------------- which tokens a clip holds: [B, T] → bool [B, T], for metrics
+# --------------------------------- on which tokens a clip acts: [B, T] → bool [B, T], for metrics
 
 def clipped_tokens(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float,
                    dual_clip: float | None) -> Tensor:

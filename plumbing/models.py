@@ -38,8 +38,8 @@ def require_place(path: str, key: str = "policy.path=") -> None:
             get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=10)
         except Exception as error:         # the hub's own, and those of the library below it
             reason = str(error).strip().split("\n")[0]
-            raise UserError(f"{key}{path} is no directory here, and the hub was asked for "
-                            f"it in vain: {type(error).__name__}, {reason}") from None
+            raise UserError(f"{key}{path} is no directory here, and the hub did not "
+                            f"return it: {type(error).__name__}, {reason}") from None
 
 
 def configuration(path: str) -> tuple[Any, dict[str, float]]:
@@ -96,8 +96,8 @@ def add_adapter(model: Any, policy: PolicyConfig, seed: int) -> Any:
         if unknown := [t for t in targets if not any(p.endswith(f".{t}") for p in places)]:
             linear = {name.split(".")[-1] for name, module in model.named_modules()
                       if isinstance(module, torch.nn.Linear)}
-            raise UserError(f"policy.lora_targets has {', '.join(unknown)}, which this model has "
-                            f"not; its linear layers are {', '.join(sorted(linear))}")
+            raise UserError(f"policy.lora_targets has {', '.join(unknown)}, which this model "
+                            f"does not have; its linear layers are {', '.join(sorted(linear))}")
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)                            # of A
@@ -105,8 +105,8 @@ def add_adapter(model: Any, policy: PolicyConfig, seed: int) -> Any:
                 r=policy.lora_rank, lora_alpha=policy.lora_alpha, task_type="CAUSAL_LM",
                 target_modules=targets))
     except ValueError as error:
-        raise UserError(f"policy.lora_targets={policy.lora_targets} does not fit this model: "
-                        f"{error}") from None
+        raise UserError(f"no adapter with policy.lora_rank={policy.lora_rank} and "
+                        f"policy.lora_targets={policy.lora_targets}: {error}") from None
     if any(isinstance(x, BaseTunerLayer)
            for x in (model.get_output_embeddings(), model.get_input_embeddings())):
         raise UserError(f"policy.lora_targets={policy.lora_targets} must leave out embeddings and "

@@ -1,4 +1,4 @@
-"""A run holds what is open, reports what happens, and leaves its results in runs/<run>/.
+"""Hold a run's task, models and engine, report its progress, and write results to runs/<run>/.
 
 This file decides nothing that is learned. It opens task, models and engine, counts the steps under
 a progress bar, writes metrics, curves and the final model, and watches the engine's calls.
@@ -244,7 +244,7 @@ class Run:
         room, problems = context - config.rollout.max_tokens, [*task.train, *task.held_out]
         if room < 1:
             raise UserError(f"rollout.max_tokens={config.rollout.max_tokens} leaves no room for a "
-                            f"prompt: the model's context is of {context} tokens")
+                            f"prompt: the model's context has {context} tokens")
         encoded = self.token_ids([f"{p.question} {config.task.instruction}".rstrip()
                                   for p in problems])
         fits = [0 < len(ids) <= room for ids in encoded]
@@ -304,7 +304,7 @@ class Run:
             write(self.metrics, done)
             self.best = max((line["reward/mean"] for line in done), default=0.0)
             if len(lines) > len(done):
-                self.say(f"* done anew, since the last checkpoint is older: "
+                self.say(f"* repeated, since the last checkpoint is older: "
                          f"{len(lines) - len(done)} steps")
         with tqdm(total=config.train.steps, initial=self.done, disable=not self.main,
                   desc=config.run, mininterval=1) as self.bar, self.tensorboard() as self.scalars:

@@ -77,7 +77,7 @@ class PolicyConfig:
     lora_rank: int | None = setting(
         None, "train peft's LoRA adapter of this rank and freeze the model; null: train the model",
         1, 512)
-    lora_alpha: int = setting(8, "the adapter counts lora_alpha / lora_rank times", 1)
+    lora_alpha: int = setting(8, "the adapter's product BA is scaled by lora_alpha / lora_rank", 1)
     lora_targets: str | None = setting(
         None, "names of the modules that get an adapter, joined by commas, or all-linear; null: "
         "those that peft has for the architecture")
@@ -110,8 +110,8 @@ class RolloutConfig:
         None, "bits to which weights are rounded on their way to the engine", 2, 16)
     staleness: int = setting(0, "number of weight syncs by which the engine is stale", 0)
     update_every: int | None = setting(
-        None, "tokens of a response between two updates of the engine's weights, from the stalest "
-        "on; null: weights stay for a response", 1)
+        None, "tokens of a response after which the engine takes its next weights, the stalest "
+        "first; null: weights stay for a response", 1)
     recompute_cache: bool = setting(
         False, "with update_every: run earlier tokens again through the new weights")
     adapter: Literal["merged", "merged-bfloat16", "apart"] = setting(
@@ -414,8 +414,8 @@ def validate(config: Config) -> None:
         raise UserError(f"{every}rollout.engine=transformers, not {rollout.engine}: vLLM's weights "
                         "stay for a whole response here")
     if rollout.update_every and rollout.staleness == 0:
-        raise UserError(f"{every}rollout.staleness of at least 1, the most updates that a response "
-                        "crosses, not 0")
+        raise UserError(f"{every}rollout.staleness of at least 1 (a response crosses at most that "
+                        "many updates), not 0")
     if rollout.adapter == "apart" and config.policy.lora_rank and rollout.quantize_bits:
         raise UserError(f"rollout.quantize_bits={rollout.quantize_bits} rounds the weights that "
                         "are sent, so rollout.adapter must be merged or merged-bfloat16, not apart")
@@ -451,11 +451,11 @@ def remarks(config: Config) -> list[str]:
     options = correction_of(config)
     for key in ("clip_low", "clip_high", "dual_clip"):
         if getattr(config.loss, key) is not None and key not in options.loss.own:
-            found.append(f"loss.{key} acts on nothing: correction.loss_type={options.loss_type} "
+            found.append(f"loss.{key} has no effect: correction.loss_type={options.loss_type} "
                          "has no such number")
     rollout, policy = config.rollout, config.policy
     if policy.lora_rank is None:
-        found += [f"{name} acts on nothing: policy.lora_rank is null, so the whole model is trained"
+        found += [f"{name} has no effect: policy.lora_rank is null, so the whole model is trained"
                   for name, is_default in [
                       ("policy.lora_alpha", policy.lora_alpha == PolicyConfig.lora_alpha),
                       ("policy.lora_targets", policy.lora_targets is None),
@@ -465,7 +465,7 @@ def remarks(config: Config) -> list[str]:
         found.append(f"rollout.update_every={rollout.update_every} changes no response: it has at "
                      f"most rollout.max_tokens={rollout.max_tokens} tokens")
     if rollout.recompute_cache and not rollout.update_every:
-        found.append("rollout.recompute_cache=true acts on nothing: rollout.update_every is null, "
+        found.append("rollout.recompute_cache=true has no effect: rollout.update_every is null, "
                      "so weights stay for a response")
     if config.rollout.samples == 1 and kind != "reinforce":
         found.append(f"rollout.samples=1 leaves advantage.kind={kind} no baseline, which is made "
@@ -487,7 +487,7 @@ def kl_remarks(config: Config) -> list[str]:
                      "loss.kl_correction=token (chapter 8)")
     options = correction_of(config)
     if how.kl_in == "reward" and options.bypass_mode:
-        found.append("loss.kl_in=reward is of π_old, so bypass mode does not save its forward pass")
+        found.append("loss.kl_in=reward needs π_old, so bypass mode does not save its forward pass")
         if level is not None and options.loss_type in ("cispo", "sapo"):
             found.append(f"loss.kl_correction={level} in the reward is only roughly right with "
                          f"{options.loss_type} in bypass mode, whose clip or gate acts on the "

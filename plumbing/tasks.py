@@ -253,7 +253,8 @@ def problem_of(row: Any, where: str) -> Problem:
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{where} has {value} for its `{key}`, which is no number")
         if re.search("[\ud800-\udfff]", str(value)):           # no tokenizer takes it
-            raise UserError(f"{where} has half a character in its `{key}`: {str(value)[:60]!r}")
+            raise UserError(f"{where} has half of a surrogate pair in its `{key}`: "
+                            f"{str(value)[:60]!r}")
     answer = row["answer"]
     if isinstance(answer, float):
         answer = f"{Decimal(repr(answer)):f}"              # 0.00001, which repr writes as 1e-05

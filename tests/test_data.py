@@ -201,8 +201,8 @@ BAD = [("nope", "is not JSON: 'nope'"), ('{"question": "1+1=", ', "is not JSON")
        ('{"question": "a", "answer": Infinity}', "has inf for its `answer`"),
        ('{"question": "a", "answer": -1e999}', "has -inf for its `answer`"),
        ('{"question": NaN, "answer": 1}', "has nan for its `question`"),
-       ('{"question": "\\ud800", "answer": "1"}', "has half a character in its `question`"),
-       ('{"question": "a", "answer": "\\udfff"}', "has half a character in its `answer`")]
+       ('{"question": "\\ud800", "answer": "1"}', "has half of a surrogate pair in its `question`"),
+       ('{"question": "a", "answer": "\\udfff"}', "has half of a surrogate pair in its `answer`")]
 
 
 @pytest.mark.parametrize("line, said", BAD)
@@ -298,7 +298,7 @@ def test_a_context_without_room_and_a_part_without_a_prompt_are_one_sentence(fil
             run.encode(model)
     run.config.rollout.max_tokens = 512
     with pytest.raises(UserError, match="^rollout.max_tokens=512 leaves no room for a prompt: "
-                                        "the model's context is of 512"):
+                                        "the model's context has 512"):
         run.encode(model)
 
 
@@ -435,5 +435,5 @@ def test_groups_of_one_have_no_baseline_and_it_is_said(kind, samples, said):
     ("sapo", "clip_high", True)])
 def test_a_number_that_the_loss_does_not_take_is_named(loss, key, said):
     found = remarks(load_config([f"correction.loss_type={loss}", f"loss.{key}=1"]))
-    assert found == [f"loss.{key} acts on nothing: correction.loss_type={loss} has no such "
+    assert found == [f"loss.{key} has no effect: correction.loss_type={loss} has no such "
                      "number"] * said

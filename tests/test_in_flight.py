@@ -147,4 +147,4 @@ def test_what_changes_nothing_is_said(run, capsys):
     run(*STALE, "rollout.update_every=5", "train.steps=1")
     assert "rollout.update_every=5 changes no response" in capsys.readouterr().err
     run("rollout.recompute_cache=true", "train.steps=1", name="y")
-    assert "rollout.recompute_cache=true acts on nothing" in capsys.readouterr().err
+    assert "rollout.recompute_cache=true has no effect" in capsys.readouterr().err

@@ -101,7 +101,7 @@ def test_the_seed_decides_the_adapter(tiny_model):
 
 @pytest.mark.parametrize("targets, said", [
     ("q_porj", "has q_porj, .*linear layers are .*q_proj"),
-    ("q_proj, v_porj", "has v_porj, which this model has not"),
+    ("q_proj, v_porj", "has v_porj, which this model does not have"),
     ("q_proj,lm_head", "leave out embeddings and head"),
     ("embed_tokens", "leave out embeddings and head")])
 def test_what_cannot_have_an_adapter_is_refused(tiny_model, targets, said):
@@ -261,7 +261,7 @@ def test_what_an_adapter_does_not_go_with_is_said(run, capsys, tmp_path):
     run("policy.lora_alpha=16", "rollout.adapter=apart", *EXACT, "train.steps=1")
     said = capsys.readouterr().err
     for name in "policy.lora_alpha", "rollout.adapter":
-        assert f"* {name} acts on nothing: policy.lora_rank is null" in said
+        assert f"* {name} has no effect: policy.lora_rank is null" in said
     run(*LORA, *EXACT, name="adapter")
     capsys.readouterr()
     code, _ = run(*EXACT, f"policy.path={tmp_path}/runs/adapter/model", name="y")

@@ -146,7 +146,7 @@ def test_a_token_beyond_the_vocabulary_is_named(
     ("/no/where", "is no directory, and no name on the hub"),
     ("a/b/c", "is no directory, and no name on the hub"),
     ("", "is no model: it has no config.json"),
-    ("nowhere/at-all", "is no directory here, and the hub was asked for it in vain"),
+    ("nowhere/at-all", "is no directory here, and the hub did not return it"),
     ("empty", "is no model: it has no config.json")])
 def test_a_place_without_a_model_is_asked_for_once(path, said, tmp_path, monkeypatch):
     """There are no retries: huggingface_hub makes a single request."""
