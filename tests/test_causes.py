@@ -216,6 +216,31 @@ def test_a_penalty_is_judged_at_equal_log_odds():
     assert not causes.penalty(tokens(*shifted(odds, -apart), seen=seen))        # the other sign
 
 
+def test_rounding_of_one_sign_is_no_cause():
+    """Of a policy that is nearly sure E[ρ] may be 10 standard errors from 1, by 1e-7."""
+    g = torch.Generator().manual_seed(0)
+    rounding = 2.0 ** -23 * (torch.rand(640, generator=g) < 0.3).double()
+    sure = torch.full_like(rounding, -1e-4)
+    for mu, pi in ((sure, sure - rounding), (sure - rounding, sure)):
+        assert abs(causes._z((pi - mu).expm1())) > 10
+        assert not causes.find_causes(tokens(mu, pi))
+    off = causes.find_causes(tokens(sure, sure - 1e4 * rounding))       # 1e-3 is no rounding
+    assert [finding.cause for finding in off] == ["cut"]
+
+
+def test_a_shift_leaves_little_of_the_gap():
+    g = torch.Generator().manual_seed(0)
+    mu, noise = (torch.rand(2, 2000, generator=g, dtype=torch.float64)).log()
+    for size, named in ((0.1, True), (1.0, False)):     # at 1.0 the neighbour explains a third
+        found = causes.shift(tokens(mu, mu.roll(1) + size * noise))
+        assert bool(found) == named, size
+
+
+def test_log_probs_of_minus_infinity_are_no_numbers_of_16_bits():
+    mu = torch.rand(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log()
+    assert not causes.grid(tokens(mu, torch.full_like(mu, -40.0)))     # as `Tokens.of` has −∞
+
+
 def test_drawn_again_a_flip_mostly_agrees_and_dropout_never():
     g = torch.Generator().manual_seed(0)
     odds = torch.randn(300, generator=g, dtype=torch.float64).repeat_interleave(2)
