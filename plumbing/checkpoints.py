@@ -1,8 +1,8 @@
 """Write checkpoints, and other files, so that each is there whole or not at all.
 
 A checkpoint holds all that a later step reads, as safetensors, sharded as the ranks hold it. It is
-written beside its place and renamed when whole, so the last good one remains whenever the run is
-killed. A run continues with the settings it began with.
+written beside its place, brought to the disk, and renamed, so the last good one remains whenever
+the run is killed or its machine loses power. A run continues with the settings it began with.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
+from plumbing.faults import cause_of, explain
 from plumbing.settings import CHANGEABLE, Config, UserError, flat
 from plumbing.shards import TensorByTensor
 
@@ -38,8 +39,9 @@ class Checkpoints:
                 self.step = int(found[-1].name.removeprefix("step-"))
                 self.saved = json.loads((found[-1] / "state.json").read_text())
                 self.require_same(self.saved["settings"])
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                raise unreadable(found[-1]) from None
+            except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError,
+                    RecursionError):
+                raise self.unreadable(found[-1]) from None
 
     def whole(self) -> list[Path]:
         """Return the checkpoints that are there, oldest first."""
@@ -52,6 +54,12 @@ class Checkpoints:
             return "there is no checkpoint yet, so the same command begins anew"
         step = int(found[-1].name.removeprefix("step-"))
         return f"the same command goes on after step {step}, from {found[-1]}"
+
+    def unreadable(self, path: Path) -> UserError:
+        before = [found.name for found in self.whole() if found.name < path.name]
+        then = f"goes on from {before[-1]}" if before else "begins anew"
+        return UserError(f"{path} is damaged, or no checkpoint of this program: move it away, and "
+                         f"the same command {then}")
 
     def require_same(self, then: dict) -> None:
         """Raise UserError if a run with the settings `then` now has others, except for CHANGEABLE.
@@ -110,18 +118,17 @@ class Checkpoints:
             run.optimizer.zero_grad()
         late = range(min(self.step, run.config.rollout.staleness))
         waiting = [dict(map(run.sync.copy_to_host, run.weights())) for _ in late]
-        path = str(self.directory / f"step-{self.step:06d}")
+        path = self.directory / f"step-{self.step:06d}"
         try:
-            dcp.load(self.state(run, waiting), storage_reader=dcp.HuggingFaceStorageReader(path))
-        except (Exception, dcp.CheckpointException):
-            raise unreadable(path) from None
+            dcp.load(self.state(run, waiting),
+                     storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+        except (Exception, dcp.CheckpointException) as error:
+            cause = cause_of(error)
+            if explain(cause) and not isinstance(cause, FileNotFoundError):
+                raise                      # the machine's fault, or another rank's
+            raise self.unreadable(path) from None
         run.sync.load_state_dict({"waiting": waiting})
         self.prune(run)
-
-
-def unreadable(path: Path | str) -> UserError:
-    return UserError(f"{path} is damaged, or no checkpoint of this program: delete it, and the "
-                     "same command goes on from the one before it")
 
 
 @contextlib.contextmanager
@@ -139,6 +146,9 @@ def write_aside(place: Path) -> Iterator[Path]:
         dist.barrier()
         yield part
         dist.barrier()
+        if main:
+            for path in [*part.rglob("*"), part]:
+                settle(path)
         if main and linked:
             place.mkdir(exist_ok=True)
             for path in part.iterdir():
@@ -146,16 +156,30 @@ def write_aside(place: Path) -> Iterator[Path]:
         elif main:
             shutil.rmtree(place, ignore_errors=True)
             os.replace(part, place)
+            settle(place.parent)
         dist.barrier()
     finally:
         if main:
             shutil.rmtree(part, ignore_errors=True)
 
 
+def settle(path: Path) -> None:
+    """Wait until a file's bytes, or a directory's names, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        if path.is_file():                 # not every file system can do it for a directory
+            raise
+    finally:
+        os.close(handle)
+
+
 def write(path: Path, lines: list[dict]) -> None:
     """Write a file of JSON lines that is there whole or not at all."""
     part = path.with_name(f".{path.name}.part")
     part.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settle(part)
     os.replace(part, path)
 
 

@@ -17,6 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,8 +36,11 @@ LOST = "connection (closed|reset) by peer|broken pipe|remote process exited"
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[torch.device]:
-    """Yield this rank's device in a process group: torchrun's, or one of a single process."""
+def process_group(patience: float = 1800) -> Iterator[torch.device]:
+    """Yield this rank's device in a process group: torchrun's, or one of a single process.
+
+    patience: seconds that a rank waits for the others, at least torch's own 1800.
+    """
     require_driver()
     device = choose_device()
     own = dist.get_default_backend_for_device(device)          # NCCL for CUDA
@@ -48,7 +52,7 @@ def process_group() -> Iterator[torch.device]:
     # No device_id: with it all ranks must take part in making a group, also those outside it, and
     # vLLM makes groups that not all ranks are in.
     dist.init_process_group(own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}",
-                            **alone)
+                            timeout=timedelta(seconds=max(patience, 1800)), **alone)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks, threads = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.get_num_threads()
     if ranks > 1:                              # torchrun gives each of them one thread
@@ -124,10 +128,14 @@ def require_one_directory(place: Path) -> None:
                         f"one writes to {place.resolve()}: start all nodes in one shared directory")
 
 
-def first_to_fail() -> bool:
-    """Say whether no other rank has failed before; later failures are consequences."""
+def first_to_fail(apart: bool = False) -> bool:
+    """Say whether no other rank has failed before; later failures are consequences.
+
+    apart: ask over another connection, since the main thread may be waiting on its own.
+    """
     with contextlib.suppress(Exception):           # the store may be gone with the launcher
-        return dist.distributed_c10d._get_default_store().add("failed", 1) == 1
+        store: Any = dist.distributed_c10d._get_default_store()
+        return (store.clone() if apart else store).add("failed", 1) == 1
     return True
 
 
@@ -153,14 +161,15 @@ def end_after(seconds: float, name: str) -> Iterator[None]:
 
     Nothing can be raised into a call that hangs.
     """
-    caller = threading.get_ident()
+    caller, stderr = threading.get_ident(), os.dup(2)          # vLLM's start goes without stderr
 
     def end() -> None:
         at = traceback.extract_stack(sys._current_frames()[caller])[-1]
-        if first_to_fail():
-            print(f"trainer.py: rollout.engine={name} has not answered for rollout.timeout="
-                  f"{seconds:g} seconds, in {at.name} ({at.filename}:{at.lineno}): the same "
-                  "command continues from the last checkpoint", file=sys.stderr, flush=True)
+        if first_to_fail(apart=True):
+            os.write(stderr, f"trainer.py: rollout.engine={name} has not answered for "
+                     f"rollout.timeout={seconds:g} seconds, in {at.name} "
+                     f"({at.filename}:{at.lineno}): the same command continues from the last "
+                     "checkpoint\n".encode())
         os._exit(1)
 
     watch = threading.Timer(seconds, end)
@@ -170,6 +179,7 @@ def end_after(seconds: float, name: str) -> Iterator[None]:
         yield
     finally:
         watch.cancel()
+        os.close(stderr)
 
 
 @contextlib.contextmanager
@@ -190,20 +200,31 @@ def report_errors() -> Iterator[Any]:
         print(f"trainer.py: {sentence}", file=sys.stderr)
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """Return what the first rank raised, if it is torch's error about a checkpoint's ranks."""
+    failures = getattr(error, "failures", None)
+    return next(iter(failures.values()))[0] if failures else error
+
+
 def explain(error: BaseException) -> str:
     """Return a sentence for an expected failure, or nothing for what must be a bug."""
-    words, full = str(error), getattr(error, "errno", None) == errno.ENOSPC
+    error = cause_of(error)
+    words, full = str(error), getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
     if isinstance(error, (UserError, Ended)):
         return words
     if isinstance(error, KeyboardInterrupt):
         return "interrupted: the same command continues from the last checkpoint"
-    if full or re.search("No space|os error 28", words):
-        return "the disk is full: free some, and the same command goes on from the last checkpoint"
+    if full or re.search("No space|os error (28|122)", words):
+        return ("the disk or its quota is full: free some, and the same command goes on from the "
+                "last checkpoint")
     if re.search(OUT_OF_MEMORY, repr(error), re.IGNORECASE):
         return ("out of memory: lower train.micro_batch_size or _tokens, rollout.batch_size or "
                 "rollout.max_tokens, set policy.gradient_checkpointing=true, or divide the GPU "
                 "otherwise by rollout.gpu_memory_utilization")
     if isinstance(error, RuntimeError) and re.search(LOST, words, re.IGNORECASE):
         return ("another rank has ended without a word (killed, or its machine is gone): the same "
+                "command continues from the last checkpoint")
+    if isinstance(error, RuntimeError) and "Timed out waiting" in words:
+        return ("another rank has not answered in time, since it hangs or is far slower: the same "
                 "command continues from the last checkpoint")
     return words.strip().split("\n")[0] if isinstance(error, (OSError, EngineError)) else ""

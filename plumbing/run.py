@@ -58,13 +58,14 @@ def open_run(config: Config) -> Iterator["Run | None"]:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="torch.distributed")
-    with process_group() as device:
+    with process_group(patience=config.rollout.timeout + 600) as device:
         if device.type == "cpu":
             keep_memory()
         if dist.get_world_size() > 1:
             require_one_directory(Path("runs"))
         with hold_directory(directory_of(config)):
             run = Run(config, device)
+            signals.Received.where = run.checkpoints.resumption
             if run.finished:
                 run.say(f"{run.directory} is finished after {run.done} steps; a larger train.steps "
                         "continues it")
@@ -167,7 +168,7 @@ class Run:
         if not self.done and (model or record.exists()):
             raise UserError(f"{self.directory} has a finished run or a model, and no checkpoint to "
                             "go on from: choose another run=NAME, or delete that directory")
-        return self.done >= steps and model
+        return False               # done but not recorded: `finish` did not come to its end
 
     def open(self) -> None:
         config = self.config
@@ -291,7 +292,6 @@ class Run:
             self.say(f"continuing after step {self.done}" + (
                 f", beyond train.steps={config.train.steps}" if self.done > config.train.steps
                 else ""))
-        signals.Received.where = self.checkpoints.resumption
 
     def steps(self) -> Iterator[int]:
         """Yield the numbers of the remaining steps, under a progress bar."""
@@ -428,11 +428,11 @@ class Run:
 
     def looks_at(self, step: int) -> bool:
         """Say whether `look_at` wants a step's log-probs, for the doctor or for a dump."""
-        return not self.looked or step <= self.config.train.dump
+        return not self.looked or step <= self.done + self.config.train.dump
 
     def look_at(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Dump a step's rows from all ranks, and report what doctor.py says of the first step."""
-        if step <= self.config.train.dump:
+        if step <= self.done + self.config.train.dump:
             parts: list[Any] = [None] * dist.get_world_size()
             dist.gather_object(rows, parts if self.main else None)
             if self.main:
@@ -474,9 +474,11 @@ class Run:
         if not self.main:
             return
         write(self.directory / "finished.json",
-              [{"step": lines[-1]["step"], "settings": self.checkpoints.settings}])
+              [{"step": max(self.done, self.config.train.steps),
+                "settings": self.checkpoints.settings}])
         held_out = len(self.task.held_out)
-        self.say("\n".join(closing_table(lines, self.before, accuracy, held_out)))
+        self.say("\n".join(closing_table(lines, self.before, accuracy, held_out)) if lines else
+                 f"* {self.metrics} has no step, so there is no table of the run")
         self.say(f"model, metrics and curves: {self.directory}")
 
     def write_model(self, name: str, model: Any, dtype: torch.dtype,

@@ -1,20 +1,25 @@
 """A run that stopped goes on as if it had not: after a full disk, Control-C, a dead engine."""
 
+import errno
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import SMALL, steady, weights
 from launching import ROOT
+from torch.distributed import checkpoint as dcp
 from tolerances import gamma
 from waiting import HANG, until
 
 from plumbing import checkpoints
+from plumbing.run import Run
 from plumbing.settings import TrainConfig
 from rollout import TransformersEngine
 
@@ -45,6 +50,67 @@ def test_finished_run_says_so_and_another_configuration_is_refused(run, capsys):
     assert code == 2 and "seed=0 (now 3)" in said
     assert f"train.lr={TrainConfig.lr} (now 0.5)" in said
     assert all(torch.equal(x, weights("x")[name]) for name, x in before.items())
+
+
+def test_a_run_that_ended_before_its_model_was_written_writes_it(run, monkeypatch):
+    """A finished run went on, saved its last step and ended there: the old model is no result."""
+    run("train.steps=4", "train.lr=0.01", name="whole")
+    run("train.steps=2", "train.lr=0.01")
+    old = weights("x")
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "write_model", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
+        assert run("train.steps=4", "train.lr=0.01")[0] == 1
+    assert all(torch.equal(x, weights("x")[name]) for name, x in old.items())
+    Path("runs/x/metrics.jsonl").unlink()                     # there is a table without it, or none
+    code, _ = run("train.steps=4", "train.lr=0.01")
+    assert code == 0 and json.loads(Path("runs/x/finished.json").read_text())["step"] == 4
+    assert all(torch.equal(x, weights("x")[name]) for name, x in weights("whole").items())
+
+
+MEMORY = "out of memory: lower "
+BEGINS_ANEW = ("is damaged, or no checkpoint of this program: move it away, and the same command "
+               "begins anew")
+
+
+@pytest.mark.parametrize("error, said", [
+    (torch.OutOfMemoryError("CUDA out of memory"), MEMORY),
+    (OSError(errno.EIO, "Input/output error"), "[Errno 5] Input/output error"),
+    (OSError(errno.EDQUOT, "Disk quota exceeded"), "the disk or its quota is full"),
+    (RuntimeError("Connection reset by peer"), "another rank has ended without a word"),
+    (RuntimeError("Timed out waiting 6000ms for send operation"), "another rank has not answered"),
+    (FileNotFoundError("rank-00001.safetensors"), BEGINS_ANEW), (ValueError("no"), BEGINS_ANEW)])
+def test_only_a_damaged_checkpoint_is_called_damaged(error, said, run, monkeypatch, capsys):
+    run()
+
+    def load(*_, **__):
+        raise dcp.CheckpointException("load", {0: (error, traceback.StackSummary())})
+    monkeypatch.setattr(dcp, "load", load)
+    code, _ = run("train.steps=3")
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert code and last.startswith("trainer.py: ") and said in last, last
+    assert (said == BEGINS_ANEW) == ("damaged" in last)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(run, monkeypatch):
+    """A machine that loses power later must not leave the name without the bytes."""
+    done, sync, replace = [], os.fsync, os.replace
+
+    def settled(handle):
+        done.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        sync(handle)
+
+    def renamed(part, place):
+        done.append(f"{Path(place).name}!")
+        replace(part, place)
+    monkeypatch.setattr(os, "fsync", settled)
+    monkeypatch.setattr(os, "replace", renamed)
+    run()
+    for name in "step-000002", "model":
+        at = done.index(f"{name}!")
+        kept = {*next(Path("runs/x").glob(f"**/{name}")).iterdir()}
+        assert len(kept) > 1 and {path.name for path in kept} | {f".{name}.part"} <= {*done[:at]}
+        assert done[at + 1] == ("checkpoints" if name.startswith("step") else "x")
+    assert done.index("state.json!") > done.index(".state.json.part")
 
 
 def test_a_run_that_took_no_step_yet_is_continued(run):
@@ -82,7 +148,7 @@ def test_full_disk_is_one_sentence_and_the_last_checkpoint_remains(run, monkeypa
     monkeypatch.setattr(checkpoints, "write", full)
     code, _ = run("train.save_every=1")
     said = capsys.readouterr().err
-    assert code == 1 and "the disk is full" in said and "Traceback" not in said
+    assert code == 1 and "the disk or its quota is full" in said and "Traceback" not in said
     assert [p.name for p in Path("runs/x/checkpoints").iterdir()] == ["step-000001"]
     monkeypatch.undo()
 
@@ -100,7 +166,6 @@ def test_control_c(tiny_model, forks, tmp_path):
     assert list((tmp_path / "runs/x/checkpoints").glob("step-*/state.json"))
 
 
-MEMORY = "out of memory: lower "
 
 
 @pytest.mark.parametrize("error, said", [
