@@ -317,6 +317,7 @@ def test_an_engine_that_does_not_start_ends_the_run_in_time(run, monkeypatch, ca
         os.close(stderr), os.close(nowhere)
         raise RuntimeError("let go")
     monkeypatch.setattr(faults.os, "_exit", end)
+    monkeypatch.setattr(sys, "stderr", open(2, "w", closefd=False))    # as outside pytest
     monkeypatch.setattr(run_module, "make_engine", hang)
     run("rollout.timeout=1")
     sentence = "rollout.engine=transformers has not answered for rollout.timeout=1 seconds"
