@@ -229,17 +229,16 @@ def loss_of(config: Config) -> LossConfig:
 class Update(NamedTuple):
     metrics: dict[str, Tensor]
     corrections: list
-    empty: bool = False                # nothing was kept, so no step was taken
+    empty: bool = False                # nothing was kept
 
 
 def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
            correction: Correction | None = None) -> Update:
     """Take one optimizer step on one mini-batch, given this rank's rows of it.
 
-    A mini-batch of which nothing is kept takes no step: with a gradient of 0 AdamW would still move
-    the weights, by its momentum and by weight decay. It counts in train/empty_updates. A KL term in
-    the loss and score centering learn from rejected tokens too, so with these every mini-batch
-    takes its step.
+    A mini-batch with a gradient of 0 takes no step, since AdamW would still move the weights, by
+    its momentum and by weight decay: all advantages are 0, or nothing is kept. The latter counts in
+    train/empty_updates. A KL term in the loss and score centering learn from rejected tokens too.
     """
     config, policy, how = run.config, run.policy, run.config.loss
     loss_config = loss_of(config)
@@ -279,9 +278,9 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
     norm: Any = nn.utils.clip_grad_norm_(policy.parameters(), config.train.max_grad_norm)
     norm = full_tensor(norm)                                    # of all ranks' shards
     finite, totals = norm.isfinite() & totals.isfinite().all(), dict(zip(sums, totals))
-    finite, learns = torch.stack([finite, totals.pop("learning") > 0]).tolist()
+    finite, learns, moves = torch.stack([finite, totals.pop("learning") > 0, norm > 0]).tolist()
     learns = learns or options.score_centering or (how.kl_in == "loss" and how.kl_coef != 0)
-    if finite and learns:                    # a zero gradient would still move θ by momentum
+    if finite and moves:
         run.optimizer.step()
     run.optimizer.zero_grad()
     if not finite:
@@ -316,11 +315,11 @@ def average(updates: list[Update]) -> dict[str, Tensor | float]:
 
 
 def set_learning_rate(run: Run, step: int) -> None:
-    """Warm the learning rate up, then keep it constant or decay it to 0 by half a cosine."""
+    """Warm the learning rate up, then keep it or let it fall, by half a cosine."""
     train = run.config.train
     scale = min(1.0, step / (train.warmup_steps + 1))
     if train.schedule == "cosine":
-        left = (train.steps - step) / max(1, train.steps - train.warmup_steps)
+        left = (train.steps - step + 1) / max(1, train.steps - train.warmup_steps)
         scale *= 0.5 - 0.5 * math.cos(math.pi * min(1.0, left))
     for group in run.optimizer.param_groups:
         group["lr"] = train.lr * scale

@@ -56,6 +56,8 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
     difference. Raises ValueError, naming the key, for anything else.
     """
     block = _flatten(mapping, {})
+    if block.get("preset", "") is None and not set(block) <= set(OWN):
+        del block["preset"]                 # it was switched off, for a block of another system
     keys = set(block) - {"calculate_log_probs", "_target_"}     # _target_: verl's dataclass has it
     if "preset" in keys or isinstance(block.get("rollout_rs"), Mapping) \
             or isinstance(block.get("rollout_is_threshold"), (list, tuple)):

@@ -283,7 +283,7 @@ class Run:
         self.rate = matrix_rate(self.device, config.policy.dtype)
         self.say(f"{self.directory}: {count / 1e6:.1f}M parameters on {dist.get_world_size()} × "
                  f"{self.device.type}, engine {self.engine.name} ({config.rollout.dtype}), "
-                 f"correction {config.correction.get('preset', 'as configured')}")
+                 f"correction {config.correction.get('preset') or 'as configured'}")
         self.say("  " + summarize(config))
         for sentence in [*self.remarks, *self.task.remarks]:
             self.say(f"* {sentence}")
@@ -292,6 +292,10 @@ class Run:
             self.say(f"continuing after step {self.done}" + (
                 f", beyond train.steps={config.train.steps}" if self.done > config.train.steps
                 else ""))
+            then = self.checkpoints.saved["settings"].get("train.steps")
+            if config.train.schedule == "cosine" and then != config.train.steps:
+                self.say(f"* train.schedule=cosine fell towards train.steps={then} so far, so this "
+                         "is not the run that one command would have been")
 
     def steps(self) -> Iterator[int]:
         """Yield the numbers of the remaining steps, under a progress bar."""

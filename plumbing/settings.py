@@ -9,6 +9,7 @@ and neither aliases nor ${…} are replaced.
 import difflib
 import functools
 import hashlib
+import json
 import math
 import os
 import re
@@ -16,6 +17,7 @@ import typing
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, cast
 
 import omegaconf
@@ -169,7 +171,7 @@ class TrainConfig:
     lr: float = setting(2e-4, "learning rate of AdamW", 0, 10)
     warmup_steps: int = setting(10, "steps in which the learning rate rises", 0)
     schedule: Literal["constant", "cosine"] = setting(
-        "constant", "the learning rate after that")
+        "constant", "the learning rate after that; cosine: it falls, to 0 after the last step")
     max_grad_norm: float = setting(
         1.0, "largest norm of the gradient, which is scaled down to it; .inf: no limit", 1e-6,
         math.inf)
@@ -178,8 +180,8 @@ class TrainConfig:
     keep: int = setting(3, "number of checkpoints that are kept", 1)
     eval_every: int = setting(50, "steps between evaluations", 1)
     dump: int = setting(
-        0, "write the tokens and log-probs of this many steps to runs/<run>/dumps/, for doctor.py; "
-        "also named run.dump", 0)
+        0, "write the tokens and log-probs of the first so many steps of each start to "
+        "runs/<run>/dumps/, for doctor.py; also named run.dump", 0)
     grace: float = setting(25.0, "seconds after SIGTERM in which a step may end and be saved", 0)
     on_nonfinite: Literal["raise", "skip"] = setting(
         "raise", "on a number that is not finite: end the run, or leave the sample out")
@@ -255,7 +257,10 @@ def load_config(argv: list[str]) -> Config:
     overrides = [re.sub("^run[.]dump=", "train.dump=", a) for a in argv if a not in paths]
     if len(paths) > 1:
         raise UserError(f"expected at most one FILE.yaml, and key=value, not {paths}")
-    user, given = read_yaml(Path(paths[0]) if paths else None, overrides)
+    user, given = read_yaml(Path(paths[0]) if paths else None, [*map(verbatim, overrides)])
+    if not isinstance(user.get("run"), (str, NoneType)):
+        raise UserError(f"run must be text, and {user.run!r} is read as a number or another value: "
+                        "put the name in quotes")
     settings = flat(cast(dict, OmegaConf.to_container(user)))
     known = {key: kind for key, kind, _ in leaves(Config)}
     check_keys(settings, known)
@@ -268,16 +273,25 @@ def load_config(argv: list[str]) -> Config:
                         f"not {settings.get(key)!r}") from None
     if "correction" not in user:
         config.correction = {"preset": "decoupled_token_is"}
-    if "run" not in given:
+    if given.get("run") is None:
         if config.run:
             check_run(config.run)          # as it was given, before anything is added to it
         name = ",".join([config.run or (Path(paths[0]).stem if paths else "demo"), *sorted(
-            o for o in overrides if o.split("=")[0] not in CHANGEABLE)])
+            o for o in overrides if o.split("=")[0] not in ("run", *CHANGEABLE))])
         digest = hashlib.sha256(repr(name).encode()).hexdigest()
         name = re.sub(r"[^\w.,=+-]+", "_", name, flags=re.ASCII)
         config.run = name if len(name) < 100 else f"{name[:80]}-{digest[:8]}"
     validate(config)
     return config
+
+
+def verbatim(override: str) -> str:
+    """Quote a text that YAML may read otherwise: run=007, run=1e3, task.instruction= for none."""
+    key, _, text = override.partition("=")
+    nothing = ("null", "~", "") if key == "run" else ("null", "~")
+    if key not in ("run", "task.instruction") or text in nothing or text[0:1] in ("'", '"'):
+        return override
+    return f"{key}={json.dumps(text, ensure_ascii=False)}"
 
 
 @functools.cache

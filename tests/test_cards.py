@@ -314,7 +314,8 @@ def test_an_engine_that_does_not_start_ends_the_run_in_time(run, monkeypatch, ca
         os.dup2(nowhere, 2)
         assert ended.wait(HANG)
         os.dup2(stderr, 2)
-        os.close(stderr), os.close(nowhere)
+        os.close(stderr)
+        os.close(nowhere)
         raise RuntimeError("let go")
     monkeypatch.setattr(faults.os, "_exit", end)
     monkeypatch.setattr(sys, "stderr", open(2, "w", closefd=False))    # as outside pytest

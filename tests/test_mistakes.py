@@ -93,6 +93,38 @@ def test_sets_without_a_bound_are_one_sentence_before_anything_is_loaded(
     assert "it has no tokenizer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["007", "1e3", "1.10", "20261126_1", "1_0", "yes", "on", "x"])
+def test_a_runs_name_is_what_was_written(name, tmp_path):
+    """YAML reads most of these as a number or a truth."""
+    assert load_config([f"run={name}"]).run == load_config([f'run="{name}"']).run == name
+    path = tmp_path / "own.yaml"
+    path.write_text(f"run: '{name}'")
+    assert load_config([str(path)]).run == name
+    path.write_text(f"run: {name}")
+    if name != "x":
+        with pytest.raises(UserError, match="run must be text, .*: put the name in quotes"):
+            load_config([str(path)])
+
+
+def test_no_name_is_a_name_of_file_and_overrides():
+    for given in "run=", "run=null", "run=~":
+        assert load_config([given, "seed=3"]).run == load_config(["seed=3"]).run == "demo,seed=3"
+    with pytest.raises(UserError, match="run must be a plain name"):
+        load_config(["run=12:30"])
+
+
+def test_an_instruction_is_taken_as_it_is():
+    for text, found in (("", ""), ("Answer: 5", "Answer: 5"), ('" a"', " a"), ("1e3", "1e3")):
+        assert load_config([f"task.instruction={text}"]).task.instruction == found
+
+
+def test_a_preset_that_is_switched_off_makes_room_for_a_block_of_verl():
+    """The demo's preset is there before the overrides."""
+    config = load_config(["correction.preset=null", "correction.rollout_rs=token_k1",
+                          "correction.rollout_rs_threshold=0.5_2.0"])
+    assert correction_of(config).rollout_rs == {"token_k1": (0.5, 2.0)}
+
+
 @pytest.mark.parametrize("text, overrides, off", [
     ("correction: {}", [], True), ("correction: null", [], True), ("correction:", [], True),
     ("seed: 1", [], False), ("correction: {preset: seq_is}", ["correction=null"], True),

@@ -192,3 +192,10 @@ def test_an_engine_that_dies_has_its_last_words_and_leaves_the_checkpoint(
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert code == 1 and last.startswith(f"trainer.py: {said}"), last
     assert list(Path("runs/x/checkpoints").glob("step-*/state.json"))
+
+
+def test_a_cosine_that_is_given_another_end_says_so(run, capsys):
+    run("train.schedule=cosine")
+    for steps, said in (("train.steps=2", False), ("train.steps=3", True)):
+        run("train.schedule=cosine", steps)
+        assert ("cosine fell towards train.steps=2" in capsys.readouterr().err) == said

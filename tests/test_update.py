@@ -1,7 +1,7 @@
 """`update` itself is enumerated: a tabular policy, every response, float64, no model.
 
 The gradient that the trainer's optimizer is given, averaged over all responses of μ, is the row of
-chapter 8's table that the settings name. A mini-batch of which nothing is kept takes no step.
+chapter 8's table that the settings name. A mini-batch with a gradient of 0 takes no step.
 """
 
 import math
@@ -213,6 +213,26 @@ ONES = torch.ones(len(PI.tokens), 3, dtype=torch.float64)
     (["correction={preset: decoupled_token_is}"], 1)])
 def test_a_mini_batch_of_which_nothing_is_kept_takes_no_step(settings, steps, run):
     assert updated(run(*settings), ONES) == (steps, 1 - steps)
+
+
+def test_a_mini_batch_without_a_difference_in_reward_takes_no_step(run):
+    """All advantages are 0, but tokens are kept: that is no empty update."""
+    assert updated(run("correction={preset: decoupled_token_is}"), NOTHING) == (0, 0)
+    assert updated(run("correction={preset: bypass_pg_is}"), NOTHING) == (0, 0)
+
+
+@pytest.mark.parametrize("steps, warmup, rates", [
+    (4, 0, [1, 0.8536, 0.5, 0.1464]), (1, 0, [1]), (4, 2, [1 / 3, 2 / 3, 1, 0.5]),
+    (2, 9, [0.1, 0.2])])
+def test_a_cosine_leaves_something_for_the_last_step(steps, warmup, rates):
+    config = load_config(["train.schedule=cosine", f"train.steps={steps}", "train.lr=1",
+                          f"train.warmup_steps={warmup}"])
+    group, found = {}, []
+    for step in range(1, steps + 1):
+        trainer.set_learning_rate(SimpleNamespace(
+            config=config, optimizer=SimpleNamespace(param_groups=[group])), step)
+        found.append(group["lr"])
+    assert found == pytest.approx(rates, abs=1e-4)
 
 
 def test_adam_would_have_moved_the_weights(run):
