@@ -8,7 +8,7 @@ as verl's, TRL's and this trainer's.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ def read(path: str | Path) -> Iterator[Response]:
         for line, text in enumerate(file, 1):
             try:
                 row = json.loads(text) if text.strip() else None
-            except ValueError:              # also bytes that are not text
+            except (ValueError, RecursionError):            # also bytes that are not text
                 raise ValueError(f"line {line}: this is not JSON") from None
             if text.strip():
                 yield response(line, row)
@@ -55,9 +55,10 @@ def response(line: int, row: Any) -> Response:
     if not isinstance(row, dict):
         raise ValueError(f"line {line}: a row must be a table of lists, by name")
     names = next((names for names in WHOLE if names[0] in row), OURS)
-    version, n = row.get("weight_version"), len(row.get("token_ids") or [])
+    version, ids = row.get("weight_version"), row.get("token_ids")
+    n = len(ids) if isinstance(ids, list) else 0
     versions = [version] * n if isinstance(version, int) else version
-    given = {"token_ids": row.get("token_ids"), names[0]: row.get(names[0]),
+    given = {"token_ids": ids, names[0]: row.get(names[0]),
              names[1]: row.get(names[1]), names[2]: row.get(names[2]),
              "entropy": row.get("entropy"), "weight_version": versions}
     for i, (name, column) in enumerate(given.items()):
@@ -66,10 +67,17 @@ def response(line: int, row: Any) -> Response:
         if column is not None and (not isinstance(column, list) or len(column) != n):
             raise ValueError(f"line {line}: {name} must be a list with an entry for each token")
         _check(line, name, column or [], whole=i in (0, 5), log_prob=i in (1, 2), lowest=i == 2)
+        if i in (0, 3):
+            _check_values(line, name, column or [], range(2 ** 31) if i == 0 else (0, 1))
     prompt, first = row.get("prompt_ids"), 0
     _check(line, "prompt_ids", prompt or [], whole=True)
+    _check_values(line, "prompt_ids", prompt or [], range(2 ** 31))
     if names in WHOLE:                      # the prompt is what precedes the first that counts
-        n = min(n, int(row.get("input_lengths", n)))
+        length = row.get("input_lengths", n)
+        if type(length) is not int or not 0 <= length <= n:
+            raise ValueError(f"line {line}: input_lengths must be a number of tokens, at most {n}, "
+                             f"not {str(length)[:60]}")
+        n = length
         first = next((t for t in range(n) if row[names[2]][t]), n)
         prompt = row["token_ids"][:first]
     tokens, mu, pi, mask, entropy, versions = (x and x[first:n] for x in given.values())
@@ -82,11 +90,22 @@ def _check(line: int, name: str, column: Any, *, whole: bool = False, log_prob: 
            lowest: bool = False) -> None:
     good = isinstance(column, list) and set(map(type, column)) <= (
         {int} if whole else {int, float, bool})
-    total = sum(column) if good else math.nan
+    good = good and not (whole and any(abs(x) >= 2 ** 63 for x in column))
+    try:
+        total = math.fsum(column) if good else math.nan
+    except (OverflowError, ValueError):     # too large, or infinities of both signs
+        total = math.nan
     if not math.isfinite(total) and not (lowest and total == -math.inf):
         raise ValueError(f"line {line}: {name} has an entry that is no finite number")
     if log_prob and column and max(column) > 0.1:           # in 16 bits a few are slightly above 0
         raise ValueError(f"line {line}: {name} has a value above 0, which is no log-prob")
+
+
+def _check_values(line: int, name: str, column: list[Any], allowed: Container[Any]) -> None:
+    for x in column:
+        if x not in allowed:
+            what = "neither 0 nor 1" if allowed == (0, 1) else "the number of no token"
+            raise ValueError(f"line {line}: {name} has {x}, which is {what}")
 
 
 def _parquet(path: str | Path) -> Iterator[dict[str, Any]]:

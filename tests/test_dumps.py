@@ -101,6 +101,37 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, capsys):
     assert "--model" in capsys.readouterr().err.splitlines()[-1]
 
 
+GOOD = {"token_ids": [4, 5], "rollout_log_probs": [-1.0, -0.5], "train_log_probs": [-1.0, -0.5]}
+NEMO = {"token_ids": [4, 5], "generation_logprobs": [0.0, -0.5], "prev_logprobs": [0.0, -0.5],
+        "token_loss_mask": [0, 1]}
+
+
+@pytest.mark.parametrize("row, said", [
+    ({**GOOD, "token_ids": 5}, "token_ids must be a list"),
+    ({**GOOD, "token_ids": [4, 2 ** 70]}, "token_ids has an entry that is no finite number"),
+    ({**GOOD, "token_ids": [4, -1]}, "token_ids has -1, which is the number of no token"),
+    ({**GOOD, "train_log_probs": [-10 ** 400, -1]}, "train_log_probs has an entry that is no fin"),
+    ({**GOOD, "response_mask": [0.5, 1]}, "response_mask has 0.5, which is neither 0 nor 1"),
+    ({**GOOD, "weight_version": [0, 10 ** 30]}, "weight_version has an entry that is no finite"),
+    ({**GOOD, "prompt_ids": [-3]}, "prompt_ids has -3"),
+    *(({**NEMO, "input_lengths": x}, "input_lengths must be a number of tokens, at most 2, not ")
+      for x in (None, [2], "x", -1, 3, 10 ** 400)),
+    ("[" * 100_000, "this is not JSON")], ids=str)
+def test_a_bad_row_is_one_sentence_with_its_line(row, said, tmp_path, capsys):
+    """A traceback would end with 1, which means that a cause was found."""
+    path, text = tmp_path / "dump.jsonl", row if isinstance(row, str) else json.dumps(row)
+    path.write_text(f"{json.dumps(GOOD)}\n{json.dumps(NEMO)}\n{text}\n")
+    assert main([str(path)]) == 2
+    assert f"line 3: {said}" in capsys.readouterr().err
+
+
+def test_a_continued_run_dumps_its_first_steps_too(run):
+    run("run.dump=1")
+    run("run.dump=1", "train.steps=4")
+    dumps = sorted(path.name for path in Path("runs/x/dumps").iterdir())
+    assert dumps == ["step-000001.jsonl", "step-000003.jsonl"]
+
+
 def test_without_a_dump_the_model_samples_and_is_in_order(tiny_model, capsys):
     assert main(["--model", str(tiny_model), "--engine", "transformers", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
