@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from correction import RolloutCorrectionConfig, importance_weights
+from estimators import widen
 from rejection import CRITERIA, rejection_mask
 
 
@@ -51,8 +52,7 @@ def centering_loss(log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tenso
     while it has at most δ under both policies.
     Source: 2609.20807.
     """
-    log_prob, rollout_log_prob = (x.to(torch.promote_types(x.dtype, torch.float32))
-                                  for x in (log_prob, rollout_log_prob))
+    log_prob, rollout_log_prob = widen(log_prob), widen(rollout_log_prob)
     known = (rollout_log_prob > -math.inf) & response_mask.bool()[..., None]           # [B, T, K]
     p, mu = (torch.where(known, x, -math.inf).exp() for x in (log_prob, rollout_log_prob))
     rest, mu_rest = (1 - x.sum(-1, keepdim=True) for x in (p, mu))

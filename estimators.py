@@ -24,15 +24,18 @@ KL_KINDS = ("k1", "k2", "k3", "abs")
 
 # ------------------------------------------------------------------------------- log-ratios
 
+def widen(x: Tensor) -> Tensor:
+    """Return x in float32, or as it is if wider: sums and differences of 16 bits lose too much."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def masked_log_ratio(log_prob: Tensor, other_log_prob: Tensor, response_mask: Tensor) -> Tensor:
     """Return log(π/π') per token, 0 on padding, in float32 or wider.  (eq:ratio)
 
     `log_prob`, `other_log_prob`, `response_mask`: [B, T] → [B, T]. NaN or ±inf in the padding
     reaches neither value nor gradient: a difference has slope 1 even there, so masking gives 0.
     """
-    dtype = torch.promote_types(log_prob.dtype, other_log_prob.dtype)
-    dtype = torch.promote_types(dtype, torch.float32)
-    return torch.where(response_mask.bool(), log_prob.to(dtype) - other_log_prob.to(dtype), 0.0)
+    return torch.where(response_mask.bool(), widen(log_prob) - widen(other_log_prob), 0.0)
 
 
 def exp_ratio(log_ratio: Tensor, bound: float = SAFETY_BOUND) -> Tensor:
@@ -114,15 +117,13 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     Source: Schulman, "Approximating KL divergence" (values); Tang & Munos 2506.09477 (gradients).
     """
     base = kind.removesuffix("+")
-    wide = torch.promote_types(log_prob.dtype, ref_log_prob.dtype)
-    wide = torch.promote_types(wide, torch.float32)
-    ell = log_prob.to(wide) - ref_log_prob.to(wide)
+    ell = widen(log_prob) - widen(ref_log_prob)
     if base == "k1":
         value = ell
     elif base == "k2":
         value = ell.square() / 2
     elif base == "k3":
-        value = exp_ratio(-ell) - 1 + ell
+        value = torch.expm1((-ell).clamp(-SAFETY_BOUND, SAFETY_BOUND)) + ell
     elif base == "abs":
         value = ell.abs()
     else:
@@ -151,7 +152,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
     `weights`, `mask`: any one shape → scalar. If all weights are 0 the result is 0, not NaN.
     Source: Kish 1965; Martino et al. 1602.03572; χ² link 1809.04129.
     """
-    weights = torch.where(mask.bool(), weights, 0.0)
+    weights = torch.where(mask.bool(), widen(weights), 0.0)
     largest = weights.abs().amax().clamp(min=torch.finfo(weights.dtype).tiny)
     weights = weights / largest                                 # scale-free: w² stays finite
     return kish(mask.bool().sum(), weights.sum(), weights.square().sum())
@@ -172,7 +173,7 @@ def perplexity(log_prob: Tensor, response_mask: Tensor) -> Tensor:
     [B, T] → [B]. For two policies, ppl_old/ppl_rollout = 1/(geometric mean of ρ).
     """
     mask = response_mask.bool()
-    mean = torch.where(mask, log_prob, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
+    mean = torch.where(mask, widen(log_prob), 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
     return exp_ratio(-mean, 4 * SAFETY_BOUND)           # never squared; e^80 fits in a float32
 
 

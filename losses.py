@@ -19,7 +19,7 @@ from torch import Tensor
 
 from centering import centering_loss
 from correction import Correction, RolloutCorrectionConfig, correct
-from estimators import aggregate_log_ratio, exp_ratio, kl_estimate, masked_log_ratio
+from estimators import aggregate_log_ratio, exp_ratio, kl_estimate, masked_log_ratio, widen
 from rejection import choice
 from surrogates import Loss
 from surrogates import (cispo_loss as cispo_loss,     # re-exported
@@ -97,17 +97,17 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
     says what |y_i| and N count, so that rejection need not change the size of the step. N counts
     non-empty sequences. In rows where denominator_mask is empty and `mask` is not, |y_i| counts
     `mask`. Holes in a mask, such as a tool's tokens, count nowhere (eq:tool-length): H is by
-    default T, less the columns between tokens that no row counts; better give the sampler's limit.
-    `counts` are the counts of the whole mini-batch, over ranks and micro-batches; with them (and a
-    `horizon`) the results of the parts add up to that of the whole. With nothing to sum the result
-    is 0, graph attached. Raises ValueError on another mode.
+    default T, less the columns before the last token that no row counts; better give the sampler's
+    limit. `counts` are the counts of the whole mini-batch, over ranks and micro-batches; with them
+    (and a `horizon`) the results of the parts add up to that of the whole. With nothing to sum the
+    result is 0, graph attached. Raises ValueError on another mode.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"mode must be one of {', '.join(AGGREGATIONS)}, not {mode!r}")
     mask = mask.bool()
     counted = mask if denominator_mask is None else denominator_mask.bool()
     tokens, sequences = count(counted) if counts is None else counts
-    row = torch.where(mask, values, 0.0).sum(-1)                                      # [B]
+    row = torch.where(mask, widen(values), 0.0).sum(-1)                                    # [B]
     if mode == "token-sum":
         return row.sum()
     if mode == "token-mean":
@@ -122,9 +122,9 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
 
 
 def width_without_holes(mask: Tensor) -> Tensor:
-    """Return T less the columns between tokens that no row of `mask` [B, T] counts: a scalar."""
+    """Return T less the columns before the last token that no row of `mask` [B, T] counts."""
     some = mask.bool().any(0)                                                             # [T]
-    holes = ~some & some.flip(0).cumsum(0).flip(0).bool()                  # before the last token
+    holes = ~some & some.flip(0).cumsum(0).flip(0).bool()                                 # [T]
     return (mask.shape[-1] - holes.sum()).clamp(min=1)
 
 
@@ -206,11 +206,10 @@ def _roles(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob: Tens
         if x.shape != response_mask.shape:
             raise ValueError(f"{name} {tuple(x.shape)} and response_mask "
                              f"{tuple(response_mask.shape)} must have one shape [B, T]")
-        x = torch.where(response_mask.bool(), x, 0.0)
-        return x.to(torch.promote_types(x.dtype, torch.float32))
+        return widen(torch.where(response_mask.bool(), x, 0.0))
 
     log_prob = on_responses("log_prob", log_prob)
-    advantages = on_responses("advantages", advantages)
+    advantages = on_responses("advantages", advantages).detach()
     if rollout_log_prob is not None:
         rollout_log_prob = on_responses("rollout_log_prob", rollout_log_prob).detach()
     train = log_prob.detach()

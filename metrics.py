@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from estimators import (OF_TOKENS, aggregate_log_ratio, chi_square, exp_ratio, extremes, kish,
-                        masked_log_ratio, outside, perplexity, sequence_log_ratio)
+                        masked_log_ratio, outside, perplexity, sequence_log_ratio, widen)
 from rejection import Criterion, Evidence, Verdict, Verdicts
 
 
@@ -73,7 +73,7 @@ class Tokens(NamedTuple):
         """
         if x.shape != self.mask.shape:
             return Sums.of_rows(x.detach().squeeze(-1), self.n)
-        x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+        x = widen(x.detach())
         mean = torch.where(self.mask, x, 0.0).sum(-1) / self.n.clamp(min=1).to(x.dtype)
         apart = torch.where(self.mask, x - mean[:, None], 0.0)                           # [B, T]
         mean, rest, squares, top, bottom = (column.double() for column in (
@@ -192,7 +192,7 @@ def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quant
     (eq:martingale)
     """
     _, (mask, n, rows), of_log, of_rho = ratios
-    log_mu = torch.where(mask, rollout_log_prob, 0.0).sum(-1) / n       # mean over a sequence, [B]
+    log_mu = torch.where(mask, widen(rollout_log_prob), 0.0).sum(-1) / n     # of a sequence: [B]
     mean, any_token = of_log.total / n, (n > 0)[:, None]
     means = [
         (n, of_rho.total / n - 1 - mean, {"k3_kl": "mean"}),

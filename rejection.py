@@ -73,7 +73,7 @@ def ratio_within(where: str, seen: Evidence, bound: Any) -> Verdict:
 
     That is a token's ρ, its sequence's product or geometric mean, or for seq_max every ρ of the
     sequence. The statistic is k1 = −log ρ, so the ends of ρ's interval swap. The bounds judge log ρ
-    itself; only the reported statistic is clamped to ±SAFETY_BOUND, as verl's is.
+    itself; the reported statistic is made of log ρ_t clamped to ±SAFETY_BOUND, as verl's is.
     Source: Liu, Li et al. 2025 (geometric mean); 2512.23075 (worst token).
     """
     limited = seen.log_rho.clamp(-SAFETY_BOUND, SAFETY_BOUND)

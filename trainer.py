@@ -47,6 +47,7 @@ from plumbing.run import Run, open_run
 from plumbing.settings import Config, correction_of, help_text, kl_of, load_config
 from plumbing.tasks import seed_of
 from policy import Policy, full_tensor
+from rollout import Sample as Sample      # re-exported
 
 
 def train(run: Run) -> None:

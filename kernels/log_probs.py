@@ -68,7 +68,7 @@ class TokenLogProbs(torch.autograd.Function):
                                  dtype=torch.promote_types(hidden.dtype, torch.float32))
         for first in range(0, len(weight), size):
             rows = slice(first, first + size)
-            z = space[:len(hidden) * len(weight[rows])].view(len(hidden), -1)
+            z = space[:len(hidden) * len(weight[rows])].view(len(hidden), len(weight[rows]))
             multiply(hidden, weight[rows].T, z)
             if bias is not None:
                 z.add_(bias[rows])

@@ -319,7 +319,7 @@ def studies(T, size, update):
 def bias_and_std(config, T, size, update=0.0):
     """Return bias, its standard error, standard deviation and the share of tokens kept.
 
-    The first three are root mean squares over random policies, in units of |∇J|.
+    The first three are root mean squares over random policies, divided by that of |∇J|.
     """
     old, mu, theta, advantages, target = studies(T, size, update)
     mean, variance, kept = moments(config, theta, old, mu, advantages, POLICIES)
@@ -436,7 +436,8 @@ FORMULAS = {
     "PREFIX_seq_min": "smallest w̄",
     "PREFIX_seq_max_deviation": "largest |w̄ − 1|",
     "PREFIX_ratio_fraction_high": "share of ρ above hi (C); of responses at sequence level",
-    "PREFIX_ratio_fraction_low": "share of ρ below lo (1/C); of responses at sequence level",
+    "PREFIX_ratio_fraction_low": "share of ρ below lo (1/C): of tokens; of responses at sequence "
+                                "level and for a criterion of sequences",
     "PREFIX_seq_fraction_high": "share of responses whose mean ρ is above hi (C)",
     "PREFIX_seq_fraction_low": "share of responses whose mean ρ is below lo (1/C)",
     "rollout_is_masked_fraction": "share of tokens with w = 0, outside [lo, hi]",

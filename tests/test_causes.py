@@ -217,7 +217,7 @@ def test_a_penalty_is_judged_at_equal_log_odds():
 
 
 def test_rounding_of_one_sign_is_no_cause():
-    """Of a policy that is nearly sure E[ρ] may be 10 standard errors from 1, by 1e-7."""
+    """E[ρ] of a nearly sure policy may be 10 standard errors from 1, by 1e-7."""
     g = torch.Generator().manual_seed(0)
     rounding = 2.0 ** -23 * (torch.rand(640, generator=g) < 0.3).double()
     sure = torch.full_like(rounding, -1e-4)

@@ -16,6 +16,8 @@ from tolerances import gamma
 from estimators import (SAFETY_BOUND, aggregate_log_ratio, effective_sample_size, exp_ratio,
                         grpo_advantages, kl_estimate, masked_log_ratio, perplexity,
                         reinforce_advantages, rloo_advantages)
+from losses import aggregate_loss
+from metrics import offpolicy_metrics, to_host
 
 PI = Policy(3, 3, seed=0)
 MU, REF, R = PI.perturbed(1, 0.5), PI.perturbed(3, 0.7), rewards(PI)
@@ -250,3 +252,14 @@ def test_errors_name_the_value_and_the_choices(call):
     """eq:kl-estimators, eq:levels: an error is one sentence."""
     with pytest.raises(ValueError, match="must be one of .*, not '(k4|k1\\+\\+|batch)'"):
         call()
+
+
+def test_sums_over_16_bits_are_not_of_16_bits():
+    """A sum in float16 overflows at 65 504, and one in bfloat16 has 8 bits."""
+    ones, mask = torch.ones(1, 80_000), torch.ones(1, 80_000)
+    for dtype in torch.float16, torch.bfloat16:
+        assert effective_sample_size(ones.to(dtype), mask) == 1
+        assert perplexity((-2 * ones).to(dtype), mask).item() == pytest.approx(math.exp(2), rel=gamma(4))
+        assert aggregate_loss((5 * ones).to(dtype), mask, "token-mean") == 5
+        metrics = to_host(offpolicy_metrics((-2 * ones).to(dtype), (-2 * ones).to(dtype), mask))
+        assert metrics["rollout_corr/rollout_log_ppl"] == 2

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "estimators": set(), "surrogates": {"estimators"}, "rejection": {"estimators"},
     "metrics": {"estimators", "rejection"},
     "correction": {"estimators", "metrics", "rejection", "surrogates"},
-    "centering": {"correction", "rejection"}, "causes": set(),
+    "centering": {"correction", "estimators", "rejection"}, "causes": set(),
     "doctor": {"causes", "metrics"},
     "losses": {"estimators", "surrogates", "rejection", "correction", "centering"},
     "kernels": set(), "policy": {"kernels", "plumbing.models"},
