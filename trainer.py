@@ -362,7 +362,7 @@ def main(argv: list[str]) -> int:
     with report_errors() as outcome:
         signals.listen()
         start(load_config(argv))
-    signals.done()
+    signals.done(failed=outcome.code != 0)
     return outcome.code
 
 

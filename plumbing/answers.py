@@ -43,7 +43,8 @@ WRITTEN = [(re.compile(pattern), plain) for pattern, plain in (
 NUMERALS = ("(?:one|two|three|thir|four|fort|fi[fv]|six|seven|eigh|nin|eleven|twel|twen|half|halv|"
             "quarter|hundred|thousand|dozen)[a-z]*|zero|ten(?:s|ths?)?|[a-z]*illi(?:on|ard)[a-z]*|"
             "score|gross|grand|lakhs?|crores?|squared|cubed|factorial|and|plus|minus|times|over|"
-            "under|above|below|point")
+            "under|above|below|point|mil|bil|mln|bln|trn|double[ds]?|triple[ds]?|twice|negative|"
+            "divided|none|nil|not")
 POWER = r"(?:[²³]|\^\{?[23]\}?)?"
 SHORT = rf"(?:[kcm]?m|[km]?g|m?[lL]|s|h|hrs?|min|ft|in|yd|mi|mph|oz|lbs?|[ap]m){POWER}"
 WORD = rf"(?!(?i:{NUMERALS})(?![A-Za-z]))[A-Za-z]{{3,}}{POWER}"

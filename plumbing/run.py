@@ -192,6 +192,8 @@ class Run:
             self.tokenizer = read_tokenizer(path)
             self.prompts, self.held_out_prompts = self.encode(model)
             self.eos_ids = ends_of(path, model, self.tokenizer)
+            self.remarks += check_ends(self.prompts, self.eos_ids, self.tokenizer,
+                                       model.get_text_config().vocab_size)
             self.remarks += require_vocabulary(
                 self.tokenizer, model.get_text_config().vocab_size,
                 set(self.eos_ids).union(*self.prompts, *self.held_out_prompts))
@@ -246,8 +248,8 @@ class Run:
         if room < 1:
             raise UserError(f"rollout.max_tokens={config.rollout.max_tokens} leaves no room for a "
                             f"prompt: the model's context has {context} tokens")
-        encoded = self.token_ids([f"{p.question} {config.task.instruction}".rstrip()
-                                  for p in problems])
+        after = f" {config.task.instruction}" if config.task.instruction else ""
+        encoded = self.token_ids([p.question + after for p in problems])
         fits = [0 < len(ids) <= room for ids in encoded]
         bad = [f"{p.where} is a prompt of {len(ids)} tokens"
                for p, ids, ok in zip(problems, encoded, fits) if not ok]
@@ -288,6 +290,7 @@ class Run:
         for sentence in [*self.remarks, *self.task.remarks]:
             self.say(f"* {sentence}")
         if self.done:
+            self.engine.sleep()    # as in an update, which needs as much memory
             self.checkpoints.load(self)
             self.say(f"continuing after step {self.done}" + (
                 f", beyond train.steps={config.train.steps}" if self.done > config.train.steps
@@ -513,3 +516,19 @@ def ends_of(path: str, model: Any, tokenizer: Any) -> list[int]:
     except OSError:                # not every model has one
         ends = getattr(model.get_text_config(), "eos_token_id", None)
     return sorted({*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None})
+
+
+def check_ends(prompts: list[list[int]], ends: list[int], tokenizer: Any, vocabulary: int
+               ) -> list[str]:
+    """Refuse an end token that the model has not; say if no response ends, or every prompt has."""
+    if beyond := [i for i in ends if i >= vocabulary]:
+        raise ValueError(f"its end token is number {beyond[0]}, and its vocabulary has "
+                         f"{vocabulary} tokens")
+    if not ends:
+        return ["policy.path: neither the model nor its tokenizer has an end token, so every "
+                "response has rollout.max_tokens tokens"]
+    if all(prompt[-1] in ends for prompt in prompts):
+        return [f"policy.path: the tokenizer ends every prompt with "
+                f"{tokenizer.convert_ids_to_tokens(prompts[0][-1])!r}, an end token, so a response "
+                "begins after its end; set add_eos_token to false in tokenizer_config.json"]
+    return []

@@ -41,6 +41,7 @@ class Received:
     listening = False              # the imports are through
     ended: Ended | None = None     # what was raised; a library may have caught it
     told_to_end = False            # SIGTERM came: the step in progress is the last
+    failed = False                 # the run has said why it ended
     grace = 0.0                    # seconds that it has; 0: no step is in progress
 
 
@@ -54,18 +55,19 @@ def catch() -> None:
 def listen() -> None:
     """Raise a signal from now on; before this, and after `done`, it ends the process at once."""
     Received.where, Received.ended, Received.told_to_end = nothing_yet, None, False
-    Received.listening = True
+    Received.listening, Received.failed = True, False
 
 
-def done() -> None:
-    """Let a signal end the process immediately from now on, since everything is written."""
+def done(failed: bool) -> None:
+    """Let a signal end the process immediately from now on, since everything is written or said."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     Received.where, Received.listening = lambda: "the run had ended", False
+    Received.failed = failed
 
 
 def answer(number: int, _: Any) -> None:
     if not Received.listening or Received.ended:
-        if int(os.environ.get("RANK", "0")) == 0:
+        if int(os.environ.get("RANK", "0")) == 0 and not Received.failed:
             with contextlib.suppress(OSError):                 # the terminal may be gone
                 bar = "\n" * Received.listening                # a progress bar may not have ended
                 os.write(2, f"{bar}trainer.py: {Received.ended or Ended(number)}\n".encode())

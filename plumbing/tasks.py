@@ -248,16 +248,19 @@ def problem_of(row: Any, where: str) -> Problem:
         raise UserError(f"{where} is not JSON: {row[:60]!r}") from None
     for key in ("question", "answer"):
         value = row.get(key) if isinstance(row, dict) else None
-        if type(value) not in (str, int, float) or not str(value).strip():
+        if value is None or not str(value).strip():
             raise UserError(f"{where} has no `{key}`")
-        if isinstance(value, float) and not math.isfinite(value):
+        if type(value) not in (str, int, float, Decimal):
+            raise UserError(f"{where} has {str(value)[:60]} for its `{key}`, which is neither text "
+                            "nor a number")
+        if isinstance(value, (float, Decimal)) and not math.isfinite(value):
             raise UserError(f"{where} has {value} for its `{key}`, which is no number")
         if re.search("[\ud800-\udfff]", str(value)):           # no tokenizer takes it
             raise UserError(f"{where} has half of a surrogate pair in its `{key}`: "
                             f"{str(value)[:60]!r}")
     answer = row["answer"]
-    if isinstance(answer, float):
-        answer = f"{Decimal(repr(answer)):f}"              # 0.00001, which repr writes as 1e-05
+    if isinstance(answer, (float, Decimal)):
+        answer = f"{Decimal(str(answer)):f}"               # 0.00001, which str writes as 1e-05
     if not final_answer(str(answer)):
         raise UserError(f"{where} has an `answer` that ends in nothing: {answer[-60:]!r}")
     return Problem(str(row["question"]), str(answer), where)

@@ -120,6 +120,8 @@ def test_the_examples_of_the_rule():
         assert text in rule and is_right(text, "42")
     for text in ("42 thousand", "42 or 43", "42 and a half", "$41$ or $42$"):
         assert text in rule and not is_right(text, "42")
+    for word in ("mil", "bln", "trn", "doubled", "twice", "negative", "divided", "not"):
+        assert not is_right(f"42 {word}", "42"), word
     assert (not is_right("3 kings", "3 queens") and is_right(r"\frac{1}{2}", "1/2")
             and not is_right("1e3", "1000"))
 

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, replace
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from launching import shell
 
 from plumbing import tasks
 from plumbing.faults import process_group
-from plumbing.run import Run
+from plumbing.models import read_tokenizer
+from plumbing.run import Run, check_ends
 from plumbing.settings import (
     Config, TaskConfig, TrainConfig, UserError, check_run, flat, help_text, load_config, remarks)
 
@@ -191,8 +193,8 @@ def test_the_digest_is_of_all_questions_and_answers_in_their_order(file, forks, 
 BAD = [("nope", "is not JSON: 'nope'"), ('{"question": "1+1=", ', "is not JSON"),
        ("[" * 9999, "is not JSON"), ('["1+1=", "2"]', "has no `question`"),
        ('{"question": "1+1="}', "has no `answer`"),
-       ('{"question": ["1+1="], "answer": "2"}', "has no `question`"),
-       ('{"question": "a", "answer": true}', "has no `answer`"),
+       ('{"question": ["1+1="], "answer": "2"}', "has ['1+1='] for its `question`"),
+       ('{"question": "a", "answer": true}', "has True for its `answer`, which is neither"),
        ('{"question": " ", "answer": "2"}', "has no `question`"),
        ('{"question": "a", "answer": null}', "has no `answer`"),
        ('{"question": "1+1=", "answer": "so\\n#### "}',
@@ -302,6 +304,29 @@ def test_a_context_without_room_and_a_part_without_a_prompt_are_one_sentence(fil
         run.encode(model)
 
 
+def test_a_question_is_given_as_it_is(file, tiny_model):
+    """White space at its end stays, with and without an instruction."""
+    rows = [{"question": f"{i}+1=  ", "answer": i + 1} for i in range(4)]
+    run, model = encoding(task_of(file("rows", rows)), tiny_model)
+    for instruction, after in (("", "  "), ("7", "   7")):
+        run.config.task.instruction = instruction
+        prompts, _ = run.encode(model)
+        question = run.task.train[0].question
+        assert question.endswith("=  ")
+        assert prompts[0] == run.tokenizer(question.rstrip() + after).input_ids
+
+
+def test_a_tokenizer_and_a_model_without_a_usable_end_are_told(tiny_model):
+    tokenizer = read_tokenizer(str(tiny_model))
+    assert not check_ends([[5, 6], [1, 5]], [1], tokenizer, 20)
+    [nothing] = check_ends([[5, 6]], [], tokenizer, 20)
+    assert "has an end token, so every response has rollout.max_tokens tokens" in nothing
+    [closed] = check_ends([[5, 1], [6, 7, 1]], [1, 2], tokenizer, 20)
+    assert "the tokenizer ends every prompt with '" in closed and "add_eos_token" in closed
+    with pytest.raises(ValueError, match="its end token is number 99, and its vocabulary has 20"):
+        check_ends([[5, 6]], [1, 99], tokenizer, 20)
+
+
 CHAT = ("{% for m in messages %}({{ m['content'] }}){% endfor %}"
         "{% if add_generation_prompt %}={% endif %}")
 
@@ -334,6 +359,13 @@ def test_question_files_train(kind, run, tmp_path, capsys):
     code, lines = run(f"task.kind={kind}", "task.path=rows")
     assert code == 0 and len(lines) == 2
     assert "* 1 of 25 rows of rows repeat the question of an earlier row" in capsys.readouterr().err
+
+
+def test_an_answer_may_be_a_decimal():
+    """Parquet has columns of them."""
+    assert tasks.problem_of({"question": "a", "answer": Decimal("42.50")}, "x").answer == "42.50"
+    with pytest.raises(UserError, match="has NaN for its `answer`, which is no number"):
+        tasks.problem_of({"question": "a", "answer": Decimal("nan")}, "x")
 
 
 @pytest.mark.parametrize("on_bad_row", ["raise", "skip"])
