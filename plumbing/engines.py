@@ -56,7 +56,8 @@ def make_engine(
             if find_spec("vllm"):  # warn if it is broken, not if it is absent
                 warnings.warn(f"rollout.engine=auto takes transformers: {error}", stacklevel=2)
         else:
-            say("vLLM starts: seconds on a CPU, up to three minutes on a GPU")
+            say("vLLM starts: seconds on a CPU, up to three minutes on a GPU; with "
+                "VLLM_LOGGING_LEVEL=WARNING it shows what it prints")
             return VllmEngine(path, gpu_memory_utilization=gpu_memory_utilization,
                               enforce_eager=enforce_eager, **settings)
     return TransformersEngine(path, **settings)

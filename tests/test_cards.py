@@ -290,7 +290,8 @@ def test_vllm_is_announced_before_it_starts(monkeypatch, tiny_model):
     told = []
 
     def start(*args, **settings):
-        assert told == ["vLLM starts: seconds on a CPU, up to three minutes on a GPU"]
+        assert told == ["vLLM starts: seconds on a CPU, up to three minutes on a GPU; with "
+                        "VLLM_LOGGING_LEVEL=WARNING it shows what it prints"]
         raise InterruptedError
     monkeypatch.setattr(engines, "import_vllm", lambda device: None)
     monkeypatch.setattr(engines, "VllmEngine", start)

@@ -186,3 +186,19 @@ if __name__ == "__main__":
     numbers = [int(word) for word in sys.argv[1:] if word.isdecimal()]
     sys.exit(main(*[*numbers, *(20, 0)[len(numbers):]],
                   [word for word in sys.argv[1:] if "=" in word]))
+
+
+WAITS = """
+import torch.distributed as dist
+from plumbing.faults import end_after, process_group
+with process_group(), end_after(0.2, "vllm"):
+    dist.distributed_c10d._get_default_store().get("never")
+"""
+
+
+def test_a_call_that_waits_for_another_rank_is_ended_too(forks, tmp_path):
+    """It holds the lock of its connection to the store, and the watchdog asks over another."""
+    (tmp_path / "waits.py").write_text(WAITS)
+    result = shell([sys.executable, *forks, "waits.py"], tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.startswith("trainer.py: rollout.engine=vllm has not answered"), result
