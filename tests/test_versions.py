@@ -195,7 +195,7 @@ def test_rewards_have_the_correlation_with_length_that_is_asked_for(correlation)
 # -------------------------------------------------------------------------- what the chapter says
 
 def called_exact():
-    [names] = re.findall(r"\*\*Exact are\*\*.*?: (.*?)\. \*\*Every other", CHAPTER, re.DOTALL)
+    [names] = re.findall(r"\*\*These are exact\*\*.*?: (.*?)\. \*\*Every other", CHAPTER, re.DOTALL)
     return set(re.findall(r"\*([^*]+)\*", " ".join(names.split())))
 
 
