@@ -279,9 +279,10 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
     norm: Any = nn.utils.clip_grad_norm_(policy.parameters(), config.train.max_grad_norm)
     norm = full_tensor(norm)                                    # of all ranks' shards
     finite, totals = norm.isfinite() & totals.isfinite().all(), dict(zip(sums, totals))
-    finite, learns, moves = torch.stack([finite, totals.pop("learning") > 0, norm > 0]).tolist()
+    finite, learns, moves = torch.stack(
+        [finite, totals.pop("learning") > 0, finite & (norm > 0)]).tolist()
     learns = learns or options.score_centering or (how.kl_in == "loss" and how.kl_coef != 0)
-    if finite and moves:
+    if moves:
         run.optimizer.step()
     run.optimizer.zero_grad()
     if not finite:
