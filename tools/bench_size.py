@@ -83,7 +83,9 @@ def one_step(run, step: int, options) -> tuple[dict[str, Took], Any]:
     world, kept = torch.distributed.group.WORLD, {}
 
     def rollout():
-        kept["batch"], _ = trainer.sample(run, step)
+        batch, _ = trainer.sample(run, step)
+        # Random weights answer nothing right, and an update without a gradient would take no step.
+        kept["batch"] = batch._replace(advantages=torch.ones_like(batch.advantages))
 
     def log_probs():
         found = trainer.score(run.policy, kept["batch"], run.config)
