@@ -47,14 +47,14 @@ def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
         os.dup2(file.fileno(), 2)
     began = time.perf_counter()
     warm_start(config, log.with_name(f"{study['name']}-{seed}.lock"))
-    counted = plant(method, trainer)
+    plant(method, trainer)
     shares = watch(trainer)
     if study.get("evaluator") == "float32":
         trainer.evaluate = in_float32(trainer.evaluate)
     trainer.start(config)
     lines = read_metrics(directory_of(config) / "metrics.jsonl")
     recorded = {"steps": judged(lines[:study["record"]])} if "record" in study else {}
-    return {"regime": regime, "method": method, "seed": seed, **summary(lines), **shares, **counted,
+    return {"regime": regime, "method": method, "seed": seed, **summary(lines), **shares,
             **recorded,
             "seconds": round(time.perf_counter() - began, 1)}
 
@@ -115,16 +115,13 @@ def watch(trainer) -> dict:
     return found
 
 
-def plant(method: str, trainer) -> dict:
-    """Plant a method that is not among the trainer's settings: a mistake, a control or a weight.
-
-    Return a dict that has the method's counts when the run has ended.
-    """
+def plant(method: str, trainer) -> None:
+    """Plant a method that is not among the trainer's settings: a mistake, a control or a weight."""
     import torch
 
     from policy import Policy
     loss, correct, train = trainer.policy_loss, trainer.correct, trainer.train
-    tokens_to_learn_from, sample, found = trainer.tokens_to_learn_from, trainer.sample, {}
+    sample = trainer.sample
 
     def double_count(log_prob, old, rollout, advantages, mask, *rest, **more):
         """Weigh PPO's ratio, which is π_θ/μ already, by π_θ/μ again: w·min(ρA, clip(ρ)A)."""
@@ -151,10 +148,17 @@ def plant(method: str, trainer) -> dict:
         token = torch.where(mask, old - rollout, 0.0).exp().clamp(max=2.0)            # [B, T]
         return replace(found, weights=torch.where(mask, (token + found.weights) / 2, 0.0))
 
-    def stepping_on_nothing(correction, config):
-        count = tokens_to_learn_from(correction, config)
-        found["empty_updates"] = found.get("empty_updates", 0) + (count == 0).item()
-        return count.clamp(min=1)
+    def stepping_on_nothing(update):
+        """Take AdamW's step on a gradient of 0 where nothing was kept."""
+        def stepped(run, *given):
+            done = update(run, *given)
+            if done.empty:
+                for parameter in run.policy.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+            return done
+        return stepped
 
     def recomputed(run, step):
         """Score what was drawn by the version at its end, which the engine still has."""
@@ -182,10 +186,9 @@ def plant(method: str, trainer) -> dict:
     elif method in ("recomputed", "old_masked"):
         trainer.sample = {"recomputed": recomputed, "old_masked": old_masked}[method]
     elif method == "geo_rs_steps_on_nothing":
-        trainer.tokens_to_learn_from = stepping_on_nothing
+        trainer.update = stepping_on_nothing(trainer.update)
     elif method == "geo_rs_sgd":
         trainer.train = with_sgd
-    return found
 
 
 def sgd_with_adams_first_step(run):

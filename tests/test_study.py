@@ -207,7 +207,7 @@ def test_a_wrong_record_is_planted_in_the_batch_and_nothing_else(method, crossed
     model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: None), score=-7.0)
     run = SimpleNamespace(engine=SimpleNamespace(model=model), config=SimpleNamespace(
         rollout=SimpleNamespace(update_every=2, temperature=1.0)))
-    unused = dict.fromkeys(("policy_loss", "correct", "train", "tokens_to_learn_from"))
+    unused = dict.fromkeys(("policy_loss", "correct", "train"))
     fake = SimpleNamespace(
         **unused, sample=lambda run, step: (batch, {"response/crossed_fraction": crossed}),
         score=lambda policy, batch, config: torch.full((2, 4), policy.model.score))
@@ -215,6 +215,23 @@ def test_a_wrong_record_is_planted_in_the_batch_and_nothing_else(method, crossed
     found, _ = fake.sample(run, 3)
     assert found.response_mask.int().tolist() == mask
     assert (found.rollout_log_prob == score).all() and batch.response_mask[0].all()
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_step_on_nothing_is_adams_on_a_gradient_of_0(empty):
+    """The arm `geo_rs_steps_on_nothing` takes it; after one real step momentum moves the weight."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([weight], lr=1e-3)
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    optimizer.zero_grad()
+    run, before = SimpleNamespace(policy=SimpleNamespace(parameters=lambda: [weight]),
+                                  optimizer=optimizer), weight.item()
+    fake = SimpleNamespace(policy_loss=None, correct=None, train=None, sample=None,
+                           update=lambda run, batch: SimpleNamespace(empty=empty))
+    study.plant("geo_rs_steps_on_nothing", fake)
+    assert fake.update(run, None).empty == empty
+    assert (weight.item() < before) == empty and weight.grad is None
 
 
 def test_matched_is_six_bits_on_time_in_the_first_study_and_equal_weights_in_the_second():
