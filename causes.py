@@ -24,6 +24,7 @@ from torch import Tensor
 FLOOR = 0.01            # logits: a smaller gap needs no explanation, unless other tokens agree
 RECORD = 1e-4           # share left by a wrong record, whose law is not about sizes
 TEN = math.exp(-10)     # ten nats are not chance
+LOWEST = -40.0          # stands for any lower log π
 ROUNDING = 1e-4         # of E[ρ]: float32 alone may move it by so much
 
 # Limits that were set by hand, on the dumps of the split `written` and of earlier judged splits.
@@ -88,7 +89,7 @@ class Tokens(NamedTuple):
                 if r.mask[t]:
                     rows.append((
                         min(0.0, r.rollout_log_probs[t]),
-                        min(0.0, max(-40.0, r.train_log_probs[t])), i, t,
+                        min(0.0, max(LOWEST, r.train_log_probs[t])), i, t,
                         -1 if r.prompt_ids is None else start, v,
                         v == end and t == len(r.token_ids) - 1,
                         numbers.setdefault(prefix, len(numbers)), v in before, v in prompt,
@@ -316,7 +317,7 @@ def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
 def grid(x: Tokens) -> Finding | None:
     """Test whether a column's log-probs all fit in 16 bits: it was computed in 16 bits then."""
     for name, column in (("log μ", x.mu), ("log π", x.pi)):
-        values = column[(column < -1e-4) & (column > -40)].float()      # −40: it was lower
+        values = column[(column < -1e-4) & (column > LOWEST)].float()
         for kind in (torch.bfloat16, torch.float16):
             share = _share(values == values.to(kind).float())
             if len(values) >= 20 and share > 0.99 and x.d().any():

@@ -34,6 +34,8 @@ OURS = ("rollout_log_probs", "train_log_probs", "response_mask")
 WHOLE = (("inference_logprobs", "trainer_logprobs", "loss_mask"),           # prime-rl
          ("generation_logprobs", "prev_logprobs", "token_loss_mask"))       # NeMo-RL
 
+IDS, FLAGS = (range(2 ** 31), "the number of no token"), ((0, 1), "neither 0 nor 1")
+
 
 def read(path: str | Path) -> Iterator[Response]:
     """Yield the responses of a dump in order; a bad row is a ValueError that names its line."""
@@ -68,10 +70,10 @@ def response(line: int, row: Any) -> Response:
             raise ValueError(f"line {line}: {name} must be a list with an entry for each token")
         _check(line, name, column or [], whole=i in (0, 5), log_prob=i in (1, 2), lowest=i == 2)
         if i in (0, 3):
-            _check_values(line, name, column or [], range(2 ** 31) if i == 0 else (0, 1))
+            _check_values(line, name, column or [], *(IDS if i == 0 else FLAGS))
     prompt, first = row.get("prompt_ids"), 0
     _check(line, "prompt_ids", prompt or [], whole=True)
-    _check_values(line, "prompt_ids", prompt or [], range(2 ** 31))
+    _check_values(line, "prompt_ids", prompt or [], *IDS)
     if names in WHOLE:                      # the prompt is what precedes the first that counts
         length = row.get("input_lengths", n)
         if type(length) is not int or not 0 <= length <= n:
@@ -101,11 +103,11 @@ def _check(line: int, name: str, column: Any, *, whole: bool = False, log_prob: 
         raise ValueError(f"line {line}: {name} has a value above 0, which is no log-prob")
 
 
-def _check_values(line: int, name: str, column: list[Any], allowed: Container[Any]) -> None:
+def _check_values(line: int, name: str, column: list[Any], allowed: Container[Any],
+                  else_it_is: str) -> None:
     for x in column:
         if x not in allowed:
-            what = "neither 0 nor 1" if allowed == (0, 1) else "the number of no token"
-            raise ValueError(f"line {line}: {name} has {x}, which is {what}")
+            raise ValueError(f"line {line}: {name} has {x}, which is {else_it_is}")
 
 
 def _parquet(path: str | Path) -> Iterator[dict[str, Any]]:

@@ -1367,7 +1367,8 @@ def advice():
   `bypass_pg_is` saves the same pass and has no clip. On weights eight steps stale it is not separable from `naive`.
 * **Long answers at four bits:** weights help on average, but {below} of the twenty corrected runs at 128 tokens have an
   area below their start. A smaller learning rate was not tried there.
-* **Weights a few steps stale, small learning rate:** take `{seq}`, `{token}` or `{bypass}`, the cheapest.
+* **Weights a few steps stale, small learning rate:** take `{seq}`, `{token}` or `{bypass}`,
+  the cheapest.
 * **Weights many steps stale:** reduce the learning rate first, then take any of these three.
 * **Many steps stale and the learning rate must stay:** take `{bypass}`, or `{token}` with
   `rollout_rs: {{opsm: 0.1}}`. The two are not separable: {plain:.2f} and {opsm:.2f} in the 15 runs each that

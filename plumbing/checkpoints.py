@@ -56,10 +56,12 @@ class Checkpoints:
         return f"the same command goes on after step {step}, from {found[-1]}"
 
     def unreadable(self, path: Path) -> UserError:
+        """Return what to do about a damaged checkpoint, with and without another before it."""
         before = [found.name for found in self.whole() if found.name < path.name]
-        then = f"goes on from {before[-1]}" if before else "begins anew"
-        return UserError(f"{path} is damaged, or no checkpoint of this program: move it away, and "
-                         f"the same command {then}")
+        return UserError(f"{path} is damaged, or no checkpoint of this program" + (
+            f": move it away, and the same command goes on from {before[-1]}" if before else
+            ", and there is none before it: choose another run=NAME, or delete "
+            f"{self.directory.parent}"))
 
     def require_same(self, then: dict) -> None:
         """Raise UserError if a run with the settings `then` now has others, except for CHANGEABLE.
@@ -153,6 +155,7 @@ def write_aside(place: Path) -> Iterator[Path]:
             place.mkdir(exist_ok=True)
             for path in part.iterdir():
                 os.replace(path, place / path.name)
+            settle(place)
         elif main:
             shutil.rmtree(place, ignore_errors=True)
             os.replace(part, place)

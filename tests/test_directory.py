@@ -407,3 +407,18 @@ if __name__ == "__main__":
     print(*found, f"{count + 1} pairs: {len(found)} wrong; the other start ended with {ends}",
           sep="\n")
     sys.exit(bool(found))
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_signal_after_a_failure_adds_no_other_reason(failed, monkeypatch, capfd):
+    """torchrun sends SIGTERM to a rank that has already said why it ended."""
+    def end(code):
+        raise SystemExit(code)
+    monkeypatch.setattr(signals.os, "_exit", end)
+    for name in "where", "listening", "failed", "ended":
+        monkeypatch.setattr(signals.Received, name, getattr(signals.Received, name))
+    signals.listen()
+    signals.done(failed=failed)
+    with pytest.raises(SystemExit, match="143"):
+        signals.answer(signal.SIGTERM, None)
+    assert ("the run had ended" in capfd.readouterr().err) == (not failed)

@@ -22,6 +22,8 @@ import torch
 from launching import shell
 from safetensors.torch import load_file
 
+from plumbing import faults
+
 HERE = Path(__file__).resolve().parent.parent
 DEMO = ["rollout.engine=transformers", "train.steps=12", "train.save_every=2"]
 SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "rollout.prompts=4",
@@ -202,3 +204,16 @@ def test_a_call_that_waits_for_another_rank_is_ended_too(forks, tmp_path):
     result = shell([sys.executable, *forks, "waits.py"], tmp_path)
     assert result.returncode == 1
     assert result.stderr.startswith("trainer.py: rollout.engine=vllm has not answered"), result
+
+
+@pytest.mark.parametrize("patience, seconds", [(10, 1800), (4000, 4000)])
+def test_ranks_wait_for_each_other_as_long_as_an_engine_may_take(patience, seconds, monkeypatch):
+    given = []
+
+    def init(*_, timeout, **__):
+        given.append(timeout.total_seconds())
+        raise InterruptedError
+    monkeypatch.setattr(faults.dist, "init_process_group", init)
+    with pytest.raises(InterruptedError), faults.process_group(patience):
+        pass
+    assert given == [seconds]

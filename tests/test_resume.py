@@ -68,8 +68,8 @@ def test_a_run_that_ended_before_its_model_was_written_writes_it(run, monkeypatc
 
 
 MEMORY = "out of memory: lower "
-BEGINS_ANEW = ("is damaged, or no checkpoint of this program: move it away, and the same command "
-               "begins anew")
+ALONE = ("is damaged, or no checkpoint of this program, and there is none before it: choose "
+         "another run=NAME, or delete runs/x")
 
 
 @pytest.mark.parametrize("error, said", [
@@ -78,7 +78,7 @@ BEGINS_ANEW = ("is damaged, or no checkpoint of this program: move it away, and 
     (OSError(errno.EDQUOT, "Disk quota exceeded"), "the disk or its quota is full"),
     (RuntimeError("Connection reset by peer"), "another rank has ended without a word"),
     (RuntimeError("Timed out waiting 6000ms for send operation"), "another rank has not answered"),
-    (FileNotFoundError("rank-00001.safetensors"), BEGINS_ANEW), (ValueError("no"), BEGINS_ANEW)])
+    (FileNotFoundError("rank-00001.safetensors"), ALONE), (ValueError("no"), ALONE)])
 def test_only_a_damaged_checkpoint_is_called_damaged(error, said, run, monkeypatch, capsys):
     run()
 
@@ -88,7 +88,27 @@ def test_only_a_damaged_checkpoint_is_called_damaged(error, said, run, monkeypat
     code, _ = run("train.steps=3")
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert code and last.startswith("trainer.py: ") and said in last, last
-    assert (said == BEGINS_ANEW) == ("damaged" in last)
+    assert (said == ALONE) == ("damaged" in last)
+
+
+def test_with_a_damaged_checkpoint_moved_away_the_one_before_it_is_continued(run, capsys):
+    run("train.save_every=1", "train.steps=3")
+    Path("runs/x/checkpoints/step-000003/state.json").write_text("{")
+    code, _ = run("train.save_every=1", "train.steps=4")
+    assert code == 2 and ("move it away, and the same command goes on from step-000002"
+                          in capsys.readouterr().err)
+    shutil.rmtree("runs/x/checkpoints/step-000003")
+    code, lines = run("train.save_every=1", "train.steps=4")
+    assert code == 0 and [line["step"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_the_engine_sleeps_while_a_checkpoint_is_read(run, monkeypatch):
+    """The moments are made meanwhile, and need the room that they have in an update."""
+    run()
+    done, load = [], dcp.load
+    monkeypatch.setattr(TransformersEngine, "sleep", lambda self: done.append("sleep"))
+    monkeypatch.setattr(dcp, "load", lambda *a, **b: done.append("load") or load(*a, **b))
+    assert run("train.steps=3")[0] == 0 and done[:2] == ["sleep", "load"]
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(run, monkeypatch):

@@ -385,3 +385,12 @@ def test_engine_and_trainer_agree_before_and_after_a_sync(kind, cut, tiny_model,
                 WeightSync(engine, 0, None).push(full_weights(policy))
         finally:
             engine.close()
+
+
+def test_no_rows_have_no_log_probs():
+    hidden, weight = torch.ones(0, 4, requires_grad=True), torch.ones(7, 4, requires_grad=True)
+    found = TokenLogProbs.apply(hidden, weight, None, torch.zeros(0, 2, dtype=torch.long), 1.0,
+                                None)
+    assert found.shape == (0, 2)
+    found.sum().backward()
+    assert hidden.grad.shape == (0, 4) and (weight.grad == 0).all()
