@@ -165,9 +165,9 @@ class RolloutCorrectionConfig:
     rollout_is_threshold        a number C truncates, min(ρ, C) (eq:tis); a pair [lo, hi] sets
                                 weights outside it to 0 (eq:mis)
     rollout_is_batch_normalize  divide by the mean weight, after truncation (eq:self-normalised)
-    rollout_rs                  {criterion: bound}; a token must pass all (eq:rejection). By
-                                CRITERIA, k1 takes a pair that bounds ρ itself, the others an upper
-                                bound, in nats for k2, k3 and opsm
+    rollout_rs                  {criterion: bound}; a token must pass all (eq:rejection). Criteria
+                                of k1 take a pair that bounds ρ itself, the others an upper bound,
+                                in nats for k2, k3 and opsm
     bypass_mode                 False: three policies, decoupled PPO. True: two, π_old := π_rollout
     loss_type                   a row of LOSSES; reinforce in bypass mode only
     score_centering             subtract E_{v∼μ}[w(v) ∇log π(v)] (eq:score-centering); needs

@@ -55,8 +55,8 @@ class Policy(nn.Module):
 
         tokens, attention [B, P + T]: prompts padded left, then responses, T = width, padded right.
         kept_ids [B, T, K]: the ids over which each token's π is renormalised, itself among them.
-        With candidates [B, T, K], ids of other tokens, the log-probs of these in the place of y_t
-        are returned as well: [B, T, K].
+        With candidates [B, T, K], ids of the tokens that μ may have drawn there, y_t among them or
+        not, the log-probs of these in the place of y_t are returned as well: [B, T, K].
         """
         shape = shape or Shape.of(tokens.cpu(), attention.cpu(), width, tokens.device)
         start, (p, t) = tokens.shape[1] - width, shape[:2]

@@ -29,7 +29,7 @@ from estimators import SAFETY_BOUND, extremes, kl_estimate, sequence_log_ratio
 # ----------------------------------------------------------- what a criterion sees and returns
 
 class Evidence(NamedTuple):
-    """Hold what a criterion may look at, [B, T] each; the last three are None where unknown."""
+    """Hold what a criterion may look at; tensors are [B, T], the last three None where unknown."""
 
     log_rho: Tensor                                 # 0 on padding
     mask: Tensor                                    # bool

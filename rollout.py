@@ -5,7 +5,7 @@ This file decides
   top-k and top-p, normalised in float32 over what is kept. The kept ids go with each token, so that
   π_old and π_θ can be normalised over the same set. The model's generation_config.json is ignored,
   and penalties are off.
-* Each sample has its own seed. On a CPU it depends on its prompt, its seed and the weights, not on
+* Each sample has its own seed. On a CPU a sample depends on prompt, seed and weights, not on
   its batch. A GPU's kernels round differently for another batch size, so now and then another token
   is drawn; its recorded log μ is right all the same. On an H100 one of 8 responses of 128 tokens
   was the same alone and among 64.

@@ -1,8 +1,8 @@
 """Define the per-token losses, from REINFORCE to PPO and beyond; each changes an earlier one.
 
 A loss is a [B, T] tensor of per-token terms, to be minimised. losses.py decides what weights, masks
-and divides these terms. `old_log_prob` is the policy that π_θ is compared with: π_old with three
-policies, π_rollout with two. Each loss is a row of LOSSES, which lists what it takes and which
+and divides these terms. `old_log_prob` is that of the policy which π_θ is compared with: π_old with
+three policies, π_rollout with two. Each loss is a row of LOSSES, with what it takes and which
 tokens its clip acts on. To add a loss, add its function and its row. Value losses and entropy
 bonuses are left out. Derivation: math/.
 

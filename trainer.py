@@ -237,9 +237,10 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
            correction: Correction | None = None) -> Update:
     """Take one optimizer step on one mini-batch, given this rank's rows of it.
 
-    A mini-batch with a gradient of 0 takes no step, since AdamW would still move the weights, by
-    its momentum and by weight decay: all advantages are 0, or nothing is kept. The latter counts in
-    train/empty_updates. A KL term in the loss and score centering learn from rejected tokens too.
+    If the gradient is 0, because all advantages are 0 or nothing is kept, no step is taken: AdamW
+    would still move the weights, by its momentum and by weight decay. A mini-batch of which nothing
+    is kept counts in train/empty_updates, unless a KL term in the loss or score centering learns
+    from its rejected tokens.
     """
     config, policy, how = run.config, run.policy, run.config.loss
     loss_config = loss_of(config)

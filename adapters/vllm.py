@@ -46,7 +46,7 @@ class VllmEngine:
         alone = self.group_is_ours or dist.get_world_size() == 1
         with torch.device("meta"):  # names and shapes of the weights, without the weights
             self.layout = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-        self.request, lora = None, {}  # of vLLM for the last adapter
+        self.request, lora = None, {}  # vLLM's request for the last adapter
         if adapter is not None:
             adapter(self.layout)
             rank = self.layout.peft_config["default"].r

@@ -24,8 +24,7 @@ HERE = ROOT / "math" / "book"
 
 
 def cap_data():
-    """Bias, its standard error, the standard deviation, and all three as
-    chapter 7's table writes them."""
+    """Return bias, its standard error, standard deviation, and the cell of chapter 7's table."""
     caps, noises, limits = [1, 1.25, 1.5, 2, 3, 5, 10], [0.05, 0.2, 0.5], [1, 2, 4, 8]
     methods = {"token, at most C": lambda c: RolloutCorrectionConfig("token", float(c)),
                "sequence, at most C": lambda c: RolloutCorrectionConfig("sequence", float(c)),
@@ -43,8 +42,7 @@ def cap_data():
 
 
 def trap_data():
-    """One ratio on every token: the product, the geometric mean, and whether two presets'
-    bounds keep the response."""
+    """Return product and geometric mean of one ratio on every token, and if two presets keep it."""
     ratios = [0.9, 0.99, 0.999, 1.0, 1.001, 1.01, 1.1]
     lengths = sorted({round(2 ** (i / 3)) for i in range(37)})
     bounds = [PRESETS[name]().rollout_rs for name in ("decoupled_seq_is_rs", "decoupled_geo_rs")]
@@ -61,13 +59,11 @@ def trap_data():
 
 
 def curves_data():
-    """∂L/∂log π_θ of one token, by autograd through losses.py, at every
-    r and for both signs of A."""
+    """Return ∂L/∂log π_θ of one token by autograd, at every r and for both signs of A."""
     ratios = torch.arange(1, 401) / 100
 
     def of_four(new, old, A):
-        """GSPO with its own interval, where one of four tokens has the
-        ratio r and the others have 1."""
+        """Apply GSPO with its own interval, where one of four tokens has r and the others 1."""
         others = torch.zeros(len(new), 3)
         new, old = (torch.cat([x, others], -1) for x in (new, old))
         return gspo_loss(new, old, A.expand(-1, 4), torch.ones(len(new), 4))[:, :1]
@@ -92,7 +88,7 @@ def curves_data():
 
 
 def batch_data():
-    """Six recorded responses through `correct` and `policy_loss`, a preset at a time."""
+    """Put six recorded responses through `correct` and `policy_loss`, a preset at a time."""
     recorded = json.loads((HERE / "batch.json").read_text())
     mask = torch.tensor([[token is not None for token in row] for row in recorded["tokens"]])
     mu, old, theta = (torch.tensor(recorded[name]).double()
@@ -121,12 +117,14 @@ def batch_data():
 
 
 def sampler_data():
-    """One recorded response, and the second study's curves, at each width of the engine's
-    weights: of all arms the learning rate is one."""
+    """Return a recorded response and the second study's curves at each width of the weights.
+
+    All of these arms have one learning rate.
+    """
     recorded, study = json.loads((HERE / "response.json").read_text()), runs("study-64")
 
     def of_arm(rows):
-        """Each seed's accuracy before training and at every fifth step, and their mean."""
+        """Return each seed's accuracy before training and at every fifth step, and their mean."""
         seeds = [[float(x) for x in [row["first_accuracy"], *row["curve"].split()]]
                  for row in rows.values()]
         return {"seeds": seeds, "area": mean_of(rows, "area"),

@@ -55,7 +55,7 @@ def tree_data():
 
 
 def push_data():
-    """What each case of one place adds to an update, by μ's error and by clip: chapter 14's sum."""
+    """Return what each case of one place adds to an update, by μ's error and by clip."""
     arms = ["bypass_ppo_clip", "bypass_low_open", "bypass_high_open", "bypass_open",
             "decoupled_token_is"]
     errors = [x / 1000 for x in (*range(5, 60), *range(60, 185, 5), *range(185, 195),

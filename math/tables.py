@@ -1,10 +1,10 @@
-"""Write the generated tables between their markers, in the two READMEs and in math/.
+"""Write the generated tables between their markers, in README.md and in math/.
 
 Each table stands between <!-- begin: NAME --> and <!-- end: NAME -->; a file without a
 marker is left alone. No number is typed: all come from the presets, from the public
 functions, and from exact enumeration.
 
-    python math/tables.py            # write, about 15 s
+    python math/tables.py            # write, about a minute
     python math/tables.py --check    # exit 1 when stale
 """
 

@@ -31,7 +31,7 @@ class Batch(NamedTuple):
     old_log_prob: Tensor | None = None              # [B, T]  π_old
     ref_log_prob: Tensor | None = None              # [B, T]  π_ref
     kept_ids: Tensor | None = None                  # [B, T, K]  the ids that μ kept, by token
-    candidates: Tensor | None = None                # [B, T, K]  other ids in a token's place,
+    candidates: Tensor | None = None                # [B, T, K]  likeliest ids in a token's place,
     candidate_log_prob: Tensor | None = None        # [B, T, K]  and their log π_rollout; −∞: none
     versions: Tensor | None = None                  # [B, T]  the push whose weights drew the token
 

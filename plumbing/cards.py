@@ -66,12 +66,12 @@ def memory(model: Shapes, config: Config, ranks: int, length: int, share: float
     length: tokens of the longest prompt and response. share: bytes that vLLM takes while awake; 0:
     the engine is transformers', which stays awake.
 
-    FSDP2 divides float32 weights, gradients and AdamW's two moments among the ranks. It gathers the
-    root for good, and a layer with the next one, in the policy's dtype of d bytes; their gradients
-    are of d bytes, then of 4. A layer of Llama or Qwen2 keeps for the backward pass, of each token,
-    d bytes of: four times the MLP, four times hidden and attention, a row of the mask; and hidden
-    twice in float32. Weights under an adapter (LoRA) have no gradients and no moments; they are
-    π_ref.
+    FSDP2 divides float32 weights, gradients and AdamW's two moments among the ranks. It keeps the
+    root gathered, and each layer together with the next, in the policy's dtype of d bytes. The root
+    and one layer also have gathered gradients, of d and again of 4 bytes a number. For the backward
+    pass a layer of Llama or Qwen2 keeps, for each token, d bytes times: four MLP widths, four
+    hidden and attention widths, a row of the mask; and two hidden widths in float32. Weights under
+    an adapter (LoRA) have no gradients and no moments; they are π_ref.
     """
     policy, train, d = config.policy, config.train, DTYPES[config.policy.dtype].itemsize
     own, learns = (0 if policy.cpu_offload else 4 * x / ranks
@@ -138,7 +138,7 @@ def says(when: str, parts: dict[str, float], free: float) -> str:
 
 
 def free_memory(device: torch.device) -> tuple[float, float] | None:
-    """Return the free and all bytes of the fullest rank's card; None: there is no card."""
+    """Return the free and the total bytes of the fullest rank's card; None: there is no card."""
     if device.type == "cpu":
         return None
     found = torch.tensor(torch.accelerator.get_memory_info(device), dtype=torch.float64)

@@ -93,7 +93,7 @@ class Checkpoints:
             dcp.save(self.state(run, run.sync.state_dict()["waiting"]),
                      storage_writer=TensorByTensor(str(path), save_distributed=True))
             if run.main:
-                moved = any(run.optimizer.state.values())         # else all updates were empty
+                moved = any(run.optimizer.state.values())         # else no update took a step
                 write(path / "state.json", [{
                     "step": step, "before": run.before, "moments": moved, "engine": run.engine.name,
                     "data": run.task.digest, "settings": self.settings}])

@@ -111,5 +111,5 @@ def require_writable(place: Path) -> None:
 
 
 def not_writable(path: Path, reason: str | None) -> UserError:
-    return UserError(f"{path} cannot be written: {reason}; start where it can, since a run keeps "
-                     "its checkpoints there")
+    return UserError(f"{path} cannot be written: {reason}; start in a directory that can, since a "
+                     "run keeps its checkpoints there")

@@ -29,7 +29,7 @@ from torch.distributed import checkpoint as dcp
 from plumbing.settings import UserError
 from plumbing.signals import Ended, Received
 
-# How torch, vLLM and gloo word it.
+# How torch, vLLM and gloo word these two failures.
 OUT_OF_MEMORY = ("MemoryError|out of memory|can't allocate memory|memory for the cache|"
                  "gpu_memory_utilization")
 LOST = "connection (closed|reset) by peer|broken pipe|remote process exited"

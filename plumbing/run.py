@@ -120,7 +120,7 @@ class Run:
     prompts: list[list[int]]                       # token ids, of train and of the held-out ones
     held_out_prompts: list[list[int]]
     eos_ids: list[int]
-    dtype: torch.dtype                             # of the model's files, the last ones too
+    dtype: torch.dtype                             # of the model's files, read and written
     shapes: Shapes
     rate: float                                    # FLOPs a second of a product of matrices
     policy: Policy
@@ -311,8 +311,8 @@ class Run:
             write(self.metrics, done)
             self.best = max((line["reward/mean"] for line in done), default=0.0)
             if len(lines) > len(done):
-                self.say(f"* repeated, since the last checkpoint is older: "
-                         f"{len(lines) - len(done)} steps")
+                self.say("* steps repeated, since the last checkpoint is older: "
+                         f"{len(lines) - len(done)}")
         with tqdm(total=config.train.steps, initial=self.done, disable=not self.main,
                   desc=config.run, mininterval=1) as self.bar, self.tensorboard() as self.scalars:
             for step in range(self.done + 1, config.train.steps + 1):
@@ -367,7 +367,7 @@ class Run:
 
     def generate(self, prompts: list[list[int]], seeds: list[int],
                  step: int | None = None) -> tuple[list[Sample], list[str]]:
-        """Sample, in a step of training with the weights that this step's responses may cross."""
+        """Sample; within a response of a training step the engine may take newer weights."""
         rollout, crossing = self.config.rollout, {}
         if rollout.update_every and step is not None:
             crossing["in_flight"] = self.sync.in_flight(
@@ -382,7 +382,7 @@ class Run:
     def push_weights(self, evaluated: bool = False) -> None:
         """Give the engine its weights for training: rounded and stale, as configured.
 
-        Where they are neither and have just been `evaluated`, it has them already.
+        If they are neither and were just `evaluated`, the engine has them already.
         """
         if evaluated and self.sync.as_is:
             return
@@ -520,7 +520,7 @@ def ends_of(path: str, model: Any, tokenizer: Any) -> list[int]:
 
 def check_ends(prompts: list[list[int]], ends: list[int], tokenizer: Any, vocabulary: int
                ) -> list[str]:
-    """Refuse an end token that the model has not; say if no response ends, or every prompt has."""
+    """Refuse an end token that the model lacks; remark if no response ends, or all prompts do."""
     if beyond := [i for i in ends if i >= vocabulary]:
         raise ValueError(f"its end token is number {beyond[0]}, and its vocabulary has "
                          f"{vocabulary} tokens")

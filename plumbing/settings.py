@@ -1,4 +1,4 @@
-"""The settings: what there is, what each means and may be, and one sentence for what is wrong.
+"""Define every setting, its meaning and its limits, and answer a wrong one with one sentence.
 
 This file decides: a setting is a field of a dataclass, with its meaning and its limits beside it;
 FILE.yaml and dotted overrides fill them; the help is made of them. Without a FILE.yaml the demo's

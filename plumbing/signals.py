@@ -42,7 +42,7 @@ class Received:
     ended: Ended | None = None     # what was raised; a library may have caught it
     told_to_end = False            # SIGTERM came: the step in progress is the last
     failed = False                 # the run has said why it ended
-    grace = 0.0                    # seconds that it has; 0: no step is in progress
+    grace = 0.0                    # seconds that a step has after SIGTERM; 0: none is in progress
 
 
 def catch() -> None:

@@ -223,7 +223,7 @@ def test_a_finished_run_that_lost_its_last_checkpoint_is_not_trained_again(run, 
     # Asked to go on, it does so from what is there.
     code, lines = run("train.save_every=1", "train.steps=3")
     assert code == 0 and [line["step"] for line in lines] == [1, 2, 3]
-    assert "repeated, since the last checkpoint is older: 1 steps" in capsys.readouterr().err
+    assert "* steps repeated, since the last checkpoint is older: 1\n" in capsys.readouterr().err
 
 
 def test_a_model_that_the_run_has_not_written_is_not_replaced(run, tiny_model, capsys):

@@ -1,4 +1,4 @@
-"""Plant one-line errors in the core files, and count those that the core tests notice.
+"""Plant one-line errors in the core, causes.py aside, and count those that its tests notice.
 
     python tools/mutate.py [N] [SEED]       # N mutants drawn at random (300), of all there are
 

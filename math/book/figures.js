@@ -89,10 +89,10 @@ const curves = {
 const STEPS = [
   ["log μ", "what the sampler said of each token it drew", (d) => d.rollout],
   ["log π_old", "what the trainer says of the same tokens before the update", (d) => d.old],
-  ["ρ = π_old/μ", "the first drift: above 1 the sampler drew it too seldom, below 1 too often", (d) => d.rho],
+  ["ρ = π_old/μ", "the mismatch: above 1 the sampler drew it too seldom, below 1 too often", (d) => d.rho],
   ["w", "the weight of each token, as the preset has it", (d, p) => p.weights],
   ["κ", "the mask: what is left after rejection", (d, p) => p.kept],
-  ["r = π_θ/π_old", "the second drift: the update so far", (d) => d.r],
+  ["r = π_θ/π_old", "the update so far", (d) => d.r],
   ["w·κ·(−∂L/∂log π_θ)", "how hard each token is pushed, and which way", (d, p) => p.gradient],
 ];
 const batch = {
