@@ -56,8 +56,9 @@ def centering_loss(log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tenso
     known = (rollout_log_prob > -math.inf) & response_mask.bool()[..., None]           # [B, T, K]
     p, mu = (torch.where(known, x, -math.inf).exp() for x in (log_prob, rollout_log_prob))
     rest, mu_rest = (1 - x.sum(-1, keepdim=True) for x in (p, mu))
+    mu_rest = torch.where(mu_rest > 100 * torch.finfo(mu.dtype).eps, mu_rest, 0.0)     # rounding
     log_p = torch.cat([torch.where(known, log_prob, 0.0), rest.clamp(min=1e-6).log()], -1)
-    mu = torch.cat([mu, mu_rest.clamp(min=0)], -1)
+    mu = torch.cat([mu, mu_rest], -1)
     asked = mu.flatten(1) > 0                                             # [B, T·(K + 1)]
     log_mu = torch.where(asked, mu.flatten(1), 1.0).log()
     log_rho = torch.where(asked, log_p.detach().flatten(1) - log_mu, 0.0)

@@ -111,9 +111,9 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     For one action, E_π[∇k2] = ∇KL exactly. Over a sequence it is only the per-token part of the
     gradient: how a token changes the KL of later states is missing (eq:kl-gradient).
 
-    `log_prob`, `ref_log_prob`: [B, T] → [B, T], in float32 or wider. Only in e^{−ℓ} is ℓ clamped,
-    to ±SAFETY_BOUND. Raises ValueError on another kind; `full` is refused because it needs the
-    whole vocabulary of both policies.
+    `log_prob`, `ref_log_prob`: [B, T] → [B, T], in float32 or wider. k3 is that of −SAFETY_BOUND
+    for any lower ℓ. Raises ValueError on another kind; `full` is refused because it needs the whole
+    vocabulary of both policies.
     Source: Schulman, "Approximating KL divergence" (values); Tang & Munos 2506.09477 (gradients).
     """
     base = kind.removesuffix("+")
@@ -123,7 +123,8 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     elif base == "k2":
         value = ell.square() / 2
     elif base == "k3":
-        value = torch.expm1((-ell).clamp(-SAFETY_BOUND, SAFETY_BOUND)) + ell
+        limited = ell.clamp(min=-SAFETY_BOUND)
+        value = torch.expm1(-limited) + limited
     elif base == "abs":
         value = ell.abs()
     else:
@@ -149,11 +150,13 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
 
         ESS/N = (Σw)² / (N Σw²)  ∈ [1/N, 1];   → 1/(1 + χ²) as N grows
 
-    `weights`, `mask`: any one shape → scalar. If all weights are 0 the result is 0, not NaN.
+    `weights`, `mask`: any one shape → scalar. If all weights are 0, or if there are none, the
+    result is 0, not NaN.
     Source: Kish 1965; Martino et al. 1602.03572; χ² link 1809.04129.
     """
     weights = torch.where(mask.bool(), widen(weights), 0.0)
-    largest = weights.abs().amax().clamp(min=torch.finfo(weights.dtype).tiny)
+    tiny = weights.new_full((1,), torch.finfo(weights.dtype).tiny)
+    largest = torch.cat([weights.abs().flatten(), tiny]).amax()
     weights = weights / largest                                 # scale-free: w² stays finite
     return kish(mask.bool().sum(), weights.sum(), weights.square().sum())
 
@@ -192,9 +195,9 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
     more. If the trainer scores with log q while the engine samples from μ, every token is off by
     log(mass kept).
 
-    `logits`: [..., V] → log μ [..., V] (−inf where never sampled), and the mass [...] in (0, 1].
-    Raises ValueError for a temperature ≤ 0, a negative top_k, a top_p outside (0, 1] or a min_p
-    outside [0, 1].
+    `logits`: [..., V] → log μ [..., V] (−inf where never sampled), and the mass [...] in (0, 1],
+    both in float32 or wider. Raises ValueError for a temperature ≤ 0, a negative top_k, a top_p
+    outside (0, 1] or a min_p outside [0, 1].
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, not {temperature!r}")
@@ -202,7 +205,7 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
         raise ValueError(f"top_k must be ≥ 0 and top_p in (0, 1], not {top_k!r} and {top_p!r}")
     if not 0 <= min_p <= 1:
         raise ValueError(f"min_p must be in [0, 1], not {min_p!r}")
-    log_q = torch.log_softmax(logits / temperature, -1)
+    log_q = torch.log_softmax(widen(logits) / temperature, -1)
     if top_p == 1 and min_p == 0 and not 0 < top_k < log_q.shape[-1]:
         return log_q, torch.ones_like(log_q[..., 0])           # nothing to cut: not a digit changes
     ordered, order = log_q.sort(dim=-1, descending=True, stable=True)
@@ -223,15 +226,19 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
 # ------------------------------------------------------------------------------- advantages
 
 def _group_sums(values: Tensor, groups: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return how many rows of each row's group are kept, and the sum of their values: [B] each."""
+    """Return how many rows of each row's group are kept, and the sum of their values.
+
+    Both are [B] in float64: of equal rewards a rounded mean leaves a rest, which a deviation near 0
+    would make an advantage.
+    """
     given = [("rewards", values), ("groups", groups), *([] if keep is None else [("keep", keep)])]
     if len({x.shape for _, x in given}) > 1 or values.ndim != 1:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given)
         raise ValueError(f"{shapes}: all must have one shape [B], one number for each response")
 
-    def total(x: Tensor) -> Tensor:                             # float64: rows are added one by one
+    def total(x: Tensor) -> Tensor:
         zero = torch.zeros_like(x, dtype=torch.float64)
-        return zero.index_add(0, group, x.double())[group].to(values.dtype)
+        return zero.index_add(0, group, x.double())[group]
 
     group = torch.searchsorted(groups.sort().values, groups)    # one index per group, below B
     keep = torch.ones_like(groups, dtype=torch.bool) if keep is None else keep.bool()
@@ -252,11 +259,11 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
     count, total = _group_sums(rewards, groups, keep)
     mean = torch.where(count > 1, total / count.clamp(min=1), 0.0)
     advantages = rewards - mean
-    if not normalize_std:
-        return advantages
-    _, squares = _group_sums(advantages.square(), groups, keep)
-    std = (squares / (count - 1).clamp(min=1)).sqrt()
-    return torch.where(count > 1, advantages / (std + 1e-6), advantages)
+    if normalize_std:
+        _, squares = _group_sums(advantages.square(), groups, keep)
+        std = (squares / (count - 1).clamp(min=1)).sqrt()
+        advantages = torch.where(count > 1, advantages / (std + 1e-6), advantages)
+    return advantages.to(torch.result_type(rewards, 1.0))
 
 
 def rloo_advantages(rewards: Tensor, groups: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -268,8 +275,9 @@ def rloo_advantages(rewards: Tensor, groups: Tensor, keep: Tensor | None = None)
     """
     count, total = _group_sums(rewards, groups, keep)
     own = torch.ones_like(rewards, dtype=torch.bool) if keep is None else keep.bool()
-    others = count - own.to(rewards.dtype)
-    return rewards - (total - torch.where(own, rewards, 0.0)) / others.clamp(min=1)
+    others = total - torch.where(own, rewards, 0.0)
+    advantages = rewards - others / (count - own.double()).clamp(min=1)
+    return advantages.to(torch.result_type(rewards, 1.0))
 
 
 def reinforce_advantages(rewards: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -278,4 +286,4 @@ def reinforce_advantages(rewards: Tensor, keep: Tensor | None = None) -> Tensor:
     `rewards`: [B] → [B]. With `keep` [B], the mean is over those rows. Source: Williams 1992.
     """
     count, total = _group_sums(rewards, torch.zeros_like(rewards), keep)
-    return rewards - total / count.clamp(min=1)
+    return (rewards - total / count.clamp(min=1)).to(torch.result_type(rewards, 1.0))

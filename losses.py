@@ -167,12 +167,13 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
         correction = correct(train_log_prob, rollout_log_prob, response_mask, config, advantages)
         corrected_here = correction.metrics
     correction = correction or Correction(None, response_mask)          # nothing to correct
+    kept = summed = correction.mask.bool()
+    log_prob = torch.where(kept, log_prob, log_prob.detach())     # a rejected NaN has no gradient
     given = {"old_log_prob": anchor_log_prob, "advantages": advantages, "response_mask": valid}
     numbers = how.numbers(config.loss)
     terms = config.loss.function(log_prob, *(given[name] for name in config.loss.takes), **numbers)
     if correction.weights is not None and not config.ratio_is_the_weight:   # else eq:double-count
         terms = terms * correction.weights
-    kept = summed = correction.mask.bool()
     if config.score_centering:          # the mean is subtracted from rejected tokens too
         if candidates is None or any(x.shape[:2] != valid.shape for x in candidates):
             raise ValueError("score_centering needs candidates, two tensors [B, T, K]")
@@ -258,7 +259,8 @@ def kl_loss(log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, kind:
     prefix product with its graph, k1 gives the gradient of the whole sequence's KL (eq:prefix).
     """
     valid = response_mask.bool()
-    log_prob, ref_log_prob = (torch.where(valid, x, 0.0) for x in (log_prob, ref_log_prob))
+    log_prob, ref_log_prob = (torch.where(valid, x, 0.0)
+                              for x in (log_prob, ref_log_prob.detach()))
     values = kl_estimate(log_prob, ref_log_prob, kind)
     if ratio is not None:
         values = values * ratio
@@ -273,9 +275,9 @@ def kl_ratio(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, 
         prefix    ρ_{1:t} = Π_{s≤t} ρ_s      takes the states from π_θ as well
 
     The ratio keeps its graph for k1 and k3, and is detached for k2 and every "+". With prefix
-    products k1 and k3 give the whole ∇KL, the others its per-token part (eq:kl-gradient).
+    products k1 and k3 give the whole ∇KL, k2 and every "+" its per-token part (eq:kl-gradient).
     """
-    log_rho = masked_log_ratio(log_prob, rollout_log_prob, response_mask)
+    log_rho = masked_log_ratio(log_prob, rollout_log_prob.detach(), response_mask)
     rho = exp_ratio(aggregate_log_ratio(log_rho, response_mask, level))
     return rho if kind in ("k1", "k3") else rho.detach()
 

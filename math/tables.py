@@ -209,24 +209,27 @@ def long_policy(T, seed):
     return policy
 
 
-def without_end(config, train_lp, mu_lp, mask, advantages, visits):
+def without_end(config, train_lp, mu_lp, mask, advantages, visits, policies):
     """Decide as `correct` does for a batch that contains each response `visits` [B, 1] times.
 
     Only the decision of second_moment depends on that: it rejects the worst tokens until the mean
-    under μ meets the bound.
+    under μ meets the bound. Each of the `policies` side by side has a batch of its own.
     """
     others = {name: x for name, x in config.rollout_rs.items() if name != "second_moment"}
     decided = correct(train_lp, mu_lp, mask, replace(config, rollout_rs=others), advantages)
     if others == config.rollout_rs:
         return decided
-    squares = masked_log_ratio(train_lp.detach(), mu_lp, mask).square()
-    ordered, order = squares[mask].sort()
-    share = (visits * mask)[mask][order]
-    fits = (ordered * share).cumsum(0) <= config.rollout_rs["second_moment"] * share.cumsum(0)
-    return replace(decided, mask=decided.mask & (squares <= ordered[fits][-1]))
+    squares, kept = masked_log_ratio(train_lp.detach(), mu_lp, mask).square(), []
+    for square, on, visit in zip(*(x.chunk(policies) for x in (squares, mask, visits * mask))):
+        ordered, order = square[on].sort()
+        share, last = visit[on][order], ordered.diff(append=ordered.new_full((1,), torch.inf)) > 0
+        bound = config.rollout_rs["second_moment"] * share.cumsum(0)
+        fits = last & ((ordered * share).cumsum(0) <= bound)           # equal ones stay or go
+        kept.append(square <= torch.where(fits, ordered, -1.0).amax())
+    return replace(decided, mask=decided.mask & torch.cat(kept))
 
 
-def field(config, theta, old, mu, advantages):
+def field(config, theta, old, mu, advantages, policies=1):
     """Return each response's gradient by the logits of its states, the correction and the mean.
 
     The gradient is that of the response's objective, [N, T, V]. With N rows, N·loss is the sum of
@@ -240,7 +243,7 @@ def field(config, theta, old, mu, advantages):
     old_lp, mu_lp = old.log_probs().detach(), mu_every.gather(-1, tokens)[..., 0] * mask
     visits = mu_lp.sum(-1, keepdim=True).exp()  # μ(y), [N, 1]
     correction = without_end(config, lp if config.bypass_mode else old_lp, mu_lp, mask, advantages,
-                             visits)
+                             visits, policies)
     loss, _ = policy_loss(lp, old_lp, mu_lp, advantages, mask, config, LossConfig(aggregation=SUM),
                           correction=correction, candidates=(every, mu_every))
     of_logs = -len(lp) * torch.autograd.grad(loss, every)[0]
@@ -270,7 +273,7 @@ def moments(config, theta, old, mu, advantages, policies=1):
     def of_each(values):
         return (chances * values).reshape(policies, -1).sum(-1)
 
-    by_logits, correction, mean = field(config, theta, old, mu, advantages)
+    by_logits, correction, mean = field(config, theta, old, mu, advantages, policies)
     mean = mean.reshape(policies, -1)
     second = of_each(by_logits.square().sum((-1, -2)))  # each token has its own row of logits
     counts = correction.mask.bool() & (True if correction.weights is None
@@ -614,7 +617,7 @@ def ascend(config, start, noise, reward, lagging, beta=0.3, steps=400, rate=0.1,
         value = (old.probs().reshape(shape) * reward).sum(1, keepdim=True)  # J, [policies, 1, 1]
         advantages = (reward - value).reshape(-1, 1).expand(-1, theta.T)
         optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
-        gradient = field(config, theta, old, mu, advantages)[2]
+        gradient = field(config, theta, old, mu, advantages, len(start))[2]
         gradient = gradient - beta * exact_gradient(theta, kl(theta, origin))
         theta.logits.grad = -gradient.reshape(theta.logits.shape)
         optimizer.step()

@@ -500,6 +500,9 @@ def kl_remarks(config: Config) -> list[str]:
         found.append("loss.kl_kind=k1 in the loss has a gradient of 0 on average: take k3+, or "
                      "loss.kl_correction=token (chapter 8)")
     options = correction_of(config)
+    if how.kl_in == "reward" and options.score_centering:
+        found.append("loss.kl_in=reward is only roughly right with correction.score_centering, "
+                     "which subtracts the mean of the penalty as well: take loss.kl_in=loss")
     if how.kl_in == "reward" and options.bypass_mode:
         found.append("loss.kl_in=reward needs π_old, so bypass mode does not save its forward pass")
         if level is not None and options.loss_type in ("cispo", "sapo"):

@@ -115,6 +115,21 @@ def test_candidates_that_hold_a_little_more_than_all_of_mu_leave_no_rest():
     assert found.isfinite().all() and (found - exact).abs().max() < 1e-4
 
 
+def test_rounding_is_no_token_that_an_exact_weight_makes_large():
+    """1 − Σμ of candidates that hold all of μ is rounding, and C = ∞ would make π's rest of it."""
+    generator = torch.Generator().manual_seed(0)
+    log_pi = torch.randn(1, 200, 50, generator=generator).log_softmax(-1)
+    ids = log_pi.topk(8).indices                              # μ is cut to these, π is not
+    log_mu = (log_pi + torch.randn(log_pi.shape, generator=generator)).gather(-1, ids)
+    log_mu, ones = log_mu.log_softmax(-1), torch.ones(1, 200)
+    config = reinforce("token", math.inf, score_centering=True)
+    found, exact = (centering_loss(lp, mu, ones.to(lp), ones, config) for lp, mu in (
+        (log_pi.gather(-1, ids), log_mu),
+        (log_pi.gather(-1, ids).double(), log_mu.double().log_softmax(-1))))
+    # All terms have one sign. A hundredth is far above rounding; the rest was up to all of the mean.
+    assert ((found - exact).abs() < 0.01 * exact.abs()).all()
+
+
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("config", CENTERED, ids=str)
 def test_the_centered_gradient_is_its_formula(config, centered):

@@ -114,7 +114,8 @@ def test_ess_by_hand():
     for scale in (1e-30, 1e30, SAFETY_BOUND):
         single = effective_sample_size((w * scale).float(), on)
         assert close(single, 36 / 42, gamma(21))                # 11 in (Σw)², 8 in Σw², 2 after
-    for empty in (effective_sample_size(0 * w, on), effective_sample_size(w, 0 * on)):
+    for empty in (effective_sample_size(0 * w, on), effective_sample_size(w, 0 * on),
+                  effective_sample_size(w[:0], on[:0])):
         assert empty.item() == 0
 
 
@@ -169,6 +170,26 @@ def test_advantages_by_hand():
     assert close(grpo_advantages(REWARDS, GROUPS), centred / std)
     assert close(rloo_advantages(REWARDS, GROUPS), f64([-3.0, -1.5, 4.5, 0.0, 0.0, 7.0]))
     assert close(reinforce_advantages(REWARDS), REWARDS - 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_equal_rewards_have_no_advantage_however_they_are_rounded(dtype):
+    """eq:baseline: a mean that is rounded like the rewards leaves a rest; over std it was 120."""
+    for n in range(2, 65):
+        for value in (0.1, 0.2, 0.9, 1.7, 250.3):
+            rewards, groups = torch.full((n,), value, dtype=dtype), torch.zeros(n)
+            for method in (grpo_advantages, rloo_advantages):
+                found = method(rewards, groups)
+                assert found.dtype == dtype and not found.any()
+            assert not reinforce_advantages(rewards).any()
+
+
+def test_whole_rewards_have_fractions_for_advantages():
+    """eq:baseline: rewards may be integers, such as counts; 1 − 4/3 is not 0."""
+    for method in (lambda r, g: grpo_advantages(r, g, False), rloo_advantages,
+                   lambda r, g: reinforce_advantages(r)):
+        whole = method(torch.tensor([1, 1, 2]), torch.zeros(3))
+        assert close(whole, method(torch.tensor([1.0, 1.0, 2.0]), torch.zeros(3)), 0)
 
 
 def test_rejected_rows_are_not_in_the_baseline():

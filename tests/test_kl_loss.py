@@ -75,6 +75,15 @@ def test_kl_loss_of_k1_has_no_gradient_and_ratio_times_k2_the_wrong_one():
     assert wrong.norm() > 0.02
 
 
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "k3+"])
+def test_no_gradient_through_the_reference_or_the_sampler(kind):
+    """eq:detached: π_ref and μ are constants of the step, even when they come with a graph."""
+    lp, ref, mu, _, mask = batch(4)
+    for constant in (ref.requires_grad_(), mu.requires_grad_()):
+        loss = kl_loss(lp, ref, mask, kind, ratio=kl_ratio(lp, mu, mask, kind, "token"))
+        assert torch.autograd.grad(loss, constant, allow_unused=True)[0] is None
+
+
 @every_aggregation
 @pytest.mark.parametrize("junk", [0.0, math.nan])
 def test_kl_loss_value_aggregation_and_padding(how, junk):

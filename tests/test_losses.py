@@ -172,6 +172,21 @@ def test_padding_reaches_neither_loss_nor_gradient(mode, junk):
         assert out[0][1].abs().max() > 1e-3 and (out[1][1][~mask] == 0).all()
 
 
+@every_mode
+@pytest.mark.parametrize("level", [None, "token", "sequence"])
+def test_a_rejected_nan_has_no_gradient(mode, level):
+    """eq:rejection: a token that is rejected for its NaN leaves all gradients as if it had none."""
+    config, out = config_of(mode, level, 1.5, False, {"seq_max_k1": (0.1, None)}), []
+    for there in (math.log(0.05), math.nan):        # either is rejected with its whole sequence
+        lp, old, mu, advantages, mask = batch(2)
+        train = (lp if config.bypass_mode else old).detach()
+        mu[0, 0] = train[0, 0] - there
+        loss = policy_loss(lp, old, mu, advantages, mask, config)[0]
+        out.append((loss.detach(), torch.autograd.grad(loss, lp)[0]))
+    assert mask[0, 0] and all(close(clean, dirty) for clean, dirty in zip(*out))
+    assert out[1][1].abs().max() > 1e-3 and not out[1][1][0].any()
+
+
 # --------------------------------------------------------------- the loss's own numbers and metrics
 
 @pytest.mark.parametrize("denominator", ["fixed", "kept"])

@@ -152,6 +152,25 @@ def test_tables_take_all_responses_in_one_call(tables, name):
     assert abs(variance - slow.variance) < 1e-12
 
 
+def test_each_policy_side_by_side_has_a_second_moment_of_its_own(tables):
+    """A batch of M2PO is that of one policy: side by side and alone it keeps the same tokens."""
+    start = [Policy(V=3, T=3, seed=seed) for seed in (0, 1, 2)]
+    m2po = tables.RolloutCorrectionConfig(rollout_rs={"second_moment": 0.04})
+
+    def found(policies):
+        old, mu = (tables.side_by_side(x) for x in (policies, [p.perturbed(1, 0.5)
+                                                               for p in policies]))
+        advantages = torch.cat([rewards(p, 7) for p in policies]).expand(-1, 3)
+        return tables.moments(m2po, old, old, mu, advantages, len(policies))
+
+    mean, variance, kept = found(start)
+    for i, policy in enumerate(start):
+        alone = found([policy])
+        assert torch.allclose(mean[i], alone[0][0], rtol=0, atol=1e-12)
+        assert abs(variance[i] - alone[1][0]) < 1e-12 and abs(kept[i] - alone[2][0]) < 1e-12
+    assert kept.unique().numel() == 3                             # each is cut elsewhere
+
+
 def test_gradient_field_reaches_the_optimum_with_the_exact_weight(tables):
     """Studies side by side disturb nothing; the exact weight ends at π* for any sampler."""
     start = [Policy(V=3, T=2, seed=seed) for seed in (0, 1)]

@@ -46,6 +46,14 @@ def test_sampling_with_everything_kept_is_the_softmax():
     assert close(sampling_log_probs(logits, 2.0)[0], (logits / 2).log_softmax(-1))
 
 
+def test_logits_of_half_precision_are_widened_first():
+    """eq:sampling: a softmax in bfloat16 would be off by up to 0.02."""
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found, wide = (sampling_log_probs(x, 0.7, 10, 0.9) for x in (logits, logits.float()))
+    for ours, right in zip(found, wide):
+        assert ours.dtype == torch.float32 and ours.equal(right)
+
+
 def test_top_p_stops_as_soon_as_the_mass_is_reached():
     """eq:sampling: top-p keeps the fewest tokens that reach mass p; met exactly, no further one."""
     quarters, logits = torch.zeros(4).double(), f64([0.5, 0.25, 0.125, 0.125]).log()
