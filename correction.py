@@ -30,8 +30,8 @@ from torch.distributed import ProcessGroup
 from estimators import (LEVELS, OF_TOKENS, aggregate_log_ratio, exp_ratio, masked_log_ratio,
                         outside)
 from metrics import Grounds, Statistics, measure
-from rejection import (CRITERIA, Evidence, choice, flag, interval, judge_all, keep_all_agree,
-                       number)
+from rejection import (CRITERIA, Evidence, choice, flag, interval, is_list, judge_all,
+                       keep_all_agree, number)
 from rejection import rejection_mask as rejection_mask      # re-exported
 from surrogates import LOSSES, Loss
 
@@ -196,7 +196,7 @@ class RolloutCorrectionConfig:
             raise ValueError(f"loss_type {self.loss_type!r} needs bypass_mode true: without a clip "
                              "there is no use for a third policy")
         bound = self.rollout_is_threshold
-        read = interval if isinstance(bound, (list, tuple)) else number
+        read = interval if is_list(bound) else number
         object.__setattr__(self, "rollout_is_threshold", read("rollout_is_threshold", bound))
         given: Any = self.rollout_rs                    # as a configuration file has it
         criteria: Mapping[str, Any] = {} if given is None else given

@@ -221,8 +221,12 @@ class Report(NamedTuple):
             word = "Or" if f.cause in others and f.left >= 1 else "Then"
             lines += [f"{'Cause' if f is self.causes[0] else word:8}{what} ({f.cause}): "
                       f"{f.confidence}", f"        {f.evidence}", f"Do      {remedy}"]
-        return "\n".join(lines if self.causes else [*lines, "No cause found: what differs is "
-                                                    "within the noise of two kernels."])
+        if not self.causes:
+            copied = len(self.looked_at.mu) and not self.looked_at.d().any()
+            lines.append("No cause found: " + (
+                "both columns are equal to the last digit, as if one were a copy of the other."
+                if copied else "what differs is within the noise of two kernels."))
+        return "\n".join(lines)
 
 
 def examine(dump: Iterable[Any]) -> Report:

@@ -135,14 +135,19 @@ def load_policy(path: str, temperature: float, dtype: str, device: torch.device,
     if dist.get_world_size() > 1:
         if not reads:
             policy.to_empty(device="cpu" if cpu_offload else device)
-            for module in policy.modules():                    # buffers are not offloaded
-                module._buffers.update({name: x if x is None else x.to(device)
-                                        for name, x in module._buffers.items()})
+        move_buffers(policy, "cpu" if cpu_offload else device)     # torch wants all in one place
         set_model_state_dict(policy, whole, options=StateDictOptions(full_state_dict=True,
                                                                      broadcast_from_rank0=True))
+        move_buffers(policy, device)                               # buffers are not offloaded
         for buffer in policy.buffers():            # e.g. rotary frequencies: in no state dict
             dist.broadcast(buffer, 0)
     return policy
+
+
+def move_buffers(policy: Policy, device: torch.device | str) -> None:
+    for module in policy.modules():
+        module._buffers.update({name: x if x is None else x.to(device)
+                                for name, x in module._buffers.items()})
 
 
 def shard(policy: Policy, dtype: str, device: torch.device, cpu_offload: bool) -> None:

@@ -13,7 +13,7 @@ Derivation: math/6-correction.md and math/7-methods-and-prices.md.
 # (torch has no types for all_reduce)
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -192,9 +192,14 @@ def number(key: str, value: Any) -> float:
     raise ValueError(f"{key} must be a positive number, not {value!r}")
 
 
+def is_list(value: Any) -> bool:
+    """Say whether a value is a list, of a file or of OmegaConf."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
 def interval(key: str, value: Any) -> tuple[float | None, float | None]:
     """Return (lo, hi) with lo ≤ hi, where one end may be open (None); else raise ValueError."""
-    ends: list[Any] = [*value] if isinstance(value, (list, tuple)) else []
+    ends: list[Any] = [*value] if is_list(value) else []
     if len(ends) != 2:
         raise ValueError(f"{key} must be a pair [lo, hi] of bounds on ρ, either of which may be "
                          f"null, not {value!r}")

@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from typing import Any, cast
 
 from correction import PRESETS, RolloutCorrectionConfig
-from rejection import CRITERIA, choice, flag, interval, nearest, number
+from rejection import CRITERIA, choice, flag, interval, is_list, nearest, number
 
 WRAPPERS = ("trainer", "loss", "algorithm", "actor_rollout_ref", "actor", "rollout",
             "rollout_correction", "off_policy_correction")
@@ -60,8 +60,10 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         del block["preset"]                 # it was switched off, for a block of another system
     keys = set(block) - {"calculate_log_probs", "_target_"}     # _target_: verl's dataclass has it
     if "preset" in keys or isinstance(block.get("rollout_rs"), Mapping) \
-            or isinstance(block.get("rollout_is_threshold"), (list, tuple)):
+            or is_list(block.get("rollout_is_threshold")):
         read, allowed = _from_own, OWN
+        # verl's configuration also has its own keys in the block; null says that they are not used.
+        keys = {key for key in keys if key in OWN or key not in VERL or block[key] is not None}
     elif keys & {"type", *PRIME[:8]}:
         read, allowed = _from_prime, PRIME
     elif keys & set(SKYRL) - set(VERL_TIS) or "use_tis" in keys:
@@ -74,7 +76,7 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         read, allowed = _from_verl, VERL
     for key in keys:
         if key not in allowed:
-            known = (*OWN, *VERL, *VERL_060, *VERL_TIS, *SKYRL, *PRIME)
+            known = dict.fromkeys((*OWN, *VERL, *VERL_060, *VERL_TIS, *SKYRL, *PRIME))
             mixed = " here: it belongs to another dialect" if key in known else nearest(key, known)
             raise ValueError(f"correction has no key {key!r}{mixed}")
     if read is _from_verl_060 and "algorithm" in mapping:
@@ -225,7 +227,7 @@ def _verl_criteria(given: str, bounds: str) -> dict[str, Any]:
             else number("rollout_rs_threshold", part) for name, part in zip(names, parts)}
 
 
-def _on_rho(text: str) -> tuple[float, float]:
+def _on_rho(text: str) -> tuple[float | None, float]:
     """Return verl 0.9's bound (log lo, log hi) on −log ρ as one on ρ, [1/hi, 1/lo]."""
     key = "rollout_rs_threshold"
     lo, hi = text.split("_", 1) if "_" in text else (1 / number(key, text), text)
@@ -234,7 +236,7 @@ def _on_rho(text: str) -> tuple[float, float]:
         warnings.warn(f"{key} {text!r}: verl 0.9 bounds 1/ρ with it, which on ρ is [{1 / hi:.6g}, "
                       f"{1 / lo:.6g}]; write rollout_rs as a mapping to bound ρ itself",
                       stacklevel=2)
-    return 1 / hi, 1 / lo
+    return 1 / hi or None, 1 / lo                       # hi may be inf
 
 
 def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
@@ -251,10 +253,10 @@ def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
         cap = number(key, get(key, default))
     low, high = get("outlier_token_is_threshold_low"), get("outlier_token_is_threshold_high")
     if low is not None or high is not None:
-        criteria["seq_max_k1"] = interval("outlier_token_is_threshold_low", (low, high))
+        criteria["seq_max_k1"] = _with_zero("outlier_token_is_threshold_low", low, high)
     low, high = get("token_mask_is_threshold_low"), get("token_mask_is_threshold_high")
     if low is not None and high is not None:
-        criteria["token_k1"] = interval("token_mask_is_threshold_low", (low, high))
+        criteria["token_k1"] = _with_zero("token_mask_is_threshold_low", low, high)
     elif low is not None or high is not None:
         raise ValueError("token_mask_is_threshold_low and token_mask_is_threshold_high go "
                          "together: SkyRL ignores one alone")
@@ -262,9 +264,14 @@ def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
         choice("sequence_mask_metric", metric, ("product", "geometric"))
         name, prefix, low, high = {"product": ("seq_sum_k1", "product_mask", 0.5, 2.0),
                                    "geometric": ("seq_mean_k1", "geo_mask", 0.99, 1.01)}[metric]
-        pair = get(f"{prefix}_low", low), get(f"{prefix}_high", high)
-        criteria[name] = interval(f"{prefix}_low", pair)
+        criteria[name] = _with_zero(f"{prefix}_low", get(f"{prefix}_low", low),
+                                    get(f"{prefix}_high", high))
     return RolloutCorrectionConfig(level, cap, rollout_rs=criteria)
+
+
+def _with_zero(key: str, low: Any, high: Any) -> tuple[float | None, float | None]:
+    """Return a pair that bounds ρ, of which SkyRL writes an open lower end as 0."""
+    return interval(key, (None if low == 0 and not isinstance(low, bool) else low, high))
 
 
 def _from_prime(block: Mapping) -> RolloutCorrectionConfig:

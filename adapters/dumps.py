@@ -63,6 +63,8 @@ def response(line: int, row: Any) -> Response:
     given = {"token_ids": ids, names[0]: row.get(names[0]),
              names[1]: row.get(names[1]), names[2]: row.get(names[2]),
              "entropy": row.get("entropy"), "weight_version": versions}
+    if names == WHOLE[0]:
+        _mask_nulls(given, n)
     for i, (name, column) in enumerate(given.items()):
         if column is None and (i < 3 or (i == 3 and names in WHOLE)):
             raise ValueError(f"line {line}: {name} is missing")
@@ -72,7 +74,7 @@ def response(line: int, row: Any) -> Response:
         if i in (0, 3):
             _check_values(line, name, column or [], *(IDS if i == 0 else FLAGS))
     prompt, first = row.get("prompt_ids"), 0
-    _check(line, "prompt_ids", prompt or [], whole=True)
+    _check(line, "prompt_ids", [] if prompt is None else prompt, whole=True)
     _check_values(line, "prompt_ids", prompt or [], *IDS)
     if names in WHOLE:                      # the prompt is what precedes the first that counts
         length = row.get("input_lengths", n)
@@ -86,6 +88,23 @@ def response(line: int, row: Any) -> Response:
     return Response(line, tokens or [], mu or [], pi or [], prompt,
                     [bool(x) for x in mask] if mask else [True] * len(tokens or []),
                     entropy or None, versions or None)
+
+
+def _mask_nulls(given: dict[str, Any], n: int) -> None:
+    """Mask the tokens of which prime-rl wrote a log-prob as null, as it does if it is not finite.
+
+    The prompt's nulls become 0. A null in the entropy of any other token drops that column.
+    """
+    _, mu, pi, mask, entropy, _ = given
+    if any(not isinstance(given[name], list) or len(given[name]) != n for name in (mu, pi, mask)):
+        return                                              # which is said by the checks
+    counts = [m if None not in pair else 0 for m, *pair in zip(given[mask], given[mu], given[pi])]
+    for name in (mu, pi):
+        given[name] = [0.0 if x is None else x for x in given[name]]
+    if isinstance(given[entropy], list):
+        filled = [0.0 if x is None and not m else x for x, m in zip(given[entropy], counts)]
+        given[entropy] = None if None in filled else filled
+    given[mask] = counts
 
 
 def _check(line: int, name: str, column: Any, *, whole: bool = False, log_prob: bool = False,

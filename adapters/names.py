@@ -29,7 +29,8 @@ def verl(metrics: Mapping[str, Tensor | float]) -> Metrics:
     """Return the metrics as verl 0.9 logs them.
 
     Where a sequence has one weight, its rollout_is_max and rollout_is_min are the extremes of ρ,
-    not of the weights.
+    not of the weights. Two differences remain: verl counts rows without response tokens as
+    sequences, and clamps no log ρ before k3_kl.
     """
     table = dict(VERL)
     if metrics.get(f"{PREFIX}rollout_is_per_sequence", 0.0) > 0:
@@ -60,7 +61,10 @@ def verl_06(metrics: Mapping[str, Tensor | float]) -> Metrics:
 
 
 def skyrl(metrics: Mapping[str, Tensor | float]) -> Metrics:
-    """Return the metrics as SkyRL logs them; its tis_… names say what has one weight."""
+    """Return the metrics as SkyRL logs them; its tis_… names say what has one weight.
+
+    SkyRL measures a criterion on what the ones before it left. Here each is measured on all tokens.
+    """
     one = metrics.get(f"{PREFIX}rollout_is_per_sequence", 0.0) > 0
     kind = "seq" if one else "token"
     return _named(metrics, SKYRL | {

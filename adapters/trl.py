@@ -41,8 +41,13 @@ def _refuse(trainer: Any, found: dict[str, bool]) -> None:
 def dump(batch: dict[str, Any], path: str) -> None:
     """Append what `_generate_and_score_completions` returned to a dump for doctor.py.
 
-    Call it there in a subclass of the trainer; it needs vllm_importance_sampling_correction.
+    Call it there in a subclass of the trainer. Log-probs of both sides are there with use_vllm and
+    vllm_importance_sampling_correction; without them it raises ValueError. Of rows that
+    mask_truncated_completions masks no token is written.
     """
+    if missing := {"sampling_per_token_logps", "old_per_token_logps"} - set(batch):
+        raise ValueError(f"this batch has no {' and no '.join(sorted(missing))}: a dump needs "
+                         "use_vllm=True and vllm_importance_sampling_correction=True")
     mask = batch["completion_mask"] * batch.get("tool_mask", 1)
     append(path, rows_of(batch["prompt_ids"], batch["prompt_mask"], batch["completion_ids"],
                          batch["completion_mask"], mask, batch["sampling_per_token_logps"],

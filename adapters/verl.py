@@ -15,7 +15,8 @@ This repository must be on the PYTHONPATH of the workers. Without the third sett
 verl's default, which is refused in both modes, since such a worker cannot tell the modes apart.
 What needs the whole batch where a worker sees a part of it is refused by name, and so is what needs
 candidate tokens. The block's loss_type chooses the loss, which may be gspo, cispo and sapo as well.
-Means are over what rejection left ("kept"), as everywhere in verl.
+Means are over what rejection left ("kept"), as everywhere in verl. actor/pg_clipfrac counts the
+tokens of the dual clip, too, for which verl has a second metric.
 """
 
 from typing import Any
@@ -28,6 +29,7 @@ from verl.trainer.ppo.core_algos import register_policy_loss
 
 from adapters.dialects import from_dialect
 from adapters.dumps import append, rows_of
+from adapters.names import PREFIX, verl
 from correction import Correction, RolloutCorrectionConfig
 from losses import Counts, LossConfig, loss_means, policy_loss
 from metrics import to_host
@@ -56,7 +58,7 @@ def three_policies(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor,
     metrics = loss_means(metrics) if counts is not None else metrics
     named = {"actor/ppo_kl": metrics["loss/approx_kl"], "actor/ratio": metrics["loss/ratio"],
              "actor/pg_clipfrac": metrics["loss/clip_fraction"]}
-    named |= {name: x for name, x in metrics.items() if name.startswith("rollout_corr/")}
+    named |= {name: x for name, x in verl(metrics).items() if name.startswith(PREFIX)}
     return loss * config.global_batch_info.get("dp_size", 1), to_host(named)
 
 
@@ -65,6 +67,7 @@ def dump(data: Any, path: str) -> None:
 
     data: what the trainer's `_compute_old_log_prob` returns, or, with trainer.use_v1=false, what
     `calculate_debug_metrics` gets. It needs actor_rollout_ref.rollout.calculate_log_probs=true.
+    Raises ValueError in bypass mode, where verl makes old_log_probs a copy of rollout_log_probs.
     """
     if hasattr(data, "batch"):
         batch, p = data.batch, data.batch["prompts"].shape[1]
@@ -78,6 +81,9 @@ def dump(data: Any, path: str) -> None:
         masks = [torch.ones_like(found[name]).to_padded_tensor(0)
                  for name in ("prompts", "responses")]
         batch = {name: found[name].to_padded_tensor(0) for name in found.keys()}
+    if batch["rollout_log_probs"].equal(batch["old_log_probs"]):
+        raise ValueError("old_log_probs are a copy of rollout_log_probs, so a dump would tell "
+                         "nothing: dump with algorithm.rollout_correction.bypass_mode=false")
     append(path, rows_of(batch["prompts"], masks[0], batch["responses"], masks[1],
                          batch["response_mask"], batch["rollout_log_probs"],
                          batch["old_log_probs"], batch.get("entropy")))

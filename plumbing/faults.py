@@ -45,7 +45,7 @@ def process_group(patience: float = 1800) -> Iterator[torch.device]:
     device = choose_device()
     own = dist.get_default_backend_for_device(device)          # NCCL for CUDA
     if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
+        take_card(device)
     # A store as torchrun's, since NCCL was never tried with the others; port 0 is any free one.
     alone: dict[str, Any] = {} if "RANK" in os.environ else {
         "store": dist.TCPStore("127.0.0.1", 0, 1, True), "rank": 0, "world_size": 1}
@@ -59,15 +59,30 @@ def process_group(patience: float = 1800) -> Iterator[torch.device]:
         torch.set_num_threads(max(1, (cores or 1) // ranks))
     atexit.unregister(wait_for_gloo)           # once, whatever the number of groups before
     atexit.register(wait_for_gloo)
+    end = dist.destroy_process_group
     try:
         yield device
         dist.barrier()
     except BaseException as error:
+        # NCCL's `destroy` waits for collectives which the other ranks may never join.
+        end = dist.distributed_c10d._abort_process_group
         error.silent = not first_to_fail()     # pyright: ignore[reportAttributeAccessIssue]
         raise
     finally:
-        dist.destroy_process_group()
+        end()
         torch.set_num_threads(threads)         # a caller's own, which may run more than this
+
+
+def take_card(device: torch.device) -> None:
+    """Make a card this rank's, or raise UserError if there are fewer cards than ranks."""
+    try:
+        torch.accelerator.set_device_index(device.index)
+    except RuntimeError as error:
+        cards = torch.accelerator.device_count()
+        fault = UserError(f"rank {device.index} needs {device}, and there are {cards}: start at "
+                          f"most {cards} ranks (torchrun --nproc-per-node {cards})")
+        fault.silent = device.index > cards    # pyright: ignore[reportAttributeAccessIssue]
+        raise fault from error
 
 
 def wait_for_gloo() -> None:

@@ -506,7 +506,8 @@ class Run:
 
     def close(self) -> None:
         if self.engine is not None:
-            self.engine.close()
+            with end_after(self.config.rollout.timeout, self.engine.name):
+                self.engine.close()
 
 
 def ends_of(path: str, model: Any, tokenizer: Any) -> list[int]:

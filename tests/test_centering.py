@@ -126,7 +126,7 @@ def test_rounding_is_no_token_that_an_exact_weight_makes_large():
     found, exact = (centering_loss(lp, mu, ones.to(lp), ones, config) for lp, mu in (
         (log_pi.gather(-1, ids), log_mu),
         (log_pi.gather(-1, ids).double(), log_mu.double().log_softmax(-1))))
-    # All terms have one sign. A hundredth is far above rounding; the rest was up to all of the mean.
+    # All terms have one sign. A hundredth is far above rounding; the rest was up to the whole mean.
     assert ((found - exact).abs() < 0.01 * exact.abs()).all()
 
 

@@ -1,6 +1,7 @@
 """adapters/dialects.py reads configurations as others print them, and finds contradictions."""
 
 import math
+import re
 import warnings
 from dataclasses import replace
 
@@ -93,9 +94,38 @@ VETO = {"seq_max_k1": (1e-4, None)}
     ({"outlier_token_is_threshold_low": 1e-4, "outlier_token_is_threshold_high": 100,
       "token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0},
      Config(rollout_rs={"seq_max_k1": (1e-4, 100.0), "token_k1": (0.5, 2.0)})),
+    ({"outlier_token_is_threshold_low": 0.0, "outlier_token_is_threshold_high": 100,
+      "token_mask_is_threshold_low": 0, "token_mask_is_threshold_high": 2.0,
+      "sequence_mask_metric": "product", "product_mask_low": 0.0},        # an open end
+     Config(rollout_rs={"seq_max_k1": (None, 100.0), "token_k1": (None, 2.0),
+                        "seq_sum_k1": (None, 2.0)})),
 ])
 def test_dialects_as_they_stand_in_their_documents(block, expected):
     assert from_dialect(block) == expected
+
+
+VERLS_DEFAULTS = {"rollout_is": None, "rollout_is_threshold": 2.0, "rollout_rs": None,
+                  "rollout_rs_threshold": None, "rollout_is_batch_normalize": False,
+                  "bypass_mode": False, "loss_type": "ppo_clip"}
+
+
+@pytest.mark.parametrize("own, expected", [
+    ({"rollout_rs": {"token_k1": [0.5, 2.0]}}, Config(rollout_rs={"token_k1": (0.5, 2.0)})),
+    ({"rollout_is": "token", "rollout_is_threshold": [0.5, 5.0]}, Config("token", (0.5, 5.0)))])
+def test_our_words_may_stand_in_verls_block(own, expected):
+    """verl's Hydra block has all of its own keys, some of them null, and lists of OmegaConf."""
+    lists = pytest.importorskip("omegaconf").OmegaConf.create
+    block = {"algorithm": {"rollout_correction": VERLS_DEFAULTS | own}}
+    assert from_dialect(block) == from_dialect(lists(block)) == expected
+    block["algorithm"]["rollout_correction"]["rollout_rs_threshold"] = 2.0
+    with pytest.raises(ValueError, match="rollout_rs_threshold.*belongs to another dialect"):
+        from_dialect(block)
+
+
+def test_an_open_end_of_verls_is_one():
+    with pytest.warns(UserWarning, match=re.escape("which on ρ is [0, 2]")):
+        assert from_dialect({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_inf"}) == (
+            Config(rollout_rs={"token_k1": (None, 2.0)}))
 
 
 def test_verls_bounds_on_one_over_rho_are_inverted_and_it_is_said():

@@ -114,6 +114,9 @@ NEMO = {"token_ids": [4, 5], "generation_logprobs": [0.0, -0.5], "prev_logprobs"
     ({**GOOD, "response_mask": [0.5, 1]}, "response_mask has 0.5, which is neither 0 nor 1"),
     ({**GOOD, "weight_version": [0, 10 ** 30]}, "weight_version has an entry that is no finite"),
     ({**GOOD, "prompt_ids": [-3]}, "prompt_ids has -3"),
+    *(({**GOOD, "prompt_ids": x}, "prompt_ids has an entry that is no finite number")
+      for x in (0, {}, "", False)),
+    ({**GOOD, "rollout_log_probs": [None, -1]}, "rollout_log_probs has an entry that is no finite"),
     *(({**NEMO, "input_lengths": x}, "input_lengths must be a number of tokens, at most 2, not ")
       for x in (None, [2], "x", -1, 3, 10 ** 400)),
     ("[" * 100_000, "this is not JSON")], ids=str)
@@ -151,6 +154,20 @@ def test_the_model_names_the_guilty_side_of_a_dump(tiny_model, tmp_path, capsys)
     assert abs(told["model"]["rollout"]["parameter"] - 0.8) < 0.01
 
 
+def test_what_prime_rl_could_not_write_is_masked(tmp_path):
+    """It writes null for a number that is not finite, and for the prompt's log-probs."""
+    row = {"token_ids": [1, 2, 3, 4], "loss_mask": [False, True, True, True],
+           "inference_logprobs": [None, -1, -2, -3], "trainer_logprobs": [None, -1, None, -3],
+           "entropy": [None, 1, 2, 3]}
+    (tmp_path / "dump.jsonl").write_text("".join(
+        json.dumps({**row, "entropy": x}) + "\n" for x in (row["entropy"], [0, 1, 2, None])))
+    first, second = read(tmp_path / "dump.jsonl")
+    assert first.prompt_ids == [1] and first.mask == [True, False, True]
+    assert first.rollout_log_probs == [-1, -2, -3] and first.train_log_probs == [-1, 0, -3]
+    assert first.entropy == [1, 2, 3] and second.entropy is None
+    assert first._replace(line=0, entropy=None) == second._replace(line=0)
+
+
 def test_verls_batch_is_a_dump(tmp_path, verl_required):
     from adapters.verl import dump
     given = padded()
@@ -161,6 +178,10 @@ def test_verls_batch_is_a_dump(tmp_path, verl_required):
     dump(types.SimpleNamespace(batch=batch), tmp_path / "dump.jsonl")
     append(tmp_path / "same.jsonl", rows_of(**given))
     assert list(read(tmp_path / "dump.jsonl")) == list(read(tmp_path / "same.jsonl"))
+    batch["rollout_log_probs"] = batch["old_log_probs"].clone()
+    with pytest.raises(ValueError, match="a copy of rollout_log_probs.*bypass_mode=false"):
+        dump(types.SimpleNamespace(batch=batch), tmp_path / "none.jsonl")
+    assert not (tmp_path / "none.jsonl").exists()
 
 
 def test_verls_queue_is_a_dump(tmp_path, monkeypatch, verl_required):

@@ -46,6 +46,15 @@ def test_the_report_says_whether_pi_is_a_distribution(tokens, mean, says):
     assert last == "No cause found: what differs is within the noise of two kernels."
 
 
+def test_a_copied_column_is_no_clean_bill():
+    """In bypass mode verl's π_old is a copy of π_rollout, and no two kernels agree so."""
+    same = row(train_log_probs=[-1.0, -2.0, -1.0])
+    copied, own = (str(doctor.examine([response(1, x)])) for x in (same, row()))
+    assert copied.endswith("No cause found: both columns are equal to the last digit, as if one "
+                           "were a copy of the other.")
+    assert "copy" not in own
+
+
 def test_what_explains_the_gap_as_well_begins_with_or_and_what_is_left_with_then():
     """The first cause begins with Cause, and each has what to do about it."""
     def words(*found):

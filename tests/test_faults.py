@@ -23,6 +23,7 @@ from launching import shell
 from safetensors.torch import load_file
 
 from plumbing import faults
+from plumbing.settings import UserError
 
 HERE = Path(__file__).resolve().parent.parent
 DEMO = ["rollout.engine=transformers", "train.steps=12", "train.save_every=2"]
@@ -204,6 +205,33 @@ def test_a_call_that_waits_for_another_rank_is_ended_too(forks, tmp_path):
     result = shell([sys.executable, *forks, "waits.py"], tmp_path)
     assert result.returncode == 1
     assert result.stderr.startswith("trainer.py: rollout.engine=vllm has not answered"), result
+
+
+def test_a_failure_does_not_wait_for_the_collectives_of_others(monkeypatch):
+    """NCCL's `destroy_process_group` does; a rank that fails must end its group without it."""
+    def waits(*_):
+        raise AssertionError("this would wait for ever")
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(faults.dist, "destroy_process_group", waits)
+        with faults.process_group():
+            raise ZeroDivisionError
+    assert not faults.dist.is_initialized()
+    with faults.process_group():                                    # and another can follow
+        assert faults.dist.get_world_size() == 1
+
+
+@pytest.mark.parametrize("rank, silent", [(1, False), (2, True)])
+def test_a_rank_without_a_card_says_so_once(rank, silent, monkeypatch):
+    """Rank 0 has one and waits, so the first rank without speaks."""
+    def refuse(index):
+        raise torch.AcceleratorError("CUDA error: invalid device ordinal\nand more of it")
+    monkeypatch.setattr(torch.accelerator, "set_device_index", refuse)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    with pytest.raises(UserError) as found:
+        faults.take_card(torch.device("cuda", rank))
+    assert str(found.value) == (f"rank {rank} needs cuda:{rank}, and there are 1: start at most 1 "
+                                "ranks (torchrun --nproc-per-node 1)")
+    assert vars(found.value)["silent"] == silent
 
 
 @pytest.mark.parametrize("patience, seconds", [(10, 1800), (4000, 4000)])

@@ -65,6 +65,8 @@ CASES = {                          # name: overrides
 }
 TWO_RANKS = {"two ranks": ["rollout.prompts=4", "train.steps=2", "loss.kl_coef=0.1",
                            "rollout.staleness=1", *CASES["second moment"]]}
+# Weights that FSDP keeps on the host, beside buffers that it leaves on the device.
+OFFLOADED = {"two ranks offloaded": ["rollout.prompts=4", "policy.cpu_offload=true"]}
 PAGEABLE = "demo"                  # a case in which nothing is pinned; in the others as on CUDA
 SENDS = "copy of pageable memory shapes.py to_device"
 SAMPLES = {SENDS, *(f"{what} rollout.py {function}" for what, function in [
@@ -93,6 +95,13 @@ from plumbing import cards, tasks
 tasks.Task.reward = lambda self, problem, response: float(len(response) % 2)
 plumbing.run.plot = lambda *_: None
 cards.SIDES[pretend_gpu.DEVICE.type] = 64
+# Some models have a buffer in their checkpoint; this one gets one.
+def with_buffer(make):
+    def made(path):
+        (model := make(path)).register_buffer("of_a_checkpoint", torch.zeros(3))
+        return model
+    return made
+policy.read_model, policy.empty_model = map(with_buffer, (policy.read_model, policy.empty_model))
 # Calls of the policy and of `update`; waits of a step's parts.
 passes, updates, parts = [], [], {}
 forward, timed, update = policy.Policy.forward, plumbing.run.Run.time_part, trainer.update
@@ -171,11 +180,14 @@ def drive(forks: list[str], directory: Path, model: Path, cases: dict, ranks: in
 @pytest.fixture(scope="module")
 def pretended(tiny_model, forks, tmp_path_factory):
     directory = tmp_path_factory.mktemp("pretended")
-    one, two = (drive(forks, directory, tiny_model, *given) for given in ((CASES,), (TWO_RANKS, 2)))
-    return one | two | {"said": one["said"] + two["said"], "runs": directory / "runs"}
+    driven = [drive(forks, directory, tiny_model, *given)
+              for given in ((CASES,), (TWO_RANKS, 2), (OFFLOADED, 2))]
+    said = "".join(found.pop("said") for found in driven)
+    return {case: found for part in driven for case, found in part.items()} | {
+        "said": said, "runs": directory / "runs"}
 
 
-@pytest.mark.parametrize("case", [*CASES, *TWO_RANKS])
+@pytest.mark.parametrize("case", [*CASES, *TWO_RANKS, *OFFLOADED])
 def test_the_trainer_runs_on_an_accelerator(case, pretended):
     code = 2 if case == "nan raise" else 0
     for found in pretended[case]:

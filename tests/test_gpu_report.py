@@ -56,9 +56,13 @@ def test_a_row_that_fails_is_a_row_and_the_next_one_follows(rows, ranks, name, r
 PADDING = {"padding": gpu_report.ROWS["padding"]}
 
 
+CUDAS = "raise RuntimeError('CUDA error: invalid device ordinal\\nCompile with `TORCH_USE_…`')"
+
+
 @pytest.mark.parametrize("fault, words", [
     ("os.kill(os.getpid(), 9)", "a line of a traceback (status -9)"),
-    ("os._exit(3)", "a line of a traceback (status 3)")])
+    ("os._exit(3)", "a line of a traceback (status 3)"),
+    (CUDAS, "RuntimeError: CUDA error: invalid device ordinal (status 1)")])
 def test_a_row_that_is_killed_is_a_row(fault, words, reported):
     status, table, _ = reported(PADDING, "padding", fault)
     assert status == 1 and f"| padding | FAILED: {words} |" in table

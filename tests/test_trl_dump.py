@@ -34,6 +34,13 @@ class Sampler(Engine):
         return ids, log_probs
 
 
+def test_a_batch_without_log_probs_is_one_sentence(tmp_path):
+    from adapters.trl import dump
+    with pytest.raises(ValueError, match="no old_per_token_logps and no sampling_per_token_logps: "
+                                         "a dump needs use_vllm=True"):
+        dump({"completion_mask": torch.ones(1, 1)}, str(tmp_path / "dump.jsonl"))
+
+
 @pytest.mark.parametrize("how, cause", [({}, None), ({"temperature": 0.6}, "temperature"),
                                         ({"top_p": 0.8}, "cut")])
 def test_the_doctor_finds_what_trls_sampler_does_otherwise(

@@ -14,6 +14,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -437,7 +438,9 @@ def attempt(name: str, of: Row, count: int, directory: str) -> str:
     for code, text in zip(codes, words):
         if code:
             lines = text.strip().splitlines() or ["no word"]
-            return f"{lines[-1].strip()} (status {code})"
+            # CUDA's errors go on for four lines after the one that says what it is.
+            errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit): ", line)]
+            return f"{(errors or lines)[-1].strip()} (status {code})"
     return f"not done after {4 * of.minutes:g} minutes" if None in codes else ""
 
 
