@@ -298,8 +298,7 @@ def kl_penalty(old_log_prob: Tensor, ref_log_prob: Tensor, rollout_log_prob: Ten
     gives the gradient of the KL here. Source of None: eq:kl-gradient's first part, on-policy.
     """
     mask = response_mask.bool()
-    old, ref = (torch.where(mask, x.detach(), 0.0) for x in (old_log_prob, ref_log_prob))
-    kl = kl_estimate(old, ref, kind)                                                    # [B, T]
+    kl = kl_estimate(old_log_prob.detach(), ref_log_prob.detach(), kind)                # [B, T]
     if level is not None:
         log_rho = masked_log_ratio(old_log_prob.detach(), rollout_log_prob, mask)
         kl = kl * exp_ratio(aggregate_log_ratio(log_rho, mask, level))

@@ -16,6 +16,7 @@ from oracle import (Policy, estimator_moments, f64, rewards)
 from correction import RolloutCorrectionConfig as Config
 from estimators import chi_square, exp_ratio
 from losses import AGGREGATIONS, LossConfig, policy_loss
+from rejection import CRITERIA, interval
 
 # Every run has the same examples, and none judges the speed of the machine.
 STEADY = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -33,6 +34,16 @@ SUM, PLAIN = "seq-mean-token-sum", math.inf                         # C = ∞: n
 
 
 # ----------------------------------------------------------------------------------- configurations
+
+# Criteria that tests know by hand; of a new row of CRITERIA they know nothing but that row.
+KNOWN = (*(f"{of}_{kind}" for of in ("token", "seq_sum", "seq_mean", "seq_max")
+           for kind in ("k1", "k2", "k3")), "opsm", "token_tv", "token_tv_outward", "second_moment")
+
+
+def bound_of(criterion, pair, number):
+    """Return a pair if the criterion's bound is one, and else a number."""
+    return pair if CRITERIA[criterion].read is interval else number
+
 
 LOSS_TYPES = ("ppo_clip", "gspo", "cispo", "sapo")
 MODES = [*itertools.product((False, True), LOSS_TYPES), (True, "reinforce")]

@@ -318,12 +318,21 @@ NEMO = {"token_ids": [5, 6, 1, 2, 3, 0, 0], "token_loss_mask": [0, 0, 1, 0, 1, 0
         "prev_logprobs": [0, 0, -1.0, -2.5, -0.5, 0, 0]}
 
 
+def test_an_end_token_within_a_response_does_not_end_it():
+    rows = [response(i, {"token_ids": ids, "rollout_log_probs": [-1] * len(ids),
+                         "train_log_probs": [-1] * len(ids)})
+            for i, ids in enumerate([[2, 5, 2], [3, 2], [4, 2, 6, 7]])]
+    assert causes.Tokens.of(rows).last.nonzero().flatten().tolist() == [2, 4]
+
+
 def test_formats(tmp_path):
     ours = Response(1, [1, 2, 3], [-1, -2, -0.5], [-1, -2.5, -0.5], [5, 6], [True] * 3, None, None)
     assert response(1, row()) == ours
     masked = ours._replace(mask=[True, False, True])
     assert response(1, NEMO) == masked == response(1, row(response_mask=[1, 0, 1]))
     assert response(1, PRIME) == masked._replace(entropy=[1, 2, 0.5])
+    above = response(1, row(train_log_probs=[-1, 0.05, -0.5])).train_log_probs     # in 16 bits
+    assert above == [-1, 0.05, -0.5]
     assert response(1, row(weight_version=7)).versions == [7, 7, 7]
     assert response(1, row(weight_version=[7, 7, 8])).versions == [7, 7, 8]
     (tmp_path / "x.jsonl").write_text(f"{json.dumps(row())}\n\n{json.dumps(PRIME)}\n")

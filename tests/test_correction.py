@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from examples import RATIOS, chi_square_of
+from examples import RATIOS, bound_of, chi_square_of
 from tolerances import gamma
 
 from correction import correct, importance_weights
@@ -29,7 +29,7 @@ OPEN = st.one_of(PAIR, PAIR.map(lambda p: (None, p[1])), PAIR.map(lambda p: (p[0
 @st.composite
 def configs(draw):
     criteria = draw(st.lists(st.sampled_from([*CRITERIA]), max_size=4, unique=True))
-    bounds = {name: draw(OPEN if name.endswith("k1") else st.floats(1e-3, 10)) for name in criteria}
+    bounds = {name: draw(bound_of(name, OPEN, st.floats(1e-3, 10))) for name in criteria}
     return Config(draw(st.sampled_from([None, "token", "sequence", "geometric"])),
                   draw(st.one_of(POSITIVE, OPEN)), draw(st.booleans()), bounds)
 
@@ -195,7 +195,7 @@ def test_batch_normalised_weights_have_mean_one_at_their_own_level(batch, level)
 def test_half_and_single_precision_stay_finite(dtype, size):
     train = (torch.tensor([[-1.0, 0.5, 1.0], [1.0, 1.0, 1.0]]) * size).to(dtype)
     mask = torch.ones(2, 3)
-    criteria = {name: (0.5, 2.0) if name.endswith("k1") else 0.1 for name in CRITERIA}
+    criteria = {name: bound_of(name, (0.5, 2.0), 0.1) for name in CRITERIA}
     for level in ("token", "sequence", "geometric"):
         for threshold in (2.0, (0.5, 2.0), math.inf):
             for normalize in (False, True):

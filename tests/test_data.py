@@ -221,6 +221,11 @@ def test_a_bad_row_is_named_or_left_out(line, said, file):
         f"1 of 25 rows cannot be used and are left out, the first: {path}, line 3 {said}")
 
 
+def test_of_ten_bad_rows_none_is_left_unnamed():
+    with pytest.raises(UserError, match=r"^10 of 12 rows cannot be used: (x; ){9}x \(task"):
+        tasks.leave_out(["x"] * 10, 2, "raise")
+
+
 def test_all_bad_rows_of_both_files_are_counted_and_ten_named(file):
     lines = [line for line, _ in BAD]
     path, held_out = file("rows", [*ROWS, *lines]), file("held", [*lines[:4], *ROWS[:1]])

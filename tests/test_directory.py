@@ -240,6 +240,7 @@ def test_foreign_files_and_links_are_left_alone_and_stop_nothing(run, tmp_path):
     for name in (".DS_Store", ".nfs000001", "step-000004.good", "step-notes.txt", "step-000009"):
         (place / name).write_text("mine")
     (place / "step-000003.backup").mkdir()
+    (place / ".step-000008.part").mkdir()      # half written by a run that was killed: not foreign
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/notes").write_text("mine")
     Path("runs/x/model").symlink_to(tmp_path / "elsewhere")

@@ -69,6 +69,11 @@ def test_rows_of_a_padded_batch_have_no_padding(tmp_path):
     assert first.rollout_log_probs == [-1.0, -2.0] and first.mask == [True, True]
     assert second.prompt_ids == [7, 8, 9] and second.mask == [False, False, True]
     assert second.train_log_probs == [0, -1.0, -0.75] and second.rollout_log_probs[0] == 0
+    nowhere = torch.full((2, 3), -math.inf)                    # log π, as if μ's token had no mass
+    append(tmp_path / "dump.jsonl", rows_of(**padded() | {"train_log_prob": nowhere}))
+    _, _, third, fourth = read(tmp_path / "dump.jsonl")
+    for r in third, fourth:
+        assert not any(r.mask) and set(r.rollout_log_probs) == set(r.train_log_probs) == {0}
 
 
 @pytest.fixture
@@ -110,6 +115,8 @@ NEMO = {"token_ids": [4, 5], "generation_logprobs": [0.0, -0.5], "prev_logprobs"
     ({**GOOD, "token_ids": 5}, "token_ids must be a list"),
     ({**GOOD, "token_ids": [4, 2 ** 70]}, "token_ids has an entry that is no finite number"),
     ({**GOOD, "token_ids": [4, -1]}, "token_ids has -1, which is the number of no token"),
+    ({**GOOD, "token_ids": [4, 2 ** 31]}, "token_ids has 2147483648, which is the number of no"),
+    ({k: x for k, x in NEMO.items() if k != "token_loss_mask"}, "token_loss_mask is missing"),
     ({**GOOD, "train_log_probs": [-10 ** 400, -1]}, "train_log_probs has an entry that is no fin"),
     ({**GOOD, "response_mask": [0.5, 1]}, "response_mask has 0.5, which is neither 0 nor 1"),
     ({**GOOD, "weight_version": [0, 10 ** 30]}, "weight_version has an entry that is no finite"),

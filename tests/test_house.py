@@ -17,10 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch._inductor.config as inductor
+from examples import bound_of
 
 from correction import RolloutCorrectionConfig as Config
 from correction import correct
 from metrics import to_host
+from rejection import CRITERIA
+from surrogates import LOSSES
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = ("estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses",
@@ -137,10 +140,10 @@ RUNS = [
      "advantage.kind=rloo"],
     ["correction.preset=bypass_pg_geo_rs", "advantage.kind=reinforce", "loss.kl_coef=0.1",
      "loss.kl_in=reward"],
-    ["correction={rollout_is: prefix, rollout_rs: {second_moment: 0.04, token_tv: 0.3, "
-     "token_tv_outward: 0.3, opsm: 1, seq_mean_k3: 1}}"],
+    ["correction={rollout_is: prefix, rollout_rs: {" + ", ".join(
+        f"{name}: {bound_of(name, [1e-4, 1e4], 10)}" for name in CRITERIA) + "}}"],
     ["correction={score_centering: true, bypass_mode: true, loss_type: reinforce}"],
-    *([f"correction.loss_type={kind}"] for kind in ("gspo", "cispo", "sapo"))]
+    *([f"correction.loss_type={name}"] for name, row in LOSSES.items() if row.level is not None)]
 
 
 @pytest.fixture(scope="module")

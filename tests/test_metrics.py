@@ -10,14 +10,13 @@ import random
 
 import pytest
 import torch
-from examples import GOOD, X
+from examples import GOOD, KNOWN, X
 from oracle import (close, f64)
 from tolerances import NO_SPREAD, gamma
 
 from correction import correct
 from correction import RolloutCorrectionConfig as Config
 from metrics import Statistics, Tokens, merge, offpolicy_metrics, to_host
-from rejection import CRITERIA
 
 
 # --------------------------------------------------------------------------------------- statistics
@@ -328,7 +327,7 @@ def drawn(rng):
         lo, hi = sorted(rng.uniform(0.05, 3) for _ in range(2))
         return rng.choice([(lo, hi), (None, hi), (lo, None)])
     criteria = {name: pair() if name.endswith("k1") else rng.uniform(1e-3, 3)
-                for name in rng.sample([*CRITERIA], rng.randint(0, 4))}
+                for name in rng.sample(KNOWN, rng.randint(0, 4))}
     config = Config(rng.choice([None, "token", "prefix", "sequence", "geometric"]),
                     rng.choice([0.05, 0.7, 2.0, pair()]), rng.random() < 0.5, criteria)
     return train, rollout, mask, config, signs

@@ -1,5 +1,6 @@
 """A user's mistake is answered by one sentence: settings, files, versions, memory."""
 
+import contextlib
 import importlib.util
 import random
 import re
@@ -116,6 +117,14 @@ def test_no_name_is_a_name_of_file_and_overrides():
 def test_an_instruction_is_taken_as_it_is():
     for text, found in (("", ""), ("Answer: 5", "Answer: 5"), ('" a"', " a"), ("1e3", "1e3")):
         assert load_config([f"task.instruction={text}"]).task.instruction == found
+
+
+def test_every_rank_has_its_share_of_every_mini_batch(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for prompts, fits in ((8, True), (6, False)):
+        given = [f"rollout.prompts={prompts}", "train.mini_batches=2"]
+        with contextlib.nullcontext() if fits else pytest.raises(UserError, match="multiple of 4"):
+            load_config(given)
 
 
 def test_a_preset_that_is_switched_off_makes_room_for_a_block_of_verl():

@@ -6,6 +6,7 @@ Neither stops a run that was told to go on, nor changes what it trains.
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ from conftest import weights
 from safetensors.torch import load_file
 
 from plumbing import tasks
+from plumbing.batches import pad
+from plumbing.faults import process_group
 from plumbing.settings import load_config
 from policy import Policy
 from rollout import Sample, TransformersEngine
+from trainer import without_nonfinite
 
 
 def spoil(monkeypatch, policy):
@@ -90,6 +94,19 @@ def test_what_is_not_finite_is_left_out_counted_and_said(policy, skipped, run, m
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert "* step 1: " in capsys.readouterr().err
     assert all(x.isfinite().all() for x in weights("skip").values())
+
+
+def test_the_whole_response_is_left_out_and_a_masked_token_may_be_anything():
+    samples = [Sample([3, 4], [-1.0, x], True) for x in (-2.0, -math.inf, -math.inf)]
+    with process_group() as device:
+        batch = pad([[5]] * 3, samples, torch.zeros(3), device)
+        batch.response_mask[2, 1] = False
+        named = []
+        left = without_nonfinite(SimpleNamespace(
+            nonfinite=lambda *said: named.append(said),
+            nonfinite_rows=lambda batch, policies: [*policies]), batch)
+    assert left.response_mask.tolist() == [[True, True], [False, False], [True, False]]
+    assert named == [("samples", ["π_rollout"])]
 
 
 def test_a_reward_that_is_not_finite_is_no_part_of_its_groups_baseline(run, monkeypatch):

@@ -254,3 +254,25 @@ def test_all_cases_are_looked_at():
               "verl-0.9.1-agg"}
     assert {case["peer"] for batch in PEERS for case in batch["cases"]} == tested
     assert sum(len(batch["cases"]) for batch in PEERS) == 816
+
+
+def named(function, **metrics):
+    """Return what a function of adapters/names.py adds to metrics or puts in their place."""
+    ours = {f"rollout_corr/rollout_{name}": x for name, x in metrics.items()}
+    return {name.removeprefix("rollout_corr/rollout_"): x for name, x in function(ours).items()}
+
+
+def test_of_several_criteria_verl_06_has_the_first():
+    found = named(names.verl_06, rs_token_k1_rho_mean=1.0, rs_token_k1_masked_fraction=0.1,
+                  rs_token_k1_seq_masked_fraction=0.2, rs_seq_sum_k1_rho_mean=2.0,
+                  rs_seq_sum_k1_masked_fraction=0.3, rs_masked_fraction=0.4,
+                  rs_seq_masked_fraction=0.5)
+    assert (found["rs_mean"], found["rs_masked_fraction"], found["rs_seq_masked_fraction"]) == (
+        1.0, 0.1, 0.2)
+
+
+def test_where_a_sequence_has_one_weight_verls_extremes_are_those_of_rho():
+    extremes = dict(is_max=2.0, is_min=0.5, is_raw_max=9.0, is_raw_min=0.1)
+    for one, expected in ((0.0, (2.0, 0.5)), (1.0, (9.0, 0.1))):
+        found = named(names.verl, is_per_sequence=one, **extremes)
+        assert (found["is_max"], found["is_min"]) == expected

@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from examples import RATIOS
+from examples import KNOWN, RATIOS, bound_of
 from oracle import (close, f64)
 from tolerances import gamma
 
@@ -79,7 +79,7 @@ def test_small_divergences_are_not_rejected_for_their_rounding():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("criterion", CRITERIA)
+@pytest.mark.parametrize("criterion", KNOWN)
 def test_what_is_not_finite_is_within_no_bound(criterion, value):
     """eq:rejection: a token is kept while its statistic is ≤ the bound, which NaN never is.
 
@@ -87,7 +87,7 @@ def test_what_is_not_finite_is_within_no_bound(criterion, value):
     """
     if criterion in ("opsm", "token_tv_outward") and value == math.inf:
         return              # A < 0 and π_old above π_rollout: both keep such a token, rightly
-    rollout, wide = torch.full((2, 3), -1.0), (0.5, 2.0) if criterion.endswith("k1") else 0.1
+    rollout, wide = torch.full((2, 3), -1.0), bound_of(criterion, (0.5, 2.0), 0.1)
     train = rollout.clone()
     train[0, 1] += value
     result = correct(train, rollout, torch.ones(2, 3), Config(rollout_rs={criterion: wide}),
@@ -254,6 +254,15 @@ def test_the_second_moment_of_all_ranks(monkeypatch):
     assert torch.equal(kept, here[0].square() <= limits)
     assert torch.equal(kept.flatten(), whole[0, :15])
     assert not torch.equal(kept, alone)
+
+
+def test_a_rank_alone_finds_the_limit_by_halving_too(monkeypatch):
+    """Even between neighbours among the float32 numbers, of which the larger one is too much."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    for a in torch.rand(8, generator=torch.Generator().manual_seed(0)):
+        pair = torch.stack([a, a.nextafter(torch.tensor(1.0))])[None]
+        for group in (None, "ranks"):
+            assert second_moment_limit(pair, torch.ones(1, 2), a.item(), group) == a
 
 
 def test_what_is_logged_of_the_second_moment_is_the_largest_term_that_stays():

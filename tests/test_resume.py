@@ -20,7 +20,7 @@ from waiting import HANG, until
 
 from plumbing import checkpoints
 from plumbing.run import Run
-from plumbing.settings import TrainConfig
+from plumbing.settings import TrainConfig, UserError, load_config
 from rollout import TransformersEngine
 
 
@@ -50,6 +50,18 @@ def test_finished_run_says_so_and_another_configuration_is_refused(run, capsys):
     assert code == 2 and "seed=0 (now 3)" in said
     assert f"train.lr={TrainConfig.lr} (now 0.5)" in said
     assert all(torch.equal(x, weights("x")[name]) for name, x in before.items())
+
+
+def test_a_setting_that_is_new_had_its_default_and_one_that_is_gone_is_named(tmp_path):
+    now = checkpoints.Checkpoints(tmp_path, load_config([]))
+    then = {key: x for key, x in now.settings.items() if key != "train.schedule"}
+    now.require_same(then)
+    other = checkpoints.Checkpoints(tmp_path, load_config(["train.schedule=cosine"]))
+    other.settings["run"] = now.settings["run"]
+    with pytest.raises(UserError, match="is a run with train.schedule=constant .now cosine.:"):
+        other.require_same(then)
+    with pytest.raises(UserError, match="is a run with train.gone=1 .now None.:"):
+        now.require_same({**then, "train.gone": 1})
 
 
 def test_a_run_that_ended_before_its_model_was_written_writes_it(run, monkeypatch):
@@ -131,6 +143,25 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(run, monkeypatch):
         assert len(kept) > 1 and {path.name for path in kept} | {f".{name}.part"} <= {*done[:at]}
         assert done[at + 1] == ("checkpoints" if name.startswith("step") else "x")
     assert done.index("state.json!") > done.index(".state.json.part")
+
+
+def test_a_file_that_cannot_be_brought_to_the_disk_is_an_error(tmp_path, monkeypatch):
+    """Not every file system can do it for a directory, and that is none."""
+    def failing(handle):
+        raise OSError(errno.EIO, "no disk")
+    monkeypatch.setattr(os, "fsync", failing)
+    (tmp_path / "weights").write_text("")
+    checkpoints.settle(tmp_path)
+    with pytest.raises(OSError, match="no disk"):
+        checkpoints.settle(tmp_path / "weights")
+
+
+def test_a_run_of_fewer_steps_than_its_weights_are_late_is_continued(run):
+    late = ["rollout.staleness=3", "train.save_every=1", "train.lr=0.01"]
+    assert run(*late, "train.steps=3", name="whole")[0] == 0
+    for steps in 1, 3:
+        assert run(*late, f"train.steps={steps}")[0] == 0
+    assert all(torch.equal(x, weights("whole")[name]) for name, x in weights("x").items())
 
 
 def test_a_run_that_took_no_step_yet_is_continued(run):

@@ -149,10 +149,25 @@ def test_a_budget_of_tokens_holds_and_every_rank_has_as_many_parts(monkeypatch):
     assert parts[-1] == [6] and all(cost(part) <= 24 for part in parts[:-1])
     assert all(cost([*a, b[0]]) > 24 for a, b in itertools.pairwise(parts))            # are full
     assert split(24, together=True) == parts                  # whole groups would not be within it
-    whole = split(72, together=True)                   # a group of 34 tokens a row fits, whole
+    for budget in (34, 67):                            # a row of 34 tokens fits, its group does not
+        assert split(budget, together=True) == split(budget)
+    whole = split(68, together=True)                   # the largest group fits, so all are whole
     assert all(i ^ 1 in part for part in whole for i in part) and len(whole) == 3
     for count in (6, 10):
         assert len(split(24, parts=count)) == count and all(split(24, parts=count))
+
+
+@pytest.mark.parametrize("size, together, expected", [
+    (4, True, [[2, 4, 5, 3], [0, 1]]),                 # in the order of each pair's longer one
+    (4, False, [[0, 2, 4, 5], [3, 1]]),
+    (3, True, [[0, 2, 4], [5, 3, 1]])])                # no whole pairs, so each row by itself
+def test_samples_of_a_prompt_stay_together_where_whole_groups_fit(size, together, expected):
+    config = trainer.Config()
+    config.rollout.samples, config.train.micro_batch_size = 2, size
+    samples = [Sample([3] * n, [-1.0] * n, True) for n in (1, 6, 2, 5, 3, 4)]
+    batch = trainer.pad([[3]] * 6, samples, torch.zeros(6), torch.device("cpu"))
+    found = trainer.micro_batches(batch, config, together)
+    assert [part.tolist() for part in found] == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -210,6 +225,15 @@ def test_shared_prompts_and_slices_give_the_log_probs_of_the_whole_logits(
     assert torch.allclose(sliced[mask], whole[mask], rtol=1e-12, atol=1e-12)
     assert all(torch.allclose(p.grad, g, rtol=1e-10, atol=1e-10)
                for p, g in zip(model.parameters(), expected))
+
+
+def test_candidates_are_in_their_tokens_places_where_responses_are_shorter_than_the_batch(
+        tiny_model):
+    """Each token is its own only candidate; no row of a micro-batch has the batch's width."""
+    tokens = torch.tensor([[5, 6, 7, 8, 0, 0], [5, 6, 9, 0, 0, 0]])
+    policy = Policy(transformers.AutoModelForCausalLM.from_pretrained(tiny_model), 1.0)
+    own, others = policy(tokens, (tokens > 0).long(), 4, None, None, tokens[:, 2:, None])
+    assert own.equal(others[..., 0]) and (own[:, :1] < 0).all() and (own[:, 2:] == 0).all()
 
 
 def operations(node):
@@ -385,6 +409,16 @@ def test_engine_and_trainer_agree_before_and_after_a_sync(kind, cut, tiny_model,
                 WeightSync(engine, 0, None).push(full_weights(policy))
         finally:
             engine.close()
+
+
+def test_many_slices_in_16_bits_add_up_their_gradient_in_float32(monkeypatch):
+    """1023 slices add −1/1024 each to hidden's gradient, and sums in bfloat16 would stop at −¼."""
+    monkeypatch.setattr("kernels.log_probs.CHUNK", 1)
+    hidden = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(1024, 1, dtype=torch.bfloat16)
+    weight[0] = 0
+    TokenLogProbs.apply(hidden, weight, None, torch.tensor([[0]]), 1.0, None).sum().backward()
+    assert hidden.grad.item() == -1.0                          # the bfloat16 nearest to −1023/1024
 
 
 def test_no_rows_have_no_log_probs():

@@ -79,6 +79,13 @@ def test_the_reward_of_brackets_is_the_checker_on_the_whole_word():
         assert task.reward(problem, "") == 0
 
 
+def test_a_wrong_lesson_has_one_wrong_digit():
+    rng = random.Random(0)
+    for answer in ["7", "99", "120"] * 50:
+        wrong = tasks.corrupt(answer, rng)
+        assert [a != b for a, b in zip(wrong, answer, strict=True)].count(True) == 1
+
+
 def test_a_wrong_lesson_has_one_forced_bracket_wrong():
     task, rng = (tasks.make_task(TaskConfig(kind="dyck", length=12, eval_size=50), seed=1),
                  random.Random(2))
@@ -99,6 +106,9 @@ def test_a_wrong_lesson_has_one_forced_bracket_wrong():
     (["task.length=64"],
      "rollout.max_tokens must be at least 65, for the brackets of task.length and the end token, "
      "not 10"),
+    (["task.length=64", "rollout.max_tokens=64"],
+     "rollout.max_tokens must be at least 65, for the brackets of task.length and the end token, "
+     "not 64"),
     (["task.depth=1", "rollout.max_tokens=65"], "task.depth must be 2 to 9, not 1")])
 def test_brackets_that_cannot_be_asked_for_are_one_sentence(given, said):
     with pytest.raises(UserError) as found:

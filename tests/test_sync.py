@@ -82,3 +82,9 @@ def test_late_weights_are_rounded_too():
 def test_a_sample_is_immutable():
     with pytest.raises(AttributeError):
         Sample([1], [0.0], True).tokens = []  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_late_matrices_wait_in_the_engines_dtype_and_vectors_as_they_are():
+    sync = WeightSync(None, 1, None, "bfloat16")
+    for shape, dtype in (((2, 3), torch.bfloat16), ((3,), torch.float32)):
+        assert sync.copy_to_host(("w", torch.ones(shape)))[1].dtype == dtype

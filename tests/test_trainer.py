@@ -11,6 +11,7 @@ import shutil
 import sys
 from dataclasses import is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +27,10 @@ import trainer
 from correction import PRESETS
 from plumbing import batches, checkpoints, tasks
 from plumbing.engines import make_engine
+from plumbing.faults import process_group
 from plumbing.report import CURVES
 from plumbing.settings import Config, leaves, load_config
-from rollout import WeightSync
+from rollout import Sample, WeightSync
 
 # -------------------------------------------------------------------------------------- it trains
 
@@ -243,6 +245,15 @@ def test_mini_batches_without_a_survivor_are_counted_and_named(given, empty, run
     assert (named in capsys.readouterr().err) == (empty > 0)
 
 
+def test_in_bypass_mode_the_mismatch_is_that_of_the_first_epoch(run):
+    """Later epochs compare μ with a policy that has moved."""
+    one, two = (run("correction.preset=bypass_pg_is", "train.steps=1", "train.lr=0.01",
+                    f"train.epochs={n}", name=f"{n}-epochs")[1][0] for n in (1, 2))
+    names = [name for name in one if name.startswith("rollout_corr/")]
+    assert names and [one[name] for name in names] == [two[name] for name in names]
+    assert one["grad_norm"] != two["grad_norm"]
+
+
 def test_kl_in_the_reward_is_a_return_to_go():
     old = torch.tensor([[-1.0, -2.0, -3.0, 9.0]])
     ref = torch.tensor([[-1.5, -2.0, -4.0, -9.0]])
@@ -283,3 +294,34 @@ def test_help_lists_every_setting_with_its_default_and_meaning(capsys):
                  "  loss.kl_kind=null\n      the KL's estimator; null: k3+ in the loss, k1 in the "
                  "reward; + takes k2's gradient"):
         assert line in said
+
+
+@pytest.mark.parametrize("masked, learned, length", [
+    ("false", [1, 1, 1, 0, 0, 0, 1, 1], 4), ("true", [1, 1, 0, 0, 0, 0, 1, 0], 3)])
+def test_what_a_step_says_of_its_responses(masked, learned, length):
+    """The third prompt's rewards are no numbers; one response is empty, and two are cut."""
+    nan = math.nan
+    rewards = iter([-1.0, 1.0, 2.0, 2.0, nan, nan, 1.0, 1.0])
+    lengths, named = [4, 2, 5, 0, 3, 5, 3, 6], []
+    samples = [Sample([3] * n, [-1.0] * n, finished=i not in (2, 7),
+                      versions=[i % 3 if t == n - 1 else 0 for t in range(n)])
+               for i, n in enumerate(lengths)]
+    config = load_config(["rollout.prompts=4", "rollout.samples=2", "advantage.kind=reinforce",
+                          f"rollout.mask_truncated={masked}"])
+    with process_group() as device:
+        batch, found = trainer.sample(SimpleNamespace(
+            config=config, device=device, prompts=[[5]] * 8, engine=SimpleNamespace(sleep=list),
+            task=SimpleNamespace(train=[tasks.Problem("", "", f"row {i}") for i in range(8)],
+                                 order=lambda seed, first, n: range(first, first + n),
+                                 reward=lambda problem, text: next(rewards)),
+            generate=lambda *_: (samples, ["x" * n for n in lengths]),
+            nonfinite=lambda kind, sentences: named.extend(sentences)), 2)
+    assert [sentence.partition(" for ")[2] for sentence in named] == [
+        "row 6 is nan"] * 2                            # of step 2, whose prompts are rows 4 to 7
+    assert batch.response_mask.any(1).tolist() == [bool(x) for x in learned]
+    assert {name: float(x) for name, x in found.items()} == {
+        "reward/mean": 1, "reward/std": 1, "reward/groups_without_signal": 3 / 4,
+        "reward/advantage_max": 2, "response/count": 8, "response/learned_fraction":
+        sum(learned) / 8, "response/learned_length_mean": length, "response/crossed_fraction":
+        5 / 8, "response/tokens": 28, "response/length_mean": 3.5, "response/length_max": 6,
+        "response/truncated_fraction": 1 / 4, "response/empty_fraction": 1 / 8}

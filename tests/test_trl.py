@@ -163,6 +163,20 @@ def test_evaluation_divides_by_the_batch(trainer):
     ours.model.eval()
     (theirs, expected), (mine, found), apart = both_losses(ours, inputs)
     assert abs(theirs - mine) <= apart and expected.equal(found) and expected.norm() > 0
+    assert [*ours._sums] == ["eval"]               # which is logged apart from training
+
+
+@pytest.mark.parametrize("loss", ["dapo", "cispo"])
+def test_tokens_of_all_processes_are_shared_among_them(loss, trainer, monkeypatch):
+    """eq:aggregation: gradients are averaged, so each of two divides by half of the tokens."""
+    from adapters.trl import PolicyLossGRPOTrainer
+    ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), loss_type=loss,
+                   **LOSSES.get(loss, {}))
+    *_, inputs = first_batches(ours, 2)
+    (alone, _), *_ = both_losses(ours, inputs)
+    monkeypatch.setattr(type(ours.accelerator), "num_processes", 2)
+    (theirs, expected), (mine, found), apart = both_losses(ours, inputs)
+    assert abs(theirs - mine) <= apart and expected.equal(found) and theirs != alone
 
 
 def test_without_vllm_nothing_is_known_of_the_sampler(trainer):
@@ -343,9 +357,13 @@ def test_logged_means_over_two_ranks(trainer, monkeypatch):
 
 # ------------------------------------------------------------------------- TRL's loss, our weights
 
+@pytest.mark.parametrize("tools", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_weights_alone(trainer, monkeypatch, mode):
-    """eq:tis, eq:mis: our weights replace importance_sampling_ratio, whatever TRL's mode is."""
+def test_weights_alone(trainer, monkeypatch, mode, tools):
+    """eq:tis, eq:mis: our weights replace importance_sampling_ratio, whatever TRL's mode is.
+
+    A tool's tokens have none, and are no part of a response's.
+    """
     from trl import GRPOTrainer
 
     from adapters.trl import WeightedGRPOTrainer
@@ -356,11 +374,13 @@ def test_weights_alone(trainer, monkeypatch, mode):
         return dict(seen[-1])
 
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", remember)
-    ours = trainer(WeightedGRPOTrainer, mode, config(mode))
+    ours = trainer(WeightedGRPOTrainer, mode, config(mode), environment if tools else None)
     ours.model.train()
     batch = ours._generate_and_score_completions(
         [{"prompt": f"{i}="} for i in range(8) for _ in range(2)])
-    ratio = seen[0]["importance_sampling_ratio"] * batch["completion_mask"]
+    assert ("tool_mask" in batch) == tools
+    mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+    ratio = seen[0]["importance_sampling_ratio"] * mask
     assert torch.allclose(batch["importance_sampling_ratio"], ratio, rtol=2 * gamma(24), atol=0)
     assert batch["importance_sampling_ratio"].unique().numel() > 3
     assert ours._metrics["train"]["rollout_corr/rollout_is_mean"][0] > 0

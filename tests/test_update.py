@@ -149,6 +149,22 @@ def test_the_reward_and_its_penalty_together(run):
         assert close(-mean_gradient(opened, R.expand(-1, 3)), grad_J(PI, R) - 0.5 * FULL)
 
 
+def test_the_longest_response_that_is_allowed_divides_loss_and_kl(run):
+    """eq:aggregation: whatever the batch's own longest response is."""
+    given = [f"correction={EXACT}", "loss.kl_coef=1", "rollout.max_tokens=7"]
+    plain, by_length = (mean_gradient(run(*given, *more), rewards(PI).expand(-1, 3)) for more in (
+        [], ["loss.aggregation=seq-mean-token-sum-norm"]))
+    assert close(7 * by_length, plain)
+
+
+def test_the_kl_in_the_loss_is_divided_by_all_tokens_whatever_is_kept(run):
+    given = ["correction={rollout_rs: {token_k1: [0.8, 1.2]}}", "loss.aggregation=token-mean",
+             "loss.kl_coef=1"]
+    fixed, kept = (mean_gradient(run(*given, f"loss.denominator={x}"), NOTHING)
+                   for x in ("fixed", "kept"))
+    assert close(kept, fixed) and fixed.norm() > 0
+
+
 def test_in_bypass_mode_the_penalty_is_of_the_trainers_policy(run):
     """The penalty is that of π_θ in bypass mode, too.
 
@@ -203,6 +219,7 @@ ONES = torch.ones(len(PI.tokens), 3, dtype=torch.float64)
 @pytest.mark.parametrize("settings, steps", [
     (["correction={rollout_rs: {seq_max_k1: [1e9, null]}}"], 0),
     (["correction={rollout_is: token, rollout_is_threshold: [1e9, 1e10]}"], 0),  # weights 0
+    (["correction={bypass_mode: true, rollout_is: token, rollout_is_threshold: [1e9, 1e10]}"], 1),
     (["correction={rollout_rs: {seq_max_k1: [1e9, null]}}", "loss.denominator=kept"], 0),
     (["correction={bypass_mode: true, loss_type: reinforce, rollout_rs: {token_k1: [1e9, null]}}"],
      0),
@@ -213,6 +230,33 @@ ONES = torch.ones(len(PI.tokens), 3, dtype=torch.float64)
     (["correction={preset: decoupled_token_is}"], 1)])
 def test_a_mini_batch_of_which_nothing_is_kept_takes_no_step(settings, steps, run):
     assert updated(run(*settings), ONES) == (steps, 1 - steps)
+
+
+BYPASS = "bypass_mode: true, loss_type: reinforce"
+
+
+@pytest.mark.parametrize("settings", [
+    [f"correction={{{BYPASS}, rollout_is: token, rollout_is_batch_normalize: true}}"],
+    [f"correction={{{BYPASS}, rollout_rs: {{second_moment: 0.1}}}}"],
+    [f"correction={{{BYPASS}, rollout_rs: {{token_k1: [0.8, 1.2]}}}}", "loss.denominator=kept"]])
+def test_in_bypass_mode_micro_batches_share_what_the_mini_batch_decides(settings, run):
+    """The mean weight, the largest ratio and the number of tokens that are kept are the whole's."""
+    whole, split = (run(*settings, "loss.aggregation=token-mean", f"train.micro_batch_size={n}")
+                    for n in (len(PI.tokens), 3))
+    for opened in whole, split:
+        updated(opened, rewards(PI).expand(-1, 3))
+    assert close(split.found[0], whole.found[0])
+
+
+def test_in_bypass_mode_too_the_kept_tokens_may_divide(run):
+    given = [f"correction={{{BYPASS}, rollout_rs: {{token_k1: [0.8, 1.2]}}}}",
+             "loss.aggregation=token-mean"]
+    fixed, kept = (run(*given, f"loss.denominator={x}") for x in ("fixed", "kept"))
+    for opened in fixed, kept:
+        updated(opened, rewards(PI).expand(-1, 3))
+    stay = trainer.correct(PI.log_probs(), MU.log_probs(), PI.mask, correction_of(kept.config)).mask
+    assert stay.sum() < PI.mask.sum()
+    assert close(kept.found[0] * stay.sum(), fixed.found[0] * PI.mask.sum())
 
 
 def test_a_mini_batch_without_a_difference_in_reward_takes_no_step(run):
