@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from causes import CAUSES, Finding, Tokens, find_causes
+from causes import CAUSES, SMALL, Finding, Tokens, find_causes
 from metrics import to_host
 
 # Each row: metric, lowest and highest healthy value, what a value outside means, what to change.
@@ -75,7 +75,7 @@ def _improper(values: Mapping[str, float]) -> list[str]:
     """
     found: list[str] = []
     mean, z = (values.get(x, math.nan) for x in ("is_ratio_mean", "is_ratio_z"))
-    if abs(z) > 5 and abs(mean - 1) > 0.002:
+    if abs(z) > 5 and abs(mean - 1) > SMALL:
         found.append(
             f"is_ratio_mean is {mean:.4g}, {abs(z):.1f} standard errors from 1: π_train is not a "
             "distribution over what π_rollout sampled, and no weight repairs that; "
@@ -122,7 +122,8 @@ def _no_lesson(values: Mapping[str, float]) -> list[str]:
 def _collapsed(values: Mapping[str, float]) -> list[str]:
     """Report a mean reward below a tenth of the best so far, if 25 right responses were expected.
 
-    By chance that happens less than once in 10⁸ steps: P(Poisson(25) ≤ 2).
+    By chance that happens less than once in 10⁸ steps, P(Poisson(25) ≤ 2), if the responses are
+    independent. Those to one prompt are not: with few prompts it happens now and then.
     """
     mean, best, n = (values.get(x, math.nan)
                      for x in ("reward/mean", "reward/best", "response/count"))
@@ -194,7 +195,7 @@ class Report(NamedTuple):
         """
         if self.tokens < 100:
             return None
-        return abs(self.mean - 1) <= max(5 * self.error, 1e-4)
+        return abs(self.mean - 1) <= max(5 * self.error, SMALL)
 
     def as_json(self) -> dict[str, Any]:
         return {"proper": self.proper, "e_rho": [self.mean, self.error], "tokens": self.tokens,
