@@ -29,7 +29,8 @@ HEALTHY = (
     ("all_rejected", 0, 0, "every token was rejected, so the step taught nothing",
      "widen rollout_rs, take a larger batch or new rollouts; or a bug makes the policies differ"),
     ("train/empty_updates", 0, 0, "of some mini-batches nothing was kept; they took no step",
-     "widen rollout_rs, or take fewer and larger mini-batches"),
+     "widen rollout_rs, raise rollout.max_tokens under rollout.mask_truncated, or take fewer and "
+     "larger mini-batches"),
     ("rollout_is_mean", 0.1, 2, "the mean of the weights is far from 1: a cap takes the rest, or a "
      "heavy tail that this batch has not met",
      "take token instead of sequence weights, or lower rollout.staleness"),

@@ -47,7 +47,8 @@ def read(path: str | Path) -> Iterator[Response]:
             try:
                 row = json.loads(text) if text.strip() else None
             except (ValueError, RecursionError):            # also bytes that are not text
-                raise ValueError(f"line {line}: this is not JSON") from None
+                packed = ", but gzip: unpack it first" * text.startswith(b"\x1f\x8b")
+                raise ValueError(f"line {line}: this is not JSON{packed}") from None
             if text.strip():
                 yield response(line, row)
 

@@ -96,7 +96,8 @@ class Checkpoints:
                 moved = any(run.optimizer.state.values())         # else no update took a step
                 write(path / "state.json", [{
                     "step": step, "before": run.before, "moments": moved, "engine": run.engine.name,
-                    "data": run.task.digest, "settings": self.settings}])
+                    "data": run.task.digest, "model": run.model_digest,
+                    "settings": self.settings}])
         self.prune(run)
 
     def prune(self, run: Any) -> None:
@@ -112,6 +113,9 @@ class Checkpoints:
         if self.saved.get("data", run.task.digest) != run.task.digest:
             raise UserError(f"{self.directory.parent} was trained on other questions or answers "
                             "than task.path has now: bring them back, or choose another run=NAME")
+        if self.saved.get("model", run.model_digest) != run.model_digest:
+            raise UserError(f"{self.directory.parent} began from another model than policy.path="
+                            f"{run.path} is now: bring that back, or choose another run=NAME")
         if self.saved.get("moments", True):                # a zero update creates the moments
             for parameter in run.policy.parameters():
                 if parameter.requires_grad:

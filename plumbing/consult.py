@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if not (given.dump or given.model):
         parser.error("give a DUMP, --model DIR, or both")
+    if given.figure and not given.figure.endswith((".png", ".svg", ".pdf")):
+        parser.error(f"--figure must end in .png, .svg or .pdf, not {given.figure!r}")
     try:
         report, rescored = consult(given)
     except (OSError, ValueError, UserError) as error:
@@ -80,10 +82,16 @@ def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
 
 
 def explained(rescored: "Rescored", suggested: list[Finding]) -> list[Finding]:
-    """Return the model's findings on the faulty columns, or the dump's if a column is unknown."""
+    """Return the model's findings on the faulty columns, or the dump's if a column is unknown.
+
+    If both columns depart from the model in one way, it may be neither's: then nothing is certain.
+    """
     columns = {"log μ": rescored.rollout, "log π": rescored.train}
     if any(match.cause == "unknown" for match in columns.values()):
         return suggested
-    return [Finding(match.cause, match.left, f"{name} is {match.name}: {match.left:.1%} of the gap "
-                    f"left (next: {match.next[0]}, {match.next[1]:.1%})")
+    alike = rescored.rollout.cause == rescored.train.cause
+    doubt = "; so is the other column, roughly: is --model the model of this run?" if alike else ""
+    return [Finding(match.cause, max(match.left, 0.3) if alike else match.left,
+                    f"{name} is {match.name}: {match.left:.1%} of the gap left (next: "
+                    f"{match.next[0]}, {match.next[1]:.1%}){doubt}")
             for name, match in columns.items() if match.cause]

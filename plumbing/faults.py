@@ -224,14 +224,15 @@ def cause_of(error: BaseException) -> BaseException:
 def explain(error: BaseException) -> str:
     """Return a sentence for an expected failure, or nothing for what must be a bug."""
     error = cause_of(error)
-    words, full = str(error), getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    words = str(error)
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if isinstance(error, (UserError, Ended)):
         return words
     if isinstance(error, KeyboardInterrupt):
         return "interrupted: the same command continues from the last checkpoint"
-    if full or re.search("No space|os error (28|122)", words):
-        return ("the disk or its quota is full: free some, and the same command goes on from the "
-                "last checkpoint")
+    if full or re.search("No space|os error (27|28|122)", words):
+        return ("the disk or its quota is full, or a limit on the size of files is met: free some, "
+                "and the same command goes on from the last checkpoint")
     if re.search(OUT_OF_MEMORY, repr(error), re.IGNORECASE):
         return ("out of memory: lower train.micro_batch_size or _tokens, rollout.batch_size or "
                 "rollout.max_tokens, set policy.gradient_checkpointing=true, or divide the GPU "

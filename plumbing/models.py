@@ -4,6 +4,7 @@ This file decides: a model that would be filled in at random, or would fail in t
 is refused with one sentence before training. Nothing is drawn at random while a policy is scored.
 """
 
+import hashlib
 import re
 from contextlib import nullcontext
 from functools import partial
@@ -57,6 +58,20 @@ def configuration(path: str) -> tuple[Any, dict[str, float]]:
     return load(**dict.fromkeys(drawn, 0.0), **attention), drawn
 
 
+def digest_of(path: str) -> str:
+    """Return a SHA-256 of a model's files: config.json, and three MB of each file of weights."""
+    cached = None if Path(path).is_dir() else try_to_load_from_cache(path, "config.json")
+    place, digest = Path(cached).parent if isinstance(cached, str) else Path(path), hashlib.sha256()
+    for file in sorted([*place.glob("config.json"), *place.glob("*.safetensors")]):
+        size, mb = file.stat().st_size, 2 ** 20
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as opened:
+            for at in (0, size // 2, max(0, size - mb)):
+                opened.seek(at)
+                digest.update(opened.read(mb))
+    return digest.hexdigest()
+
+
 def read_model(path: str) -> Any:
     """Return the model in float32; raise ValueError with the names of weights that are wrong."""
     config, _ = configuration(path)
@@ -89,15 +104,21 @@ def add_adapter(model: Any, policy: PolicyConfig, seed: int) -> Any:
         return model
     from peft import LoraConfig            # takes a second, and few runs need it
     from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    from transformers.pytorch_utils import Conv1D
     targets: Any = policy.lora_targets
+    linear = ", ".join(sorted({name.split(".")[-1] for name, module in model.named_modules()
+                               if isinstance(module, (torch.nn.Linear, Conv1D))}))
+    if targets is None and model.config.model_type not in (
+            TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING):
+        raise UserError(f"peft has no layers of its own for {model.config.model_type}: set "
+                        f"policy.lora_targets to all-linear, or to some of {linear}")
     if targets not in (None, "all-linear"):
         targets = [name.strip() for name in targets.split(",")]
         places = [f".{place}" for place, _ in model.named_modules()]
         if unknown := [t for t in targets if not any(p.endswith(f".{t}") for p in places)]:
-            linear = {name.split(".")[-1] for name, module in model.named_modules()
-                      if isinstance(module, torch.nn.Linear)}
             raise UserError(f"policy.lora_targets has {', '.join(unknown)}, which this model "
-                            f"does not have; its linear layers are {', '.join(sorted(linear))}")
+                            f"does not have; its linear layers are {linear}")
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)                            # of A
@@ -111,6 +132,12 @@ def add_adapter(model: Any, policy: PolicyConfig, seed: int) -> Any:
            for x in (model.get_output_embeddings(), model.get_input_embeddings())):
         raise UserError(f"policy.lora_targets={policy.lora_targets} must leave out embeddings and "
                         "head, whose products are not peft's here")
+    odd = {name.split(".base_layer.")[0].split(".")[-1] for name, _ in model.named_parameters()
+           if ".base_layer." in name and not name.endswith((".weight", ".bias"))}
+    if odd:
+        raise UserError(f"policy.lora_targets={policy.lora_targets} reaches "
+                        f"{', '.join(sorted(odd))}, whose packed weights no engine here can merge: "
+                        f"set policy.lora_targets to some of {linear}")
     return model
 
 

@@ -155,7 +155,13 @@ def rescore(path: str, older: Sequence[str], responses: Iterable[Response]) -> R
     most = LOGITS // model.config.get_text_config().vocab_size
     kept = kept[:max(1, sum(n <= most for n in accumulate(len(r.token_ids) for r in kept)))]
     rows = [(list(r.prompt_ids or ()), list(r.token_ids)) for r in kept]
-    s = Scorer(model, [read_model(p).state_dict() for p in older], rows)
+    earlier = [read_model(p).state_dict() for p in older]
+    shapes, *others = ({name: x.shape for name, x in weights.items()}
+                       for weights in (model.state_dict(), *earlier))
+    if strange := [p for p, other in zip(older, others) if other != shapes]:
+        raise ValueError(f"--older {strange[0]} has weights of other names or shapes than --model "
+                         f"{path}: it is no older checkpoint of that model")
+    s = Scorer(model, earlier, rows)
     μ, π = (torch.tensor([x for row in column for x in row]) for column in (
         [r.rollout_log_probs for r in kept], [r.train_log_probs for r in kept]))
     mask = torch.tensor([m for r in kept for m in r.mask])

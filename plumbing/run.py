@@ -39,8 +39,8 @@ from plumbing.directory import hold_directory
 from plumbing.engines import make_engine
 from plumbing.faults import (end_after, explain, process_group, require_one_directory,
                              watch_engine)
-from plumbing.models import (add_adapter, configuration, empty_model, read_tokenizer, require_place,
-                             require_vocabulary)
+from plumbing.models import (add_adapter, configuration, digest_of, empty_model, read_tokenizer,
+                             require_place, require_vocabulary)
 from plumbing.report import closing_table, ess, summarize, plot
 from plumbing.settings import Config, UserError, correction_of, remarks
 from plumbing.tasks import Task, leave_out, make_demo_model, make_task, seed_of
@@ -121,6 +121,7 @@ class Run:
     held_out_prompts: list[list[int]]
     eos_ids: list[int]
     dtype: torch.dtype                             # of the model's files, read and written
+    model_digest: str | None                       # of the files of policy.path
     shapes: Shapes
     rate: float                                    # FLOPs a second of a product of matrices
     policy: Policy
@@ -211,6 +212,7 @@ class Run:
                 cpu_offload=config.policy.cpu_offload)
             self.policy = load(gradient_checkpointing=config.policy.gradient_checkpointing,
                                adapter=adapter)
+            self.model_digest = config.policy.path and digest_of(path)
         except UserError:
             raise
         except Exception as error:         # of as many types as there are kinds of damage
@@ -468,7 +470,8 @@ class Run:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, answers)
         if self.main:
-            write(self.directory / "eval.jsonl", sum(everyone, []))
+            in_turn = itertools.zip_longest(*everyone)      # rank r had every world-th question
+            write(self.directory / "eval.jsonl", [a for row in in_turn for a in row if a])
             plot(lines := read_metrics(self.metrics), self.directory / "curves.png")
         adapter, merged = self.config.policy.lora_rank, full_weights(self.policy)
         if adapter and self.config.policy.lora_save_merged:

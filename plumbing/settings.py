@@ -258,6 +258,9 @@ def load_config(argv: list[str]) -> Config:
     if len(paths) > 1:
         raise UserError(f"expected at most one FILE.yaml, and key=value, not {paths}")
     user, given = read_yaml(Path(paths[0]) if paths else None, [*map(verbatim, overrides)])
+    if isinstance(user.get("run"), DictConfig):
+        raise UserError(f"run.{next(iter(user.run), '')} is not a setting; did you mean run.dump=N "
+                        "(in a file train.dump)?")
     if not isinstance(user.get("run"), (str, NoneType)):
         raise UserError(f"run must be text, and {user.run!r} is read as a number or another value: "
                         "put the name in quotes")
@@ -462,19 +465,8 @@ def remarks(config: Config) -> list[str]:
     found, kind = kl_remarks(config), config.advantage.kind
     if config.train.lr == 0:
         found.append("train.lr=0 moves nothing")
-    options = correction_of(config)
-    for key in ("clip_low", "clip_high", "dual_clip"):
-        if getattr(config.loss, key) is not None and key not in options.loss.own:
-            found.append(f"loss.{key} has no effect: correction.loss_type={options.loss_type} "
-                         "has no such number")
-    rollout, policy = config.rollout, config.policy
-    if policy.lora_rank is None:
-        found += [f"{name} has no effect: policy.lora_rank is null, so the whole model is trained"
-                  for name, is_default in [
-                      ("policy.lora_alpha", policy.lora_alpha == PolicyConfig.lora_alpha),
-                      ("policy.lora_targets", policy.lora_targets is None),
-                      ("policy.lora_save_merged", not policy.lora_save_merged),
-                      ("rollout.adapter", rollout.adapter == "merged")] if not is_default]
+    found += [f"{name} has no effect: {why}" for name, why in idle(config).items()]
+    rollout = config.rollout
     if rollout.update_every and rollout.update_every >= rollout.max_tokens:
         found.append(f"rollout.update_every={rollout.update_every} changes no response: it has at "
                      f"most rollout.max_tokens={rollout.max_tokens} tokens")
@@ -486,6 +478,35 @@ def remarks(config: Config) -> list[str]:
                      "of a group's other samples: every advantage is the reward itself; take "
                      "advantage.kind=reinforce, whose baseline is the batch's mean")
     return found
+
+
+def idle(config: Config) -> dict[str, str]:
+    """Return the settings that differ from their defaults and are not used, and why they are not.
+
+    A setting is looked for where another one switches it off.
+    """
+    options, changed = correction_of(config), set[str]()
+    for section in (config.advantage, config.loss, config.policy, config.rollout, config.train):
+        changed |= {of.name for of in fields(section) if getattr(section, of.name) != of.default}
+    if options.rollout_is_threshold != RolloutCorrectionConfig.rollout_is_threshold:
+        changed.add("rollout_is_threshold")
+    numbers = {key for row in LOSSES.values() for key in row.own} - set(options.loss.own)
+    off = {
+        f"correction.loss_type={options.loss_type} has no such number":
+            [f"loss.{key}" for key in sorted(numbers)],
+        "correction.rollout_is is null, so there are no weights":
+            ["correction.rollout_is_threshold"] * (options.rollout_is is None),
+        "correction.score_centering is false":
+            ["rollout.candidates"] * (not options.score_centering),
+        "loss.kl_coef is 0":
+            ["loss.kl_kind", "loss.kl_in", "loss.kl_correction"] * (config.loss.kl_coef == 0),
+        f"advantage.kind={config.advantage.kind} divides by no deviation":
+            ["advantage.normalize_std"] * (config.advantage.kind != "grpo"),
+        "policy.lora_rank is null, so the whole model is trained": [
+            "policy.lora_alpha", "policy.lora_targets", "policy.lora_save_merged",
+            "rollout.adapter"] * (config.policy.lora_rank is None)}
+    return {name: why for why, names in off.items() for name in names
+            if name.split(".")[1] in changed}
 
 
 def kl_remarks(config: Config) -> list[str]:

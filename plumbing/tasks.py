@@ -230,6 +230,8 @@ def read_problems(kind: str, path: str) -> tuple[list[Problem], list[str]]:
         raise
     except Exception as error:     # pyarrow's are of many types
         reason = getattr(error, "strerror", None) or str(error)[:300]
+        if isinstance(error, UnicodeDecodeError):
+            reason = "it is no text in UTF-8; a compressed file must be unpacked first"
         raise UserError(f"{path} cannot be read as {kind}: {reason}") from None
     problems, bad, unit = [], [], "row" if kind == "parquet" else "line"
     for i, row in rows:
@@ -246,10 +248,13 @@ def problem_of(row: Any, where: str) -> Problem:
         row = json.loads(row) if isinstance(row, str) else row
     except (ValueError, RecursionError):
         raise UserError(f"{where} is not JSON: {row[:60]!r}") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where} has no `question`, since it is no table but {str(row)[:60]}")
     for key in ("question", "answer"):
-        value = row.get(key) if isinstance(row, dict) else None
+        value = row.get(key)
         if value is None or not str(value).strip():
-            raise UserError(f"{where} has no `{key}`")
+            raise UserError(f"{where} has no `{key}`" + (
+                f" (it has {', '.join(map(str, row))[:200]})" if key not in row and row else ""))
         if type(value) not in (str, int, float, Decimal):
             raise UserError(f"{where} has {str(value)[:60]} for its `{key}`, which is neither text "
                             "nor a number")

@@ -4,6 +4,7 @@ The tests cover the settings of a task, what is held out, and which rows cannot 
 """
 
 import hashlib
+import gzip
 import json
 import os
 import sys
@@ -469,8 +470,44 @@ def test_groups_of_one_have_no_baseline_and_it_is_said(kind, samples, said):
 
 @pytest.mark.parametrize("loss, key, said", [
     ("ppo_clip", "clip_low", False), ("gspo", "dual_clip", False), ("cispo", "dual_clip", True),
-    ("sapo", "clip_high", True)])
+    ("sapo", "clip_high", True), ("ppo_clip", "tau_positive", False),
+    ("ppo_clip", "tau_negative", True), ("sapo", "tau_negative", False)])
 def test_a_number_that_the_loss_does_not_take_is_named(loss, key, said):
     found = remarks(load_config([f"correction.loss_type={loss}", f"loss.{key}=1"]))
     assert found == [f"loss.{key} has no effect: correction.loss_type={loss} has no such "
                      "number"] * said
+
+
+@pytest.mark.parametrize("given, said", [
+    (["correction.rollout_is=null", "correction.rollout_is_threshold=3"],
+     ["correction.rollout_is_threshold has no effect: correction.rollout_is is null, so there are "
+      "no weights"]),
+    (["correction.rollout_is_threshold=3"], []),                    # of the demo's preset
+    (["rollout.candidates=9"],
+     ["rollout.candidates has no effect: correction.score_centering is false"]),
+    (["loss.kl_kind=k2", "loss.kl_in=reward"],
+     [f"loss.kl_{key} has no effect: loss.kl_coef is 0" for key in ("kind", "in")]),
+    (["advantage.kind=rloo", "advantage.normalize_std=false"],
+     ["advantage.normalize_std has no effect: advantage.kind=rloo divides by no deviation"]),
+    (["advantage.normalize_std=false"], []),
+    (["policy.lora_alpha=3"],
+     ["policy.lora_alpha has no effect: policy.lora_rank is null, so the whole model is "
+      "trained"])])
+def test_a_setting_that_another_one_switches_off_is_named(given, said):
+    assert remarks(load_config(given)) == said
+
+
+def test_a_run_has_no_settings_but_one(tmp_path):
+    (tmp_path / "x.yaml").write_text("run: {dump: 2}")
+    for given, key in ([["run.dumps=2"], "dumps"], [[str(tmp_path / "x.yaml")], "dump"]):
+        with pytest.raises(UserError, match=rf"^run.{key} is not a setting; did you mean run.dump="):
+            load_config(given)
+
+
+def test_what_a_file_is_instead_is_said(tmp_path):
+    (tmp_path / "rows.gz").write_bytes(gzip.compress(b'{"question": "1", "answer": "1"}'))
+    with pytest.raises(UserError, match="no text in UTF-8; a compressed file must be unpacked"):
+        task_of(tmp_path / "rows.gz")
+    (tmp_path / "rows").write_text('{"question": "1", "solution": "1", "level": 3}')
+    with pytest.raises(UserError, match=r"line 1 has no `answer` \(it has question, solution, lev"):
+        task_of(tmp_path / "rows")

@@ -266,6 +266,20 @@ def test_a_link_to_a_checkpoint_is_continued_and_stays(run, tmp_path):
     assert (tmp_path / "moved/state.json").exists()
 
 
+def test_another_model_is_no_continuation(run, tiny_model, tmp_path, capsys):
+    """The weights under an adapter, π_ref and the tokenizer come from policy.path every time."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    weights, settings = tmp_path / "model/model.safetensors", ["policy.path=model", "task.size=1"]
+    assert run(*settings)[0] == 0
+    first = weights.read_bytes()
+    weights.write_bytes(first[:-1] + bytes([first[-1] ^ 1]))           # one bit of the last number
+    code, lines = run(*settings, "train.steps=4")
+    assert code == 2 and len(lines) == 2 and (
+        "began from another model than policy.path=model is now" in capsys.readouterr().err)
+    weights.write_bytes(first)
+    assert run(*settings, "train.steps=4")[0] == 0
+
+
 def test_other_questions_are_no_continuation(run, tmp_path, capsys):
     rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,5 +1,6 @@
 """The trainer writes dumps, and doctor.py reads them and rows of other trainers."""
 
+import gzip
 import json
 import math
 import sys
@@ -104,6 +105,12 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert main(["--model", str(tmp_path)]) == 2
     assert "--model" in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "none.jsonl"), "--figure", "figure.txt"])
+    assert "--figure must end in .png, .svg or .pdf, not 'figure.txt'" in capsys.readouterr().err
+    (tmp_path / "dump.gz").write_bytes(gzip.compress(b"{}"))
+    assert main([str(tmp_path / "dump.gz")]) == 2
+    assert "line 1: this is not JSON, but gzip: unpack it first" in capsys.readouterr().err
 
 
 GOOD = {"token_ids": [4, 5], "rollout_log_probs": [-1.0, -0.5], "train_log_probs": [-1.0, -0.5]}

@@ -7,6 +7,7 @@ from launching import shell, torchrun
 from oracle import close
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from test_architectures import OF_EXPERTS, make
 from tolerances import gamma
 from transformers import AutoModelForCausalLM
 
@@ -107,6 +108,17 @@ def test_the_seed_decides_the_adapter(tiny_model):
 def test_what_cannot_have_an_adapter_is_refused(tiny_model, targets, said):
     with pytest.raises(UserError, match=f"policy.lora_targets.*{said}"):
         add_adapter(read_model(str(tiny_model)), settings(lora_targets=targets), 0)
+
+
+@pytest.mark.parametrize("name, targets, said", [
+    ("Olmo2", None, "peft has no layers of its own for olmo2: set policy.lora_targets to all-linear"
+                    ", or to some of .*q_proj"),
+    ("Qwen3Moe", "all-linear", "policy.lora_targets=all-linear reaches experts, whose packed "
+                               "weights no engine here can merge: set .* to some of .*q_proj")])
+def test_models_whose_layers_have_to_be_named_say_which_there_are(name, targets, said):
+    model = make(name, **(OF_EXPERTS if name == "Qwen3Moe" else {}))
+    with pytest.raises(UserError, match=said):
+        add_adapter(model, settings(lora_targets=targets), 0)
 
 
 # ----------------------------------------------------------------------------- what an engine gets

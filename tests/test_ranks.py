@@ -95,6 +95,8 @@ def assert_same(directory, other, tolerance=1e-9):
     assert [line["step"] for line in lines] == [line["step"] for line in expected]
     for line, right in zip(lines, expected):
         assert line == pytest.approx(right, rel=tolerance, abs=tolerance)
+    answers, right = ((d / "eval.jsonl").read_text() for d in (directory, other))
+    assert answers == right
     weights, right = (load_file(*d.glob("model/*.safetensors")) for d in (directory, other))
     assert all(torch.allclose(weights[name], right[name], rtol=0, atol=tolerance)
                for name in right)

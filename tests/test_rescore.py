@@ -10,9 +10,10 @@ import torch
 from rescore_rates import dropped, make_models, planted, sample, score, verdict
 
 from estimators import sampling_log_probs
-from adapters.dumps import Response
+from adapters.dumps import Response, append
+from plumbing.consult import explained, main
 from plumbing.hypotheses import module_of
-from plumbing.rescore import random_prompts, rescore, sample_and_score
+from plumbing.rescore import Match, Rescored, random_prompts, rescore, sample_and_score
 
 
 @pytest.mark.parametrize("kind, seed, causes", [
@@ -46,6 +47,29 @@ def drawn(tmp_path_factory):
 def dump(prompts, tokens, rollout, train):
     return [Response(n, y, a.tolist(), b.tolist(), p, [True] * len(y))
             for n, (p, y, a, b) in enumerate(zip(prompts, tokens, rollout, train), 1)]
+
+
+def test_another_architecture_is_no_older_checkpoint(drawn, tmp_path, capsys):
+    model, path, prompts, tokens = drawn
+    _, _, [other, *_] = make_models("Gemma2", 0, tmp_path)
+    same = score(model, prompts, tokens)
+    rows = [r._asdict() | {"response_mask": [1] * len(r.token_ids)}
+            for r in dump(prompts, tokens, same, same)]
+    append(tmp_path / "dump.jsonl", rows)
+    assert main([str(tmp_path / "dump.jsonl"), "--model", path, "--older", path, other]) == 2
+    assert (f"--older {other} has weights of other names or shapes than --model {path}"
+            in capsys.readouterr().err)
+
+
+def test_a_model_from_which_both_sides_depart_alike_is_doubted():
+    """It is not known then which model the dump is of, and nothing is certain."""
+    hot = Match("log π/2", "temperature", 2.0, 0.01, 0.0)
+    whole, one = Rescored(hot, hot._replace(parameter=2.1), "both"), Rescored(
+        hot, hot._replace(cause=None), "rollout")
+    for rescored, certain in ((whole, False), (one, True)):
+        for finding in explained(rescored, []):
+            assert (finding.confidence == "certain") is certain
+            assert ("is --model the model of this run?" in finding.evidence) is not certain
 
 
 def test_what_both_sides_have_is_no_fault(drawn):
