@@ -6,6 +6,7 @@ the run is killed or its machine loses power. A run continues with the settings 
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 from plumbing.faults import cause_of, explain
+from plumbing.models import digest_of
 from plumbing.settings import CHANGEABLE, Config, UserError, flat
 from plumbing.shards import TensorByTensor
 
@@ -33,7 +35,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path, config: Config):
         self.directory, self.keep, self.step, self.saved = directory, config.train.keep, 0, {}
-        self.settings = json.loads(json.dumps(flat(asdict(config))))
+        self.settings, self.path = json.loads(json.dumps(flat(asdict(config)))), config.policy.path
         if found := self.whole():
             try:
                 self.step = int(found[-1].name.removeprefix("step-"))
@@ -42,6 +44,11 @@ class Checkpoints:
             except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError,
                     RecursionError):
                 raise self.unreadable(found[-1]) from None
+
+    @functools.cached_property
+    def model(self) -> str | None:
+        """Return the digest of policy.path at the first call; None for the demo model."""
+        return self.path and digest_of(self.path)
 
     def whole(self) -> list[Path]:
         """Return the checkpoints that are there, oldest first."""
@@ -96,8 +103,7 @@ class Checkpoints:
                 moved = any(run.optimizer.state.values())         # else no update took a step
                 write(path / "state.json", [{
                     "step": step, "before": run.before, "moments": moved, "engine": run.engine.name,
-                    "data": run.task.digest, "model": run.model_digest,
-                    "settings": self.settings}])
+                    "data": run.task.digest, "model": self.model, "settings": self.settings}])
         self.prune(run)
 
     def prune(self, run: Any) -> None:
@@ -113,9 +119,9 @@ class Checkpoints:
         if self.saved.get("data", run.task.digest) != run.task.digest:
             raise UserError(f"{self.directory.parent} was trained on other questions or answers "
                             "than task.path has now: bring them back, or choose another run=NAME")
-        if self.saved.get("model", run.model_digest) != run.model_digest:
+        if self.saved.get("model", self.model) != self.model:
             raise UserError(f"{self.directory.parent} began from another model than policy.path="
-                            f"{run.path} is now: bring that back, or choose another run=NAME")
+                            f"{self.path} is now: bring that back, or choose another run=NAME")
         if self.saved.get("moments", True):                # a zero update creates the moments
             for parameter in run.policy.parameters():
                 if parameter.requires_grad:

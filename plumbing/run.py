@@ -39,8 +39,8 @@ from plumbing.directory import hold_directory
 from plumbing.engines import make_engine
 from plumbing.faults import (end_after, explain, process_group, require_one_directory,
                              watch_engine)
-from plumbing.models import (add_adapter, configuration, digest_of, empty_model, read_tokenizer,
-                             require_place, require_vocabulary)
+from plumbing.models import (add_adapter, configuration, empty_model, read_tokenizer, require_place,
+                             require_vocabulary)
 from plumbing.report import closing_table, ess, summarize, plot
 from plumbing.settings import Config, UserError, correction_of, remarks
 from plumbing.tasks import Task, leave_out, make_demo_model, make_task, seed_of
@@ -121,7 +121,6 @@ class Run:
     held_out_prompts: list[list[int]]
     eos_ids: list[int]
     dtype: torch.dtype                             # of the model's files, read and written
-    model_digest: str | None                       # of the files of policy.path
     shapes: Shapes
     rate: float                                    # FLOPs a second of a product of matrices
     policy: Policy
@@ -212,7 +211,6 @@ class Run:
                 cpu_offload=config.policy.cpu_offload)
             self.policy = load(gradient_checkpointing=config.policy.gradient_checkpointing,
                                adapter=adapter)
-            self.model_digest = config.policy.path and digest_of(path)
         except UserError:
             raise
         except Exception as error:         # of as many types as there are kinds of damage

@@ -14,6 +14,7 @@ import math
 import os
 import re
 import typing
+import warnings
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -446,9 +447,14 @@ def check_run(name: str) -> None:
 
 
 def correction_of(config: Config) -> RolloutCorrectionConfig:
-    """Return the config of `correction: {preset: NAME, field: value …}`, or of a dialect."""
+    """Return the config of `correction: {preset: NAME, field: value …}`, or of a dialect.
+
+    What it warns of is among `remarks`.
+    """
     try:
-        return from_dialect(config.correction)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return from_dialect(config.correction)
     except (ValueError, TypeError) as error:
         raise UserError(f"{'' if 'correction' in str(error) else 'correction: '}{error}") from None
 
@@ -463,6 +469,10 @@ def kl_of(how: LossSettings) -> tuple[str, str | None]:
 def remarks(config: Config) -> list[str]:
     """Return a sentence on each setting that is accepted but does not do what its name says."""
     found, kind = kl_remarks(config), config.advantage.kind
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        from_dialect(config.correction)
+    found += [f"correction: {warning.message}" for warning in said]
     if config.train.lr == 0:
         found.append("train.lr=0 moves nothing")
     found += [f"{name} has no effect: {why}" for name, why in idle(config).items()]

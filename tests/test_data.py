@@ -483,6 +483,9 @@ def test_a_number_that_the_loss_does_not_take_is_named(loss, key, said):
      ["correction.rollout_is_threshold has no effect: correction.rollout_is is null, so there are "
       "no weights"]),
     (["correction.rollout_is_threshold=3"], []),                    # of the demo's preset
+    (["correction.preset=disabled", "correction.rollout_is=token", "correction.bypass_mode=true"],
+     ["correction: rollout_is=token is not applied with bypass_mode and loss_type=ppo_clip, whose "
+      "ratio already is π_θ/π_rollout (eq:double-count): its metrics are rollout_is_raw_*"]),
     (["rollout.candidates=9"],
      ["rollout.candidates has no effect: correction.score_centering is false"]),
     (["loss.kl_kind=k2", "loss.kl_in=reward"],
@@ -500,7 +503,7 @@ def test_a_setting_that_another_one_switches_off_is_named(given, said):
 def test_a_run_has_no_settings_but_one(tmp_path):
     (tmp_path / "x.yaml").write_text("run: {dump: 2}")
     for given, key in ([["run.dumps=2"], "dumps"], [[str(tmp_path / "x.yaml")], "dump"]):
-        with pytest.raises(UserError, match=rf"^run.{key} is not a setting; did you mean run.dump="):
+        with pytest.raises(UserError, match=rf"^run.{key} is not a setting; did you mean run.dump"):
             load_config(given)
 
 

@@ -101,6 +101,18 @@ def test_imports_go_one_way():
         assert not any(name.startswith("math.") for name in imported(path))
 
 
+def test_mutants_are_tested_beside_all_that_their_tests_import():
+    """`tools/mutate.py` copies what it names; a file that is missing would end it at once."""
+    import mutate
+    there = {*(f"tests/test_{name}.py" for name in mutate.TESTS), *mutate.OWN_TESTS,
+             *mutate.BESIDE}
+    assert "tests/conftest.py" in there
+    for path in sorted(name for name in there if name.startswith("tests/") and name[-3:] == ".py"):
+        for name in imported(ROOT / path):
+            if (ROOT / "tests" / f"{name}.py").exists():
+                assert f"tests/{name}.py" in there, f"{path} imports {name}"
+
+
 def test_plumbing_has_no_circle():
     files = {path.stem: {name.removeprefix("plumbing.").split(".")[0] for name in imported(path)
                          if name.startswith("plumbing.")}

@@ -195,7 +195,10 @@ def test_a_loss_whose_ratio_cannot_be_divided_out_says_so(loss, run):
 def test_what_cannot_be_right_is_said(given, said):
     found = remarks(load_config(["loss.kl_coef=0.1", *given]))
     assert found == [] if said is None else found[0].startswith(said)
-    assert remarks(load_config(given)) == []                          # no KL term at all
+    of_kl = [key for key in ("loss.kl_kind", "loss.kl_in", "loss.kl_correction")
+             if any(setting.startswith(f"{key}=") for setting in given)]
+    assert remarks(load_config(given)) == [                           # no KL term at all
+        f"{key} has no effect: loss.kl_coef is 0" for key in of_kl]
 
 
 # --------------------------------------------------------------------------- nothing to learn from
