@@ -25,7 +25,7 @@ FLOOR = 0.01            # logits: a smaller gap needs no explanation, unless oth
 RECORD = 1e-4           # share left by a wrong record, whose law is not about sizes
 TEN = math.exp(-10)     # ten nats are not chance
 LOWEST = -40.0          # stands for any lower log π
-SMALL = 0.002           # of E[ρ]: rounding may be all, or rare tokens that were not drawn
+ROUNDING = 1e-4         # of E[ρ]: float32 alone may move it by so much
 
 # Limits that were set by hand, on the dumps of the split `written` and of earlier judged splits.
 # math/doctor-rates.txt says how far from its limit each value lies, with and without the cause.
@@ -158,12 +158,23 @@ def _z(x: Tensor) -> float:
 
 
 def _z_of_rho(d: Tensor) -> float:
-    """Return how many standard errors E[ρ] is from 1, or 0 if it is within SMALL of 1.
+    """Return how many standard errors E[ρ] is from 1, or 0 if rounding or luck may be all.
 
     On a policy that is nearly sure ρ hardly varies until a rare token is drawn. The standard error
     is then tiny, and rounding that has one sign would be many of it.
     """
-    return _z(d.expm1()) if d.expm1().mean().abs() > SMALL else 0.0
+    x = d.expm1()
+    return 0.0 if x.mean().abs() <= ROUNDING or undrawn(x, 1.0) else _z(x)
+
+
+def undrawn(x: Tensor, size: float) -> bool:
+    """Say whether tokens that were not drawn may explain the mean of x, whose expectation is 0.
+
+    Then fewer than ten x are on the other side of 0. What is not drawn in n tokens has a mass of at
+    most 10/n (but for a chance of e⁻¹⁰), and makes up a mean of at most `size` times that.
+    """
+    mean = x.mean()
+    return bool((x * mean < 0).sum() < 10 and mean.abs() <= 10 * size / max(1, len(x)))
 
 
 def floor(e: Tensor) -> float:
@@ -484,8 +495,7 @@ def calibration(x: Tokens) -> Finding | None:
     """
     excess = -x.pi - x.entropy
     z = _z(excess)                      # NaN: no entropy; noise of π makes it a little larger
-    against = (excess * excess.mean() < 0).sum()        # few such tokens: their error is not known
-    if against < 10 or len(excess) < 100 or abs(excess.mean()) <= FLOOR or _mean(
+    if len(excess) < 100 or abs(excess.mean()) <= FLOOR or undrawn(excess, 20.0) or _mean(
             x.e()) > numerics(x) or not beyond("calibration", max(-z, z - 0.8)):
         return None
     return Finding("raw", 0.9, "both sides agree, but neither is what was drawn: E[−log π − H] = "

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from causes import CAUSES, SMALL, Finding, Tokens, find_causes
+from causes import CAUSES, ROUNDING, Finding, Tokens, find_causes, undrawn
 from metrics import to_host
 
 # Each row: metric, lowest and highest healthy value, what a value outside means, what to change.
@@ -76,7 +76,7 @@ def _improper(values: Mapping[str, float]) -> list[str]:
     """
     found: list[str] = []
     mean, z = (values.get(x, math.nan) for x in ("is_ratio_mean", "is_ratio_z"))
-    if abs(z) > 5 and abs(mean - 1) > SMALL:
+    if abs(z) > 5 and abs(mean - 1) > 0.002:
         found.append(
             f"is_ratio_mean is {mean:.4g}, {abs(z):.1f} standard errors from 1: π_train is not a "
             "distribution over what π_rollout sampled, and no weight repairs that; "
@@ -196,7 +196,8 @@ class Report(NamedTuple):
         """
         if self.tokens < 100:
             return None
-        return abs(self.mean - 1) <= max(5 * self.error, SMALL)
+        near = abs(self.mean - 1) <= max(5 * self.error, ROUNDING)
+        return near or undrawn(self.looked_at.d().expm1(), 1.0)
 
     def as_json(self) -> dict[str, Any]:
         return {"proper": self.proper, "e_rho": [self.mean, self.error], "tokens": self.tokens,

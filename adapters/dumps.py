@@ -97,15 +97,18 @@ def _mask_nulls(given: dict[str, Any], n: int) -> None:
     The prompt's nulls become 0. A null in the entropy of any other token drops that column.
     """
     _, mu, pi, mask, entropy, _ = given
-    if any(not isinstance(given[name], list) or len(given[name]) != n for name in (mu, pi, mask)):
+    columns = [given[mu], given[pi], given[mask], given[entropy] or [None] * n]
+    if any(not isinstance(x, list) or len(x) != n for x in columns):
         return                                              # which is said by the checks
-    counts = [m if None not in pair else 0 for m, *pair in zip(given[mask], given[mu], given[pi])]
-    for name in (mu, pi):
-        given[name] = [0.0 if x is None else x for x in given[name]]
-    if isinstance(given[entropy], list):
-        filled = [0.0 if x is None and not m else x for x, m in zip(given[entropy], counts)]
-        given[entropy] = None if None in filled else filled
-    given[mask] = counts
+    given[mask] = kept = [*given[mask]]                     # the row's own tells the prompt's end
+    for t, (*log_probs, flag, h) in enumerate(zip(*columns)):
+        if None in log_probs and flag in FLAGS[0]:
+            kept[t] = 0
+        if h is None and not kept[t]:
+            columns[3][t] = 0.0
+    given[mu], given[pi] = ([0.0 if x is None else x for x in column] for column in columns[:2])
+    if None in columns[3]:
+        given[entropy] = None
 
 
 def _check(line: int, name: str, column: Any, *, whole: bool = False, log_prob: bool = False,

@@ -19,6 +19,7 @@ Means are over what rejection left ("kept"), as everywhere in verl. actor/pg_cli
 tokens of the dual clip, too, for which verl has a second metric.
 """
 
+import warnings
 from typing import Any
 
 # pyright: reportMissingImports=false
@@ -67,7 +68,7 @@ def dump(data: Any, path: str) -> None:
 
     data: what the trainer's `_compute_old_log_prob` returns, or, with trainer.use_v1=false, what
     `calculate_debug_metrics` gets. It needs actor_rollout_ref.rollout.calculate_log_probs=true.
-    Raises ValueError in bypass mode, where verl makes old_log_probs a copy of rollout_log_probs.
+    In bypass mode verl makes old_log_probs a copy of rollout_log_probs, which a warning says.
     """
     if hasattr(data, "batch"):
         batch, p = data.batch, data.batch["prompts"].shape[1]
@@ -82,8 +83,8 @@ def dump(data: Any, path: str) -> None:
                  for name in ("prompts", "responses")]
         batch = {name: found[name].to_padded_tensor(0) for name in found.keys()}
     if batch["rollout_log_probs"].equal(batch["old_log_probs"]):
-        raise ValueError("old_log_probs are a copy of rollout_log_probs, so a dump would tell "
-                         "nothing: dump with algorithm.rollout_correction.bypass_mode=false")
+        warnings.warn("old_log_probs are a copy of rollout_log_probs, so the dump tells nothing: "
+                      "dump with algorithm.rollout_correction.bypass_mode=false", stacklevel=2)
     append(path, rows_of(batch["prompts"], masks[0], batch["responses"], masks[1],
                          batch["response_mask"], batch["rollout_log_probs"],
                          batch["old_log_probs"], batch.get("entropy")))

@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if not (given.dump or given.model):
         parser.error("give a DUMP, --model DIR, or both")
-    if given.figure and not given.figure.endswith((".png", ".svg", ".pdf")):
-        parser.error(f"--figure must end in .png, .svg or .pdf, not {given.figure!r}")
+    if given.figure and not given.figure.lower().endswith((".png", ".jpg", ".webp", ".pdf")):
+        parser.error(f"--figure must end in .png, .jpg, .webp or .pdf, not {given.figure!r}")
     try:
         report, rescored = consult(given)
     except (OSError, ValueError, UserError) as error:
@@ -89,7 +89,11 @@ def explained(rescored: "Rescored", suggested: list[Finding]) -> list[Finding]:
     columns = {"log μ": rescored.rollout, "log π": rescored.train}
     if any(match.cause == "unknown" for match in columns.values()):
         return suggested
-    alike = rescored.rollout.cause == rescored.train.cause
+    one, other = rescored.rollout, rescored.train
+    near = one.parameter == other.parameter or (
+        isinstance(one.parameter, float) and isinstance(other.parameter, float)
+        and 0.8 * other.parameter < one.parameter < 1.25 * other.parameter)
+    alike = one.row == other.row and one.cause == other.cause and near
     doubt = "; so is the other column, roughly: is --model the model of this run?" if alike else ""
     return [Finding(match.cause, max(match.left, 0.3) if alike else match.left,
                     f"{name} is {match.name}: {match.left:.1%} of the gap left (next: "

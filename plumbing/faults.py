@@ -2,7 +2,8 @@
 
 This file decides that only the first failing rank prints, and that the others exit silently. What
 is not a bug of this program prints one sentence and sets an exit code: 2 if the user can mend it,
-130, 143 or 129 for a signal, 1 for the machine. A bug is a traceback.
+130, 143 or 129 for a signal, 1 for the machine. A bug is a traceback. A collective that hangs under
+NCCL ends the process in NCCL's own words.
 """
 
 import atexit
@@ -79,6 +80,8 @@ def take_card(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
     except RuntimeError as error:
         cards = torch.accelerator.device_count()
+        if device.index < cards:               # the card has another fault
+            raise
         fault = UserError(f"rank {device.index} needs {device}, and there are {cards}: start at "
                           f"most {cards} ranks (torchrun --nproc-per-node {cards})")
         fault.silent = device.index > cards    # pyright: ignore[reportAttributeAccessIssue]

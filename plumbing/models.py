@@ -5,6 +5,7 @@ is refused with one sentence before training. Nothing is drawn at random while a
 """
 
 import hashlib
+import json
 import re
 from contextlib import nullcontext
 from functools import partial
@@ -59,10 +60,14 @@ def configuration(path: str) -> tuple[Any, dict[str, float]]:
 
 
 def digest_of(path: str) -> str:
-    """Return a SHA-256 of a model's files: config.json, and three MB of each file of weights."""
+    """Return a SHA-256 of what is read of a model: its JSON, and three MB of each weight file."""
     cached = None if Path(path).is_dir() else try_to_load_from_cache(path, "config.json")
     place, digest = Path(cached).parent if isinstance(cached, str) else Path(path), hashlib.sha256()
-    for file in sorted([*place.glob("config.json"), *place.glob("*.safetensors")]):
+    for file in [*place.glob("config.json"), *place.glob("tokenizer.json")]:
+        whole = json.loads(file.read_text())
+        whole.pop("transformers_version", None)            # another writes the same otherwise
+        digest.update(json.dumps(whole, sort_keys=True).encode())
+    for file in sorted(place.glob("model*.safetensors")):
         size, mb = file.stat().st_size, 2 ** 20
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as opened:
@@ -107,12 +112,15 @@ def add_adapter(model: Any, policy: PolicyConfig, seed: int) -> Any:
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     from transformers.pytorch_utils import Conv1D
     targets: Any = policy.lora_targets
-    linear = ", ".join(sorted({name.split(".")[-1] for name, module in model.named_modules()
-                               if isinstance(module, (torch.nn.Linear, Conv1D))}))
+    layers = [name for name, module in model.named_modules()
+              if isinstance(module, (torch.nn.Linear, Conv1D))
+              and module is not model.get_output_embeddings()]
+    linear, attention = (", ".join(sorted({name.split(".")[-1] for name in names})) for names in (
+        layers, [name for name in layers if "attn" in name or "attention" in name]))
     if targets is None and model.config.model_type not in (
             TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING):
         raise UserError(f"peft has no layers of its own for {model.config.model_type}: set "
-                        f"policy.lora_targets to all-linear, or to some of {linear}")
+                        f"policy.lora_targets to some of {linear}")
     if targets not in (None, "all-linear"):
         targets = [name.strip() for name in targets.split(",")]
         places = [f".{place}" for place, _ in model.named_modules()]
@@ -137,7 +145,7 @@ def add_adapter(model: Any, policy: PolicyConfig, seed: int) -> Any:
     if odd:
         raise UserError(f"policy.lora_targets={policy.lora_targets} reaches "
                         f"{', '.join(sorted(odd))}, whose packed weights no engine here can merge: "
-                        f"set policy.lora_targets to some of {linear}")
+                        f"set policy.lora_targets to layers of attention ({attention})")
     return model
 
 

@@ -491,21 +491,21 @@ def remarks(config: Config) -> list[str]:
 
 
 def idle(config: Config) -> dict[str, str]:
-    """Return the settings that differ from their defaults and are not used, and why they are not.
-
-    A setting is looked for where another one switches it off.
-    """
+    """Return changed settings that another one switches off, and why they have no effect."""
     options, changed = correction_of(config), set[str]()
     for section in (config.advantage, config.loss, config.policy, config.rollout, config.train):
         changed |= {of.name for of in fields(section) if getattr(section, of.name) != of.default}
-    if options.rollout_is_threshold != RolloutCorrectionConfig.rollout_is_threshold:
-        changed.add("rollout_is_threshold")
+    changed |= {name for name in ("rollout_is_threshold", "rollout_is_batch_normalize")
+                if getattr(options, name) != getattr(RolloutCorrectionConfig, name)}
     numbers = {key for row in LOSSES.values() for key in row.own} - set(options.loss.own)
     off = {
         f"correction.loss_type={options.loss_type} has no such number":
             [f"loss.{key}" for key in sorted(numbers)],
         "correction.rollout_is is null, so there are no weights":
-            ["correction.rollout_is_threshold"] * (options.rollout_is is None),
+            ["correction.rollout_is_threshold", "correction.rollout_is_batch_normalize"] * (
+                options.rollout_is is None),
+        "train.micro_batch_tokens is set":
+            ["train.micro_batch_size"] * (config.train.micro_batch_tokens is not None),
         "correction.score_centering is false":
             ["rollout.candidates"] * (not options.score_centering),
         "loss.kl_coef is 0":

@@ -249,7 +249,8 @@ def problem_of(row: Any, where: str) -> Problem:
     except (ValueError, RecursionError):
         raise UserError(f"{where} is not JSON: {row[:60]!r}") from None
     if not isinstance(row, dict):
-        raise UserError(f"{where} has no `question`, since it is no table but {str(row)[:60]}")
+        raise UserError(f"{where} has no `question`, since it is no JSON object but "
+                        f"{str(row)[:60]}")
     for key in ("question", "answer"):
         value = row.get(key)
         if value is None or not str(value).strip():

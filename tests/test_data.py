@@ -482,6 +482,11 @@ def test_a_number_that_the_loss_does_not_take_is_named(loss, key, said):
     (["correction.rollout_is=null", "correction.rollout_is_threshold=3"],
      ["correction.rollout_is_threshold has no effect: correction.rollout_is is null, so there are "
       "no weights"]),
+    (["correction={rollout_is: null, rollout_is_batch_normalize: true}"],
+     ["correction.rollout_is_batch_normalize has no effect: correction.rollout_is is null, so "
+      "there are no weights"]),
+    (["train.micro_batch_size=8", "train.micro_batch_tokens=99"],
+     ["train.micro_batch_size has no effect: train.micro_batch_tokens is set"]),
     (["correction.rollout_is_threshold=3"], []),                    # of the demo's preset
     (["correction.preset=disabled", "correction.rollout_is=token", "correction.bypass_mode=true"],
      ["correction: rollout_is=token is not applied with bypass_mode and loss_type=ppo_clip, whose "

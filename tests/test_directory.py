@@ -266,18 +266,25 @@ def test_a_link_to_a_checkpoint_is_continued_and_stays(run, tmp_path):
     assert (tmp_path / "moved/state.json").exists()
 
 
-def test_another_model_is_no_continuation(run, tiny_model, tmp_path, capsys):
+@pytest.mark.parametrize("share", [0.5, 1])
+def test_another_model_is_no_continuation(share, run, tiny_model, tmp_path, capsys):
     """The weights under an adapter, π_ref and the tokenizer come from policy.path every time."""
     shutil.copytree(tiny_model, tmp_path / "model")
     weights, settings = tmp_path / "model/model.safetensors", ["policy.path=model", "task.size=1"]
     assert run(*settings)[0] == 0
     first = weights.read_bytes()
-    weights.write_bytes(first[:-1] + bytes([first[-1] ^ 1]))           # one bit of the last number
+    i = int(share * (len(first) - 1))
+    weights.write_bytes(first[:i] + bytes([first[i] ^ 1]) + first[i + 1:])              # one bit
     code, lines = run(*settings, "train.steps=4")
     assert code == 2 and len(lines) == 2 and (
         "began from another model than policy.path=model is now" in capsys.readouterr().err)
     weights.write_bytes(first)
+    config = tmp_path / "model/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_version": "9"}))
     assert run(*settings, "train.steps=4")[0] == 0
+    tokenizer = tmp_path / "model/tokenizer.json"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"version": "2.0"}))
+    assert run(*settings, "train.steps=5")[0] == 2
 
 
 def test_other_questions_are_no_continuation(run, tmp_path, capsys):

@@ -28,7 +28,7 @@ def test_the_mean_of_rho_and_its_error_are_those_by_hand():
 @pytest.mark.parametrize("tokens, mean, error, proper", [
     (99, 1.0, 0.125, None), (100, 1.625, 0.125, True), (100, 1.626, 0.125, False),
     (100, 0.375, 0.125, True), (100, 0.374, 0.125, False),
-    (100, 1.0019, 0.0, True), (100, 1.0021, 0.0, False)])
+    (100, 1.00009, 0.0, True), (100, 1.00011, 0.0, False)])
 def test_improper_is_more_than_five_errors_and_rounding(tokens, mean, error, proper):
     """An eighth is exact in binary: five errors are proper, and a little more is not."""
     report = doctor.Report(1, tokens, mean, error, (), [], causes.Tokens.of([]))

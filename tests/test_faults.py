@@ -234,6 +234,15 @@ def test_a_rank_without_a_card_says_so_once(rank, silent, monkeypatch):
     assert vars(found.value)["silent"] == silent
 
 
+def test_another_fault_of_a_card_is_not_about_their_number(monkeypatch):
+    def refuse(index):
+        raise torch.AcceleratorError("CUDA error: all CUDA-capable devices are busy")
+    monkeypatch.setattr(torch.accelerator, "set_device_index", refuse)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    with pytest.raises(torch.AcceleratorError, match="are busy"):
+        faults.take_card(torch.device("cuda", 0))
+
+
 @pytest.mark.parametrize("patience, seconds", [(10, 1800), (4000, 4000)])
 def test_ranks_wait_for_each_other_as_long_as_an_engine_may_take(patience, seconds, monkeypatch):
     given = []

@@ -111,10 +111,11 @@ def test_what_cannot_have_an_adapter_is_refused(tiny_model, targets, said):
 
 
 @pytest.mark.parametrize("name, targets, said", [
-    ("Olmo2", None, "peft has no layers of its own for olmo2: set policy.lora_targets to all-linear"
-                    ", or to some of .*q_proj"),
+    ("Olmo2", None, "peft has no layers of its own for olmo2: set policy.lora_targets to some "
+                    "of down_proj, .*q_proj, up_proj, v_proj$"),
     ("Qwen3Moe", "all-linear", "policy.lora_targets=all-linear reaches experts, whose packed "
-                               "weights no engine here can merge: set .* to some of .*q_proj")])
+                               "weights no engine here can merge: set .* to layers of attention "
+                               r"\(k_proj, o_proj, q_proj, v_proj\)$")])
 def test_models_whose_layers_have_to_be_named_say_which_there_are(name, targets, said):
     model = make(name, **(OF_EXPERTS if name == "Qwen3Moe" else {}))
     with pytest.raises(UserError, match=said):

@@ -171,6 +171,23 @@ def test_each_policy_side_by_side_has_a_second_moment_of_its_own(tables):
     assert kept.unique().numel() == 3                             # each is cut elsewhere
 
 
+def test_m2po_of_a_whole_distribution_is_that_of_its_samples(tables):
+    """eq:second-moment: each response as often as μ draws it; ties go together, or nothing is left.
+
+    `correct` itself judges the batch in which response i occurs 12·μ(i) times.
+    """
+    pi = Policy(V=3, T=1)
+    mask, old = pi.mask, torch.tensor([[0.3], [0.3], [-0.9]], dtype=torch.float64)
+    copies = torch.tensor([2, 4, 6])
+    mu = (copies / 12).double().log()[:, None]
+    for bound, left in ((0.08, 0), (0.1, 2), (0.5, 3)):
+        m2po = tables.RolloutCorrectionConfig(rollout_rs={"second_moment": bound})
+        decided = tables.without_end(m2po, mu + old, mu, mask, torch.ones(3, 1), mu.exp(), 1)
+        drawn = torch.arange(3).repeat_interleave(copies)
+        sampled = tables.correct((mu + old)[drawn], mu[drawn], mask[drawn], m2po)
+        assert decided.mask.sum() == left and torch.equal(decided.mask[drawn], sampled.mask)
+
+
 def test_gradient_field_reaches_the_optimum_with_the_exact_weight(tables):
     """Studies side by side disturb nothing; the exact weight ends at π* for any sampler."""
     start = [Policy(V=3, T=2, seed=seed) for seed in (0, 1)]

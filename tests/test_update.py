@@ -186,6 +186,8 @@ def test_a_loss_whose_ratio_cannot_be_divided_out_says_so(loss, run):
 
 
 @pytest.mark.parametrize("given, said", [
+    (["loss.kl_in=reward", "correction={preset: bypass_pg_is, rollout_is: token, "
+      "score_centering: true}"], "loss.kl_in=reward is only roughly right with correction.score_"),
     (["loss.kl_in=reward", "loss.kl_kind=k3"],
      "loss.kl_kind=k3 in the reward has another gradient than the KL"),
     (["loss.kl_kind=kl", "loss.kl_correction=none"],
