@@ -15,8 +15,9 @@ policy will learn to write. So whatever is in doubt is wrong.
   digit counts.
 * A unit behind a number is ignored where the row's answer is a bare number: 42 apples, 42 km/h,
   42%, 42\text{ cm}^2, 42 square feet and $42 per week are then 42. Where the row's answer has a
-  unit, the response must have it too. A word that makes another number of it is no unit, nor are
-  two words: 42 thousand, 42 or 43, 42 and a half are text.
+  unit, the response must have it too; for $42 no other currency and no unit is accepted. A word
+  that makes another number of it is no unit, nor are two words: 42 thousand, 42 or 43, 42 and a
+  half are text.
 * All else is text and is compared letter by letter, capitals included: 3 kings is not 3 queens.
   \frac{1}{2} is 1/2, but neither 2/4 nor 0.5, and 1e3 is not 1000.
 """
@@ -43,8 +44,8 @@ WRITTEN = [(re.compile(pattern), plain) for pattern, plain in (
 NUMERALS = ("(?:one|two|three|thir|four|fort|fi[fv]|six|seven|eigh|nin|eleven|twel|twen|half|halv|"
             "quarter|hundred|thousand|dozen)[a-z]*|zero|ten(?:s|ths?)?|[a-z]*illi(?:on|ard)[a-z]*|"
             "score|gross|grand|lakhs?|crores?|squared|cubed|factorial|and|plus|minus|times|over|"
-            "under|above|below|point|mil|bil|mln|bln|trn|double[ds]?|triple[ds]?|twice|negative|"
-            "divided|none|nil|not")
+            "under|above|below|point|thou|mille|tausend|millones|mil|bil|mln|bln|trn|[a-z]*fold|"
+            "(?:doub|trip|quadrup)le[ds]?|twice|neg|negative|mod|divided|none|nil|not|wrong")
 POWER = r"(?:[²³]|\^\{?[23]\}?)?"
 SHORT = rf"(?:[kcm]?m|[km]?g|m?[lL]|s|h|hrs?|min|ft|in|yd|mi|mph|oz|lbs?|[ap]m){POWER}"
 WORD = rf"(?!(?i:{NUMERALS})(?![A-Za-z]))[A-Za-z]{{3,}}{POWER}"
@@ -64,7 +65,16 @@ NUMBER = re.compile(rf"""
 def is_right(response: str, answer: str) -> bool:
     """Say whether a response states the answer of a row."""
     given, (number, unit) = number_and_unit(response), number_and_unit(answer)
-    return given[0] == number if number and not unit else given == (number, unit)
+    if not number or unit:
+        return given == (number, unit)
+    sign = currency(answer)
+    return given[0] == number and (not sign or (not given[1] and currency(response) in ("", sign)))
+
+
+def currency(text: str) -> str:
+    """Return the currency sign before the number that a text states, or nothing."""
+    found = NUMBER.fullmatch(strip_marks(extract_answer(text))[:LONGEST])
+    return (found["money"] or "").strip(" " + SPACES).replace("＄", "$") if found else ""
 
 
 def final_answer(text: str) -> str:

@@ -34,7 +34,7 @@ class Shapes(NamedTuple):
     layers: int
     layer: int                         # parameters of the largest layer
     root: int                          # parameters outside the layers, above all embeddings
-    matrices: int                      # products of all layers for one token
+    matrices: int                      # products of all layers for one token, of its experts alone
     head: int                          # and of the head: vocabulary × hidden
     hidden: int
     inner: int                         # width of the MLP
@@ -50,10 +50,14 @@ class Shapes(NamedTuple):
         parameters, heads = sum(p.numel() for p in model.parameters()), config.num_attention_heads
         width = getattr(config, "head_dim", None) or hidden // heads
         of_cache = getattr(config, "num_key_value_heads", None) or heads
+
+        def multiplied(p: Any) -> int:             # packed experts: [experts, out, in]
+            some = getattr(config, "num_experts_per_tok", None) if p.dim() == 3 else None
+            return p.numel() * (p.dim() > 1) if some is None else p.numel() * some // len(p)
         return Shapes(
             parameters, sum(p.numel() for p in model.parameters() if p.requires_grad),
             config.num_hidden_layers, max(sizes), parameters - sum(sizes),
-            sum(p.numel() for layer in layers for p in layer.parameters() if p.dim() > 1),
+            sum(multiplied(p) for layer in layers for p in layer.parameters()),
             config.vocab_size * hidden, hidden,
             getattr(config, "intermediate_size", None) or 4 * hidden, heads * width,
             2 * config.num_hidden_layers * of_cache * width)

@@ -8,13 +8,14 @@ import argparse
 import itertools
 import json
 import sys
+import typing
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from adapters.dumps import read
 from causes import Finding
 from doctor import Report, examine
-from plumbing.settings import UserError
+from plumbing.settings import RolloutConfig, UserError
 
 if TYPE_CHECKING:
     from plumbing.rescore import Rescored
@@ -32,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", metavar="DIR", help="the trainer's model: it rescores the dump")
     parser.add_argument("--older", metavar="DIR", nargs="+", default=[],
                         help="its older checkpoints, newest first")
-    parser.add_argument("--engine", default="auto", choices=("auto", "transformers", "vllm"),
+    parser.add_argument("--engine", default="auto", choices=typing.get_args(
+        typing.get_type_hints(RolloutConfig)["engine"]),
                         help="which samples where there is no dump")
     given = parser.parse_args(argv)
     if not (given.dump or given.model):

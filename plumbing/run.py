@@ -205,7 +205,7 @@ class Run:
             if room := free_memory(self.device):
                 self.remarks += require_room(
                     self.shapes, config, dist.get_world_size(), longest, *room,
-                    vllm=config.rollout.engine != "transformers" and bool(find_spec("vllm")))
+                    vllm=config.rollout.engine in ("auto", "vllm") and bool(find_spec("vllm")))
             load = functools.partial(
                 load_policy, path, config.rollout.temperature, config.policy.dtype, self.device,
                 cpu_offload=config.policy.cpu_offload)

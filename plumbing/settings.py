@@ -429,7 +429,7 @@ def validate(config: Config) -> None:
                         "train.mini_batches × ranks, so that all ranks have the same share")
     rollout, every = config.rollout, f"rollout.update_every={config.rollout.update_every} needs "
     if rollout.update_every and rollout.engine != "transformers":
-        raise UserError(f"{every}rollout.engine=transformers, not {rollout.engine}: vLLM's weights "
+        raise UserError(f"{every}rollout.engine=transformers, not {rollout.engine}, whose weights "
                         "stay for a whole response here")
     if rollout.update_every and rollout.staleness == 0:
         raise UserError(f"{every}rollout.staleness of at least 1 (a response crosses at most that "

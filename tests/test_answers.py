@@ -18,7 +18,8 @@ from plumbing.answers import final_answer, is_right
     ("-0", "0"), ("#### 007", "7"), (r"\boxed{\$5}", "5"), ("1,2", "1,2"), ("", ""), ("####", ""),
     (r"\boxed{never closed", "never closed"), ("the answer is 42", "the answer is 42"),
     ("1e3", "1e3"), ("so … #### **1,234.50 km**.", "1234.5 km"), ("#### 42\nor 43", "42"),
-    ("  a \n b ", "a b"), ("-", "-"), (".", ""), ("9" * 400, "9" * 400)])
+    ("  a \n b ", "a b"), ("-", "-"), (".", ""), ("9" * 400, "9" * 400),
+    (".5", "0.5"), ("-.50", "-0.5")])
 def test_final_answers(text, answer):
     assert final_answer(text) == answer
 
@@ -42,7 +43,8 @@ NOT_FORTY_TWO = [
     "**41** **42**", r"\(41\) \(42\)", r"\boxed{41} \boxed{42} 43", "42 km and 43", "4,2", "0,042",
     "42,000", "42\u202f000", "٤٢", "½", r"\text{42} or \text{43}", r"41\text{ or }42",
     r"\frac{42}{2}", r"41\frac{1}{42}", "- 42", "42 kings or queens", "$42 or $43", "42 % or 43",
-    "42\u00a043"]
+    "42\u00a043", *(f"42 {word}" for word in (
+        "thou", "mille", "tausend", "millones", "quadruple", "tenfold", "neg", "mod", "wrong"))]
 
 
 def test_ways_to_write_a_number_are_equal_and_no_other_is():
@@ -65,7 +67,10 @@ def test_ways_to_write_a_number_are_equal_and_no_other_is():
     ("2,34", "234", False), ("12,3456", "123456", False), ("2,345\u202f678", "2345678", False),
     ("10:30", "10:45", False), ("3 to 5", "3", False), ("1,2", "12", False), ("$-5", "-5", True),
     ("-$5", "-5", True), (r"$-\$5$", "-5", True), ("-$-5", "5", False), ("-$-5", "-5", False),
-    ("+-5", "-5", False), ("--5", "5", False)])
+    ("+-5", "-5", False), ("--5", "5", False), ("42 cents", "$42", False), ("42¢", "$42", False),
+    ("42%", "$42", False), ("€42", "$42", False), ("$42", "$42", True), (r"\$42.00", "$42", True),
+    ("42", "$42", True), ("$42", "$42$", True), ("€ 42", "€42", True),
+    ("$42 per week", "$42", False)])
 def test_units_texts_and_fractions(response, answer, right):
     assert is_right(f"#### {response}", f"#### {answer}") == right
 

@@ -19,7 +19,7 @@ from launching import ROOT
 from safetensors.torch import load_file
 from test_gpu import drive
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config
 from waiting import HANG
 
 sys.path[:0] = [str(ROOT / "math")]
@@ -120,6 +120,28 @@ def test_the_smallest_engine_has_its_weights_and_one_cache():
     assert smallest_engine(Shapes.of(model), config, 64) == held
 
 
+def test_heads_may_be_wider_than_their_share_of_the_hidden_width():
+    """Gemma's and Qwen3's are: four heads of 64 in a hidden width of 128."""
+    model = small(LlamaConfig, 3, torch.bfloat16, head_dim=64)
+    cache = model(torch.zeros(1, 16, dtype=torch.long), use_cache=True).past_key_values
+    held = sum(x[0, :, 0].numel() for layer in cache.layers for x in (layer.keys, layer.values))
+    shapes = Shapes.of(model)
+    assert shapes.cached == held == 2 * 3 * 2 * 64 and shapes.attended == 4 * 64
+
+
+@pytest.mark.parametrize("given, same", [
+    ("train.micro_batch_size=100000", "train.micro_batch_size=64"),
+    ("train.micro_batch_tokens=1", "train.micro_batch_size=1"),
+    (f"train.micro_batch_tokens={3 * LENGTH - 1}", "train.micro_batch_size=2")])
+def test_a_pass_has_a_row_at_least_and_a_ranks_mini_batch_at_most(given, same):
+    """128 rows of a mini-batch, on two ranks."""
+    of_step = ("rollout.prompts=64", "rollout.samples=8", "train.mini_batches=4")
+    model = tables.qwen("0.5B")
+    found, expected = (memory(model, settings("gsm8k", *of_step, one), 2, LENGTH, 1)[0]
+                       for one in (given, same))
+    assert found["activations"] == expected["activations"] > 0
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_flops_of_an_update_are_those_of_its_products(tied):
     """torch counts every product; those of attention are not of matrices of weights."""
@@ -130,6 +152,12 @@ def test_flops_of_an_update_are_those_of_its_products(tied):
     products = sum(n for of, n in counter.get_flop_counts()["Global"].items()
                    if str(of) in ("aten.mm", "aten.addmm"))
     assert update_flops(Shapes.of(model), 3 * 8, 3 * 12) == products
+
+
+def test_a_mixture_multiplies_by_the_experts_of_a_token_alone():
+    model = small(MixtralConfig, 2, num_local_experts=8, num_experts_per_tok=2)
+    attention, router = 128 * (4 + 2 + 2 + 4) * 32, 128 * 8
+    assert Shapes.of(model).matrices == 2 * (attention + router + 2 * 3 * 128 * 512)
 
 
 # ---------------------------------------------------------------------------------- what it judges
@@ -215,6 +243,12 @@ def test_a_model_that_one_ranks_engine_cannot_hold_is_refused_on_any_number_of_c
     for ranks in (1, 64):
         with pytest.raises(UserError, match="each rank has a whole engine: take a larger card"):
             judge("14B", settings("gsm8k-24gb"), 24, ranks)
+
+
+def test_what_stays_while_a_rank_samples_counts_beside_its_engine():
+    """7B in float32 takes 28.4 GiB under an adapter, and its engine 14.2 more."""
+    with pytest.raises(UserError, match=r"sampling takes .*as each rank has a whole engine"):
+        judge("7B", settings("gsm8k", "policy.lora_rank=8"), 44)
 
 
 def test_a_run_is_refused_before_anything_is_written(run, monkeypatch, capsys):
@@ -344,6 +378,22 @@ def test_the_metrics_of_a_step_say_how_fast_and_large_it_is_and_change_nothing(r
     prompt = (flops / 6 - model.head * others[0]["response/tokens"]) / model.matrices - (
         others[0]["response/tokens"])
     assert prompt == pytest.approx(round(prompt), rel=1e-9) and prompt >= 4    # tokens of 4 prompts
+
+
+def test_the_rate_is_that_of_the_fastest_product(monkeypatch):
+    """A product of n × n matrices takes 2n³ FLOPs. The clock is planted."""
+    times = iter([x for took in (9, 4, 5, 2, 8, 3, 7, 6) for x in (0.0, float(took))])
+    monkeypatch.setattr(cards.time, "perf_counter", lambda: next(times))
+    assert cards.matrix_rate(torch.device("cpu"), "float32") == 2 * cards.SIDES["cpu"] ** 3 / 2
+
+
+@pytest.mark.parametrize("system, unit", [("linux", 2 ** 10), ("darwin", 1)])
+def test_the_systems_peak_is_in_its_own_unit(system, unit, monkeypatch):
+    """Linux counts it in KiB, and macOS in bytes. It is planted: 2 TiB."""
+    monkeypatch.setattr(cards.sys, "platform", system)
+    monkeypatch.setattr(cards.resource, "getrusage",
+                        lambda who: SimpleNamespace(ru_maxrss=2 ** 41 // unit))
+    assert memory_metrics(torch.device("cpu"))["memory/peak_mb"] == 2 ** 21
 
 
 def test_a_peak_leaves_out_what_a_sleeping_engine_has_given_back(monkeypatch):

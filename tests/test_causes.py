@@ -251,6 +251,18 @@ def test_what_undrawn_tokens_cannot_explain_is_a_fault():
     assert cut == ["cut"] and cold == ["raw"]
 
 
+@pytest.mark.parametrize("times, named", [(1, False), (4, True)])
+def test_three_end_tokens_may_be_chance_and_twelve_are_not(times, named):
+    """eq:gap-left: three of 13 gaps are five times the others, which saves less than ten nats."""
+    n = 13 * times
+    last = torch.arange(n) % 13 < 3
+    odds = torch.zeros(n, dtype=torch.float64)
+    x = tokens(*shifted(odds, torch.where(last, 0.5, 0.1)), last=last, t=torch.zeros(n).long())
+    left = causes.gap_left(x.e(), last, ~last)
+    assert (-n * math.log(left) > 10) == named
+    assert [found.cause for found in causes.places(x)] == ["eos"] * named
+
+
 def test_a_shift_leaves_little_of_the_gap():
     g = torch.Generator().manual_seed(0)
     mu, noise = (torch.rand(2, 2000, generator=g, dtype=torch.float64)).log()
@@ -346,6 +358,21 @@ def test_an_end_token_within_a_response_does_not_end_it():
                          "train_log_probs": [-1] * len(ids)})
             for i, ids in enumerate([[2, 5, 2], [3, 2], [4, 2, 6, 7]])]
     assert causes.Tokens.of(rows).last.nonzero().flatten().tolist() == [2, 4]
+
+
+def test_the_end_token_is_that_of_responses_that_were_not_cut():
+    """Most of the longest were cut at max_tokens, wherever they were."""
+    rows = [response(i, {"token_ids": ids, "rollout_log_probs": [-1] * len(ids),
+                         "train_log_probs": [-1] * len(ids)})
+            for i, ids in enumerate([[3, 2], [4, 6, 7], [5, 6, 7]])]
+    assert causes.Tokens.of(rows).last.tolist() == [False, True, *[False] * 6]
+
+
+def test_minus_infinity_of_the_trainer_is_a_number():
+    rows = [response(1, {"token_ids": [3, 2], "rollout_log_probs": [-1, -2],
+                         "train_log_probs": [-1, -1e9]})]
+    x = causes.Tokens.of([row._replace(train_log_probs=[0.01, -math.inf]) for row in rows])
+    assert x.pi.tolist() == [0, causes.LOWEST] and x.e().isfinite().all()
 
 
 def test_formats(tmp_path):

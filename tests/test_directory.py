@@ -30,7 +30,8 @@ from waiting import HANG, until
 
 from plumbing import signals
 from plumbing.checkpoints import read_metrics
-from plumbing.directory import lock_file
+from plumbing.directory import lock_file, require_writable
+from plumbing.settings import UserError
 
 LONG = [*SMALL, "rollout.engine=transformers", "train.steps=100000", "train.save_every=2", "run=x"]
 
@@ -167,6 +168,21 @@ def test_a_lock_that_was_removed_meanwhile_is_no_lock(forks, tmp_path, monkeypat
     file.close()
 
 
+def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_no_lock(tmp_path, monkeypatch):
+    """Another process has made the file anew, and may hold a lock on it."""
+    path, real, calls = tmp_path / ".lock", fcntl.lockf, []
+
+    def lockf(*given):
+        calls.append(given)
+        if len(calls) == 1:
+            path.unlink()
+            path.touch()
+        return real(*given)
+    monkeypatch.setattr("fcntl.lockf", lockf)
+    with lock_file(path) as file:
+        assert len(calls) == 2 and path.stat().st_ino == os.fstat(file.fileno()).st_ino
+
+
 def test_a_mistake_leaves_no_directory(run):
     assert run("task.kind=jsonl", "task.path=nowhere.jsonl")[0] == 2 and not Path("runs").exists()
     Path("runs/other").mkdir(parents=True)
@@ -188,6 +204,14 @@ def test_a_place_that_cannot_be_written_is_found_before_anything_is_loaded(
     said = capsys.readouterr().err
     assert (code == 2 and lines == [] and "cannot be written" in said and "runs/x" in said
             and said.count("\n") == 1), said
+
+
+@pytest.mark.parametrize("missing", [os.W_OK, os.X_OK])
+def test_a_directory_that_lacks_one_of_two_rights_cannot_be_written(missing, tmp_path, monkeypatch):
+    """A file is made in a directory that can be written and entered."""
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & missing)
+    with pytest.raises(UserError, match="cannot be written: Permission denied"):
+        require_writable(tmp_path)
 
 
 def test_a_file_system_without_locks_is_said(run, monkeypatch, capsys):
@@ -411,6 +435,35 @@ def test_a_step_that_outlasts_its_grace_is_ended(monkeypatch):
     with pytest.raises(signals.Ended), signals.save_first(7.0):
         pytest.fail("a further step")
     signals.listen()
+    assert not signals.Received.told_to_end        # the next run of this process takes its steps
+
+
+@pytest.mark.parametrize("rank, said", [("0", "trainer.py: ended by SIGTERM: "), ("1", "")])
+def test_a_second_signal_ends_the_process_and_one_rank_says_why(rank, said, monkeypatch, capfd):
+    """The engine may hang while it is closed; the reason is that of the first signal."""
+    def end(code):
+        raise SystemExit(code)
+    monkeypatch.setattr(signals.os, "_exit", end)
+    monkeypatch.setenv("RANK", rank)
+    for name in "where", "listening", "failed", "ended":
+        monkeypatch.setattr(signals.Received, name, getattr(signals.Received, name))
+    signals.listen()
+    with pytest.raises(signals.Ended):
+        signals.answer(signal.SIGTERM, None)
+    with pytest.raises(SystemExit, match="130"):
+        signals.answer(signal.SIGINT, None)
+    words = capfd.readouterr().err.strip()
+    assert words.startswith(said) and bool(words) == bool(said)
+
+
+def test_after_the_end_no_alarm_comes(monkeypatch):
+    """SIGTERM in the last step sets an alarm, which would end the process after its success."""
+    armed = []
+    monkeypatch.setattr(signal, "setitimer", lambda which, seconds: armed.append(seconds))
+    for name in "where", "listening", "failed":
+        monkeypatch.setattr(signals.Received, name, getattr(signals.Received, name))
+    signals.done(failed=False)
+    assert armed == [0]
 
 
 def test_nohup_is_respected(monkeypatch):

@@ -442,6 +442,16 @@ def test_rows_are_padded_on_the_side_that_is_asked_for(rows, least, side, expect
         assert found.dtype == torch.tensor(right).dtype and found.tolist() == right
 
 
+def test_two_prompts_that_differ_in_padding_alone_are_two():
+    """Rows are padded with 0, which may be a token, too; the longest response decides the width."""
+    (prompts, left), (responses, right) = pad_rows([[0, 5], [5], [5]], "left"), pad_rows(
+        [[7], [8, 9], [3]], "right", 4)
+    shape = Shape.of(torch.cat([prompts, responses], 1), torch.cat([left, right], 1), 4, "cpu")
+    assert (shape.p, shape.t, shape.padded, len(shape.first)) == (2, 2, True, 2)
+    assert shape.which[1] == shape.which[2] != shape.which[0]
+    assert shape.first[shape.which].tolist() in ([0, 1, 1], [0, 2, 2])
+
+
 def test_a_prompts_samples_stay_in_one_micro_batch_where_it_holds_whole_groups():
     config = trainer.Config()
     config.rollout.samples, config.train.micro_batch_size = 4, 8

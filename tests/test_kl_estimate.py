@@ -11,7 +11,7 @@ from oracle import (Policy, close, estimator_moments, exact_gradient, expectatio
                     scores, token_kl)
 from tolerances import gamma
 
-from estimators import aggregate_log_ratio, kl_estimate, masked_log_ratio
+from estimators import KL_KINDS, aggregate_log_ratio, kl_estimate, masked_log_ratio
 
 PI = Policy(3, 3, seed=0)
 MU, REF, R = PI.perturbed(1, 0.5), PI.perturbed(3, 0.7), rewards(PI)
@@ -21,7 +21,7 @@ ELL = (LP - REF_LP).detach()                                        # ℓ_t
 WEIGHT = (LP - MU_LP).exp()                                         # π_θ/μ, with its graph
 PREFIX = (LP - MU_LP).cumsum(-1).exp().detach()                     # Π_{s≤t} of it
 WHOLE = (LP - MU_LP).sum(-1, keepdim=True).exp().detach()           # Π over the sequence, [N, 1]
-LEVELS, KINDS = ("token", "sequence", "geometric"), ("k1", "k2", "k3", "abs")
+LEVELS, KINDS = ("token", "sequence", "geometric"), KL_KINDS
 
 
 def moments(loss, sampler=PI):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from bench import peak
 from bench_size import heap
 from launching import shell
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from waiting import HANG
 
 from plumbing.faults import process_group
+from plumbing.shards import NAMES, TensorByTensor
 from policy import load_policy
 
 HERE = Path(__file__).resolve().parent.parent
@@ -97,6 +99,23 @@ def test_saving_takes_a_tenth_of_the_memory_at_most(model, forks, tmp_path):
     saved, first = load_file(file), load_file(f"{model}/model.safetensors")
     assert (set(saved) > {f"policy.model.{name}" for name in first}
             and "exp_avg_sq.model.model.norm.weight" in saved)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_tensor_of_any_type_and_shape_is_read_as_it_was_written(tmp_path):
+    """Stale weights wait in the engine's dtype. The header ends at a multiple of 8 bytes."""
+    g = torch.Generator().manual_seed(0)
+    given = {f"{dtype}, {shape}": torch.randn(shape, generator=g).to(dtype)
+             for dtype in NAMES for shape in ((3,), (2, 5), (), (0, 4))}
+    given["transposed"] = torch.randn(4, 3, generator=g).T
+    dcp.save(dict(given), storage_writer=TensorByTensor(str(tmp_path), save_distributed=True),
+             no_dist=True)
+    [file] = tmp_path.glob("*.safetensors")
+    assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
+    found = load_file(file)
+    assert set(found) == set(given)
+    for name, x in given.items():
+        assert found[name].dtype == x.dtype and torch.equal(found[name], x), name
 
 
 FAULTS = """
