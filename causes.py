@@ -171,10 +171,10 @@ def undrawn(x: Tensor, size: float) -> bool:
     """Say whether tokens that were not drawn may explain the mean of x, whose expectation is 0.
 
     Then fewer than ten x are on the other side of 0. What is not drawn in n tokens has a mass of at
-    most 10/n (but for a chance of e⁻¹⁰), and makes up a mean of at most `size` times that.
+    most 5/n (but for a chance of e⁻⁵), and makes up a mean of at most `size` times that.
     """
     mean = x.mean()
-    return bool((x * mean < 0).sum() < 10 and mean.abs() <= 10 * size / max(1, len(x)))
+    return bool((x * mean < 0).sum() < 10 and mean.abs() <= 5 * size / max(1, len(x)))
 
 
 def floor(e: Tensor) -> float:
@@ -207,7 +207,7 @@ def numerics(x: Tokens) -> float:
 def pairs(x: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return indices of two tokens drawn after one prefix, and of one token drawn there twice.
 
-    (eq:same-prefix)
+    Two pairs share no token, so that their errors are independent. (eq:same-prefix)
     """
     first: dict[int, dict[int, int]] = {}
     other: list[tuple[int, int]] = []
@@ -216,9 +216,10 @@ def pairs(x: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         group = first.setdefault(prefix, {})
         if token in group:
             same.append((k, group[token]))
-        elif group:
-            other.append((k, next(iter(group.values()))))
         group.setdefault(token, k)
+    for group in first.values():                    # each token once: pairs share no error
+        places = [*group.values()]
+        other += [(places[n + 1], places[n]) for n in range(0, len(places) - 1, 2)]
     (i, j), (k, m) = (torch.tensor(y).reshape(-1, 2).long().unbind(-1) for y in (other, same))
     return i, j, k, m
 
@@ -362,7 +363,8 @@ def penalty(x: Tokens) -> Finding | None:
 
     Tokens that occurred before are likelier than others, and most causes treat likely tokens
     otherwise. So tokens are compared at equal log-odds of π, in eight parts. Each part's difference
-    of means has the standard error of two samples with one variance.
+    of means has the standard error of two samples with one variance. Where an id occurs both before
+    and anew, the difference must be there as well.
     """
     best: Finding | None = None
     some, e = x.unsure(), x.e()
@@ -382,11 +384,26 @@ def penalty(x: Tokens) -> Finding | None:
         difference, z = total / weight, total / math.sqrt(weight)
         half = (e[some & old].median() - e[some & ~old].median()).item()
         large = difference > max(0.3 * size, numerics(x) / 2) and half > 0.3 * difference
+        if _of_each_id(x.ids[some], old[some], e[some]) < 0.3 * difference:
+            continue                                # ids that occur often differ, not occurrences
         if beyond("penalty", z) and large and (best is None or 2 * RECORD / z < best.left):
             best = Finding("penalty", 2 * RECORD / z, f"tokens that occurred in {what} gain "
                            f"{difference:.3f} logits over new ones of equal log-odds, {z:.0f} "
                            "standard errors", x.take(~old), True)
     return best
+
+
+def _of_each_id(ids: Tensor, old: Tensor, e: Tensor) -> float:
+    """Return how much more e is at seen occurrences of an id than at new ones; ∞ if few have both.
+
+    The mean is over ids, each with the weight of its two samples.
+    """
+    _, which = ids.unique(return_inverse=True)
+    n, total = (torch.zeros(2, len(ids), dtype=e.dtype).index_put((old.long(), which), y, True)
+                for y in (torch.ones_like(e), e))                   # [new or seen, id]
+    weight = n[0] * n[1] / n.sum(0).clamp(min=1)
+    apart = total[1] / n[1].clamp(min=1) - total[0] / n[0].clamp(min=1)
+    return math.inf if weight.sum() < 20 else ((weight * apart).sum() / weight.sum()).item()
 
 
 def record(x: Tokens) -> Finding | None:
@@ -493,7 +510,7 @@ def calibration(x: Tokens) -> Finding | None:
 
     (eq:calibration)
     """
-    excess = -x.pi - x.entropy
+    excess = (-x.pi - x.entropy) * x.d().exp()      # by ρ, since μ drew the tokens
     z = _z(excess)                      # NaN: no entropy; noise of π makes it a little larger
     if len(excess) < 100 or abs(excess.mean()) <= FLOOR or undrawn(excess, 20.0) or _mean(
             x.e()) > numerics(x) or not beyond("calibration", max(-z, z - 0.8)):

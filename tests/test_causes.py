@@ -216,6 +216,40 @@ def test_a_penalty_is_judged_at_equal_log_odds():
     assert not causes.penalty(tokens(*shifted(odds, -apart), seen=seen))        # the other sign
 
 
+def test_a_penalty_is_of_occurrences_and_not_of_ids():
+    """Ids that occur often have been seen more often: a bias towards them is no penalty."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.multinomial(1 / torch.arange(1.0, 101), 4000, True, generator=g)
+    rows = ids.view(100, 40).tolist()
+    seen = torch.tensor([v in row[:t] for row in rows for t, v in enumerate(row)])
+    odds, noise = torch.randn(2, 4000, generator=g, dtype=torch.float64)
+    for by, found in ((torch.where(ids < 10, 0.3, -0.2), False),
+                      (torch.where(seen, 0.3, -0.2), True)):
+        x = tokens(*shifted(odds, by + 0.1 * noise), seen=seen, ids=ids)
+        assert bool(causes.penalty(x)) == found
+
+
+def test_each_token_is_in_one_pair():
+    """eq:same-prefix: five tokens after one prefix are two pairs; one drawn again is no third."""
+    x = tokens(*torch.zeros(2, 7), prefix=torch.tensor([0, 0, 0, 1, 0, 0, 0]),
+               ids=torch.tensor([3, 4, 3, 9, 5, 6, 7]))
+    i, j, k, m = causes.pairs(x)
+    assert [*zip(i.tolist(), j.tolist())] == [(1, 0), (5, 4)]
+    assert [*zip(k.tolist(), m.tolist())] == [(2, 0)]
+
+
+def test_surprisal_is_weighted_by_rho_since_mu_drew_the_tokens():
+    """eq:calibration: a temperature of 0.97 on one side is no mistake of both."""
+    g = torch.Generator().manual_seed(0)
+    z = 2 * torch.randn(200, 50, generator=g, dtype=torch.float64)
+    mu, pi = z.log_softmax(-1), (z / 0.97).log_softmax(-1)
+    drawn = torch.multinomial(mu.exp(), 100, True, generator=g)
+    entropy = -(pi.exp() * pi).sum(-1, keepdim=True).expand(-1, 100).flatten()
+    x = tokens(*(y.gather(1, drawn).flatten() for y in (mu, pi)), entropy=entropy)
+    assert abs(causes._z(-x.pi - entropy)) > 4 and not causes.calibration(x)
+    assert causes.calibration(x._replace(mu=x.pi, entropy=entropy - 0.2))        # a mistake of both
+
+
 def test_rounding_of_one_sign_is_no_cause():
     """E[ρ] of a nearly sure policy may be 10 standard errors from 1, by 1e-7."""
     g = torch.Generator().manual_seed(0)
