@@ -5,7 +5,8 @@ columns of a dump are matched to these scores. This file decides
 * A hypothesis h is judged by the share of the gap to the plain model that it leaves,
   Σ(recorded − h)² / Σ(recorded − plain)². Both are log-odds: there, noise of the logits has the
   same size for every token.
-* A hypothesis with values to search pays for them: it must be likelier by their number.
+* A hypothesis with values to search pays for them: it must be likelier by their number squared,
+  a choice.
 * The effect of bfloat16 is measured on this model, and is no fault.
 
     found = rescore("path/to/model", ["one/update/older", "two/updates/older"], responses)
