@@ -357,8 +357,8 @@ show(figure)
 # In the first steps all runs improve, and in all of them the distance grows: the sampler is
 # four steps old, and the policy moves.
 #
-# Without correction it grows on, and the accuracy falls to less than half. Nothing tells this
-# run that its samples are another policy's. With weights the distance stays smaller.
+# Without correction it grows on, and the accuracy falls to less than half. Nothing tells
+# this run that its samples are another policy's. With weights the distance stays smaller.
 
 # %% [markdown]
 # ## 8. Was it luck?
