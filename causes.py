@@ -510,7 +510,7 @@ def calibration(x: Tokens) -> Finding | None:
 
     (eq:calibration)
     """
-    excess = (-x.pi - x.entropy) * x.d().exp()      # by ρ, since μ drew the tokens
+    excess = (-x.pi - x.entropy) * x.d().clamp(max=20).exp()        # by ρ, since μ drew the tokens
     z = _z(excess)                      # NaN: no entropy; noise of π makes it a little larger
     if len(excess) < 100 or abs(excess.mean()) <= FLOOR or undrawn(excess, 20.0) or _mean(
             x.e()) > numerics(x) or not beyond("calibration", max(-z, z - 0.8)):

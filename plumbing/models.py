@@ -64,7 +64,7 @@ def digest_of(path: str) -> str:
     cached = None if Path(path).is_dir() else try_to_load_from_cache(path, "config.json")
     place, digest = Path(cached).parent if isinstance(cached, str) else Path(path), hashlib.sha256()
     for file in [*place.glob("config.json"), *place.glob("tokenizer.json")]:
-        whole = json.loads(file.read_text())
+        whole = json.loads(file.read_text("utf-8"))
         whole.pop("transformers_version", None)            # another writes the same otherwise
         digest.update(json.dumps(whole, sort_keys=True).encode())
     for file in sorted(place.glob("model*.safetensors")):
