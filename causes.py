@@ -506,7 +506,7 @@ def slope_of(x: Tokens, sure: bool = True) -> Finding | None:
 
 
 def calibration(x: Tokens) -> Finding | None:
-    """Test whether E[−log π − H] is not 0, the only sign of a mistake that both sides make.
+    """Test whether E[ρ(−log π − H)] is not 0, the only sign of a mistake that both sides make.
 
     (eq:calibration)
     """
@@ -515,8 +515,8 @@ def calibration(x: Tokens) -> Finding | None:
     if len(excess) < 100 or abs(excess.mean()) <= FLOOR or undrawn(excess, 20.0) or _mean(
             x.e()) > numerics(x) or not beyond("calibration", max(-z, z - 0.8)):
         return None
-    return Finding("raw", 0.9, "both sides agree, but neither is what was drawn: E[−log π − H] = "
-                   f"{excess.mean().item():+.3f}, {abs(z):.1f} standard errors from 0")
+    return Finding("raw", 0.9, "both sides agree, but neither is what was drawn: E[ρ(−log π − H)] "
+                   f"= {excess.mean().item():+.3f}, {abs(z):.1f} standard errors from 0")
 
 
 def texture(x: Tokens, alone: bool = False) -> Finding | None:

@@ -97,7 +97,8 @@ def _mask_nulls(given: dict[str, Any], n: int) -> None:
     The prompt's nulls become 0. A null in the entropy of any other token drops that column.
     """
     _, mu, pi, mask, entropy, _ = given
-    columns = [given[mu], given[pi], given[mask], given[entropy] or [None] * n]
+    of_entropy = [None] * n if given[entropy] is None else given[entropy]
+    columns = [given[mu], given[pi], given[mask], of_entropy]
     if any(not isinstance(x, list) or len(x) != n for x in columns):
         return                                              # which is said by the checks
     given[mask] = kept = [*given[mask]]                     # the row's own tells the prompt's end

@@ -177,10 +177,12 @@ def test_m2po_of_a_whole_distribution_is_that_of_its_samples(tables):
     `correct` itself judges the batch in which response i occurs 12·μ(i) times.
     """
     pi = Policy(V=3, T=1)
-    mask, old = pi.mask, torch.tensor([[0.3], [0.3], [-0.9]], dtype=torch.float64)
-    copies = torch.tensor([2, 4, 6])
+    mask, old = pi.mask, torch.tensor([[0.1], [0.3], [-0.3]], dtype=torch.float64)
+    old[2] = -old[1]                                     # the same square, to the last digit
+    copies = torch.tensor([6, 2, 4])
     mu = (copies / 12).double().log()[:, None]
-    for bound, left in ((0.08, 0), (0.1, 2), (0.5, 3)):
+    # Means of the squares 0.01 and 0.09, 0.09: 0.01; with one of the two 0.03 or 0.042; 0.05.
+    for bound, left in ((0.005, 0), (0.045, 1), (0.06, 3)):
         m2po = tables.RolloutCorrectionConfig(rollout_rs={"second_moment": bound})
         decided = tables.without_end(m2po, mu + old, mu, mask, torch.ones(3, 1), mu.exp(), 1)
         drawn = torch.arange(3).repeat_interleave(copies)

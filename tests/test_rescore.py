@@ -64,9 +64,9 @@ def test_another_architecture_is_no_older_checkpoint(drawn, tmp_path, capsys):
 def test_a_model_from_which_both_sides_depart_alike_is_doubted():
     """It is not known then which model the dump is of, and nothing is certain."""
     hot = Match("log π/2", "temperature", 2.0, 0.01, 0.0)
-    whole, one = Rescored(hot, hot._replace(parameter=2.1), "both"), Rescored(
-        hot, hot._replace(cause=None), "rollout")
-    for rescored, certain in ((whole, False), (one, True)):
+    whole, apart, one = (Rescored(hot, other, "both") for other in (
+        hot._replace(parameter=2.1), hot._replace(parameter=0.5), hot._replace(cause=None)))
+    for rescored, certain in ((whole, False), (apart, True), (one, True)):
         for finding in explained(rescored, []):
             assert (finding.confidence == "certain") is certain
             assert ("is --model the model of this run?" in finding.evidence) is not certain

@@ -214,6 +214,17 @@ def test_a_micro_batch_is_corrected_alone_or_refused(name):
         assert torch.allclose(together, apart, rtol=1e-12, atol=1e-12) and together.norm() > 0
 
 
+def test_metrics_of_bypass_mode_have_verls_meaning():
+    """Where a sequence has one weight, verl's extremes are those of ρ before truncation."""
+    import adapters.verl
+    log_prob, _, rollout, advantages, mask = batch(0)
+    block = REINFORCE | {"rollout_is": "sequence", "rollout_is_threshold": 1.01}
+    _, found = adapters.verl.three_policies(
+        rollout, log_prob, advantages, mask, "token-mean",
+        config=actor_config("three_policies", block, {}))
+    assert found["rollout_corr/rollout_is_max"] == found["rollout_corr/rollout_is_raw_max"] > 1.01
+
+
 def as_the_worker_has_it(*settings):
     """Return verl's ActorConfig, made of overrides as ActorRolloutRefWorker.init_model makes it."""
     from omegaconf import OmegaConf
