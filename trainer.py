@@ -256,7 +256,8 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
         [there] = to_device(batch.response_mask.device, rows)
         part = batch.rows(rows, there)
         log_prob, of_candidates = log_probs(policy, part, part.candidates)      # [B, T], [B, T, K]
-        candidates: Any = of_candidates, part.candidate_log_prob
+        candidates: Any = None if of_candidates is None else (
+            of_candidates, part.candidate_log_prob)
         corrections.append(correction.rows(there) if correction else correct(
             log_prob, part.rollout_log_prob, part.response_mask, options, part.advantages))
         loss, metrics = policy_loss(

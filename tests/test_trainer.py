@@ -96,6 +96,14 @@ def test_a_constant_reward_moves_nothing_with_centered_scores(engine, run, monke
     assert norms["centered"] < 0.75 * norms["plain"]
 
 
+def test_an_engine_without_candidates_cannot_be_centered(run, monkeypatch):
+    """An engine of a reader's own may return none: the loss says what it needs."""
+    monkeypatch.setattr(rollout, "Sample", lambda *given, **named: Sample(
+        *given, **named | {"candidates": None}))
+    with pytest.raises(ValueError, match="score_centering needs candidates"):
+        run(f"correction={{score_centering: true, {POLICY_GRADIENT}}}", engine="transformers")
+
+
 @pytest.mark.parametrize("preset", ["decoupled_token_is", "bypass_pg_is", "bypass_ppo_clip_k3_rs"])
 def test_presets_with_vllm_under_torchrun(preset, tiny_model, tmp_path, vllm_required):
     ranks = 2 if preset == "decoupled_token_is" else 1
