@@ -220,6 +220,17 @@ def test_a_metric_that_leaves_its_range_is_spoken_of_when_it_first_does_and_at_t
     assert "* rollout_rs_seq_masked_fraction is" in said.split("before")[-1]
 
 
+def test_appendix_a_has_a_row_for_every_metric_of_a_run(run):
+    """A row may shorten a name to its end: `response/count`, `/tokens`."""
+    page = (ROOT / "math/appendix-metrics.md").read_text().split("\n## ")[2]
+    named = re.findall("`([^`]+)`", " ".join(re.findall(r"^\| (`[^|]+) \|", page, re.M)))
+    _, lines = run("loss.kl_coef=0.1")
+    missing = {name for line in lines for name in line
+               if not name.startswith(("rollout_corr/", "time/")) and name not in named
+               and not any(short[0] in "_/" and name.endswith(short) for short in named)}
+    assert missing == {"step"}
+
+
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_kl_term_and_reference_policy(where, run):
     code, lines = run("loss.kl_coef=0.1", f"loss.kl_in={where}", "train.mini_batches=1",
