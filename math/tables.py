@@ -1317,7 +1317,7 @@ def study_64_summary():
 *Held-out accuracy averaged over steps 5 to 40, {seeds} seeds a preset: with four-bit weights in the engine (left)
 `disabled` reaches {rounded['naive']}, `{token}` {rounded[token]}, `{seq}` {rounded[seq]}, and equal weights
 on both sides {rounded['matched']}. `{bypass}`, which takes π_rollout for π_old, falls to {rounded[bypass]} there, and
-does as well as the two ({late[bypass]}, `disabled` {late['naive']}) where the weights are only four steps stale (right).*"""  # noqa: E501
+does as well as either correction ({late[bypass]}, `disabled` {late['naive']}) where weights are four steps stale (right).*"""  # noqa: E501
 
 
 def mean_area(regime, arm):
@@ -1396,7 +1396,8 @@ def advice_rows():
         ["a few steps stale, small learning rate", f"`{bypass}`, the cheapest",
          f"four steps: {mean_area(late, bypass)} against {mean_area(late, 'naive')}"],
         ["many steps stale", "a smaller learning rate, then any of these presets",
-         f"eight steps: {min(small):.2f} against {mean_final('staleness_8', 'small_steps')}"],
+         f"eight steps, equal rates: {min(small):.2f} against "
+         f"{mean_final('staleness_8', 'small_steps')}"],
         ["coarse and stale", f"`{seq}`",
          f"four bits, four steps: {mean_area(both, seq)} against {mean_area(both, 'naive')}"],
         ["on time and finely rounded", f"`{token}`, a small gain",

@@ -37,6 +37,7 @@ def draw_row(axes: Any, x: Tokens, name: str) -> None:
     table[rows, x.t] = gap
     grid.imshow(table[:48].numpy(), cmap="RdBu", vmin=-wide, vmax=wide, aspect="auto",
                 interpolation="nearest")
+    grid.text(0.98, 0.05, f"±{wide:.2g}", transform=grid.transAxes, ha="right", fontsize=6)
     i, j, *_ = pairs(x)
     _scatter(after, x.mu[i] - x.mu[j], x.pi[i] - x.pi[j], dots)
     less_one = (x.pi - x.mu).clamp(max=20).expm1()

@@ -49,7 +49,7 @@ const EXACT = ({ plot, show }) => {
     },
   };
 
-  const KINDS = ["c2", "c0", "ink", "c1", "c5", "c3", "c4"], [L, T, S] = [34, 26, 330];
+  const KINDS = ["c2", "c3", "c0", "c1", "c4", "c5", "ink"], [L, T, S] = [34, 26, 330];
   const X = (v) => (L + S * v).toFixed(1), Y = (v) => (T + S * (1 - v)).toFixed(1), point = (p) => p.map((v) => v.toFixed(2)).join(", ");
   const line = (points) => points.map(([a, b], i) => `${i ? "L" : "M"}${X(a)} ${Y(b)}`).join("");
   const square = {

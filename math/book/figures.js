@@ -58,7 +58,7 @@ const trap = {
     const rows = d.values[d.ratio.indexOf(s.ratio)], now = rows[d.lengths.indexOf(s.n)], words = (kept) => (kept ? "keeps it" : "rejects it");
     const bands = d.bounds.map(([, [lo, hi]], k) => [d.lengths[0], d.lengths.at(-1), lo, hi, COLOURS[k]]);
     return `<div class="plots">` + plot({ title: `every token has ρ = ${s.ratio}`, x: [1, d.lengths.at(-1)], y: [1e-3, 1e3], logX: true, logY: true, at: s.n,
-      xTicks: [1, 8, 64, 512, 4096], yTicks: [0.001, 0.1, 1, 10, 1000], xLabel: "|y|, tokens in the response", bands,
+      xTicks: [1, 8, 64, 512, 4096], yTicks: [0.001, 0.1, 1, 10, 1000], right: 18, xLabel: "|y|, tokens in the response", bands,
       lines: [0, 1].map((k) => ({ kind: COLOURS[k], points: rows.map((row, i) => [d.lengths[i], row[k] < 1e-3 || row[k] > 1e3 ? null : row[k]]) })) }) + "</div>"
       + legend([0, 1].map((k) => [COLOURS[k], ["product", "geometric mean"][k], `${show(now[k])}: ${d.bounds[k][0]} in [${d.bounds[k][1]}] ${words(now[2 + k])}`]))
       + "<figcaption>A bound on the product is a bound on length; the geometric mean is the same at every length. The bounds are those of two presets, decoupled_seq_is_rs and decoupled_geo_rs.</figcaption>";
