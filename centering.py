@@ -52,7 +52,7 @@ def centering_loss(log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tenso
     while it has at most δ under both policies.
     Source: 2609.20807.
     """
-    log_prob, rollout_log_prob = widen(log_prob), widen(rollout_log_prob)
+    log_prob, rollout_log_prob = widen(log_prob), widen(rollout_log_prob.detach())
     known = (rollout_log_prob > -math.inf) & response_mask.bool()[..., None]           # [B, T, K]
     p, mu = (torch.where(known, x, -math.inf).exp() for x in (log_prob, rollout_log_prob))
     rest, mu_rest = (1 - x.sum(-1, keepdim=True) for x in (p, mu))
@@ -62,7 +62,7 @@ def centering_loss(log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tenso
     asked = mu.flatten(1) > 0                                             # [B, T·(K + 1)]
     log_mu = torch.where(asked, mu.flatten(1), 1.0).log()
     log_rho = torch.where(asked, log_p.detach().flatten(1) - log_mu, 0.0)
-    advantages = advantages[..., None].expand_as(mu)
+    advantages = advantages.detach()[..., None].expand_as(mu)
     kept = rejection_mask(log_rho, asked, config.rollout_rs, advantages.flatten(1), log_mu)
     # The extra token stands for many: Σπ − Σμ is no single token's π − μ, and must not reject it.
     of_ratios = {name: bound for name, bound in config.rollout_rs.items()
@@ -72,4 +72,5 @@ def centering_loss(log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tenso
     if config.rollout_is is not None:
         weights = weights * importance_weights(log_rho, asked, "token",
                                                config.rollout_is_threshold).view_as(mu)
+    log_p = torch.where(weights > 0, log_p, 0.0)            # what is rejected may be −∞
     return (advantages * mu * weights * log_p).sum(-1)

@@ -53,7 +53,7 @@ def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str,
     """
     log_rho = aggregate_log_ratio(log_ratio.detach(), response_mask, level)
     rho = torch.where(response_mask.bool(), exp_ratio(log_rho), 0.0)
-    if not isinstance(threshold, (tuple, list)):
+    if not is_list(threshold):
         return rho.clamp(max=threshold)
     below, above = outside(log_rho, *threshold)
     return torch.where(below | above, 0.0, rho)
@@ -73,7 +73,8 @@ def batch_normalize(weights: Tensor, response_mask: Tensor, level: str,
     mask, one_each = response_mask.bool(), weights
     if level not in OF_TOKENS:                          # one weight on all tokens of a sequence
         mask, one_each = mask.any(-1), weights.sum(-1) / mask.sum(-1).clamp(min=1)
-    sums = torch.stack([one_each.sum(dtype=torch.float64), mask.sum(dtype=torch.float64)])
+    mask = mask & ~one_each.isnan()                     # a NaN leaves the mean of the others
+    sums = torch.stack([one_each.nansum(dtype=torch.float64), mask.sum(dtype=torch.float64)])
     if group is not None:
         dist.all_reduce(sums, group=group)
     mean = (sums[0] / sums[1].clamp(min=1)).to(weights.dtype)
@@ -122,7 +123,7 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
     in decoupled mode and of the current π_θ in bypass mode. The criteria opsm and token_tv_outward
     need `advantages` [B, T]. With `group`, a torch.distributed process group, batch normalisation
     and second_moment use all its ranks. Raises ValueError if shapes differ, if there is no
-    rollout_log_prob, or if a criterion lacks its advantages.
+    rollout_log_prob, or if a criterion lacks its advantages, [B, T].
     """
     _check_shapes(train_log_prob, rollout_log_prob, response_mask)
     rollout_log_prob, level = rollout_log_prob.detach(), config.rollout_is
@@ -388,7 +389,7 @@ class RolloutCorrectionConfig:
 
 def _bounds(upper: Bound, lower: float | None = None) -> Pair:
     """Return a pair as it is, a number as [lower, upper], or as [1/upper, upper]."""
-    if isinstance(upper, (tuple, list)):
+    if is_list(upper):
         low, high = upper
         return low, high
     return (1 / number("rs_threshold", upper) if lower is None else lower), upper

@@ -43,6 +43,11 @@ def exp_ratio(log_ratio: Tensor, bound: float = SAFETY_BOUND) -> Tensor:
     return log_ratio.clamp(-bound, bound).exp()
 
 
+def ratio_less_one(log_ratio: Tensor, bound: float = SAFETY_BOUND) -> Tensor:
+    """Return ρ − 1, log ρ clamped to ±bound; where ρ is near 1, `exp_ratio` would round it away."""
+    return log_ratio.clamp(-bound, bound).expm1()
+
+
 def aggregate_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) -> Tensor:
     """Return log ρ of each token, prefix, sequence or sequence mean, by `level`.  (eq:levels)
 

@@ -157,8 +157,9 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     The metrics loss/ratio, loss/approx_kl and loss/clip_fraction are means over the kept tokens of
     these rows; with `counts` they are sums, which `loss_means` makes means. A clip around π_rollout
     is also reported as loss/bypass_clip_fraction, which `diagnose` judges. If everything is
-    rejected the loss is 0, graph attached. Raises ValueError if a tensor is missing or shapes
-    differ.
+    rejected the loss is 0, graph attached. A NaN of one token makes the ρ of its prefix or sequence
+    NaN, at these levels and in GSPO: reject it by a criterion of sequences. Raises ValueError if a
+    tensor is missing or shapes differ.
     """
     log_prob, train_log_prob, anchor_log_prob, rollout_log_prob, advantages = _roles(
         log_prob, old_log_prob, rollout_log_prob, advantages, response_mask, config, correction)
@@ -167,6 +168,9 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
         correction = correct(train_log_prob, rollout_log_prob, response_mask, config, advantages)
         corrected_here = correction.metrics
     correction = correction or Correction(None, response_mask)          # nothing to correct
+    if correction.mask.shape != response_mask.shape:
+        raise ValueError(f"correction has {tuple(correction.mask.shape)} tokens, and these rows "
+                         f"{tuple(response_mask.shape)}: take correction.rows(index)")
     kept = summed = correction.mask.bool()
     log_prob = torch.where(kept, log_prob, log_prob.detach())     # a rejected NaN has no gradient
     given = {"old_log_prob": anchor_log_prob, "advantages": advantages, "response_mask": valid}
@@ -300,7 +304,7 @@ def kl_penalty(old_log_prob: Tensor, ref_log_prob: Tensor, rollout_log_prob: Ten
     mask = response_mask.bool()
     kl = kl_estimate(old_log_prob.detach(), ref_log_prob.detach(), kind)                # [B, T]
     if level is not None:
-        log_rho = masked_log_ratio(old_log_prob.detach(), rollout_log_prob, mask)
+        log_rho = masked_log_ratio(old_log_prob.detach(), rollout_log_prob.detach(), mask)
         kl = kl * exp_ratio(aggregate_log_ratio(log_rho, mask, level))
     if level != "token":
         kl = torch.where(mask, kl, 0.0).flip(-1).cumsum(-1).flip(-1)

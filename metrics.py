@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from estimators import (OF_TOKENS, aggregate_log_ratio, chi_square, exp_ratio, extremes, kish,
-                        masked_log_ratio, outside, perplexity, sequence_log_ratio, widen)
+                        masked_log_ratio, outside, perplexity, ratio_less_one, sequence_log_ratio,
+                        widen)
 from rejection import Criterion, Evidence, Verdict, Verdicts
 
 
@@ -67,9 +68,9 @@ class Tokens(NamedTuple):
     def sums(self, x: Tensor, ends: Sequence[Tensor] | None = None) -> Sums:
         """Sum x [B, T] by sequence; x [B, 1] is one value for all tokens of a sequence.
 
-        In float32 a spread of 1e-5 would drown in Σx², and ρ − 1 − log ρ in Σρ. So differences from
-        the sequence's mean are summed, and combined with it in float64. `ends` are max and min
-        where they are already known.
+        In float32 a spread of 1e-5 would drown in Σx². So differences from the sequence's mean are
+        summed, and combined with it in float64. `ends` are max and min where they are already
+        known.
         """
         if x.shape != self.mask.shape:
             return Sums.of_rows(x.detach().squeeze(-1), self.n)
@@ -171,19 +172,26 @@ class Grounds(NamedTuple):
 
 
 class Ratios(NamedTuple):
-    """Hold log ρ of one batch per token, and the sums of log ρ and ρ by sequence."""
+    """Hold log ρ of one batch per token, and the sums of log ρ and ρ − 1 by sequence."""
 
     log_rho: Tensor                                 # [B, T], 0 on padding
     tokens: Tokens
     of_log: Sums                                    # sums of log ρ
-    of_rho: Sums
+    less_one: Sums                                  # sums of ρ − 1
 
     @classmethod
     def of(cls, log_rho: Tensor, response_mask: Tensor) -> "Ratios":
         tokens = Tokens.of(response_mask)
         ends = extremes(log_rho, tokens.mask)
-        of_rho = tokens.sums(exp_ratio(log_rho), [exp_ratio(end) for end in ends])
-        return cls(log_rho, tokens, tokens.sums(log_rho, ends), of_rho)
+        less_one = tokens.sums(ratio_less_one(log_rho), [ratio_less_one(x.double()) for x in ends])
+        return cls(log_rho, tokens, tokens.sums(log_rho, ends), less_one)
+
+    @property
+    def of_rho(self) -> Sums:
+        n, total, squares, top, bottom = self.less_one
+        count = n.clamp(min=1)
+        apart = squares - total.square() / count           # Σ(ρ − mean ρ)²
+        return Sums(n, total + n, apart + (total + n).square() / count, top + 1, bottom + 1)
 
 
 def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quantity]:
@@ -191,12 +199,12 @@ def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quant
 
     (eq:martingale)
     """
-    _, (mask, n, rows), of_log, of_rho = ratios
+    _, (mask, n, rows), of_log, less_one = ratios
     log_mu = torch.where(mask, widen(rollout_log_prob), 0.0).sum(-1) / n     # of a sequence: [B]
     mean, any_token = of_log.total / n, (n > 0)[:, None]
     means = [
-        (n, of_rho.total / n - 1 - mean, {"k3_kl": "mean"}),
-        (n, chi_square(n, of_rho.squares), {"chi2_token": "mean"}),
+        (n, less_one.total / n - mean, {"k3_kl": "mean"}),
+        (n, chi_square(n, ratios.of_rho.squares), {"chi2_token": "mean"}),
         (rows, chi_square(rows, exp_ratio(of_log.total).square()), {"chi2_seq": "mean"}),
         (rows, perplexity((log_mu + mean)[:, None], any_token), {"training_ppl": "mean"}),
         (rows, -log_mu - mean, {"training_log_ppl": "mean"}),
@@ -207,12 +215,10 @@ def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quant
         (rows, mean.abs(), {"log_ppl_abs_diff": "mean"}),
         (rows, perplexity(mean[:, None], any_token), {"ppl_ratio": "mean"})]
     k1 = of_log._replace(total=-of_log.total)            # its mean and its z need no extremes
-    less_one = Sums(n, of_rho.total - n, of_rho.squares - 2 * of_rho.total + n, of_rho.top - 1,
-                    of_rho.bottom - 1)
     return [(k1, {"kl": "mean", "kl_z": "z"}),                  # KL(π_rollout‖π_train), by k1
             *((Sums.of_rows(x, of), names) for of, x, names in means),
-            (of_rho, {"is_ratio_mean": "mean", "is_ratio_std": "sample_std", "is_ratio_max": "max",
-                      "is_ratio_min": "min"}),
+            (ratios.of_rho, {"is_ratio_mean": "mean", "is_ratio_std": "sample_std",
+                             "is_ratio_max": "max", "is_ratio_min": "min"}),
             (less_one, {"is_ratio_z": "z"})]
 
 

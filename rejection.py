@@ -104,7 +104,7 @@ def opsm(seen: Evidence, bound: Any) -> Verdict:
     """
     assert seen.advantages is not None
     drift = sequence_log_ratio(-seen.log_rho, seen.mask, "geometric")                    # [B, 1]
-    return at_most(drift, bound, seen.advantages < 0)
+    return at_most(drift, bound, (seen.advantages < 0) | drift.isnan())
 
 
 def probability_moved(seen: Evidence) -> Tensor:
@@ -188,7 +188,7 @@ def number(key: str, value: Any) -> float:
     with suppress(ValueError, OverflowError):                       # float("0.5_2") is 0.52
         known = isinstance(value, (int, float, str)) and not isinstance(value, bool)
         if known and "_" not in str(value) and float(value) > 0:
-            return float(value)
+            return float(value) if float(value) < 3e38 else math.inf        # float32 ends there
     raise ValueError(f"{key} must be a positive number, not {value!r}")
 
 
@@ -286,8 +286,12 @@ def judge_all(seen: Evidence, criteria: Mapping[str, Any]) -> Verdicts:
     for name, bound in criteria.items():
         row = CRITERIA[name]
         for argument, reason in row.needs.items():
-            if getattr(seen, argument) is None:
+            given = getattr(seen, argument)
+            if given is None:
                 raise ValueError(f"rollout_rs.{name} needs {reason}")
+            if given.shape != seen.mask.shape:
+                raise ValueError(f"rollout_rs.{name} needs {argument} for each token, "
+                                 f"{tuple(seen.mask.shape)}, not {tuple(given.shape)}")
         verdicts[name] = row, bound, row.judge(seen, bound)
     return verdicts
 
@@ -308,7 +312,7 @@ def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[s
     `log_ratio` (log ρ), `response_mask`, `advantages`, `rollout_log_prob`: [B, T]. `criteria` maps
     the name of a row of CRITERIA to its bound. Each criterion looks at the original mask, and a
     value equal to its bound is kept. With `group`, a criterion of the batch looks at all its ranks.
-    Raises ValueError where a criterion needs a tensor that is not given.
+    Raises ValueError where a criterion needs a tensor that is not given, or has another shape.
     """
     mask = response_mask.bool()
     seen = Evidence(torch.where(mask, log_ratio, 0.0), mask, advantages, rollout_log_prob, group)

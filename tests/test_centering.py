@@ -280,6 +280,25 @@ def test_missing_candidates_are_no_tokens():
     assert torch.equal(*filled)
 
 
+def test_a_rejected_candidate_that_the_trainer_bans_has_no_value():
+    """eq:score-centering: 0 · −∞ would be NaN; the criterion has rejected that token."""
+    config = reinforce("token", 2.0, rollout_rs={"token_k1": (0.1, None)}, score_centering=True)
+    log_mu, values = f64([[[0.5, 0.5]]]).log(), []
+    for log_pi in (-9.0, -math.inf):
+        candidates = f64([[[math.log(0.5), log_pi]]]), log_mu
+        values.append(centering_loss(*candidates, torch.ones(1, 1), torch.ones(1, 1), config))
+    assert close(*values)
+
+
+def test_centering_has_no_gradient_through_mu_or_advantages():
+    """eq:score-centering: μ(v) w(v) and A are constants, even when they come with a graph."""
+    log_pi, log_mu = (x.detach().clone().requires_grad_() for x in CANDIDATES)
+    advantages = R.expand(-1, PI.T).clone().requires_grad_()
+    loss = centering_loss(log_pi, log_mu, advantages, MASK, reinforce("token", 2.0)).sum()
+    of_pi, *constants = torch.autograd.grad(loss, (log_pi, log_mu, advantages), allow_unused=True)
+    assert of_pi.abs().max() > 0 and constants == [None, None]
+
+
 @pytest.mark.parametrize("there", [math.nan, 1e30])
 def test_centering_of_padding_is_nothing(there):
     """Padding adds neither value nor gradient, whatever stands there."""

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from examples import RATIOS, bound_of, chi_square_of
+from oracle import close
 from tolerances import gamma
 
 from correction import correct, importance_weights
@@ -190,6 +191,16 @@ def test_batch_normalised_weights_have_mean_one_at_their_own_level(batch, level)
     assert own.mean().item() == pytest.approx(1, rel=1e-12)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_one_nan_leaves_the_mean_weight_of_the_others(level):
+    """eq:self-normalised: the NaN is still seen, and the rest is divided as if it were padding."""
+    log_rho = torch.full((3, 2), 0.5)
+    log_rho[0, 0] = math.nan
+    config = Config(level, 5.0, True)
+    weights = correct(log_rho, torch.zeros(3, 2), torch.ones(3, 2), config).weights
+    assert weights[0, 0].isnan() and close(weights[1:], torch.ones(2, 2))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1.0, 100.0, 1e4, -1e4])
 def test_half_and_single_precision_stay_finite(dtype, size):
@@ -332,6 +343,15 @@ def test_inputs_that_do_not_fit_say_so():
     (Config(rollout_rs={"token_k3": 0.1, "second_moment": 0.1}), True)])
 def test_a_mean_weight_and_a_criterion_of_the_batch_look_at_whole_batches(config, whole):
     assert config.of_whole_batches == whole
+
+
+def test_a_bound_beyond_float32_is_none():
+    """eq:tis: a config may say 1e300 for "never"; a float32 tensor cannot be clamped by it."""
+    log_rho = torch.tensor([[1.0, -3.0]])
+    given = log_rho, torch.zeros(1, 2), torch.ones(1, 2)
+    far = Config("token", 1e300, rollout_rs={"token_k3": 1e300})
+    assert torch.equal(correct(*given, far).weights, log_rho.exp())
+    assert correct(*given, far).mask.all() and far.rollout_is_threshold == math.inf
 
 
 @pytest.mark.parametrize("fields, words", [

@@ -232,6 +232,20 @@ def test_a_wrong_shape_is_an_error(wrong):
         policy_loss(*tensors, Config())
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_correction_of_other_rows_is_an_error(rows):
+    """eq:correction: of one row the weights of a whole batch would be added up, by broadcasting."""
+    lp, old, mu, advantages, mask = batch()
+    config = Config("token")
+    whole = correct(old, mu, mask, config)
+    part = [x[:rows] for x in (lp, old, mu, advantages, mask)]
+    with pytest.raises(ValueError, match=r"take correction.rows\(index\)"):
+        policy_loss(*part, config, correction=whole)
+    own, given = (policy_loss(*part, config, correction=x)[0]
+                  for x in (None, whole.rows(slice(rows))))
+    assert torch.equal(own, given)
+
+
 @pytest.mark.parametrize("missing", ["log_prob", "rollout_log_prob", "advantages"])
 @pytest.mark.parametrize("config", [Config("token"), Config(rollout_rs={"token_k3": 1.0}),
                                     Config(bypass_mode=True)],

@@ -376,6 +376,21 @@ def test_single_precision_is_as_good_as_double(scale, level):
         assert value == pytest.approx(double[name], rel=2e-4, abs=tolerance), name
 
 
+@pytest.mark.parametrize("spread", [1e-4, 1e-5, 1e-6])
+def test_k3_and_z_see_a_mismatch_of_rounding_alone(spread):
+    """eq:kl-estimators, eq:martingale: ρ − 1 is summed, since ρ itself would round it away.
+
+    Each ρ − 1 may be ε·spread off, and so may its mean.
+    """
+    x = spread * torch.randn(64, 1000, generator=torch.Generator().manual_seed(0))
+    single, double = (to_host(offpolicy_metrics(log_rho, torch.zeros_like(x), torch.ones(64, 1000)))
+                      for log_rho in (x, x.double()))
+    off = 4 * torch.finfo(torch.float32).eps
+    k3, z = "rollout_corr/k3_kl", "rollout_corr/is_ratio_z"
+    assert single[k3] == pytest.approx(double[k3], abs=off * spread)
+    assert single[z] == pytest.approx(double[z], abs=off * x.numel() ** 0.5)
+
+
 def test_offpolicy_metrics_are_those_of_a_correction():
     g = torch.Generator().manual_seed(0)
     train, rollout = torch.randn(2, 5, 7, generator=g, dtype=torch.float64)

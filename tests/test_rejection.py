@@ -112,6 +112,9 @@ def test_opsm_rejects_only_negative_advantages_of_drifted_sequences():
     assert correct(*args, Config(rollout_rs={"opsm": 0.21}), advantages).mask.all()
     with pytest.raises(ValueError, match="opsm needs the advantages"):
         correct(*args, Config(rollout_rs={"opsm": 0.19}))
+    for wrong in (advantages[:, 0], advantages[:, :1]):         # [3] and [3, 1] would broadcast
+        with pytest.raises(ValueError, match=r"opsm needs advantages for each token, \(3, 2\)"):
+            correct(*args, Config(rollout_rs={"opsm": 0.19}), wrong)
 
 
 # -------------------------------------------------------------------------- bounds on probabilities

@@ -60,9 +60,10 @@ def test_padding_is_not_kept_and_does_not_matter(name, junk):
 def test_a_log_ratio_that_is_not_a_number_is_rejected(name):
     """eq:rejection: NaN is within no bound; where sequences are judged, its sequence goes, too."""
     train = torch.where(torch.arange(LP.numel()).view(LP.shape) == 0, math.nan, LP)
-    kept = kept_by(name, train, LP, reach=1e6).mask
-    assert not kept[0, :None if CRITERIA[name].of == "sequence" else 1].any()
-    assert torch.equal(kept[1:], MASK[1:])
+    for advantages in (DOWN, 0 * DOWN, -DOWN):
+        kept = kept_by(name, train, LP, MASK, advantages, reach=1e6).mask
+        assert not kept[0, :None if CRITERIA[name].of == "sequence" else 1].any()
+        assert torch.equal(kept[1:], MASK[1:])
 
 
 @every_criterion
