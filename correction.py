@@ -53,7 +53,7 @@ def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str,
     """
     log_rho = aggregate_log_ratio(log_ratio.detach(), response_mask, level)
     rho = torch.where(response_mask.bool(), exp_ratio(log_rho), 0.0)
-    if not is_list(threshold):
+    if isinstance(threshold, (int, float)):
         return rho.clamp(max=threshold)
     below, above = outside(log_rho, *threshold)
     return torch.where(below | above, 0.0, rho)
@@ -392,7 +392,8 @@ def _bounds(upper: Bound, lower: float | None = None) -> Pair:
     if is_list(upper):
         low, high = upper
         return low, high
-    return (1 / number("rs_threshold", upper) if lower is None else lower), upper
+    high = number("rs_threshold", upper)
+    return (1 / high if lower is None else lower), high
 
 
 def _geometric(upper: Bound, lower: float | None = None,

@@ -171,7 +171,7 @@ def diagnose(metrics: Mapping[str, Any]) -> list[str]:
 
 # ------------------------------------------------------------------ from a dump to the cause
 
-LIMIT = 300_000         # most tokens that are searched for causes; E[ρ] is of all
+LIMIT = 300_000         # most tokens, masked ones too, that are searched for causes
 COSTS = (("prompt_ids", "temperature, penalty, padding and window are found less well or never"),
          ("entropy", "a mistake that both sides make cannot be found, nor a division after the "
           "softmax told from a cut"))
@@ -248,12 +248,12 @@ def examine(dump: Iterable[Any]) -> Report:
         responses, tokens = responses + 1, tokens + len(over)
         total, squares = total + sum(over), squares + sum(x * x for x in over)
         lacking |= {name for name, x in (("prompt_ids", r.prompt_ids), ("entropy", r.entropy))
-                    if x is None}
+                    if x is None and r.token_ids}
         text = repr(r.token_ids if r.prompt_ids is None else (r.prompt_ids, r.line >> 12))
         place = zlib.crc32(text.encode()) / 2 ** 32
         if place < share:
             kept.append((place, r))
-            held += len(over)
+            held += len(r.token_ids)
         while held > LIMIT and len(kept) > 1:
             share /= 2
             kept = [(p, one) for p, one in kept if p < share] or kept[:len(kept) // 2]

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -192,7 +192,7 @@ def number(key: str, value: Any) -> float:
     raise ValueError(f"{key} must be a positive number, not {value!r}")
 
 
-def is_list(value: Any) -> bool:
+def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     """Say whether a value is a list, of a file or of OmegaConf."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 

@@ -62,7 +62,7 @@ def take_turns(path: Path) -> Iterator[None]:
         try:
             file = lock_file(path)
         except BlockingIOError as error:
-            tqdm.write(f"waiting for {error}, which makes {path.name[1:]}", file=sys.stderr)
+            tqdm.write(f"waiting for {error}, which makes {path.stem[1:]}", file=sys.stderr)
             file = lock_file(path, wait=True)
     dist.barrier()
     try:

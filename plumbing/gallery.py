@@ -37,7 +37,7 @@ def draw_row(axes: Any, x: Tokens, name: str) -> None:
     table[rows, x.t] = gap
     grid.imshow(table[:48].numpy(), cmap="RdBu", vmin=-wide, vmax=wide, aspect="auto",
                 interpolation="nearest")
-    grid.text(0.98, 0.05, f"±{wide:.2g}", transform=grid.transAxes, ha="right", fontsize=6)
+    grid.text(1.02, 0, f"darkest: ±{wide:.2g}", transform=grid.transAxes, rotation=90, fontsize=7)
     i, j, *_ = pairs(x)
     _scatter(after, x.mu[i] - x.mu[j], x.pi[i] - x.pi[j], dots)
     less_one = (x.pi - x.mu).clamp(max=20).expm1()
@@ -61,11 +61,9 @@ def _scatter(axis: Any, x: torch.Tensor, y: torch.Tensor, dots: dict[str, Any]) 
 
 def draw(dumps: dict[str, Tokens]) -> Any:
     """Return a figure with a row for each dump."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axes = pyplot.subplots(len(dumps), 5, figsize=(10.5, 0.4 + 1.3 * len(dumps)),
-                                   layout="constrained", squeeze=False)
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(10.5, 0.4 + 1.3 * len(dumps)), layout="constrained")
+    axes = figure.subplots(len(dumps), 5, squeeze=False)
     for row, (name, x) in zip(axes, dumps.items()):
         draw_row(row, x, name)
         for axis in row:

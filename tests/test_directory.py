@@ -7,6 +7,7 @@ trained, or neither, or if files are of both:
     python tests/test_directory.py 50 [SEED]
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,9 +30,9 @@ from conftest import SMALL, make_tiny_model
 from launching import shell
 from waiting import HANG, until
 
-from plumbing import signals
+from plumbing import directory, signals
 from plumbing.checkpoints import read_metrics
-from plumbing.directory import lock_file, require_writable
+from plumbing.directory import hold_directory, lock_file, require_writable, take_turns
 from plumbing.settings import UserError
 
 LONG = [*SMALL, "rollout.engine=transformers", "train.steps=100000", "train.save_every=2", "run=x"]
@@ -181,6 +183,102 @@ def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_no_lock(tmp_path, monke
     monkeypatch.setattr("fcntl.lockf", lockf)
     with lock_file(path) as file:
         assert len(calls) == 2 and path.stat().st_ino == os.fstat(file.fileno()).st_ino
+
+
+@pytest.fixture
+def locks(monkeypatch):
+    """Plant the system's answers: a list of (file, flags) that were locked, and of barriers.
+
+    locks(n, errors) makes this process rank n, whose first locks fail with these errors.
+    """
+    calls = []
+
+    def plant(rank=0, errors=(), said=""):
+        left = list(errors)
+
+        def lockf(file, flags):
+            calls.append((file, flags))
+            if left:
+                raise OSError(left.pop(0), "no")
+
+        def broadcast(words):
+            words[0] = words[0] or said
+        monkeypatch.setattr("fcntl.lockf", lockf)
+        monkeypatch.setattr(directory, "dist", SimpleNamespace(
+            get_rank=lambda: rank, broadcast_object_list=broadcast,
+            barrier=lambda: calls.append("barrier")))
+        return calls
+    return plant
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EAGAIN])
+@pytest.mark.parametrize("holder, named", [("process 7 on here", "process 7 on here"),
+                                           ("", "another process")])
+def test_a_lock_that_is_held_names_its_holder(error, holder, named, locks, tmp_path):
+    """POSIX leaves the choice of two errors; a holder may not have written its name yet."""
+    locks(errors=[error])
+    (tmp_path / ".lock").write_text(holder)
+    with pytest.raises(BlockingIOError, match=f"^{named}$"):
+        lock_file(tmp_path / ".lock")
+    assert (tmp_path / ".lock").read_text() == holder
+
+
+def test_who_waits_for_its_turn_says_for_whom(locks, tmp_path, capsys):
+    """The second try waits; its lock is exclusive, ends with the turn, and has its own name."""
+    calls, path = locks(errors=[errno.EAGAIN]), tmp_path / ".demo.lock"
+    path.write_text("process 7 on here, with a name longer than any that comes after it" * 9)
+    with take_turns(path):
+        said = capsys.readouterr().err
+        assert said.startswith("waiting for process 7 on here") and "which makes demo" in said
+        (_, first), (file, second), last = calls
+        assert (first, second, last) == (fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_EX, "barrier")
+        assert not file.closed
+        found = path.read_text()
+        assert found.startswith(f"process {os.getpid()} on ") and "process 7" not in found
+    assert file.closed
+    calls = locks(rank=1)
+    calls.clear()
+    with take_turns(path):
+        assert calls == ["barrier"]                                # another rank holds no lock
+
+
+@pytest.mark.parametrize("made", ["", "runs", "runs/x"])
+def test_a_directory_that_stays_empty_is_removed_if_it_was_made(made, locks, tmp_path):
+    """What was there before stays, and so does what the run has written."""
+    calls, place = locks(), tmp_path / "runs/x"
+    (tmp_path / made).mkdir(parents=True, exist_ok=True)
+    with hold_directory(place):
+        assert [path.name for path in place.iterdir()] == [".lock"]
+        [(file, _)] = calls
+        assert not file.closed
+    assert file.closed
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == [
+        name for name in ("runs", "runs/x") if made.startswith(name)]
+    with hold_directory(place):
+        shutil.rmtree(place)                       # it is gone before its end, and nobody minds
+    with hold_directory(place):
+        (place / "notes").write_text("mine")
+    assert {path.name for path in place.iterdir()} == {".lock", "notes"}
+
+
+def test_a_rank_that_is_not_the_first_hears_what_the_first_has_met(locks, tmp_path):
+    calls = locks(rank=1, said="runs/x is in use")
+    with pytest.raises(UserError, match="runs/x is in use"), hold_directory(tmp_path / "x"):
+        pytest.fail("held")
+    assert calls == [] and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("part", ["", "checkpoints", "model"])
+def test_each_part_of_a_run_must_be_writable(part, tmp_path, monkeypatch):
+    """What does not exist can be made."""
+    (tmp_path / part).mkdir(exist_ok=True)
+    asked = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path) or path.exists())
+    require_writable(tmp_path)
+    assert set(asked) == {tmp_path, tmp_path / part}
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / part)
+    with pytest.raises(UserError, match="cannot be written: Permission denied"):
+        require_writable(tmp_path)
 
 
 def test_a_mistake_leaves_no_directory(run):
@@ -464,6 +562,44 @@ def test_after_the_end_no_alarm_comes(monkeypatch):
         monkeypatch.setattr(signals.Received, name, getattr(signals.Received, name))
     signals.done(failed=False)
     assert armed == [0]
+
+
+def test_the_last_words_have_a_line_of_their_own(monkeypatch, capfd):
+    """A progress bar may not have ended; where the terminal is gone, the exit code is left."""
+    def end(code):
+        raise SystemExit(code)
+
+    def gone(*_):
+        raise OSError("no terminal")
+    monkeypatch.setattr(signals.os, "_exit", end)
+    for name in "where", "listening", "failed", "ended":
+        monkeypatch.setattr(signals.Received, name, getattr(signals.Received, name))
+    signals.listen()
+    with pytest.raises(signals.Ended):
+        signals.answer(signal.SIGTERM, None)
+    with pytest.raises(SystemExit, match="129"):
+        signals.answer(signal.SIGHUP, None)
+    assert capfd.readouterr().err == "\ntrainer.py: ended by SIGTERM: nothing had begun\n"
+    monkeypatch.setattr(signals.os, "write", gone)
+    with pytest.raises(SystemExit, match="130"):
+        signals.answer(signal.SIGINT, None)
+
+
+def test_nothing_of_a_run_is_left_for_the_next_one_of_this_process(monkeypatch):
+    """After a step, and after an error in it, SIGTERM waits for nothing."""
+    for name, value in (("where", lambda: "step 3"), ("listening", False), ("failed", True),
+                        ("ended", signals.Ended(signal.SIGINT)), ("told_to_end", True)):
+        monkeypatch.setattr(signals.Received, name, value)
+    signals.listen()
+    found = signals.Received
+    assert (found.where(), found.listening, found.failed, found.ended, found.told_to_end) == (
+        "nothing had begun", True, False, None, False)
+    with pytest.raises(ZeroDivisionError), signals.save_first(7.0):
+        assert found.grace == 7
+        raise ZeroDivisionError
+    assert found.grace == 0
+    signals.done(failed=False)
+    assert (found.where(), found.listening) == ("the run had ended", False)
 
 
 def test_nohup_is_respected(monkeypatch):

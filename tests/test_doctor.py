@@ -10,7 +10,7 @@ import torch
 
 from correction import correct
 from correction import RolloutCorrectionConfig as Config
-from doctor import HEALTHY, NO_LESSON, diagnose
+from doctor import DUMP, HEALTHY, NO_LESSON, diagnose
 from estimators import sampling_log_probs
 from losses import policy_loss
 from metrics import offpolicy_metrics, to_host
@@ -110,6 +110,14 @@ def test_a_mean_of_rho_is_judged_beyond_five_standard_errors(z, said):
     assert not any(x.startswith("is_ratio_mean") for x in diagnose(near))          # it is rounding
 
 
+@pytest.mark.parametrize("mean, words", [
+    (0.9, "replay what top-p, top-k or min-p kept"), (1.1, "look for a wrong record of log μ")])
+def test_a_mean_of_rho_below_1_is_a_cut_and_above_it_a_wrong_record(mean, words):
+    """eq:martingale: lost mass lowers the mean; both sentences end with the doctor's command."""
+    [sentence] = diagnose({"is_ratio_mean": mean, "is_ratio_z": 9})
+    assert words in sentence and sentence.endswith(DUMP)
+
+
 @pytest.mark.parametrize("kl, z, said", [
     (-2e-4, -6, True), (-2e-4, -5, False), (-1e-4, -6, False), (-1e-4 - 1e-12, -5.01, True),
     (2e-4, -6, False), (-2e-4, 6, False)])
@@ -152,6 +160,7 @@ def test_a_mismatch_that_nothing_corrects_is_named():
     assert diagnose(offpolicy_metrics(train, x, ones)) == []    # who knows what is done about it
     _, metrics = policy_loss(train, None, x, ones, ones, Config.bypass_ppo_clip())
     assert not any("nothing corrects it" in s for s in diagnose(metrics))
+    assert len(diagnose({"k3_kl": math.nan, "rollout_rs_masked_fraction": 0})) == 1
 
 
 @pytest.mark.parametrize("chi2, word", [

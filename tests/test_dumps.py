@@ -1,5 +1,6 @@
 """The trainer writes dumps, and doctor.py reads them and rows of other trainers."""
 
+import argparse
 import gzip
 import json
 import math
@@ -12,8 +13,9 @@ import torch
 from PIL import Image
 from tolerances import gamma
 
-from adapters.dumps import append, read, rows_of
-from plumbing.consult import main
+from adapters.dumps import append, read, response, rows_of
+from plumbing.consult import consult, main
+from plumbing.settings import UserError
 
 SAID = "the first batch, as doctor.py sees it: "
 
@@ -70,6 +72,9 @@ def test_rows_of_a_padded_batch_have_no_padding(tmp_path):
     assert first.rollout_log_probs == [-1.0, -2.0] and first.mask == [True, True]
     assert second.prompt_ids == [7, 8, 9] and second.mask == [False, False, True]
     assert second.train_log_probs == [0, -1.0, -0.75] and second.rollout_log_probs[0] == 0
+    masks = ("prompt_mask", "token_mask")
+    assert rows_of(**padded() | {name: padded()[name].long() for name in masks}) == rows_of(
+        **padded() | {name: padded()[name].float() for name in masks}) == rows_of(**padded())
     nowhere = torch.full((2, 3), -math.inf)                    # log π, as if μ's token had no mass
     append(tmp_path / "dump.jsonl", rows_of(**padded() | {"train_log_prob": nowhere}))
     _, _, third, fourth = read(tmp_path / "dump.jsonl")
@@ -99,6 +104,53 @@ def test_the_figure_is_a_row_above_those_of_the_book(planted, tmp_path):
         assert below.tobytes() == known.convert("RGB").tobytes()
 
 
+def test_the_five_panels_hold_what_their_titles_say(monkeypatch):
+    """Four tokens by hand for each response to one prompt; the second response is masked."""
+    from causes import Tokens, log_odds
+    from plumbing import gallery
+    mu = torch.tensor([[-1.0, -2, -3, -0.5], [-2, -1, -0.25, -4], [-3, -30, -0.5, -1]]).double()
+    pi = torch.tensor([[-2.0, -1, -3, -0.75], [-1, -1.5, -0.5, -2], [-2, -1, -0.25, -3]]).double()
+    counts = torch.tensor([True, False, True, True])                # of which response
+    both = {"rollout_log_probs": mu, "train_log_probs": pi}
+    rows = [{"prompt_ids": [1], "token_ids": [n, 8, 9, 7], "response_mask": [int(counts[n])] * 4}
+            | {name: (x[n - (n > 1)] if counts[n] else x[0]).tolist() for name, x in both.items()}
+            for n in range(4)]
+    one = response(1, {"token_ids": [5, 6], "rollout_log_probs": [-1, -2],
+                       "train_log_probs": [-1, -2]})
+    monkeypatch.setattr(gallery, "SHOWN", 4)                        # every third token is a point
+    figure = gallery.draw({"planted": Tokens.of([response(n, row) for n, row in enumerate(rows)]),
+                           "equal": Tokens.of([one])})
+    cloud, by_token, grid, after, running, *below = figure.axes
+    assert [axis.get_title() for axis in figure.axes] == [*gallery.TITLES, *[""] * 5]
+    assert (cloud.get_ylabel(), below[0].get_ylabel()) == ("planted", "equal")
+
+    def close(found, wanted):
+        found, wanted = (torch.as_tensor(x, dtype=torch.float64) for x in (found, wanted))
+        return torch.allclose(found, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
+    odds, gap = [log_odds(x).flatten() for x in (mu, pi)], log_odds(pi) - log_odds(mu)
+    assert close(cloud.collections[0].get_offsets().data, torch.stack(odds, 1)[::3])
+    drawn = torch.cat([x[::3] for x in odds])
+    assert close([cloud.get_xlim(), cloud.get_ylim()], [[drawn.min(), drawn.max()]] * 2)
+    places = torch.arange(4).repeat(3)
+    assert close(by_token.collections[0].get_offsets().data,
+                 torch.stack([places, gap.flatten()], 1)[::3])
+    assert close(by_token.get_lines()[0].get_ydata(), gap.median(0).values)
+    wide = gap.abs().quantile(0.99).item()
+    assert close(by_token.get_ylim(), [-1.3 * wide, 1.3 * wide])
+    assert close(grid.images[0].get_array().filled(math.nan), gap)
+    assert close(grid.images[0].get_clim(), [-wide, wide])
+    assert close(below[1].get_ylim(), [-0.065, 0.065])               # rounding is not magnified
+    # Of three first tokens two are a pair, the later less the earlier.
+    assert close(after.collections[0].get_offsets().data, [[-1.0, 1.0]])
+    assert len(below[3].collections[0].get_offsets()) == 0
+    rho = (pi - mu).clamp(max=20).expm1().flatten()                   # the first 11 are too few
+    n = torch.arange(1, 13)
+    mean, error = rho.cumsum(0) / n, rho.square().cumsum(0).sqrt() / n
+    assert close(running.get_lines()[0].get_xydata(), torch.stack([n, mean], 1)[10::3])
+    band = running.collections[0].get_paths()[0].vertices[:, 1]
+    assert close([band.min(), band.max()], [(mean - 2 * error)[10], (mean + 2 * error)[10]])
+
+
 def test_what_cannot_be_read_is_one_sentence(tmp_path, capsys):
     assert main([str(tmp_path / "none.jsonl")]) == 2
     assert capsys.readouterr().err.endswith("cannot be read: No such file or directory\n")
@@ -109,6 +161,8 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, capsys):
         main([str(tmp_path / "none.jsonl"), "--figure", "figure.txt"])
     said = capsys.readouterr().err
     assert "--figure must end in .png, .jpg, .webp or .pdf, not 'figure.txt'" in said
+    assert main([str(tmp_path / "none.jsonl"), "--figure", "figure.PNG"]) == 2
+    assert "cannot be read: No such file" in capsys.readouterr().err
     (tmp_path / "dump.gz").write_bytes(gzip.compress(b"{}"))
     assert main([str(tmp_path / "dump.gz")]) == 2
     assert "line 1: this is not JSON, but gzip: unpack it first" in capsys.readouterr().err
@@ -117,23 +171,35 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, capsys):
 GOOD = {"token_ids": [4, 5], "rollout_log_probs": [-1.0, -0.5], "train_log_probs": [-1.0, -0.5]}
 NEMO = {"token_ids": [4, 5], "generation_logprobs": [0.0, -0.5], "prev_logprobs": [0.0, -0.5],
         "token_loss_mask": [0, 1]}
+PRIME = {"token_ids": [4, 5], "inference_logprobs": [None, -0.5],
+         "trainer_logprobs": [None, -0.5], "loss_mask": [0, 1]}
 
 
 @pytest.mark.parametrize("row, said", [
     ({**GOOD, "token_ids": 5}, "token_ids must be a list"),
     ({**GOOD, "token_ids": [4, 2 ** 70]}, "token_ids has an entry that is no finite number"),
+    ({**GOOD, "token_ids": [4, True]}, "token_ids has an entry that is no finite number"),
     ({**GOOD, "token_ids": [4, -1]}, "token_ids has -1, which is the number of no token"),
     ({**GOOD, "token_ids": [4, 2 ** 31]}, "token_ids has 2147483648, which is the number of no"),
     ({k: x for k, x in NEMO.items() if k != "token_loss_mask"}, "token_loss_mask is missing"),
     ({**GOOD, "train_log_probs": [-10 ** 400, -1]}, "train_log_probs has an entry that is no fin"),
+    ({**GOOD, "train_log_probs": [-math.inf, math.inf]}, "train_log_probs has an entry that is no"),
+    ({**GOOD, "train_log_probs": None}, "train_log_probs is missing"),
+    ({**GOOD, "rollout_log_probs": [0.7, -1]}, "rollout_log_probs has a value above 0"),
+    ({**GOOD, "weight_version": [0, 2 ** 63]}, "weight_version has an entry that is no finite"),
+    ({**NEMO, "prev_logprobs": [None, -0.5]}, "prev_logprobs has an entry that is no finite"),
+    ({**PRIME, "loss_mask": [0.5, 1]}, "loss_mask has 0.5, which is neither 0 nor 1"),
+    ({**PRIME, "inference_logprobs": [-1, -1], "trainer_logprobs": [-1, -1], "loss_mask": [1, 1],
+      "entropy": [None]}, "entropy must be a list with an entry for each token"),
+    ("null", "a row must be a table"), ("{}", "token_ids is missing"),
     ({**GOOD, "response_mask": [0.5, 1]}, "response_mask has 0.5, which is neither 0 nor 1"),
     ({**GOOD, "weight_version": [0, 10 ** 30]}, "weight_version has an entry that is no finite"),
     ({**GOOD, "prompt_ids": [-3]}, "prompt_ids has -3"),
     *(({**GOOD, "prompt_ids": x}, "prompt_ids has an entry that is no finite number")
-      for x in (0, {}, "", False)),
+      for x in (0, {}, "", False, [3.0])),
     ({**GOOD, "rollout_log_probs": [None, -1]}, "rollout_log_probs has an entry that is no finite"),
     *(({**NEMO, "input_lengths": x}, "input_lengths must be a number of tokens, at most 2, not ")
-      for x in (None, [2], "x", -1, 3, 10 ** 400)),
+      for x in (None, [2], "x", -1, 3, 10 ** 400, True)),
     ("[" * 100_000, "this is not JSON")], ids=str)
 def test_a_bad_row_is_one_sentence_with_its_line(row, said, tmp_path, capsys):
     """A traceback would end with 1, which means that a cause was found."""
@@ -143,11 +209,44 @@ def test_a_bad_row_is_one_sentence_with_its_line(row, said, tmp_path, capsys):
     assert f"line 3: {said}" in capsys.readouterr().err
 
 
+def test_a_dump_of_masked_or_empty_responses_has_no_token(tmp_path, capsys):
+    append(tmp_path / "dump.jsonl", [GOOD | {"response_mask": [0, 0]}, {name: [] for name in GOOD}])
+    assert main([str(tmp_path / "dump.jsonl")]) == 2
+    assert capsys.readouterr().err == "doctor.py: the dump has no token that counts\n"
+
+
 def test_a_continued_run_dumps_its_first_steps_too(run):
     run("run.dump=1")
     run("run.dump=1", "train.steps=4")
     dumps = sorted(path.name for path in Path("runs/x/dumps").iterdir())
     assert dumps == ["step-000001.jsonl", "step-000003.jsonl"]
+
+
+def test_a_model_scores_the_first_responses_and_the_report_is_of_all(
+        tiny_model, tmp_path, monkeypatch):
+    """All older checkpoints are looked at before the first is loaded."""
+    from plumbing.rescore import Match, Rescored
+    scored, plain, model = [], Match("plain", None, None, 1.0, 0.0), str(tiny_model)
+    monkeypatch.setattr("plumbing.consult.RESCORED", 2)
+    monkeypatch.setattr("plumbing.rescore.rescore", lambda path, older, few: scored.append(
+        (path, older, [r.line for r in few])) or Rescored(plain, plain, "none"))
+    append(tmp_path / "dump.jsonl", [GOOD] * 5)
+    given = argparse.Namespace(dump=tmp_path / "dump.jsonl", model=model, older=[model] * 2,
+                               figure=None)
+    report, _ = consult(given)
+    assert (report.responses, scored) == (5, [(model, [model] * 2, [1, 2])])
+    given.older = [model, str(tmp_path / "none")]
+    with pytest.raises(UserError, match="--older .*none"):
+        consult(given)
+
+
+def test_two_causes_have_the_exit_code_of_one(monkeypatch, capsys):
+    """An exit code of 2 means a dump that cannot be read."""
+    report = types.SimpleNamespace(causes=[1, 2], as_json=dict)
+    monkeypatch.setattr("plumbing.consult.consult", lambda _: (report, None))
+    assert main(["x", "--json"]) == 1
+    report.causes = []
+    assert main(["x", "--json"]) == 0
 
 
 def test_without_a_dump_the_model_samples_and_is_in_order(tiny_model, capsys):
@@ -181,6 +280,15 @@ def test_what_prime_rl_could_not_write_is_masked(tmp_path):
     assert first.rollout_log_probs == [-1, -2, -3] and first.train_log_probs == [-1, 0, -3]
     assert first.entropy == [1, 2, 3] and second.entropy is None
     assert first._replace(line=0, entropy=None) == second._replace(line=0)
+
+
+def test_the_prompt_ends_where_the_rows_own_mask_begins():
+    """A null masks a token of the response; a row that is all prompt has no response."""
+    null = response(1, PRIME | {"loss_mask": [1, 1]})
+    assert (null.prompt_ids, null.token_ids, null.mask) == ([], [4, 5], [False, True])
+    for row in (NEMO | {"token_loss_mask": [0, 0]}, NEMO | {"input_lengths": 0}):
+        assert response(1, row).token_ids == []
+    assert response(1, NEMO | {"token_loss_mask": [0, 0]}).prompt_ids == [4, 5]
 
 
 def test_verls_batch_is_a_dump(tmp_path, verl_required):

@@ -83,6 +83,40 @@ def test_what_is_missing_is_named_with_its_cost():
     assert all(f"Without {name}: {cost}." in str(report) for name, cost in doctor.COSTS)
 
 
+@pytest.mark.parametrize("name", ["prompt_ids", "entropy"])
+def test_each_that_is_missing_is_named_alone(name):
+    given = row()
+    del given[name]
+    assert doctor.examine([response(1, given)]).missing == (name,)
+
+
+def test_a_ratio_beyond_all_numbers_is_a_large_one():
+    """ρ counts up to e²⁰."""
+    far = row(rollout_log_probs=[-1.0, -2.0, -2000.0], train_log_probs=[-1.0, -2.0, -1.0])
+    assert doctor.examine([response(1, far)]).mean == pytest.approx(1 + math.expm1(20) / 3)
+
+
+def test_of_an_empty_dump_nothing_is_said():
+    report = doctor.examine([])
+    assert (report.responses, report.tokens, report.mean, report.error) == (0, 0, 1, 0)
+    assert report.proper is None
+
+
+def test_a_line_and_json_begin_with_the_first_cause():
+    """What is printed in JSON has what to do about each cause; a line has the first alone."""
+    found = [causes.Finding("eos", 0.1, "a place"), causes.Finding("raw", 0.5, "a sign")]
+    report = doctor.Report(7, 1000, 1.0, 0.25, (), found, causes.Tokens.of([]))
+    assert report.as_json() == {
+        "proper": True, "e_rho": [1.0, 0.25], "tokens": 1000, "causes": [
+            {"cause": "eos", "confidence": "certain", "evidence": "a place",
+             "remedy": causes.CAUSES["eos"][1]},
+            {"cause": "raw", "confidence": "likely", "evidence": "a sign",
+             "remedy": causes.CAUSES["raw"][1]}]}
+    assert report.in_short() == "E[ρ] = 1.0000 ± 0.2500; eos (certain): a place"
+    assert report._replace(causes=[]).in_short() == (
+        "E[ρ] = 1.0000 ± 0.2500; no cause found: what differs is within the noise of two kernels")
+
+
 @pytest.mark.parametrize("limit, most, least", [(900, 900, 300), (12_000, 12_000, 12_000),
                                                 (11_999, 11_999, 4000)])
 def test_memory_is_bounded_and_the_identity_is_of_all_tokens(limit, most, least, monkeypatch):
@@ -107,3 +141,24 @@ def test_of_one_group_that_is_larger_than_the_limit_a_part_stays(monkeypatch):
     monkeypatch.setattr(doctor, "LIMIT", 90)
     report = doctor.examine(response(i + 1, row()) for i in range(100))
     assert report.tokens == 300 and 45 <= len(report.looked_at.mu) <= 90
+
+
+def test_masked_tokens_take_their_place_in_memory(monkeypatch):
+    """LIMIT counts them in every row: 11 whole rows of 18 tokens are below 200."""
+    monkeypatch.setattr(doctor, "LIMIT", 200)
+    wide = row(**{name: values * 6 for name, values in row().items()
+                  if name in ("token_ids", "rollout_log_probs", "train_log_probs", "entropy")})
+    rows = [response(i + 1, wide | {"response_mask": [1] + [0] * 17}) for i in range(100)]
+    assert 5 <= len(doctor.examine(rows).looked_at.mu) <= 11
+
+
+def test_an_empty_response_lacks_nothing():
+    """No column of it can be missing: `entropy` was, for a dump that has it."""
+    empty = response(2, {name: [] for name in row() if name != "prompt_ids"} | {"prompt_ids": [1]})
+    assert doctor.examine([response(1, row()), empty]).missing == ()
+
+
+def test_a_response_that_is_larger_than_the_limit_stays_whole(monkeypatch):
+    monkeypatch.setattr(doctor, "LIMIT", 2)
+    report = doctor.examine([response(1, row())])
+    assert len(report.looked_at.mu) == report.tokens == 3

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from doctor import diagnose
-from plumbing.report import judge_accuracy
+from plumbing.report import CURVES, closing_table, ess, judge_accuracy, plot, summarize
+from plumbing.settings import Config, RolloutConfig, TrainConfig
 from plumbing.tasks import Task
 from rollout import TransformersEngine
 
@@ -121,6 +122,7 @@ def test_a_policy_that_collapses_is_named_when_it_does(run, monkeypatch, capsys)
 @pytest.mark.parametrize("before, after, n, said", [
     (0.58, 0.95, 1024, "rose by 0.370, and two standard errors are 0.034"),
     (0.95, 0.58, 1024, "FELL by 0.370"),
+    (0.50, 0.55, 1024, "rose by 0.050, and two standard errors are 0.044"),
     (0.50, 0.53, 1024,
      "changed by 0.030, and two standard errors are 0.044: "
      "this run shows neither a rise nor a fall"),
@@ -148,3 +150,57 @@ def test_the_closing_table_keeps_its_columns_apart(run, capsys):
     [row] = [line for line in said.splitlines() if line.startswith("rollout_corr/k3_kl")]
     assert len(row.split()) == 3
     assert "held-out accuracy changed by 0.000" in said
+
+
+def test_the_first_lines_name_only_settings_that_are_on():
+    """Bits stand in the place of the engine's type, and tokens in the place of rows."""
+    plain = Config(rollout=RolloutConfig(prompts=2, samples=3, max_tokens=5, temperature=0.7),
+                   train=TrainConfig(steps=7, epochs=2, mini_batches=5, lr=1e-3))
+    assert summarize(plain) == (
+        "2 prompts × 3 responses of at most 5 tokens a step at temperature 0.7, from float32 "
+        "weights; 7 steps of 10 updates at learning rate 0.001, 256 rows at a time")
+    rollout = RolloutConfig(quantize_bits=4, staleness=2, update_every=8)
+    both = Config(rollout=rollout, train=TrainConfig(micro_batch_tokens=99))
+    assert ("from 4-bit weights, 2 syncs stale and renewed every 8 tokens; 150 steps of 4 updates"
+            in summarize(both) and summarize(both).endswith(", 99 tokens at a time"))
+
+
+def test_the_closing_table_has_the_first_step_before_the_last():
+    """Warnings are of the last step, whose χ² here is 1 by its tokens."""
+    first = {"reward/mean": 0.25, "response/length_mean": 8.0, "rollout_corr/k3_kl": 0.5,
+             "rollout_corr/rollout_is_raw_eff_sample_size": 0.75, "reward/advantage_max": 0.0}
+    last = {"reward/mean": 0.5, "response/length_mean": 4.0, "rollout_corr/chi2_token": 1.0}
+    head, *rows, verdict = closing_table([first, {}, last], 0.5, 1.0, 100)
+    assert (head.split(), verdict) == (["before", "after"], judge_accuracy(0.5, 1, 100))
+    assert [row.split()[-2:] for row in rows] == [
+        ["0.5", "1"], ["0.25", "0.5"], ["8", "4"], ["0.5", "nan"], ["0.75", "0.5"]]
+    warned = closing_table([last, first], 0.5, 1.0, 100)[7:]
+    assert warned == [f"* {sentence}" for sentence in diagnose(first)] and len(warned) == 2
+
+
+def test_effective_samples_of_unequal_or_unmeasured_policies():
+    """χ² of two equal policies may be rounded to below 0, and ESS/N is no more than 1."""
+    assert [ess({"rollout_corr/chi2_token": x}) for x in (-1e-9, 3)] == [1, 0.25]
+    assert math.isnan(ess({})) and math.isnan(ess({"rollout_corr/chi2_token": math.nan}))
+
+
+def test_curves_have_a_marker_only_where_steps_are_few_and_no_figure_stays_open(
+        tmp_path, monkeypatch):
+    """A step without a metric, such as one that was not evaluated, has no point."""
+    from matplotlib import pyplot
+    drawn, savefig, others = [], pyplot.Figure.savefig, pyplot.get_fignums()
+
+    def keep(figure, *given, **options):
+        drawn.append([axis.get_lines()[0] for axis in figure.axes])
+        savefig(figure, *given, **options)
+    monkeypatch.setattr(pyplot.Figure, "savefig", keep)
+    for steps in (19, 20):
+        lines = [{"step": i, **dict.fromkeys(CURVES, i / 10)} for i in range(1, steps + 1)]
+        del lines[0]["eval/accuracy"], lines[1]["eval/accuracy"]
+        plot([*lines, {"step": 99}], tmp_path / "curves.png")
+    few, many = drawn
+    assert [len(line.get_xdata()) for line in few] == [19, 17, 19, 19, 19, 19]
+    assert few[1].get_xdata()[0] == 3 and few[1].get_ydata()[0] == 0.3
+    assert [(a.get_marker(), b.get_marker()) for a, b in zip(few, many)] == [
+        ("o", "None"), ("o", "o"), *[("o", "None")] * 4]
+    assert pyplot.get_fignums() == others

@@ -4,15 +4,17 @@ The rates over other models are printed by `python math/rescore_rates.py`.
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rescore_rates import dropped, make_models, planted, sample, score, verdict
 
+from causes import Finding
 from estimators import sampling_log_probs
 from adapters.dumps import Response, append
 from plumbing.consult import explained, main
-from plumbing.hypotheses import module_of
+from plumbing.hypotheses import Scorer, module_of
 from plumbing.rescore import Match, Rescored, random_prompts, rescore, sample_and_score
 
 
@@ -70,6 +72,31 @@ def test_a_model_from_which_both_sides_depart_alike_is_doubted():
         for finding in explained(rescored, []):
             assert (finding.confidence == "certain") is certain
             assert ("is --model the model of this run?" in finding.evidence) is not certain
+
+
+@pytest.mark.parametrize("one, other, alike", [
+    (2.0, 2.4, True), (2.4, 2.0, True), (2.0, 2.6, False), (2.6, 2.0, False), (None, None, True),
+    (4, 4, True), (4, 5, False)])
+def test_a_value_is_near_another_within_a_quarter_and_a_count_if_it_is_equal(one, other, alike):
+    first = Match("strange", "temperature", one, 0.01, 0.0, row="strange")
+    second = first._replace(parameter=other)
+    for match, near in ((second, alike), (second._replace(row="another"), False)):
+        found = explained(Rescored(first, match, "both"), [])
+        assert [("is --model" in finding.evidence) for finding in found] == [near] * 2
+
+
+def test_where_a_column_is_unknown_the_dumps_own_suggestions_stay():
+    """Otherwise a column that is at fault is a finding, and one that is not is none."""
+    hint, plain = [Finding("eos", 0.5, "a place")], Match("plain", None, None, 1.0, 0.0)
+    hot = Match("hot", "temperature", 2.0, 0.01, 0.0, rest=9.0, next=("cut", 0.5))
+    odd = hot._replace(cause="unknown")
+    assert explained(Rescored(odd, hot, "both"), hint) == hint
+    assert explained(Rescored(hot, odd, "both"), hint) == hint
+    said = " is hot: 1.0% of the gap left (next: cut, 50.0%)"
+    assert explained(Rescored(hot, plain, "rollout"), hint) == [
+        Finding("temperature", 0.01, "log μ" + said)]
+    assert explained(Rescored(plain, hot, "train"), hint) == [
+        Finding("temperature", 0.01, "log π" + said)]
 
 
 def test_what_both_sides_have_is_no_fault(drawn):
@@ -137,11 +164,49 @@ def test_masked_tokens_say_nothing(drawn):
     assert rescore(path, [], rows).guilty == "none"
 
 
+def test_a_raw_record_is_told_by_tokens_that_count(drawn):
+    """E[log π − log μ] ≤ 0 on samples of μ; here π drew them, and a masked token hides it."""
+    model, path, prompts, tokens = drawn
+    hot = score(model, prompts, tokens, readout=lambda z, p, y: z / 0.7)
+    rows = [r._replace(train_log_probs=[-50.0, *r.train_log_probs[1:]],
+                       mask=[False] + [True] * (len(r.token_ids) - 1))
+            for r in dump(prompts, tokens, score(model, prompts, tokens), hot)]
+    found = rescore(path, [], rows)
+    assert (found.guilty, found.rollout.cause) == ("rollout", "raw")
+
+
 def test_without_a_prompt_the_line_is_named(drawn):
     _, path, _, _ = drawn
     row = Response(7, [3], [-1.0], [-1.0], None, [True])
     with pytest.raises(ValueError, match="line 7 has no prompt_ids"):
-        rescore(path, [], [row])
+        rescore(path, [], [row._replace(line=6, prompt_ids=[3]), row, row._replace(line=9)])
+
+
+def test_rows_after_the_256th_keep_their_own_positions(drawn):
+    """A pass of the model takes 256 rows; the last row here is alone in the second."""
+    model, rows = drawn[0], [([3, 5, 9], [7])] * 257
+    found = Scorer(model, [], rows).logits(starts=[0] * 256 + [-2])
+    alone = Scorer(model, [], rows[:1])
+    assert torch.equal(found[-1:], alone.logits(starts=[-2]))
+    assert not torch.allclose(found[-1:], alone.plain, atol=0.1)
+
+
+def test_dropout_leaves_the_model_and_the_callers_random_numbers_as_they_were(drawn):
+    scorer, before = Scorer(drawn[0], [], [([3, 5], [7])]), torch.get_rng_state()
+    scorer.dropped(0.1, draws=2)
+    assert not scorer.model.training and torch.equal(before, torch.get_rng_state())
+
+
+def test_an_engine_is_closed_also_where_it_fails(drawn, monkeypatch):
+    closed = []
+
+    def fail(*_, **__):
+        raise ZeroDivisionError
+    monkeypatch.setattr("plumbing.rescore.make_engine", lambda *_, **__: SimpleNamespace(
+        generate=fail, close=lambda: closed.append(True)))
+    with pytest.raises(ZeroDivisionError):
+        sample_and_score(drawn[1], "vllm", [[3]])
+    assert closed == [True]
 
 
 def test_a_weight_belongs_to_its_layer_or_module():
