@@ -123,11 +123,10 @@ class Engine(Protocol):
         ...
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *,
-                 temperature: float, max_tokens: int, eos_ids: Collection[int],
-                 progress: Callable[[int], object] | None = None) -> list[Sample]:
+                 temperature: float, max_tokens: int, eos_ids: Collection[int]) -> list[Sample]:
         """Return one Sample per prompt; temperature 0 is greedy, with log-probs of temperature 1.
 
-        Seeds must differ in their low 32 bits. `progress(n)` follows every n finished samples.
+        Seeds must differ in their low 32 bits.
         """
         ...
 
@@ -167,7 +166,6 @@ class TransformersEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *,
                  temperature: float, max_tokens: int, eos_ids: Collection[int],
-                 progress: Callable[[int], object] | None = None,
                  in_flight: InFlight | None = None) -> list[Sample]:
         """Return one Sample per prompt, as `Engine.generate` says, `batch_size` at a time.
 
@@ -180,8 +178,6 @@ class TransformersEngine:
             batch = slice(start, start + self.batch_size)
             samples += self._batch(prompts[batch], seeds[batch], temperature, max_tokens, eos_ids,
                                    in_flight)
-            if progress is not None:
-                progress(len(prompts[batch]))
         return samples
 
     @torch.inference_mode()

@@ -75,12 +75,8 @@ class VllmEngine:
                 tensor_parallel_size=1, skip_tokenizer_init=True, disable_log_stats=True, **lora)
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *,
-                 temperature: float, max_tokens: int, eos_ids: Collection[int],
-                 progress: Callable[[int], object] | None = None) -> list[Sample]:
-        """Return one Sample per prompt, as `Engine.generate` says.
-
-        vLLM batches by itself, so progress comes at the end.
-        """
+                 temperature: float, max_tokens: int, eos_ids: Collection[int]) -> list[Sample]:
+        """Return one Sample per prompt, as `Engine.generate` says; vLLM batches by itself."""
         check_request(self, prompts, seeds, temperature, max_tokens)
         if self.needs_weights:
             raise RuntimeError("vLLM has slept: update_weights comes before generate")
@@ -99,8 +95,6 @@ class VllmEngine:
         # Eager vLLM still compiles one small function: that takes 3 s and a C++ compiler.
         with torch.compiler.set_stance("force_eager") if self.eager else nullcontext():
             outputs = self.llm.generate(requests, params, use_tqdm=False, lora_request=self.request)
-        if progress is not None:
-            progress(len(outputs))
         return [self._read(request.outputs[0]) for request in outputs]
 
     def _read(self, output: Any) -> Sample:
