@@ -176,69 +176,80 @@ class Run:
         if config.policy.path is None and not self.task.exact:
             raise UserError("policy.path must name a model for task.kind=jsonl or parquet: the "
                             "demo model knows digits and brackets only")
-        self.path = path = config.policy.path or make_demo_model(config, self.task)
-        require_place(path)
+        self.path = config.policy.path or make_demo_model(config, self.task)
+        require_place(self.path)
+        adapter = functools.partial(add_adapter, policy=config.policy,
+                                    seed=seed_of(config.seed, "adapter"))
         try:
-            model, dropout = configuration(path)
-            self.dtype = model.dtype or torch.float32
-            self.remarks += [f"policy.path: {key}={rate:g} of config.json is 0 here, since with it "
-                             "π_old and π_θ would differ at equal weights"
-                             for key, rate in dropout.items()]
-            try:
-                Cut.of(config.rollout.top_p, config.rollout.top_k, config.rollout.min_p,
-                       model.get_text_config().vocab_size)
-            except ValueError as error:
-                raise UserError(str(error)) from None
-            self.tokenizer = read_tokenizer(path)
-            self.prompts, self.held_out_prompts = self.encode(model)
-            self.eos_ids = ends_of(path, model, self.tokenizer)
-            self.remarks += check_ends(self.prompts, self.eos_ids, self.tokenizer,
-                                       model.get_text_config().vocab_size)
-            self.remarks += require_vocabulary(
-                self.tokenizer, model.get_text_config().vocab_size,
-                set(self.eos_ids).union(*self.prompts, *self.held_out_prompts))
-            longest = config.rollout.max_tokens + max(map(
-                len, self.prompts + self.held_out_prompts))
-            adapter = functools.partial(add_adapter, policy=config.policy,
-                                        seed=seed_of(config.seed, "adapter"))
-            self.shapes = Shapes.of(adapter(empty_model(path)))
-            if room := free_memory(self.device):
-                self.remarks += require_room(
-                    self.shapes, config, dist.get_world_size(), longest, *room,
-                    vllm=config.rollout.engine in ("auto", "vllm") and bool(find_spec("vllm")))
-            load = functools.partial(
-                load_policy, path, config.rollout.temperature, config.policy.dtype, self.device,
-                cpu_offload=config.policy.cpu_offload)
-            self.policy = load(gradient_checkpointing=config.policy.gradient_checkpointing,
-                               adapter=adapter)
+            longest = self.read_prompts()
+            self.load_policies(adapter, longest)
         except UserError:
             raise
         except Exception as error:         # of as many types as there are kinds of damage
             reason = explain(error) or str(error).strip().split("\n")[0]
-            raise UserError(f"policy.path={path} cannot be loaded: {reason}") from None
-        if config.loss.kl_coef != 0:
-            self.reference = (self.policy.without_adapter if config.policy.lora_rank else
-                              load(frozen=True))
+            raise UserError(f"policy.path={self.path} cannot be loaded: {reason}") from None
         self.optimizer = torch.optim.AdamW(
             [p for p in self.policy.parameters() if p.requires_grad], lr=config.train.lr,
             fused=True, weight_decay=config.train.weight_decay)
-        rollout = config.rollout
-        apart = config.policy.lora_rank and rollout.adapter == "apart"
+        self.start_engine(adapter, longest)
+
+    def read_prompts(self) -> int:
+        """Read config.json and tokenizer, encode the prompts, return the longest row's length."""
+        model, dropout = configuration(self.path)
+        rollout, vocabulary = self.config.rollout, model.get_text_config().vocab_size
+        self.dtype = model.dtype or torch.float32
+        self.remarks += [f"policy.path: {key}={rate:g} of config.json is 0 here, since with it "
+                         "π_old and π_θ would differ at equal weights"
+                         for key, rate in dropout.items()]
+        try:
+            Cut.of(rollout.top_p, rollout.top_k, rollout.min_p, vocabulary)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        self.tokenizer = read_tokenizer(self.path)
+        self.prompts, self.held_out_prompts = self.encode(model)
+        every = self.prompts + self.held_out_prompts
+        self.eos_ids = ends_of(self.path, model, self.tokenizer)
+        self.remarks += check_ends(self.prompts, self.eos_ids, self.tokenizer, vocabulary)
+        self.remarks += require_vocabulary(self.tokenizer, vocabulary,
+                                           set(self.eos_ids).union(*every))
+        return rollout.max_tokens + max(map(len, every))
+
+    def load_policies(self, adapter: Callable[[Any], Any], longest: int) -> None:
+        """Load π_θ, and π_ref where there is a KL term, if there is room."""
+        config = self.config
+        self.shapes = Shapes.of(adapter(empty_model(self.path)))
+        if room := free_memory(self.device):
+            self.remarks += require_room(
+                self.shapes, config, dist.get_world_size(), longest, *room,
+                vllm=config.rollout.engine in ("auto", "vllm") and bool(find_spec("vllm")))
+        load = functools.partial(
+            load_policy, self.path, config.rollout.temperature, config.policy.dtype, self.device,
+            cpu_offload=config.policy.cpu_offload)
+        self.policy = load(gradient_checkpointing=config.policy.gradient_checkpointing,
+                           adapter=adapter)
+        if config.loss.kl_coef != 0:
+            self.reference = (self.policy.without_adapter if config.policy.lora_rank else
+                              load(frozen=True))
+
+    def start_engine(self, adapter: Callable[[Any], Any], longest: int) -> None:
+        """Start the engine, which gets its weights by `sync`."""
+        rollout = self.config.rollout
+        apart = self.config.policy.lora_rank and rollout.adapter == "apart"
         try:
             with end_after(rollout.timeout, rollout.engine):
                 self.engine = make_engine(
-                    rollout.engine, str(path), dtype=rollout.dtype, device=self.device,
+                    rollout.engine, self.path, dtype=rollout.dtype, device=self.device,
                     max_model_len=longest, batch_size=rollout.batch_size,
                     gpu_memory_utilization=rollout.gpu_memory_utilization,
                     enforce_eager=rollout.enforce_eager, top_p=rollout.top_p, top_k=rollout.top_k,
                     min_p=rollout.min_p, say=self.say,
                     adapter=adapter if apart else None, candidates=(
-                        rollout.candidates if correction_of(config).score_centering else 0))
+                        rollout.candidates if correction_of(self.config).score_centering else 0))
         except Exception as error:         # vLLM's are of many types
-            raise UserError(f"rollout.engine={config.rollout.engine} does not start: "
+            raise UserError(f"rollout.engine={rollout.engine} does not start: "
                             f"{explain(error) or error}") from None
-        self.sync = WeightSync(self.engine, config.rollout.staleness, config.rollout.quantize_bits,
-                               config.rollout.dtype)
+        self.sync = WeightSync(self.engine, rollout.staleness, rollout.quantize_bits,
+                               rollout.dtype)
 
     def encode(self, model: Any) -> tuple[list[list[int]], list[list[int]]]:
         """Encode every prompt, of train and held out; leave out what cannot be a prompt."""
