@@ -87,21 +87,21 @@ def sample(model: Any, prompts: list[list[int]], longest: int, readout) -> list[
     return found
 
 
+def plain_readout(z: Tensor, prompt: list[int], tokens: list[int]) -> Tensor:
+    return z
+
+
 @torch.no_grad()
-def score(model: Any, prompts, responses, change=lambda p, y: p, readout=lambda z, p, y: z,
-          dtype=torch.float32, log_softmax=lambda z: z.log_softmax(-1)) -> list[Tensor]:
+def score(model: Any, prompts, responses, change=lambda p: p, readout=plain_readout,
+          log_softmax=lambda z: z.log_softmax(-1)) -> list[Tensor]:
     """Return each response's log-probs from the reference, which takes one row at a time."""
     found = []
     for prompt, y in zip(prompts, responses):
-        before = change(prompt, y)
+        before = change(prompt)
         z = model(torch.tensor([before + y])).logits[0, len(before) - 1:-1].float()
         z = torch.cat([readout(z[t:t + 1], prompt, y[:t]) for t in range(len(y))])
         found.append(log_softmax(z).float().gather(-1, torch.tensor(y)[:, None])[:, 0])
     return found
-
-
-def plain_readout(z: Tensor, prompt: list[int], tokens: list[int]) -> Tensor:
-    return z
 
 
 def penalised(kind: str, x: float):
@@ -190,42 +190,41 @@ def plants(model: Any, older: list[Any], prompts, rng: Any):
     eager.set_attn_implementation("eager")
     def plain(ps, ys, **k): return score(model, ps, ys, **k)
     def by(changed): return lambda ps, ys: score(changed, ps, ys)
+    def read_by(r): return lambda ps, ys: plain(ps, ys, readout=r)
     yield "none", None, none, plain
     yield "none", None, heated(1.3), plain
     yield "none", None, heated(0.7), plain
     yield "none", None, none, by(eager)
     τ = pick(0.7, 0.8, 1.2)
     r = heated(τ)
-    yield "raw", τ, r, lambda ps, ys, r=r: plain(ps, ys, readout=r)
+    yield "raw", τ, r, read_by(r)
     for τ in (pick(0.6, 0.7, 0.8), pick(1.1, 1.25, 1.5)):
         r = heated(τ)
-        yield "temperature", τ, r, lambda ps, ys, r=r: plain(ps, ys, readout=r)
+        yield "temperature", τ, r, read_by(r)
     τ = pick(0.7, 0.85, 1.3)
     yield "temperature", τ, none, lambda ps, ys, τ=τ: [x / τ for x in plain(ps, ys)]
     for given in (dict(top_p=pick(0.8, 0.9, 0.95)), dict(top_k=pick(3, 5, 10)),
                   dict(min_p=pick(0.02, 0.05, 0.1))):
         r = cut(**given)
-        yield "cut", next(iter(given.values())), r, lambda ps, ys, r=r: plain(ps, ys, readout=r)
+        yield "cut", next(iter(given.values())), r, read_by(r)
     for kind, x in (("repetition", pick(1.05, 1.2, 1.5)), ("presence", pick(0.3, 0.5, 1.0)),
                     ("frequency", pick(0.2, 0.5, 1.0))):
         r = penalised(kind, x)
-        yield "penalty", x, r, lambda ps, ys, r=r: plain(ps, ys, readout=r)
-    cap = model.config.final_logit_softcapping if hasattr(
-        model.config, "final_logit_softcapping") else None
-    if cap:
+        yield "penalty", x, r, read_by(r)
+    if getattr(model.config, "final_logit_softcapping", None):
         bare = copy.deepcopy(model)
         bare.config.final_logit_softcapping = None
         yield "softcap", None, none, by(bare)
     else:
         x = pick(2.0, 5.0, 8.0)
         r = capped(x)
-        yield "softcap", x, r, lambda ps, ys, r=r: plain(ps, ys, readout=r)
+        yield "softcap", x, r, read_by(r)
     by_one = pick(1, -1)
     yield "shift", None, none, lambda ps, ys: shifted(plain(ps, ys), by_one)
     pad = pick(0, 0, 3)
     most = max(map(len, prompts)) + pad
     yield "padding", most, none, lambda ps, ys: plain(
-        ps, ys, change=lambda p, y: [0] * (most - len(p)) + p)
+        ps, ys, change=lambda p: [0] * (most - len(p)) + p)
     W = pick(12, 16, 20)
     yield "window", W, none, lambda ps, ys: band(model, ps, ys, W)
     yield "window", W, none, lambda ps, ys: alone(model, ps, ys, W)
@@ -245,8 +244,8 @@ def plants(model: Any, older: list[Any], prompts, rng: Any):
             model, dict(quantize_weights(model.state_dict().items(), bits))))
     yield "weights", "fp8", none, by(with_weights(
         model, {n: fp8(w) for n, w in model.state_dict().items()}))
-    yield "context", None, none, lambda ps, ys: plain(ps, ys, change=lambda p, y: p[1:])
-    yield "context", None, none, lambda ps, ys: plain(ps, ys, change=lambda p, y: p[:1] + p)
+    yield "context", None, none, lambda ps, ys: plain(ps, ys, change=lambda p: p[1:])
+    yield "context", None, none, lambda ps, ys: plain(ps, ys, change=lambda p: p[:1] + p)
     yield "unknown", None, none, lambda ps, ys: other_rows(plain(ps, ys))
     k, t = pick(1, 2, 3), pick(5, 9, 14)
     yield "in-flight", (t, k), none, lambda ps, ys, k=k, t=t: [
