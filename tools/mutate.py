@@ -14,6 +14,7 @@ import resource
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis  # noqa: F401   (here, so that every fork has it)
@@ -48,9 +49,65 @@ NAMES = {"maximum": "minimum", "minimum": "maximum", "amax": "amin", "amin": "am
 DROPPED = {"detach", "clamp", "square", "abs", "exp", "sqrt", "double", "expm1"}
 
 
+def rewrites(node: ast.AST, code: Callable[[ast.AST], str]) -> Iterator[tuple[ast.AST, str]]:
+    """Yield (part of the node, its new code) for every error that fits this node."""
+    match node:
+        case ast.BinOp(op=op) if type(op) in OPERATORS:
+            yield node, f"(({code(node.left)}) {OPERATORS[type(op)]} ({code(node.right)}))"
+        case ast.AugAssign(op=op) if type(op) in OPERATORS:
+            yield node, f"{code(node.target)} {OPERATORS[type(op)]}= {code(node.value)}"
+        case ast.BoolOp():
+            yield node, f" {OPERATORS[type(node.op)]} ".join(f"({code(v)})" for v in node.values)
+        case ast.Compare(ops=[op]):
+            for new in COMPARISONS[type(op)]:
+                yield node, f"(({code(node.left)}) {new} ({code(node.comparators[0])}))"
+        case ast.UnaryOp():
+            yield node, f"({code(node.operand)})"
+        case ast.Constant(value=bool(value)):
+            yield node, str(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield node, repr(value + 1)
+            if value:
+                yield node, repr(value * 0.9 if isinstance(value, float) else value - 1)
+        case ast.IfExp():
+            yield node, f"(({code(node.orelse)}) if ({code(node.test)}) else ({code(node.body)}))"
+        case ast.If() | ast.While():
+            yield node.test, f"(not ({code(node.test)}))"
+        case ast.Call():
+            yield from rewrites_of_a_call(node, code)
+
+
+def rewrites_of_a_call(node: ast.Call, code: Callable[[ast.AST], str]
+                       ) -> Iterator[tuple[ast.AST, str]]:
+    if code(node.func) == "torch.where" and len(node.args) == 3:
+        condition, yes, no = map(code, node.args)
+        yield node, f"({yes})"
+        yield node, f"torch.where({condition}, {no}, {yes})"
+    elif isinstance(node.func, ast.Attribute) and node.func.attr in DROPPED:
+        yield node, f"({code(node.func.value)})"
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else code(node.func)
+    if name in NAMES:
+        yield node.func, code(node.func).removesuffix(name) + NAMES[name]
+    for keyword in node.keywords:
+        if name == "clamp" and keyword.arg in ("min", "max"):
+            yield keyword, f"{NAMES[keyword.arg]}={code(keyword.value)}"
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that are mathematics: no wording of a message, no annotation."""
+    if isinstance(node, (ast.Raise, ast.JoinedStr)):
+        return
+    yield node
+    for name, child in ast.iter_fields(node):
+        if name not in ("annotation", "returns"):
+            for part in child if isinstance(child, list) else [child]:
+                if isinstance(part, ast.AST):
+                    yield from walk(part)
+
+
 def mutants(source: str) -> list[tuple[int, str, str]]:
     """Return (line, what was changed, the mutated source) for every mutant of a source."""
-    tree, text, starts, found = ast.parse(source), source.encode(), [0], []
+    text, starts, found = source.encode(), [0], []
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
 
@@ -61,63 +118,11 @@ def mutants(source: str) -> list[tuple[int, str, str]]:
     def code(node):
         return text[slice(*span(node))].decode()
 
-    def put(node, new):
-        (start, end), old = span(node), code(node)
-        mutated = (text[:start] + new.encode() + text[end:]).decode()
-        found.append((node.lineno, f"{' '.join(old.split())} → {' '.join(new.split())}", mutated))
-
-    def rewrite(node):
-        if isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in OPERATORS:
-            new = OPERATORS[type(node.op)]
-            if isinstance(node, ast.BinOp):
-                put(node, f"(({code(node.left)}) {new} ({code(node.right)}))")
-            else:
-                put(node, f"{code(node.target)} {new}= {code(node.value)}")
-        elif isinstance(node, ast.BoolOp):
-            put(node, f" {OPERATORS[type(node.op)]} ".join(f"({code(v)})" for v in node.values))
-        elif isinstance(node, ast.Compare) and len(node.ops) == 1:
-            for new in COMPARISONS[type(node.ops[0])]:
-                put(node, f"(({code(node.left)}) {new} ({code(node.comparators[0])}))")
-        elif isinstance(node, ast.UnaryOp):
-            put(node, f"({code(node.operand)})")
-        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
-            put(node, str(not node.value))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
-            put(node, repr(node.value + 1))
-            if node.value:
-                put(node, repr(node.value * 0.9 if isinstance(node.value, float)
-                               else node.value - 1))
-        elif isinstance(node, ast.IfExp):
-            put(node, f"(({code(node.orelse)}) if ({code(node.test)}) else ({code(node.body)}))")
-        elif isinstance(node, (ast.If, ast.While)):
-            put(node.test, f"(not ({code(node.test)}))")
-        elif (isinstance(node, ast.Call) and code(node.func) == "torch.where"
-              and len(node.args) == 3):
-            condition, yes, no = map(code, node.args)
-            put(node, f"({yes})")
-            put(node, f"torch.where({condition}, {no}, {yes})")
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr in DROPPED:
-                put(node, f"({code(node.func.value)})")
-        if isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else code(node.func)
-            if name in NAMES:
-                put(node.func, code(node.func).removesuffix(name) + NAMES[name])
-            for keyword in node.keywords:
-                if name == "clamp" and keyword.arg in ("min", "max"):
-                    put(keyword, f"{NAMES[keyword.arg]}={code(keyword.value)}")
-
-    def walk(node):
-        if isinstance(node, (ast.Raise, ast.JoinedStr)):
-            return                                  # the wording of a message is no mathematics
-        rewrite(node)
-        for name, child in ast.iter_fields(node):
-            if name not in ("annotation", "returns"):
-                for part in child if isinstance(child, list) else [child]:
-                    if isinstance(part, ast.AST):
-                        walk(part)
-
-    walk(tree)
+    for node in walk(ast.parse(source)):
+        for part, new in rewrites(node, code):
+            start, end = span(part)
+            found.append((part.lineno, f"{' '.join(code(part).split())} → {' '.join(new.split())}",
+                          (text[:start] + new.encode() + text[end:]).decode()))
     return found
 
 
