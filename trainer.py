@@ -265,13 +265,10 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
             part.response_mask, options, loss_config, correction=corrections[-1],
             counts=counts, candidates=candidates)
         if part.ref_log_prob is not None:
-            kind, level = kl_of(how)
-            ratio = None if level is None else kl_ratio(
-                log_prob, part.rollout_log_prob, part.response_mask, kind, level)
-            kl = kl_loss(log_prob, part.ref_log_prob, part.response_mask, kind, how.aggregation,
-                         ratio=ratio, counts=whole, horizon=config.rollout.max_tokens)
-            loss = loss + how.kl_coef * kl if how.kl_in == "loss" else loss
+            kl = kl_to_reference(log_prob, part, config, whole)
             metrics["loss/kl"] = kl.detach()
+            if how.kl_in == "loss":
+                loss = loss + how.kl_coef * kl
         (loss * dist.get_world_size()).backward()   # FSDP averages over ranks; these are summands
         metrics["learning"] = tokens_to_learn_from(corrections[-1], options)
         for name, value in metrics.items():
@@ -292,6 +289,16 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
         return Update({}, [])
     return Update({**loss_means(totals), "grad_norm": norm},
                   [correction] if correction else corrections, empty=not learns)
+
+
+def kl_to_reference(log_prob: Tensor, batch: Batch, config: Config, counts: Counts) -> Tensor:
+    """Return KL(π_θ‖π_ref) of these rows as loss.kl_kind and loss.kl_correction estimate it."""
+    assert batch.ref_log_prob is not None
+    kind, level = kl_of(config.loss)
+    ratio = None if level is None else kl_ratio(
+        log_prob, batch.rollout_log_prob, batch.response_mask, kind, level)
+    return kl_loss(log_prob, batch.ref_log_prob, batch.response_mask, kind, config.loss.aggregation,
+                   ratio=ratio, counts=counts, horizon=config.rollout.max_tokens)
 
 
 def tokens_to_learn_from(correction: Correction, options: RolloutCorrectionConfig) -> Tensor:
