@@ -116,13 +116,9 @@ def presets():
 
 # ---------------------------------------------------------------------------------------------- KL
 
-def kl_table():
-    """List every estimator's mean value and expected gradient, on- and off-policy."""
-    pi = Policy(V=3, T=3, seed=0)
-    ref, off = pi.perturbed(seed=3, size=0.5), pi.perturbed(seed=1, size=0.5)
-    lp, ref_lp, mask, rows = pi.log_probs(), ref.log_probs().detach(), pi.mask, len(pi.tokens)
+def kl_estimators(lp, ref_lp, mask):
+    """List (name, "loss" or "reward", function of the ratios [N, T] → [N]) of every estimator."""
     ell = torch.where(mask, lp - ref_lp, 0.0)
-    full, true = exact_gradient(pi, kl(pi, ref)), kl(pi, ref).item()
 
     def loss(kind, ratio=None):
         def per_response(ratios):  # each response as a batch of one: [N]
@@ -131,7 +127,7 @@ def kl_table():
                       "sg prefix": ratios.cumprod(-1).detach()}[ratio]
             return torch.stack([kl_loss(lp[[i]], ref_lp[[i]], mask[[i]], kind, SUM,
                                         ratio=None if weight is None else weight[[i]])
-                                for i in range(rows)])
+                                for i in range(len(lp))])
 
         return per_response
 
@@ -154,7 +150,7 @@ def kl_table():
         to_go = (ratios.cumprod(-1) * ell).detach().flip(-1).cumsum(-1).flip(-1)
         return reinforce_loss(lp, -to_go).sum(-1)
 
-    estimators = [
+    return [
         ("k1", "loss", loss("k1")),
         ("k2", "loss", loss("k2")),
         ("k3", "loss", loss("k3")),
@@ -179,8 +175,16 @@ def kl_table():
         ("½(Σk1)²", "loss", square(False)),
         ("sg(ρ(y))·½(Σk1)²", "loss", square(True)),
     ]
+
+
+def kl_table():
+    """List every estimator's mean value and expected gradient, on- and off-policy."""
+    pi = Policy(V=3, T=3, seed=0)
+    ref, off = pi.perturbed(seed=3, size=0.5), pi.perturbed(seed=1, size=0.5)
+    lp, ref_lp, mask = pi.log_probs(), ref.log_probs().detach(), pi.mask
+    full, true = exact_gradient(pi, kl(pi, ref)), kl(pi, ref).item()
     lines = []
-    for name, place, estimator in estimators:
+    for name, place, estimator in kl_estimators(lp, ref_lp, mask):
         line = [f"`{name}`", place]
         for sampler in (pi, off):
             ratios = torch.where(mask, lp - sampler.log_probs().detach(), 0.0).exp()
