@@ -61,11 +61,11 @@ VARIANTS = {
     "bf16-log-softmax": ("trainer", "sampler"), "stale": ("two", "three"), "weights": WEIGHTS,
     "healthy": ("same", "bf16-sampler", "bf16-trainer", "bf16-both", "order", "peaked")}
 Row = dict[str, Any]
+SAMPLES = 8                             # responses to a prompt
 
 
 def plant(of: Subject, cause: str, seed: int, severity: float = 0.5, variant: str | None = None,
-          noise: bool = False, second: str | None = None, groups: int = 16,
-          samples: int = 8) -> list[Row]:
+          noise: bool = False, second: str | None = None, groups: int = 16) -> list[Row]:
     """Return the rows of a dump with `cause` planted; `noise`: one engine computes in bfloat16."""
     g = torch.Generator().manual_seed(1000 + seed)
     torch.manual_seed(seed)
@@ -83,39 +83,18 @@ def plant(of: Subject, cause: str, seed: int, severity: float = 0.5, variant: st
         drawn = replace(drawn, half=True)
         record = replace(record, half=True) if record else None
     with torch.no_grad():
-        x = [p for p in prompts(g, of.vocabulary, groups) for _ in range(samples)]
+        x = [p for p in prompts(g, of.vocabulary, groups) for _ in range(SAMPLES)]
         if "stale" in (cause, second):
-            ages = [0, 1] if seed % 2 else [0, 2, 4]
-            rows, versions = [[] for _ in x], [ages[(i // samples) % len(ages)] for i in
-                                               range(len(x))]
-            mu = [torch.zeros(0)] * len(x)
-            for age in ages:
-                side = replace(drawn, model=of.older[age - 1] if age else drawn.model)
-                if age and severity > 0.3:
-                    side = replace(side, model=of.older[min(5, age + int(2 * severity))])
-                chosen = [i for i, a in enumerate(versions) if a == age]
-                part = draw(side, [x[i] for i in chosen], g)
-                lp = log_probs(side, [x[i] for i in chosen], part)
-                for j, i in enumerate(chosen):
-                    rows[i], mu[i] = part[j], pick(lp[j], part[j])
+            versions = ages_of(x, seed)
+            rows, mu = drawn_by_age(of, drawn, versions, severity, x, g)
         else:
             if "tool" in (cause, second):
-                every, span = (1 if severity > 0.5 else 3), 2 + int(6 * severity)
-                for i in range(0, len(x), every):
-                    at = int(torch.randint(1, 20, (1,), generator=g))
-                    forced[i] = {t: int(torch.randint(3, of.vocabulary, (1,), generator=g))
-                                 for t in range(at, at + span)}
+                forced = written_by_a_tool(x, severity, of.vocabulary, g)
             rows = draw(drawn, x, g, forced=forced)
             lp = log_probs(record or drawn, x, rows)
             mu = [pick(lp[i], y) for i, y in enumerate(rows)]
         if (cause == "healthy" and variant == "order") or (seed % 3 == 0 and not trainer.pads):
-            order = sorted(range(len(x)), key=lambda i: len(x[i]))
-            parts = [order[i:i + 32] for i in range(0, len(order), 32)]
-            lps: list[Any] = [None] * len(x)
-            for part in parts:                      # another batch: other sums, other rounding
-                for i, one in zip(part, log_probs(trainer, [x[i] for i in part],
-                                                  [rows[i] for i in part])):
-                    lps[i] = one
+            lps = scored_in_parts(trainer, x, rows)
         else:
             lps = list(log_probs(trainer, x, rows))
         pi = [pick(lps[i], y) for i, y in enumerate(rows)]
@@ -144,6 +123,49 @@ def ending(side: Side, g: torch.Generator) -> Side:
         raised[EOS] += 3
         side = replace(side, bias=raised)
     return side
+
+
+def ages_of(x: list[list[int]], seed: int) -> list[int]:
+    """Return how many updates ago the weights of each row were made; a group has one age."""
+    ages = [0, 1] if seed % 2 else [0, 2, 4]
+    return [ages[(i // SAMPLES) % len(ages)] for i in range(len(x))]
+
+
+def drawn_by_age(of: Subject, drawn: Side, versions: list[int], severity: float,
+                 x: list[list[int]], g: torch.Generator) -> tuple[list[list[int]], list[Tensor]]:
+    """Draw each row by the weights of its age; return the rows and their log μ."""
+    rows, mu = [list[int]() for _ in x], [torch.zeros(0)] * len(x)
+    for age in sorted(set(versions)):
+        side = replace(drawn, model=of.older[age - 1] if age else drawn.model)
+        if age and severity > 0.3:
+            side = replace(side, model=of.older[min(5, age + int(2 * severity))])
+        chosen = [i for i, a in enumerate(versions) if a == age]
+        part = draw(side, [x[i] for i in chosen], g)
+        lp = log_probs(side, [x[i] for i in chosen], part)
+        for j, i in enumerate(chosen):
+            rows[i], mu[i] = part[j], pick(lp[j], part[j])
+    return rows, mu
+
+
+def written_by_a_tool(x: list[list[int]], severity: float, vocabulary: int,
+                      g: torch.Generator) -> dict[int, dict[int, int]]:
+    """Return {row: {place: token}} for the tokens that nobody samples."""
+    every, span = (1 if severity > 0.5 else 3), 2 + int(6 * severity)
+    forced = {}
+    for i in range(0, len(x), every):
+        at = int(torch.randint(1, 20, (1,), generator=g))
+        forced[i] = {t: int(torch.randint(3, vocabulary, (1,), generator=g))
+                     for t in range(at, at + span)}
+    return forced
+
+
+def scored_in_parts(trainer: Side, x: list[list[int]], rows: list[list[int]]) -> list[Tensor]:
+    """Score the rows in batches of another order: other sums, other rounding."""
+    order = sorted(range(len(x)), key=lambda i: len(x[i]))
+    found: dict[int, Tensor] = {}
+    for part in (order[i:i + 32] for i in range(0, len(order), 32)):
+        found |= zip(part, log_probs(trainer, [x[i] for i in part], [rows[i] for i in part]))
+    return [found[i] for i in range(len(x))]
 
 
 def sides(of: Subject, cause: str, kind: str, severity: float, g: torch.Generator, drawn: Side,
@@ -256,7 +278,7 @@ def edited(cause: str, kind: str, severity: float, g: torch.Generator, of: Subje
     mu, pi, rows = list(mu), list(pi), list(rows)
     if cause == "shift":
         column, by = (pi if "trainer" in kind else mu), (1 if "+" in kind else -1)
-        column[:] = [c.roll(by) if seed_end(c) else c for c in column]
+        column[:] = [c.roll(by) for c in column]
         for c in column:
             if len(c):
                 c[0 if by > 0 else -1] = 0.0
@@ -286,10 +308,6 @@ def edited(cause: str, kind: str, severity: float, g: torch.Generator, of: Subje
         lp = log_probs(trainer, x, rows)
         pi = [pick(lp[i], y) for i, y in enumerate(rows)]
     return rows, mu, pi
-
-
-def seed_end(column: Tensor) -> bool:
-    return len(column) > 1
 
 
 def write(rows: list[Row], path: Path | str) -> None:
