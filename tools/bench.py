@@ -167,8 +167,7 @@ def log_prob_paths(head):
     """Return three ways from hidden states to the log-probs of the sampled tokens, in float32."""
     from policy import Policy
     ours: Any = SimpleNamespace(model=SimpleNamespace(get_output_embeddings=lambda: head),
-                                softcap=None,
-                           temperature=1.0)
+                                softcap=None, divisor=1.0)
     paths = {"ours": lambda h, y: Policy.log_probs(ours, h, y[:, None])[:, 0],
              "plain": lambda h, y: head(h).float().log_softmax(-1).gather(-1, y[:, None])[:, 0]}
     if selective_log_softmax:
