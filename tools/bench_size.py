@@ -218,7 +218,7 @@ def unused() -> float:
     return mallinfo2().fordblks / 2 ** 30
 
 
-def hold_directory(run, batch, engine: float, start: float, peak: float) -> list[list[str]]:
+def memory_held(run, batch, engine: float, start: float, peak: float) -> list[list[str]]:
     """List the GB that the process must hold in the update, and those that it did hold."""
     import trainer
     weights = 4 * sum(p.numel() for p in run.policy.parameters()) / 2 ** 30
@@ -271,7 +271,7 @@ def bench_size(table) -> None:
             weights = [p.detach() for p in run.policy.parameters()]
             n, floor = sum(w.numel() for w in weights), floors(run, batch, weights)
             between = causes(run, batch, weights, took, floor)
-            memories = hold_directory(run, batch, engine[0], start, took["update"].peak)
+            memories = memory_held(run, batch, engine[0], start, took["update"].peak)
         rows = []
         for name, t in took.items():
             least, ratio = "–", "–"
