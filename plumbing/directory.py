@@ -46,12 +46,17 @@ def hold_directory(place: Path) -> Iterator[None]:
         yield
     finally:
         if file is not None:
-            with contextlib.suppress(OSError):                 # gone, or runs/ is not empty
-                if [path.name for path in place.iterdir()] == [".lock"]:
-                    (place / ".lock").unlink()
-                    for path in made:
-                        path.rmdir()
+            remove_empty(place, made)
             file.close()
+
+
+def remove_empty(place: Path, made: list[Path]) -> None:
+    """Remove the lock, and the directories that were `made` for it, if nothing else is there."""
+    with contextlib.suppress(OSError):                         # gone, or runs/ is not empty
+        if [path.name for path in place.iterdir()] == [".lock"]:
+            (place / ".lock").unlink()
+            for path in made:
+                path.rmdir()
 
 
 @contextlib.contextmanager
