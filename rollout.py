@@ -329,7 +329,7 @@ class WeightSync:
         self.waiting = deque(state["waiting"], maxlen=self.staleness + 1)
 
 
-def quantize_weights(named_tensors: Iterable[NamedTensor], bits: int | None = None
+def quantize_weights(named_tensors: Iterable[NamedTensor], bits: int | None
                      ) -> Iterator[NamedTensor]:
     """Round matrices to `bits` bits and back: w → step·round(w/step).
 

@@ -729,12 +729,12 @@ def study_64_others():
     return study_64_areas(("int4_staleness_4", "vllm_bf16_staleness_4", "int5", "int6"))
 
 
-def study_64_tried(regime="int4_fast"):
-    """Draw what every arm of one regime adds to the area of `naive`, paired by seed.
+def study_64_tried():
+    """Draw what every arm of `int4_fast` adds to the area of `naive`, paired by seed.
 
     A dot is a seed, a diamond the mean.
     """
-    arms = runs("study-64")[regime]
+    arms = runs("study-64")["int4_fast"]
     gains = {arm: [float(row["area"]) - float(arms["naive"][seed]["area"])
                    for seed, row in rows.items()] for arm, rows in arms.items()}
     shown = sorted(gains.keys() - {"naive"}, key=lambda arm: statistics.mean(gains[arm]))

@@ -867,7 +867,7 @@ def ranks(values):
     return [sorted(values).index(x) for x in values]
 
 
-def predictions(regime="staleness_8", common=0.1, samples=512):
+def predictions(common=0.1, samples=512):
     """Compare what the oracle says of each method's gradient with how the method's runs ended.
 
     Bias and standard deviation are those of `bias_and_std`. The error is that of a mean over
@@ -877,7 +877,8 @@ def predictions(regime="staleness_8", common=0.1, samples=512):
     lines, errors, outcomes = [], {}, {}
     for method in [*COMPARED, "geo_rs_wide", "seq_is_cap_5", "token_is_worst_token",
                    "token_is_opsm"]:
-        k3, final = (mean_of(runs()[regime][method], name) for name in ("k3", "final_accuracy"))
+        k3, final = (mean_of(runs()["staleness_8"][method], name)
+                     for name in ("k3", "final_accuracy"))
         given = study["methods"].get(method, {"correction.preset": method})
         given = {key.removeprefix("correction."): value for key, value in given.items()}
         if "rollout_rs" in given:
@@ -1242,13 +1243,13 @@ def study_64_rounding():
                      "same seed, other rounding: mean difference of the area", "largest"], lines)
 
 
-def study_64_score(regime="int4_fast"):
+def study_64_score():
     """Compare the oracle's prediction, committed with the declaration, with what was found.
 
     The rows are those of the seeds that all arms have.
     """
     predicted = declared()["predicted"]
-    arms = runs("study-64").get(regime, {})
+    arms = runs("study-64")["int4_fast"]
     there = [arm for arm in predicted["int4_order"] if arm in arms]
     unplaced = [arm for arm in predicted["int4_fail"] if arm in arms and arm not in there]
     seeds = set.intersection(*(set(arms[arm]) for arm in there + unplaced))
@@ -1290,9 +1291,9 @@ def study_64_shares():
     return markdown(["regimes", "ratio π_θ/μ", "A < 0", "A > 0"], lines)
 
 
-def study_64_ends(regime="int4_fast"):
+def study_64_ends():
     """Compare arms by how much of the clip around μ they have, seed by seed."""
-    arms, against = runs("study-64")[regime], ("bypass_ppo_clip", "decoupled_token_is")
+    arms, against = runs("study-64")["int4_fast"], ("bypass_ppo_clip", "decoupled_token_is")
     lines = [[f"`{arm}`", spread(arms[arm], "area"),
               *("" if arm == other
                 else "{:+.3f} ± {:.3f}".format(*paired(arms[arm], arms[other], "area"))

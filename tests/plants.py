@@ -223,19 +223,7 @@ def sides(of: Subject, cause: str, kind: str, severity: float, g: torch.Generato
             return drawn, replace(trainer, **side), record, False
         return drawn, trainer, replace(drawn, **side), False
     if cause == "weights":
-        size = scaled(0.02, 0.12, severity) / 2
-        model = drawn.model
-        stale = dict(of.older[min(5, 1 + int(5 * severity))].named_parameters())
-        part = {"layer": ".layers.0.", "embedding": "embed_", "head": "head"}.get(kind, "")
-        change = {"int4": rounded(4), "int6": rounded(5), "lora": adapter(g, size),
-                  "fp8": lambda _, p: (p.to(torch.float8_e4m3fn)).float()}.get(kind)
-        if kind in ("layer", "embedding", "head"):
-            other = noisy(model, lambda name, p: p + (3 * size * p.std() * torch.randn(
-                p.shape, generator=g) if part in name or (kind == "embedding" and "embed" in name)
-                else 0))
-        else:
-            other = noisy(model, change or (lambda name, _: stale[name]))
-        changes = {"model": other}
+        changes = {"model": other_weights(of, drawn.model, kind, severity, g)}
     if cause == "healthy":
         if kind in ("bf16-sampler", "bf16-both"):
             drawn = replace(drawn, half=True)
@@ -248,6 +236,19 @@ def sides(of: Subject, cause: str, kind: str, severity: float, g: torch.Generato
     record = replace(record, **changes) if record else None     # it records what was drawn
     return (replace(drawn, **changes), trainer, record,
             cause in ("shift", "eos", "tool", "retokenised"))
+
+
+def other_weights(of: Subject, model: Any, kind: str, severity: float, g: torch.Generator) -> Any:
+    """Return the model with the weights that `kind`, one of WEIGHTS, makes of its own."""
+    size = scaled(0.02, 0.12, severity) / 2
+    if kind == "stale":
+        stale = dict(of.older[min(5, 1 + int(5 * severity))].named_parameters())
+        return noisy(model, lambda name, _: stale[name])
+    if part := {"layer": ".layers.0.", "embedding": "embed", "head": "head"}.get(kind):
+        return noisy(model, lambda name, p: p + 3 * size * p.std() * torch.randn(
+            p.shape, generator=g) if part in name else p)
+    return noisy(model, {"int4": rounded(4), "int6": rounded(5), "lora": adapter(g, size),
+                         "fp8": lambda _, p: p.to(torch.float8_e4m3fn).float()}[kind])
 
 
 def largest(of: Subject, loss: float) -> int:
