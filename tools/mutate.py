@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis  # noqa: F401   (here, so that every fork has it)
 import pytest
@@ -49,7 +50,7 @@ NAMES = {"maximum": "minimum", "minimum": "maximum", "amax": "amin", "amin": "am
 DROPPED = {"detach", "clamp", "square", "abs", "exp", "sqrt", "double", "expm1"}
 
 
-def rewrites(node: ast.AST, code: Callable[[ast.AST], str]) -> Iterator[tuple[ast.AST, str]]:
+def rewrites(node: Any, code: Callable[[Any], str]) -> Iterator[tuple[Any, str]]:
     """Yield (part of the node, its new code) for every error that fits this node."""
     match node:
         case ast.BinOp(op=op) if type(op) in OPERATORS:
@@ -77,8 +78,7 @@ def rewrites(node: ast.AST, code: Callable[[ast.AST], str]) -> Iterator[tuple[as
             yield from rewrites_of_a_call(node, code)
 
 
-def rewrites_of_a_call(node: ast.Call, code: Callable[[ast.AST], str]
-                       ) -> Iterator[tuple[ast.AST, str]]:
+def rewrites_of_a_call(node: ast.Call, code: Callable[[Any], str]) -> Iterator[tuple[Any, str]]:
     if code(node.func) == "torch.where" and len(node.args) == 3:
         condition, yes, no = map(code, node.args)
         yield node, f"({yes})"
