@@ -102,8 +102,7 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
     (and a `horizon`) the results of the parts add up to that of the whole. With nothing to sum the
     result is 0, graph attached. Raises ValueError on another mode.
     """
-    if mode not in AGGREGATIONS:
-        raise ValueError(f"mode must be one of {', '.join(AGGREGATIONS)}, not {mode!r}")
+    choice("mode", mode, AGGREGATIONS)
     mask = mask.bool()
     counted = mask if denominator_mask is None else denominator_mask.bool()
     tokens, sequences = count(counted) if counts is None else counts
