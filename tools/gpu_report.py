@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 import trainer
 from correction import PRESETS, correct
 from estimators import kl_estimate
-from plumbing.cards import Shapes, matrix_rate, memory
+from plumbing.cards import GIB, Shapes, matrix_rate, memory
 from plumbing.engines import make_engine
 from plumbing.faults import process_group
 from plumbing.models import empty_model
@@ -57,7 +57,6 @@ LARGER = LARGE | dict(hidden_size=1536, intermediate_size=8960, num_hidden_layer
                       num_attention_heads=12)
 SHAPE = LARGE if ON_GPU else TINY
 PROMPT, RESPONSE = (128, 512) if ON_GPU else (6, 10)
-GIB = 2 ** 30
 DISK = 30          # GiB: models, and a checkpoint of 1.5B parameters with AdamW's moments
 PROGRAM = [sys.executable, str(Path(__file__).resolve())]
 

@@ -102,7 +102,7 @@ def wait(what: str) -> None:
 class Pretend(torch.Tensor):
     """A Pretend is a tensor of the device: its numbers are in `.inner`, a tensor of the CPU."""
 
-    inner: torch.Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
+    inner: torch.Tensor
     __torch_function__ = (  # pyright: ignore[reportAssignmentType]
         torch._C._disabled_torch_function_impl)
 
