@@ -48,12 +48,12 @@ def adapter(g: torch.Generator, size: float) -> Callable[[str, Tensor], Tensor]:
     return change
 
 
-WEIGHTS = ("stale", "layer", "embedding", "head", "int4", "fp8", "lora", "int6")
+WEIGHTS = ("stale", "layer", "embedding", "head", "int4", "fp8", "lora", "int5")
 VARIANTS = {
     "temperature": ("sampler", "trainer", "after"), "raw": ("tau", "top-p", "both"),
     "cut": ("top-p", "top-k", "min-p"), "shift": ("trainer+1", "trainer-1", "sampler+1",
                                                   "sampler-1"),
-    "eos": ("zero", "bias", "pad"), "tool": ("zero", "zero2"),
+    "eos": ("zero", "bias", "pad"), "tool": ("zero",),
     "retokenised": ("swap", "split"), "padding": ("trainer", "sampler"),
     "window": ("window", "cut"), "context": ("bos", "template", "dropped", "prefix"),
     "in-flight": ("kept", "anew"), "penalty": ("repetition", "presence", "frequency"),
@@ -247,7 +247,7 @@ def other_weights(of: Subject, model: Any, kind: str, severity: float, g: torch.
     if part := {"layer": ".layers.0.", "embedding": "embed", "head": "head"}.get(kind):
         return noisy(model, lambda name, p: p + 3 * size * p.std() * torch.randn(
             p.shape, generator=g) if part in name else p)
-    return noisy(model, {"int4": rounded(4), "int6": rounded(5), "lora": adapter(g, size),
+    return noisy(model, {"int4": rounded(4), "int5": rounded(5), "lora": adapter(g, size),
                          "fp8": lambda _, p: p.to(torch.float8_e4m3fn).float()}[kind])
 
 
