@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import cached_file
 
 from plumbing.settings import PolicyConfig, UserError
 
@@ -199,6 +200,9 @@ def use_attention(model: transformers.PreTrainedModel) -> None:
         model.set_attn_implementation("sdpa_unseen")
 
 
+PROBES = ("What is 12 plus 345?", "a  b\tc\n", "x_y=don't", "é 你好 Ω")
+
+
 def read_tokenizer(path: str) -> Any:
     """Return the model's tokenizer, and refuse the empty one that some classes make of no files."""
     missing = ValueError("it has no tokenizer: tokenizer.json, which save_pretrained of its "
@@ -211,7 +215,14 @@ def read_tokenizer(path: str) -> Any:
         raise error
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise missing
-    return tokenizer
+    if cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False) is None:
+        return tokenizer
+    # For some models, such as Qwen2, transformers takes a class of its own and the vocabulary alone
+    # of tokenizer.json, whatever that says of how a text is split and ids are joined.
+    written = transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    one, other = ([x(text, add_special_tokens=False).input_ids for text in PROBES]
+                  for x in (tokenizer, written))
+    return tokenizer if one == other else written
 
 
 def require_vocabulary(tokenizer: Any, vocabulary: int, ids: set[int]) -> list[str]:

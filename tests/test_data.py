@@ -17,6 +17,7 @@ import transformers
 import yaml
 from conftest import steady
 from launching import shell
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from plumbing import tasks
 from plumbing.faults import process_group
@@ -320,6 +321,30 @@ def test_a_question_is_given_as_it_is(file, tiny_model):
         question = run.task.train[0].question
         assert question.endswith("=  ")
         assert prompts[0] == run.tokenizer(question.rstrip() + after).input_ids
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama"])
+def test_a_text_is_split_as_tokenizer_json_says(kind, tmp_path):
+    """For Qwen2 transformers takes a tokenizer of its own, which drops "+" and "?" here."""
+    own = Tokenizer(models.BPE(unk_token="[UNK]"))
+    own.pre_tokenizer = pre_tokenizers.Whitespace()
+    own.train_from_iterator(["What is 12 + 30?"] * 9, trainers.BpeTrainer(
+        special_tokens=["[UNK]", "[EOS]"], show_progress=False))
+    saved = transformers.PreTrainedTokenizerFast(tokenizer_object=own, eos_token="[EOS]")
+    saved.save_pretrained(tmp_path)
+    getattr(transformers, f"{kind}Config")(vocab_size=len(saved)).save_pretrained(tmp_path)
+    found, ids = read_tokenizer(str(tmp_path)), own.encode("What is 12 + é?").ids
+    assert found("What is 12 + é?").input_ids == ids and 0 in ids
+    assert (found.decode(ids), found.eos_token) == (own.decode(ids, False), "[EOS]")
+
+
+def test_a_tokenizer_that_transformers_splits_alike_stays_the_models_class(tmp_path):
+    """A class may know more than its file, such as an option that adds a first token."""
+    saved = transformers.Qwen2Tokenizer(
+        {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    saved.save_pretrained(tmp_path)
+    transformers.Qwen2Config(vocab_size=len(saved)).save_pretrained(tmp_path)
+    assert type(read_tokenizer(str(tmp_path))) is type(saved)
 
 
 def test_a_tokenizer_and_a_model_without_a_usable_end_are_told(tiny_model):
