@@ -8,6 +8,7 @@ the run is killed or its machine loses power. A run continues with the settings 
 import contextlib
 import functools
 import json
+import logging
 import os
 import re
 import shutil
@@ -40,6 +41,8 @@ class Checkpoints:
             try:
                 self.step = int(found[-1].name.removeprefix("step-"))
                 self.saved = json.loads((found[-1] / "state.json").read_text())
+                if self.saved["step"] != self.step:
+                    raise ValueError("the directory was renamed")
                 self.require_same(self.saved["settings"])
             except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError,
                     RecursionError):
@@ -131,6 +134,7 @@ class Checkpoints:
         late = range(min(self.step, run.config.rollout.staleness))
         waiting = [dict(map(run.sync.copy_to_host, run.weights())) for _ in late]
         path = self.directory / f"step-{self.step:06d}"
+        logging.disable(logging.WARNING)       # torch would show a traceback before our sentence
         try:
             dcp.load(self.state(run, waiting),
                      storage_reader=dcp.HuggingFaceStorageReader(str(path)))
@@ -139,6 +143,8 @@ class Checkpoints:
             if explain(cause) and not isinstance(cause, FileNotFoundError):
                 raise                      # the machine's fault, or another rank's
             raise self.unreadable(path) from None
+        finally:
+            logging.disable(logging.NOTSET)
         run.sync.load_state_dict({"waiting": waiting})
         self.prune(run)
 

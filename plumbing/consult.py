@@ -7,9 +7,12 @@
 import argparse
 import itertools
 import json
+import os
 import sys
+import traceback
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adapters.dumps import read
@@ -39,20 +42,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if not (given.dump or given.model):
         parser.error("give a DUMP, --model DIR, or both")
+    if given.older and not given.model:
+        parser.error("--older needs --model, the newest of them")
+    if given.figure and not Path(given.figure).parent.is_dir():
+        parser.error(f"--figure {given.figure} is in no directory that is there")
     if given.figure and not given.figure.lower().endswith((".png", ".jpg", ".webp", ".pdf")):
         parser.error(f"--figure must end in .png, .jpg, .webp or .pdf, not {given.figure!r}")
     try:
         report, rescored = consult(given)
+        if given.json:
+            more = {"model": rescored.as_json()} if rescored else {}
+            print(json.dumps(report.as_json() | more, ensure_ascii=False), flush=True)
+        else:
+            print(report, *(rescored.lines() if rescored else []), sep="\n", flush=True)
+    except BrokenPipeError:            # who reads has enough; Python would complain at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError, UserError) as error:
         why = f"{error.filename} cannot be read: {error.strerror}" if isinstance(
             error, OSError) and error.filename else error
         print(f"doctor.py: {why}", file=sys.stderr)
         return 2
-    if given.json:
-        more = {"model": rescored.as_json()} if rescored else {}
-        print(json.dumps(report.as_json() | more, ensure_ascii=False))
-    else:
-        print(report, *(rescored.lines() if rescored else []), sep="\n")
+    except Exception:                  # a fault of this program: Python's own code would be 1
+        traceback.print_exc()
+        return 2
     return int(bool(report.causes))
 
 
@@ -65,6 +77,7 @@ def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
         from plumbing.models import require_place
         from plumbing.rescore import random_prompts, rescore, sample_and_score
         logging.disable_progress_bar()
+        logging.set_verbosity_error()
         for key, path in zip(["--model ", *["--older "] * len(given.older)],
                              [given.model, *given.older]):
             require_place(path, key)

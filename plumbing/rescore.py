@@ -144,19 +144,36 @@ def judge(s: Scorer, recorded: Tensor, mask: Tensor) -> Match:
             best._replace(name="none of these", cause="unknown"))
 
 
+def read(path: str, key: str) -> Any:
+    """Read a model; raise ValueError with one line, whatever is wrong with it."""
+    try:
+        return read_model(path)
+    except Exception as error:         # of as many types as there are kinds of damage
+        raise ValueError(f"{key} {path} cannot be loaded: {first_line(error)}") from None
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
 def rescore(path: str, older: Sequence[str], responses: Iterable[Response]) -> Rescored:
     """Say which hypotheses the two columns of a dump are.
 
     path: the directory of the trainer's model. older: those of its older checkpoints, newest first.
     Raises ValueError where a response has no prompt.
     """
-    kept, model = list(responses), read_model(path).eval()
+    kept, model = list(responses), read(path, "--model").eval()
+    vocabulary = model.config.get_text_config().vocab_size
     if missing := [r.line for r in kept if not r.prompt_ids]:
         raise ValueError(f"line {missing[0]} has no prompt_ids: no model can score its response.")
-    most = LOGITS // model.config.get_text_config().vocab_size
+    most = LOGITS // vocabulary
     kept = kept[:max(1, sum(n <= most for n in accumulate(len(r.token_ids) for r in kept)))]
     rows = [(list(r.prompt_ids or ()), list(r.token_ids)) for r in kept]
-    earlier = [read_model(p).state_dict() for p in older]
+    for r, (prompt, tokens) in zip(kept, rows):
+        if (largest := max(prompt + tokens)) >= vocabulary:
+            raise ValueError(f"line {r.line} has token {largest}, and the vocabulary of --model "
+                             f"{path} has {vocabulary}: it is not the model of this dump.")
+    earlier = [read(p, "--older").state_dict() for p in older]
     shapes, *others = ({name: x.shape for name, x in weights.items()}
                        for weights in (model.state_dict(), *earlier))
     if strange := [p for p, other in zip(older, others) if other != shapes]:
@@ -199,13 +216,17 @@ def sample_and_score(path: str, engine: str, prompts: Sequence[list[int]], *, ma
     engine, dtype, settings are those of `make_engine`. A set of top_p or top_k is not replayed.
     """
     longest = max(map(len, prompts)) + max_tokens
-    sampler = make_engine(engine, path, dtype=dtype, max_model_len=longest, **settings)
+    try:
+        sampler = make_engine(engine, path, dtype=dtype, max_model_len=longest, **settings)
+    except Exception as error:         # vLLM's are of many types, too
+        raise ValueError(f"--engine {engine} does not start with --model {path}: "
+                         f"{first_line(error)}") from None
     try:
         samples = sampler.generate(prompts, range(len(prompts)), temperature=temperature,
                                    max_tokens=max_tokens, eos_ids=[])
     finally:
         sampler.close()
-    policy = Policy(read_model(path).to(DTYPES[train_dtype]).eval(), temperature)
+    policy = Policy(read(path, "--model").to(DTYPES[train_dtype]).eval(), temperature)
     before, after = pad_rows(prompts, "left"), pad_rows([x.tokens for x in samples], "right")
     tokens, attention = (torch.cat(pair, 1) for pair in zip(before, after))
     log_prob = policy(tokens, attention, after[0].shape[1])

@@ -320,7 +320,7 @@ class Run:
             lines = read_metrics(self.metrics) if self.metrics.exists() else []
             done = [line for line in lines if line["step"] <= self.done]
             write(self.metrics, done)
-            self.best = max((line["reward/mean"] for line in done), default=0.0)
+            self.best = max((line.get("reward/mean", 0.0) for line in done), default=0.0)
             if len(lines) > len(done):
                 self.say("* steps repeated, since the last checkpoint is older: "
                          f"{len(lines) - len(done)}")

@@ -38,6 +38,8 @@ FILE_KINDS = ("jsonl", "parquet")          # of task.kind: the questions come fr
 class UserError(Exception):
     """Carry one sentence, on one line, for the user."""
 
+    silent: bool
+
     def __init__(self, sentence: str):
         super().__init__(" ".join(sentence.split()))
 
@@ -206,7 +208,8 @@ class Config:
 # What may differ when a run is continued.
 CHANGEABLE = {"train.steps", "train.save_every", "train.keep", "train.eval_every", "train.grace",
               "train.dump", "train.on_nonfinite", "rollout.gpu_memory_utilization",
-              "rollout.timeout", "policy.cpu_offload"}
+              "rollout.timeout", "rollout.batch_size", "policy.cpu_offload",
+              "policy.gradient_checkpointing", "train.micro_batch_size", "train.micro_batch_tokens"}
 
 
 def help_text() -> str:
@@ -245,6 +248,18 @@ def correction_help() -> Iterator[str]:
         yield f"  {name}: {loss.meaning}" + (f" ({numbers})" if numbers else "")
 
 
+def leaves(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield ("train", TrainConfig, field), ("train.steps", int, field) … for every setting."""
+    kinds = typing.get_type_hints(cls)
+    for of in fields(cls):
+        yield prefix + of.name, kinds[of.name], of
+        if is_dataclass(kinds[of.name]):
+            yield from leaves(kinds[of.name], f"{prefix}{of.name}.")
+
+
+TEXTS = {key for key, kind, _ in leaves(Config) if kind in (str, str | None)}
+
+
 # --------------------------------------------------------------------------------- how it is read
 
 def load_config(argv: list[str]) -> Config:
@@ -262,9 +277,9 @@ def load_config(argv: list[str]) -> Config:
     if isinstance(user.get("run"), DictConfig):
         raise UserError(f"run.{next(iter(user.run), '')} is not a setting; did you mean run.dump=N "
                         "(in a file train.dump)?")
-    if not isinstance(user.get("run"), (str, NoneType)):
-        raise UserError(f"run must be text, and {user.run!r} is read as a number or another value: "
-                        "put the name in quotes")
+    if dotted := next((str(key) for key in user if "." in str(key)), ""):
+        section, _, name = dotted.partition(".")
+        raise UserError(f"{dotted} is written in two parts in a file: {section}: {{{name}: …}}")
     settings = flat(cast(dict, OmegaConf.to_container(user)))
     known = {key: kind for key, kind, _ in leaves(Config)}
     check_keys(settings, known)
@@ -290,10 +305,10 @@ def load_config(argv: list[str]) -> Config:
 
 
 def verbatim(override: str) -> str:
-    """Quote a text that YAML may read otherwise: run=007, run=1e3, task.instruction= for none."""
+    """Quote a text that YAML may read otherwise: run=007, task.path=1e3, task.instruction= ."""
     key, _, text = override.partition("=")
-    nothing = ("null", "~", "") if key == "run" else ("null", "~")
-    if key not in ("run", "task.instruction") or text in nothing or text[0:1] in ("'", '"'):
+    nothing = ("null", "~") if key == "task.instruction" else ("null", "~", "")
+    if key not in TEXTS or text in nothing or text[0:1] in ("'", '"'):
         return override
     return f"{key}={json.dumps(text, ensure_ascii=False)}"
 
@@ -314,10 +329,16 @@ def read_yaml(path: Path | None, overrides: list[str]) -> tuple[DictConfig, Dict
         if "${" in "".join(texts):
             raise UserError(f"{source}: '${{…}}' is not replaced here; write the value itself")
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        events = [event for text in texts for event in yaml.parse(text, loader)]
         if any(isinstance(event, yaml.AliasEvent) or len(getattr(event, "value", "") or "") > 3000
-               for text in texts for event in yaml.parse(text, loader)):
+               for event in events):
             raise UserError(f"{source}: '*name' is not replaced here, and a value has at most 3000 "
                             "characters; write the value itself")
+        for event in events:
+            if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and re.fullmatch(
+                    r"[-+]?(0\d+|\d+(:\d+)+)", event.value):
+                raise UserError(f"{source}: YAML reads {event.value} to the base 8 or 60; write a "
+                                "number without leading zeros and colons, or a text in quotes")
         given = OmegaConf.from_dotlist(overrides)
         base = OmegaConf.load(path) if path else default_settings(given)
         user = cast(DictConfig, OmegaConf.merge(base, given))
@@ -353,19 +374,19 @@ def check_keys(settings: dict[str, Any], known: dict[str, Any]) -> None:
             if key.split(".")[0] in WRAPPERS and key.split(".")[0] not in known:
                 raise UserError(f"{key} is a setting of verl or SkyRL: put that block under "
                                 "correction:")
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
-            raise UserError(f"{key} is not a setting; did you mean {near}?")
-        if is_dataclass(known.get(key)) and value != {}:
-            raise UserError(f"{key} must be {describe(known[key])}, not {value!r}")
-
-
-def leaves(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield ("train", TrainConfig, field), ("train.steps", int, field) … for every setting."""
-    kinds = typing.get_type_hints(cls)
-    for of in fields(cls):
-        yield prefix + of.name, kinds[of.name], of
-        if is_dataclass(kinds[of.name]):
-            yield from leaves(kinds[of.name], f"{prefix}{of.name}.")
+            section = key.rpartition(".")[0]
+            near = [name for name, kind in known.items() if not is_dataclass(kind)]
+            if is_dataclass(known.get(section)):
+                near = [name for name in near if name.startswith(f"{section}.")]
+            near = difflib.get_close_matches(key, near, n=1, cutoff=0)[0]
+            raise UserError(f"{key if key == key.strip() else repr(key)} is not a setting; did you "
+                            f"mean {near}?")
+        kind = known.get(key)
+        if (is_dataclass(kind) and value != {}) or (kind is bool and not isinstance(value, bool)):
+            raise UserError(f"{key} must be {describe(kind)}, not {value!r}")
+        if key in TEXTS and not isinstance(value, (str, NoneType)):
+            raise UserError(f"{key} must be text, and {value!r} is read as a number or another "
+                            "value: put it in quotes")
 
 
 def flat(settings: dict, prefix: str = "") -> dict[str, Any]:
@@ -423,11 +444,15 @@ def validate(config: Config) -> None:
             raise UserError(f"rollout.max_tokens must be at least {config.task.length + 1}, for "
                             "the brackets of task.length and the end token, not "
                             f"{config.rollout.max_tokens}")
-    share = config.train.mini_batches * int(os.environ.get("WORLD_SIZE", "1"))
+    share = config.train.mini_batches * ranks()
     if config.rollout.prompts % share:
         raise UserError(f"rollout.prompts={config.rollout.prompts} must be a multiple of {share}, "
                         "train.mini_batches × ranks, so that all ranks have the same share")
-    rollout, every = config.rollout, f"rollout.update_every={config.rollout.update_every} needs "
+    rollout = config.rollout
+    if rollout.temperature > 2 and rollout.engine == "vllm":
+        raise UserError("rollout.temperature must be at most 2 for rollout.engine=vllm, not "
+                        f"{rollout.temperature}")
+    every = f"rollout.update_every={config.rollout.update_every} needs "
     if rollout.update_every and rollout.engine != "transformers":
         raise UserError(f"{every}rollout.engine=transformers, not {rollout.engine}, whose weights "
                         "stay for a whole response here")
@@ -438,6 +463,20 @@ def validate(config: Config) -> None:
         raise UserError(f"rollout.quantize_bits={rollout.quantize_bits} rounds the weights that "
                         "are sent, so rollout.adapter must be merged or merged-bfloat16, not apart")
     correction_of(config)
+
+
+def ranks() -> int:
+    """Return the number of ranks, which torchrun says in the environment."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    lacking = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+               if "RANK" in os.environ and name not in os.environ]
+    if lacking or not count.isdecimal():
+        error = UserError((f"RANK is set and {lacking[0]} is not" if lacking else
+                           f"WORLD_SIZE={count} is no number")
+                          + ": torchrun sets all of them; unset them for a run of one process")
+        error.silent = False               # else only rank 0 speaks
+        raise error
+    return int(count)
 
 
 def check_run(name: str) -> None:
@@ -473,10 +512,16 @@ def remarks(config: Config) -> list[str]:
         warnings.simplefilter("always")
         from_dialect(config.correction)
     found += [f"correction: {warning.message}" for warning in said]
-    if config.train.lr == 0:
+    train, rollout = config.train, config.rollout
+    if train.lr == 0:
         found.append("train.lr=0 moves nothing")
+    if train.warmup_steps >= train.steps:
+        found.append(f"train.warmup_steps={train.warmup_steps} is not over after train.steps="
+                     f"{train.steps}, so the learning rate never reaches train.lr")
+    if rollout.staleness >= train.steps:
+        found.append(f"rollout.staleness={rollout.staleness} is as large as train.steps="
+                     f"{train.steps}, so the engine keeps the first weights")
     found += [f"{name} has no effect: {why}" for name, why in idle(config).items()]
-    rollout = config.rollout
     if rollout.update_every and rollout.update_every >= rollout.max_tokens:
         found.append(f"rollout.update_every={rollout.update_every} changes no response: it has at "
                      f"most rollout.max_tokens={rollout.max_tokens} tokens")
@@ -493,12 +538,18 @@ def remarks(config: Config) -> list[str]:
 def idle(config: Config) -> dict[str, str]:
     """Return changed settings that another one switches off, and why they have no effect."""
     options, changed = correction_of(config), set[str]()
-    for section in (config.advantage, config.loss, config.policy, config.rollout, config.train):
+    for section in (config.task, config.advantage, config.loss, config.policy, config.rollout,
+                    config.train):
         changed |= {of.name for of in fields(section) if getattr(section, of.name) != of.default}
     changed |= {name for name in ("rollout_is_threshold", "rollout_is_batch_normalize")
                 if getattr(options, name) != getattr(RolloutCorrectionConfig, name)}
     numbers = {key for row in LOSSES.values() for key in row.own} - set(options.loss.own)
+    kind = config.task.kind
     off = {
+        f"task.kind={kind} has no such setting":
+            ["task.length", "task.depth"] * (kind != "dyck")
+            + ["task.size"] * (kind not in ("arithmetic", "sort"))
+            + ["task.instruction"] * (kind not in FILE_KINDS),
         f"correction.loss_type={options.loss_type} has no such number":
             [f"loss.{key}" for key in sorted(numbers)],
         "correction.rollout_is is null, so there are no weights":

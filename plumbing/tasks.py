@@ -93,7 +93,9 @@ def make_task(config: TaskConfig, seed: int) -> Task:
     held_out = min(config.eval_size or EVAL_SIZE, len(problems) // 2)
     rng.shuffle(problems)
     depth = config.depth if config.kind == "dyck" else None
-    return Task(problems[held_out:], problems[:held_out], True, depth)
+    few = [f"task.eval_size={config.eval_size} becomes {held_out}, half of this task's problems"]
+    return Task(problems[held_out:], problems[:held_out], True, depth,
+                few * ((config.eval_size or 0) > held_out))
 
 
 def task_of_files(config: TaskConfig, seed: int) -> Task:
@@ -119,8 +121,8 @@ def divide(problems: list[Problem], config: TaskConfig,
     size = config.eval_size or max(1, min(EVAL_SIZE, len(problems) // 10))
     if len(problems) <= size:
         raise UserError(f"to hold out {size} of the {len(problems)} different questions of "
-                        f"{config.path} leaves none to train on: set task.eval_path, or a smaller "
-                        "task.eval_size")
+                        f"{config.path} leaves none to train on: set task.eval_path" + (
+                            ", or a smaller task.eval_size" if size > 1 else ""))
     random.Random(seed_of(seed, "task")).shuffle(problems)
     return problems[size:], problems[:size]
 

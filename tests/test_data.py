@@ -523,6 +523,15 @@ def test_a_number_that_the_loss_does_not_take_is_named(loss, key, said):
     (["advantage.kind=rloo", "advantage.normalize_std=false"],
      ["advantage.normalize_std has no effect: advantage.kind=rloo divides by no deviation"]),
     (["advantage.normalize_std=false"], []),
+    (["task.depth=2", "task.instruction=x"],
+     [f"task.{key} has no effect: task.kind=arithmetic has no such setting"
+      for key in ("depth", "instruction")]),
+    (["task.kind=dyck", "task.size=3", "task.length=8"],
+     ["task.size has no effect: task.kind=dyck has no such setting"]),
+    (["train.steps=3", "train.warmup_steps=3", "rollout.staleness=3"],
+     ["train.warmup_steps=3 is not over after train.steps=3, so the learning rate never reaches "
+      "train.lr", "rollout.staleness=3 is as large as train.steps=3, so the engine keeps the first "
+      "weights"]),
     (["policy.lora_alpha=3"],
      ["policy.lora_alpha has no effect: policy.lora_rank is null, so the whole model is "
       "trained"])])

@@ -4,12 +4,15 @@ import argparse
 import gzip
 import json
 import math
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
+from launching import ROOT
 from PIL import Image
 from tolerances import gamma
 
@@ -213,6 +216,27 @@ def test_a_dump_of_masked_or_empty_responses_has_no_token(tmp_path, capsys):
     append(tmp_path / "dump.jsonl", [GOOD | {"response_mask": [0, 0]}, {name: [] for name in GOOD}])
     assert main([str(tmp_path / "dump.jsonl")]) == 2
     assert capsys.readouterr().err == "doctor.py: the dump has no token that counts\n"
+
+
+@pytest.mark.parametrize("given, said", [
+    (["--older", "x"], "--older needs --model"), (["--figure", "no/x.png"], "no/x.png is in no")])
+def test_what_would_be_left_out_is_refused(given, said, planted, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(planted), *given])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place, code, said", [
+    ("/dev/full", 2, "doctor.py: [Errno 28] No space left on device\n"), ("pipe", 1, "")])
+def test_a_report_that_nobody_can_read_has_no_traceback(place, code, said, planted):
+    """A pipe's reader may have gone: `| head -1`."""
+    end = open(place, "w") if place != "pipe" else os.fdopen((pipe := os.pipe())[1], "w")
+    if place == "pipe":
+        os.close(pipe[0])
+    with end:
+        found = subprocess.run([sys.executable, "-m", "doctor", str(planted)], cwd=ROOT,
+                               stdout=end, stderr=subprocess.PIPE, text=True)
+    assert (found.returncode, found.stderr) == (code, said)
 
 
 def test_a_continued_run_dumps_its_first_steps_too(run):

@@ -62,11 +62,22 @@ def test_an_older_omegaconf_is_one_sentence(monkeypatch):
     (["list.yaml"], ["list.yaml", "mapping of settings"]),
     (["policy.path=./nowhere"], ["policy.path=./nowhere"]),
     (["verl.yaml"], ["algorithm.rollout_correction.rollout_is", "under correction:"]),
+    (["dotted.yaml"], ["train.steps is written in two parts in a file: train: {steps: …}"]),
+    (["rollout.temperature=3", "rollout.engine=vllm"],
+     ["rollout.temperature must be at most 2 for rollout.engine=vllm, not 3.0"]),
+    (["train.steps=010"], ["YAML reads 010 to the base 8 or 60", "without leading zeros"]),
+    (["seed=1:30"], ["YAML reads 1:30 to the base 8 or 60"]),
+    (["policy.cpu_offload=2"], ["policy.cpu_offload must be true or false, not 2"]),
+    (["train.samples=2"], ["train.samples is not a setting; did you mean train."]),
+    (["train.foo=2"], ["train.foo is not a setting; did you mean train."]),
+    (["rollout.n=8"], ["rollout.n is not a setting; did you mean rollout."]),
+    (["train.steps =1"], ["'train.steps ' is not a setting; did you mean train.steps?"]),
 ])
 def test_mistakes_are_one_sentence(arguments, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.yaml").write_text("train: {steps: [1")
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
+    (tmp_path / "dotted.yaml").write_text("train.steps: 3")
     (tmp_path / "verl.yaml").write_text("algorithm: {rollout_correction: {rollout_is: token}}")
     assert trainer.main(arguments) == 2
     error = capsys.readouterr().err
@@ -103,7 +114,7 @@ def test_a_runs_name_is_what_was_written(name, tmp_path):
     assert load_config([str(path)]).run == name
     path.write_text(f"run: {name}")
     if name != "x":
-        with pytest.raises(UserError, match="run must be text, .*: put the name in quotes"):
+        with pytest.raises(UserError, match="run must be text, .*: put it in|YAML reads 007"):
             load_config([str(path)])
 
 
@@ -117,6 +128,33 @@ def test_no_name_is_a_name_of_file_and_overrides():
 def test_an_instruction_is_taken_as_it_is():
     for text, found in (("", ""), ("Answer: 5", "Answer: 5"), ('" a"', " a"), ("1e3", "1e3")):
         assert load_config([f"task.instruction={text}"]).task.instruction == found
+
+
+@pytest.mark.parametrize("name", ["007", "1e3", "1.10", "20261126_1", "yes", "a #b", "a: b"])
+def test_a_path_is_taken_as_it_is(name, tmp_path):
+    """In a file YAML has read a number before anybody sees the text, so that is refused."""
+    config = load_config(["task.kind=jsonl", f"task.path={name}", f"policy.path={name}"])
+    assert (config.task.path, config.policy.path) == (name, name)
+    assert load_config(["policy.path=null"]).policy.path is None
+    assert load_config(["policy.path="]).policy.path is None
+    (tmp_path / "own.yaml").write_text(f"policy: {{path: {name}}}")
+    if name[0] != "a":
+        with pytest.raises(UserError, match=r"policy.path must be text, .*quotes|YAML reads 007"):
+            load_config([str(tmp_path / "own.yaml")])
+
+
+@pytest.mark.parametrize("given, said", [
+    ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not"),
+    ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK is set and MASTER_ADDR is not"),
+    ({"WORLD_SIZE": "x"}, "WORLD_SIZE=x is no number")])
+def test_half_of_torchruns_variables_are_one_sentence(given, said, monkeypatch, capsys):
+    """Rank 1 spoke of nothing, since rank 0 would have."""
+    for name in "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT":
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert trainer.main(["train.steps=1"]) == 2
+    assert f"{said}: torchrun sets all of them" in capsys.readouterr().err
 
 
 def test_every_rank_has_its_share_of_every_mini_batch(monkeypatch):

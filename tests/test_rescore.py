@@ -4,6 +4,7 @@ The rates over other models are printed by `python math/rescore_rates.py`.
 """
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -180,6 +181,27 @@ def test_without_a_prompt_the_line_is_named(drawn):
     row = Response(7, [3], [-1.0], [-1.0], None, [True])
     with pytest.raises(ValueError, match="line 7 has no prompt_ids"):
         rescore(path, [], [row._replace(line=6, prompt_ids=[3]), row, row._replace(line=9)])
+
+
+def test_a_token_that_the_model_does_not_have_is_named_with_its_line(drawn):
+    """It was an IndexError, whose exit code of 1 means a cause."""
+    _, path, _, _ = drawn
+    rows = [Response(n, [3, n], [-1.0] * 2, [-1.0] * 2, [4], [True] * 2) for n in (5, 10 ** 6)]
+    with pytest.raises(ValueError, match="line 1000000 has token 1000000, and the vocabulary of"):
+        rescore(path, [], rows)
+
+
+def test_a_damaged_model_is_one_sentence(drawn, tmp_path, capsys):
+    shutil.copytree(drawn[1], tmp_path / "model")
+    with (tmp_path / "model/model.safetensors").open("r+b") as file:
+        file.truncate(5)
+    append(tmp_path / "dump.jsonl", [{"prompt_ids": [3], "token_ids": [4], "train_log_probs": [-1],
+                                      "rollout_log_probs": [-1]}])
+    for given, words in (([str(tmp_path / "dump.jsonl")], "cannot be loaded: "),
+                         (["--engine", "transformers"], "--engine transformers does not start ")):
+        assert main([*given, "--model", str(tmp_path / "model")]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("doctor.py: ") and words in said and said.count("\n") == 1
 
 
 def test_rows_after_the_256th_keep_their_own_positions(drawn):

@@ -52,6 +52,23 @@ def test_finished_run_says_so_and_another_configuration_is_refused(run, capsys):
     assert all(torch.equal(x, weights("x")[name]) for name, x in before.items())
 
 
+def test_what_only_splits_the_work_may_change(run):
+    """After "out of memory: lower train.micro_batch_size" the same run goes on."""
+    run()
+    code, lines = run("train.steps=3", "train.micro_batch_size=2", "rollout.batch_size=3")
+    assert code == 0 and len(lines) == 3
+    code, lines = run("train.steps=4", "train.micro_batch_tokens=50",
+                      "policy.gradient_checkpointing=true")
+    assert code == 0 and len(lines) == 4
+
+
+def test_a_checkpoint_that_was_renamed_is_none(run, capsys):
+    run()
+    os.rename("runs/x/checkpoints/step-000002", "runs/x/checkpoints/step-000099")
+    assert run("train.steps=3")[0] == 2
+    assert "step-000099 is damaged, or no checkpoint of this program" in capsys.readouterr().err
+
+
 def test_a_setting_that_is_new_had_its_default_and_one_that_is_gone_is_named(tmp_path):
     now = checkpoints.Checkpoints(tmp_path, load_config([]))
     then = {key: x for key, x in now.settings.items() if key != "train.schedule"}
