@@ -64,7 +64,8 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         read, allowed = _from_own, OWN
         # verl's configuration also has its own keys in the block; null says that they are not used.
         keys = {key for key in keys if key in OWN or key not in VERL or block[key] is not None}
-    elif keys & {"type", *PRIME[:8]}:
+    elif "loss" in mapping or "loss" in (mapping.get("trainer") or ()) or (
+            keys & {"type", *PRIME[:8]}):                  # prime-rl's section, which may be empty
         read, allowed = _from_prime, PRIME
     elif keys & set(SKYRL) - set(VERL_TIS) or "use_tis" in keys:
         read, allowed = _from_skyrl, SKYRL
@@ -78,6 +79,8 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         if key not in allowed:
             known = dict.fromkeys((*OWN, *VERL, *VERL_060, *VERL_TIS, *SKYRL, *PRIME))
             mixed = " here: it belongs to another dialect" if key in known else nearest(key, known)
+            if key in known and "preset" in keys:
+                mixed += " than preset, which correction.preset=null switches off"
             raise ValueError(f"correction has no key {key!r}{mixed}")
     if read is _from_verl_060 and "algorithm" in mapping:
         # verl's configuration has rollout_is: false by default. A block outside any section is
@@ -148,7 +151,7 @@ def _from_verl_060(block: Mapping) -> RolloutCorrectionConfig:
     threshold, criteria = number("rollout_is_threshold", upper), {}
     if mode != "truncate":
         lower = 1 / threshold if lower is None else lower
-        pair = interval("rollout_is_threshold_lower", (lower, threshold))
+        pair = _with_zero("rollout_is_threshold_lower", lower, threshold)
         criteria[K1_OF_LEVEL[level]] = pair
     if veto is not None:
         criteria["seq_max_k1"] = (number("rollout_is_veto_threshold", veto), None)
@@ -163,18 +166,27 @@ def _from_verl(block: Mapping) -> RolloutCorrectionConfig:
         threshold = interval("rollout_is_threshold", threshold.split("_"))
     if threshold is None:
         level, threshold = None, 2.0                                # verl: no threshold, no weights
-    both = [flag(key, get(key, False))
-            for key in ("bypass_mode", "bypass_old_logprob_for_rollout")]      # both are checked
-    bypass = any(both)
+    both = [_switch(block, key) for key in ("bypass_mode", "bypass_old_logprob_for_rollout")]
+    bypass = any(both)                                                      # both are checked
     loss_type: Any = "ppo_clip" if get("loss_type") is None else get("loss_type")
     for key in ("use_policy_gradient", "use_pure_rollout_correction"):
-        if flag(key, get(key, False)):
+        if _switch(block, key):
             if not bypass:
                 raise ValueError(f"{key} needs bypass_mode true")
             loss_type = "reinforce"
+    rejection = _verl_rejection(block)
+    if bypass and get("rollout_rs") in K1_OF_LEVEL and loss_type == "ppo_clip" and (
+            get("loss_type") is None):
+        warnings.warn("rollout_rs rejects here; verl 0.6.1 computes its mask in decoupled mode "
+                      "alone, and so rejects nothing under bypass_mode with PPO", stacklevel=2)
     return RolloutCorrectionConfig(level, cast(Any, threshold),
-                                   get("rollout_is_batch_normalize", False),
-                                   _verl_rejection(block), bypass, loss_type)
+                                   _switch(block, "rollout_is_batch_normalize"), rejection, bypass,
+                                   loss_type)
+
+
+def _switch(block: Mapping, key: str) -> bool:
+    """Return a switch of verl's, for which null is false, as a missing one is."""
+    return block.get(key) is not None and flag(key, block[key])
 
 
 def _verl_rejection(block: Mapping) -> dict[str, Any]:
@@ -195,7 +207,7 @@ def _verl_rejection(block: Mapping) -> dict[str, Any]:
         if given in K1_OF_LEVEL:
             upper = number("rollout_rs_threshold", bound)
             lower = 1 / upper if lower is None else lower
-            pair = interval("rollout_rs_threshold_lower", (lower, upper))
+            pair = _with_zero("rollout_rs_threshold_lower", lower, upper)
             criteria[K1_OF_LEVEL[given]] = pair
         elif lower is not None:
             raise ValueError("rollout_rs_threshold_lower goes with rollout_rs: token, sequence or "
@@ -230,6 +242,8 @@ def _verl_criteria(given: str, bounds: str) -> dict[str, Any]:
 def _on_rho(text: str) -> tuple[float | None, float]:
     """Return verl 0.9's bound (log lo, log hi) on −log ρ as one on ρ, [1/hi, 1/lo]."""
     key = "rollout_rs_threshold"
+    if "_" not in text and number(key, text) == math.inf:
+        raise ValueError(f"{key} {text!r} bounds nothing: leave that criterion out")
     lo, hi = text.split("_", 1) if "_" in text else (1 / number(key, text), text)
     lo, hi = cast(tuple[float, float], interval(key, (lo, hi)))        # neither end is open
     if not math.isclose(lo * hi, 1, rel_tol=1e-9):
@@ -266,11 +280,15 @@ def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
                                    "geometric": ("seq_mean_k1", "geo_mask", 0.99, 1.01)}[metric]
         criteria[name] = _with_zero(f"{prefix}_low", get(f"{prefix}_low", low),
                                     get(f"{prefix}_high", high))
+    if "token_k1" in criteria and (level == "sequence" or metric is not None):
+        warnings.warn("token_mask_is_threshold_low and _high beside the ratio of a sequence: SkyRL "
+                      "takes that ratio of what its mask left, and here it is of all tokens",
+                      stacklevel=2)
     return RolloutCorrectionConfig(level, cap, rollout_rs=criteria)
 
 
 def _with_zero(key: str, low: Any, high: Any) -> tuple[float | None, float | None]:
-    """Return a pair that bounds ρ, of which SkyRL writes an open lower end as 0."""
+    """Return a pair that bounds ρ, of which verl and SkyRL write an open lower end as 0."""
     return interval(key, (None if low == 0 and not isinstance(low, bool) else low, high))
 
 

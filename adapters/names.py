@@ -29,8 +29,10 @@ def verl(metrics: Mapping[str, Tensor | float]) -> Metrics:
     """Return the metrics as verl 0.9 logs them.
 
     Where a sequence has one weight, its rollout_is_max and rollout_is_min are the extremes of ρ,
-    not of the weights. Two differences remain: verl counts rows without response tokens as
-    sequences, and clamps no log ρ before k3_kl.
+    not of the weights. These differences remain: verl counts rows without response tokens as
+    sequences, and clamps no log ρ before k3_kl; where a log-prob is −∞, its perplexity is ∞, and
+    NaN here. In bypass mode with ppo_clip no weight is applied, so what verl calls rollout_is_*
+    has the names rollout_is_raw_*.
     """
     table = dict(VERL)
     if metrics.get(f"{PREFIX}rollout_is_per_sequence", 0.0) > 0:
@@ -47,6 +49,9 @@ def verl_06(metrics: Mapping[str, Tensor | float]) -> Metrics:
     * Its masked fractions leave the veto out.
     * Its rollout_is_std, rollout_is_eff_sample_size and those of rollout_rs describe ρ limited to
       the bounds, which hides degenerate weights. Here they describe ρ itself.
+    * It clamps no log ρ before k3_kl.
+    * 0.6.0 logs what its mask zeroes as rollout_is_masked_fraction. That is rejection here, and is
+      called rollout_rs_CRITERION_masked_fraction.
     """
     raw, rho = f"{PREFIX}rollout_is_raw_", "_rho_mean"
     table = {name.replace(raw, "rollout_is_"): name.removeprefix(PREFIX)
@@ -64,6 +69,7 @@ def skyrl(metrics: Mapping[str, Tensor | float]) -> Metrics:
     """Return the metrics as SkyRL logs them; its tis_… names say what has one weight.
 
     SkyRL measures a criterion on what the ones before it left. Here each is measured on all tokens.
+    Its is_ratio_min, _max and _std are over padding too, which counts as 0 there.
     """
     one = metrics.get(f"{PREFIX}rollout_is_per_sequence", 0.0) > 0
     kind = "seq" if one else "token"

@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,13 @@ from rejection import CRITERIA
 # --------------------------------------------------------------------------- verl, SkyRL and others
 
 VETO = {"seq_max_k1": (1e-4, None)}
+
+
+@contextmanager
+def no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
 
 
 @pytest.mark.parametrize("block, expected", [
@@ -245,6 +253,52 @@ IPO = dict(bypass_mode=True, loss_type="reinforce")
      Config("token", math.inf, rollout_rs={"token_tv_outward": 0.1}, **IPO))])
 def test_prime_rls_block_is_read(block, expected):
     assert from_dialect(block) == expected
+
+
+@pytest.mark.parametrize("block", [{"loss": {}}, {"trainer": {"loss": None}},
+                                   {"trainer": {"loss": {"kl_tau": 0.0}}}])
+def test_prime_rls_section_has_its_default_where_it_says_nothing(block):
+    """IPO is on there; as a block of verl's, which no key contradicts, it was no correction."""
+    assert from_dialect(block) == from_dialect({"type": "ipo"})
+    centered = {"loss": {"score_centering": True}}
+    assert from_dialect(centered) == replace(from_dialect({"type": "ipo"}), score_centering=True)
+    with pytest.raises(ValueError, match="geo_mask_low.*another dialect"):
+        from_dialect({"loss": {"geo_mask_low": 0.1}})
+
+
+@pytest.mark.parametrize("block, said", [
+    (dict(tis_ratio_type="sequence"), True), (dict(tis_ratio_type="token"), False),
+    (dict(sequence_mask_metric="product"), True), ({}, False)])
+def test_skyrls_token_mask_beside_a_sequences_ratio_is_said_to_differ(block, said):
+    """SkyRL takes the ratio of the tokens that this mask left."""
+    mask = dict(token_mask_is_threshold_low=0.5, token_mask_is_threshold_high=2.0)
+    with pytest.warns(UserWarning, match="what its mask left") if said else no_warning():
+        from_dialect(block | mask)
+
+
+@pytest.mark.parametrize("block, said", [
+    ({"rollout_rs": "geometric"}, True), ({"rollout_rs": "geometric", "bypass_mode": False}, False),
+    ({"rollout_rs": "geometric", "use_policy_gradient": True}, False),
+    ({"rollout_rs": "geometric", "loss_type": "ppo_clip"}, False),              # 0.7.0
+    ({"rollout_rs": "seq_mean_k3"}, False)])
+def test_verl_0_6_1_rejects_nothing_in_bypass_mode_and_it_is_said(block, said):
+    with pytest.warns(UserWarning, match="rejects nothing") if said else no_warning():
+        found = from_dialect({"bypass_mode": True, "rollout_rs_threshold": 1.001} | block)
+    assert found.rollout_rs
+
+
+def test_a_switch_that_is_null_is_off_and_a_bound_of_0_is_open_as_in_verl():
+    off = {"rollout_is": "token", "bypass_mode": None, "rollout_is_batch_normalize": None}
+    assert from_dialect(off) == Config("token")
+    assert from_dialect({"rollout_rs": "token", "rollout_rs_threshold": 2.0,
+                         "rollout_rs_threshold_lower": 0.0}).rollout_rs == {"token_k1": (None, 2.0)}
+    with pytest.raises(ValueError, match="'inf' bounds nothing: leave that criterion out"):
+        from_dialect({"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "inf"})
+
+
+def test_a_verl_key_beside_the_default_preset_says_how_to_switch_it_off():
+    with pytest.raises(ValueError, match="'tis_ratio_type' here.*correction.preset=null"):
+        from_dialect({"preset": "decoupled_token_is", "tis_ratio_type": "token"})
 
 
 @pytest.mark.parametrize("block, words", [
