@@ -170,11 +170,16 @@ def _z_of_rho(d: Tensor) -> float:
 def undrawn(x: Tensor, size: float) -> bool:
     """Say whether tokens that were not drawn may explain the mean of x, whose expectation is 0.
 
-    Then fewer than ten x are on the other side of 0. What is not drawn in n tokens has a mass of at
-    most 5/n (but for a chance of e⁻⁵), and makes up a mean of at most `size` times that.
+    Then x is `one_sided`. What is not drawn in n tokens has a mass of at most 5/n (but for a chance
+    of e⁻⁵). It makes up a mean of at most `size` times that, if no |x| among it is above `size`:
+    for x = ρ − 1 and size 1, if π has at most twice μ's mass there.
     """
-    mean = x.mean()
-    return bool((x * mean < 0).sum() < 10 and mean.abs() <= 5 * size / max(1, len(x)))
+    return one_sided(x) and bool(x.mean().abs() <= 5 * size / max(1, len(x)))
+
+
+def one_sided(x: Tensor) -> bool:
+    """Say whether fewer than ten x are on the other side of 0 than their mean."""
+    return bool((x * x.mean() < 0).sum() < 10)
 
 
 def floor(e: Tensor) -> float:

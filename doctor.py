@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from causes import CAUSES, ROUNDING, Finding, Tokens, find_causes, undrawn
+from causes import CAUSES, ROUNDING, Finding, Tokens, find_causes, one_sided, undrawn
 from metrics import to_host
 
 # Each row: metric, lowest and highest healthy value, what a value outside means, what to change.
@@ -212,8 +212,11 @@ class Report(NamedTuple):
             "no cause found: what differs is within the noise of two kernels")
 
     def __str__(self) -> str:
+        over = self.looked_at.d().expm1()                           # ρ − 1
+        unless = ", unless it has over twice μ's mass on tokens that were never drawn" * (
+            len(over) > 0 and one_sided(over))
         said = {True: "π is a distribution over what μ sampled",
-                False: "π is NOT a distribution over what μ sampled",
+                False: f"π is NOT a distribution over what μ sampled{unless}",
                 None: "Fewer than 100 tokens cannot tell whether π is a distribution"}[self.proper]
         lines = [f"{self.responses} responses, {self.tokens} tokens.",
                  *(f"Without {name}: {cost}." for name, cost in COSTS if name in self.missing),

@@ -325,7 +325,7 @@ def test_a_question_is_given_as_it_is(file, tiny_model):
 
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama"])
 def test_a_text_is_split_as_tokenizer_json_says(kind, tmp_path):
-    """For Qwen2 transformers takes a tokenizer of its own, which drops "+" and "?" here."""
+    """transformers takes a tokenizer of its own for Qwen2, which drops "+" and "?" here."""
     own = Tokenizer(models.BPE(unk_token="[UNK]"))
     own.pre_tokenizer = pre_tokenizers.Whitespace()
     own.train_from_iterator(["What is 12 + 30?"] * 9, trainers.BpeTrainer(

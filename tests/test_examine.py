@@ -46,6 +46,15 @@ def test_the_report_says_whether_pi_is_a_distribution(tokens, mean, says):
     assert last == "No cause found: what differs is within the noise of two kernels."
 
 
+@pytest.mark.parametrize("few, said", [(9, True), (10, False)])
+def test_what_was_never_drawn_may_be_where_the_rest_of_pi_is(few, said):
+    """If no ρ or few are on the other side of 1, a heavy tail looks like a cut."""
+    rows = [response(1, row(token_ids=[5], rollout_log_probs=[-1.0], entropy=[1.0],
+                            train_log_probs=[-0.9 if i < few else -1.5])) for i in range(500)]
+    assert ("NOT a distribution over what μ sampled, unless it has over twice μ's mass on tokens "
+            "that were never drawn: E[ρ]" in str(doctor.examine(rows))) == said
+
+
 def test_a_copied_column_is_named():
     """No two kernels agree to the last digit; verl's π_old in bypass mode is a copy of log μ."""
     same = row(train_log_probs=[-1.0, -2.0, -1.0])

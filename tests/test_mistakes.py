@@ -132,7 +132,7 @@ def test_an_instruction_is_taken_as_it_is():
 
 @pytest.mark.parametrize("name", ["007", "1e3", "1.10", "20261126_1", "yes", "a #b", "a: b"])
 def test_a_path_is_taken_as_it_is(name, tmp_path):
-    """In a file YAML has read a number before anybody sees the text, so that is refused."""
+    """YAML reads a number in a file before anybody sees the text, so that is refused."""
     config = load_config(["task.kind=jsonl", f"task.path={name}", f"policy.path={name}"])
     assert (config.task.path, config.policy.path) == (name, name)
     assert load_config(["policy.path=null"]).policy.path is None
