@@ -37,7 +37,7 @@ def draw_row(axes: Any, x: Tokens, name: str) -> None:
     table[rows, x.t] = gap
     grid.imshow(table[:48].numpy(), cmap="RdBu", vmin=-wide, vmax=wide, aspect="auto",
                 interpolation="nearest")
-    grid.text(1.02, 0, f"darkest: ±{wide:.2g}", transform=grid.transAxes, rotation=90, fontsize=7)
+    grid.text(1.02, 0, f"±{wide:.2g}", transform=grid.transAxes, rotation=90, fontsize=7)
     i, j, *_ = pairs(x)
     _scatter(after, x.mu[i] - x.mu[j], x.pi[i] - x.pi[j], dots)
     less_one = (x.pi - x.mu).clamp(max=20).expm1()
