@@ -347,11 +347,11 @@ def read_yaml(path: Path | None, overrides: list[str]) -> tuple[DictConfig, Dict
             user.correction = {}                   # off, and no default in its place
         OmegaConf.to_container(user)               # not all that loads is a mapping
         return user, given
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except UserError:
         raise
     except Exception as error:     # YAML's and OmegaConf's own have many types and several lines
+        if isinstance(error, OSError) and error.strerror:               # OmegaConf's have none
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
         raise UserError(f"{source} must be a mapping of settings in YAML, such as "
                         f"train: {{steps: 10}} ({str(error)[:300]})") from None
 
@@ -382,6 +382,8 @@ def check_keys(settings: dict[str, Any], known: dict[str, Any]) -> None:
             raise UserError(f"{key if key == key.strip() else repr(key)} is not a setting; did you "
                             f"mean {near}?")
         kind = known.get(key)
+        if key == "correction" and value not in ({}, None):
+            raise UserError(f"correction must be {describe(kind)}, not {value!r}")
         if (is_dataclass(kind) and value != {}) or (kind is bool and not isinstance(value, bool)):
             raise UserError(f"{key} must be {describe(kind)}, not {value!r}")
         if key in TEXTS and not isinstance(value, (str, NoneType)):
@@ -417,7 +419,11 @@ def allowed(low: Any, high: Any) -> str:
 def read_text(path: Path) -> str:
     if path.exists() and not path.is_file():       # a device or a pipe may never end
         raise UserError(f"{path} is not a file")
-    return path.read_text(encoding="utf-8-sig")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is no text in UTF-8; a compressed file must be unpacked "
+                        "first") from None
 
 
 def validate(config: Config) -> None:

@@ -232,8 +232,6 @@ def read_problems(kind: str, path: str) -> tuple[list[Problem], list[str]]:
         raise
     except Exception as error:     # pyarrow's are of many types
         reason = getattr(error, "strerror", None) or str(error)[:300]
-        if isinstance(error, UnicodeDecodeError):
-            reason = "it is no text in UTF-8; a compressed file must be unpacked first"
         raise UserError(f"{path} cannot be read as {kind}: {reason}") from None
     problems, bad, unit = [], [], "row" if kind == "parquet" else "line"
     for i, row in rows:

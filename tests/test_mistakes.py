@@ -62,6 +62,9 @@ def test_an_older_omegaconf_is_one_sentence(monkeypatch):
     (["list.yaml"], ["list.yaml", "mapping of settings"]),
     (["policy.path=./nowhere"], ["policy.path=./nowhere"]),
     (["verl.yaml"], ["algorithm.rollout_correction.rollout_is", "under correction:"]),
+    (["three.yaml"], ["three.yaml and the overrides must be a mapping of settings"]),
+    (["latin.yaml"], ["latin.yaml is no text in UTF-8"]),
+    (["words.yaml"], ["correction must be a section of settings, not ['a']"]),
     (["dotted.yaml"], ["train.steps is written in two parts in a file: train: {steps: …}"]),
     (["rollout.temperature=3", "rollout.engine=vllm"],
      ["rollout.temperature must be at most 2 for rollout.engine=vllm, not 3.0"]),
@@ -78,6 +81,9 @@ def test_mistakes_are_one_sentence(arguments, said, tmp_path, monkeypatch, capsy
     (tmp_path / "broken.yaml").write_text("train: {steps: [1")
     (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
     (tmp_path / "dotted.yaml").write_text("train.steps: 3")
+    (tmp_path / "three.yaml").write_text("3")
+    (tmp_path / "words.yaml").write_text("correction: [a]")
+    (tmp_path / "latin.yaml").write_bytes(b"seed: 1  # \xe9")
     (tmp_path / "verl.yaml").write_text("algorithm: {rollout_correction: {rollout_is: token}}")
     assert trainer.main(arguments) == 2
     error = capsys.readouterr().err
