@@ -290,6 +290,8 @@ def load_config(argv: list[str]) -> Config:
         key = getattr(error, "full_key", "a setting")
         raise UserError(f"{key} must be {describe(known.get(key))}, "
                         f"not {settings.get(key)!r}") from None
+    if config.policy.path not in (None, "/"):
+        config.policy.path = config.policy.path.rstrip("/")    # a shell's completion adds it
     if "correction" not in user:
         config.correction = {"preset": "decoupled_token_is"}
     if given.get("run") is None:

@@ -142,6 +142,7 @@ def test_a_path_is_taken_as_it_is(name, tmp_path):
     config = load_config(["task.kind=jsonl", f"task.path={name}", f"policy.path={name}"])
     assert (config.task.path, config.policy.path) == (name, name)
     assert load_config(["policy.path=null"]).policy.path is None
+    assert load_config(["policy.path=a/b/"]).policy.path == "a/b"
     assert load_config(["policy.path="]).policy.path is None
     (tmp_path / "own.yaml").write_text(f"policy: {{path: {name}}}")
     if name[0] != "a":
