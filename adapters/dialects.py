@@ -55,7 +55,8 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
     3984. verl 0.9's k1 bounds are on 1/ρ: they are inverted, with a warning where that makes a
     difference. Raises ValueError, naming the key, for anything else.
     """
-    block = _flatten(mapping, {})
+    block, sections = {}, set[str]()
+    _flatten(mapping, block, sections)
     if block.get("preset", "") is None and not set(block) <= set(OWN):
         del block["preset"]                 # it was switched off, for a block of another system
     keys = set(block) - {"calculate_log_probs", "_target_"}     # _target_: verl's dataclass has it
@@ -64,8 +65,7 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         read, allowed = _from_own, OWN
         # verl's configuration also has its own keys in the block; null says that they are not used.
         keys = {key for key in keys if key in OWN or key not in VERL or block[key] is not None}
-    elif "loss" in mapping or "loss" in (mapping.get("trainer") or ()) or (
-            keys & {"type", *PRIME[:8]}):                  # prime-rl's section, which may be empty
+    elif "loss" in sections or keys & {"type", *PRIME[:8]}:    # the section may be empty
         read, allowed = _from_prime, PRIME
     elif keys & set(SKYRL) - set(VERL_TIS) or "use_tis" in keys:
         read, allowed = _from_skyrl, SKYRL
@@ -82,7 +82,7 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
             if key in known and "preset" in keys:
                 mixed += " than preset, which correction.preset=null switches off"
             raise ValueError(f"correction has no key {key!r}{mixed}")
-    if read is _from_verl_060 and "algorithm" in mapping:
+    if read is _from_verl_060 and "algorithm" in sections:
         # verl's configuration has rollout_is: false by default. A block outside any section is
         # read as the arguments of verl's function, which has no such switch.
         block.setdefault("rollout_is", False)
@@ -100,18 +100,19 @@ def kl_kind(name: str) -> str:
     return KL_NAMES.get(base, base) + name[len(base):]
 
 
-def _flatten(mapping: Any, into: dict) -> dict:
+def _flatten(mapping: Any, into: dict[str, Any], sections: set[str]) -> None:
+    """Put the settings of a block into one mapping, and the names of its sections into a set."""
     if not isinstance(mapping, Mapping):
         raise ValueError(f"correction must be a mapping of settings, not {mapping!r}")
     for key, value in mapping.items():
         if key in WRAPPERS:
-            _flatten({} if value is None else value, into)
+            sections.add(key)
+            _flatten({} if value is None else value, into, sections)
         elif not isinstance(key, str) or key in into:
             fault = "given twice" if isinstance(key, str) else "no name"
             raise ValueError(f"correction key {key!r} is {fault}")
         else:
             into[key] = value
-    return into
 
 
 def _from_own(block: Mapping) -> RolloutCorrectionConfig:
