@@ -23,7 +23,7 @@ from torch import Tensor
 
 FLOOR = 0.01            # logits: a smaller gap needs no explanation, unless other tokens agree
 RECORD = 1e-4           # share left by a wrong record, whose law is not about sizes
-TEN = math.exp(-10)     # ten nats are not chance
+TEN_NATS = math.exp(-10)            # a likelihood ratio that is not chance
 LOWEST = -40.0          # stands for any lower log π
 ROUNDING = 1e-4         # of E[ρ]: float32 alone may move it by so much
 
@@ -130,7 +130,7 @@ class Finding(NamedTuple):
     left: float
     evidence: str
     rest: Tokens | None = None
-    enough: bool = False                # pairs of tokens show no other cause that is everywhere
+    enough: bool = False                # `texture` does not look at what this one leaves
     other: "Finding | None" = None      # what explains the gap almost as well
 
     @property
@@ -212,7 +212,7 @@ def numerics(x: Tokens) -> float:
 def pairs(x: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return indices of two tokens drawn after one prefix, and of one token drawn there twice.
 
-    Two pairs share no token, so that their errors are independent. (eq:same-prefix)
+    No two pairs of the first kind share a draw, so their errors are independent. (eq:same-prefix)
     """
     first: dict[int, dict[int, int]] = {}
     other: list[tuple[int, int]] = []
@@ -320,7 +320,7 @@ def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
         if f"{cause}, left" in LIMITS and not beyond(f"{cause}, left", share ** -easier):
             continue
         best = found[cause].left if cause in found else 1.0
-        if share < min(best, TEN ** (1 / len(e))):
+        if share < min(best, TEN_NATS ** (1 / len(e))):
             evidence = (f"mean gap {where} {size:.3f} logits ({int(dirty.sum())} tokens), of all "
                         f"others {rest:.3f}")
             blind = cause == "in-flight" and int(x.start.min()) < 0     # prompts are not known
@@ -332,7 +332,7 @@ def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
 # --- what form the gap has
 
 def grid(x: Tokens) -> Finding | None:
-    """Test whether a column's log-probs all fit in 16 bits: it was computed in 16 bits then."""
+    """Test whether 99 % of a column's log-probs fit in 16 bits: then it was computed in 16 bits."""
     for name, column in (("log μ", x.mu), ("log π", x.pi)):
         values = column[(column < -1e-4) & (column > LOWEST)].float()
         for kind in (torch.bfloat16, torch.float16):

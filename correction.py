@@ -63,11 +63,11 @@ def batch_normalize(weights: Tensor, response_mask: Tensor, level: str,
                     group: ProcessGroup | None = None) -> Tensor:
     """Divide weights by their mean, over tokens or over sequences.  (eq:self-normalised)
 
-    [B, T] → [B, T]. Sequences are counted where all tokens of one share a weight. With `group`, the
-    mean is over all its ranks. Weights with a mean below 1e-8 are returned as they are: all are 0
-    or at the floor e^−SAFETY_BOUND, and dividing would turn vanishing weights into ones. For w = ρ
-    the bias is O(1/N). Truncated weights tend to E_μ[wf]/E_μ[w]. Geometric and prefix weights,
-    whose mean is not 1, are rescaled at any N.
+    [B, T] → [B, T]. The mean is over sequences where all tokens of a sequence share a weight. With
+    `group`, it is over all ranks. If it is below 1e-8 the weights are returned as they are: nearly
+    all have vanished, and dividing would turn them into ones. For w = ρ the bias is O(1/N). With
+    truncated weights the estimate tends to E_μ[wf]/E_μ[w]. Geometric and prefix weights, whose
+    mean is not 1, are rescaled at any N.
     Source: verl PR 3980; Owen 2013, ch. 9.
     """
     mask, one_each = response_mask.bool(), weights
@@ -248,8 +248,8 @@ class RolloutCorrectionConfig:
         return self.rollout_is is not None and not self.ratio_is_the_weight
 
     # Presets have the arguments of verl's documents. `threshold` or `is_threshold` is the weights'
-    # C. `rs_threshold` is the criterion's bound: on ρ a pair, or an upper end u that means [1/u, u]
-    # unless `rs_threshold_lower` is given. `veto_threshold` is the lower bound of every ρ.
+    # C, for IcePop their upper bound. `rs_threshold` bounds the criterion: on ρ a pair, or an upper
+    # end u that means [1/u, u] unless `rs_threshold_lower` is given. `veto_threshold`: the least ρ.
 
     # Three policies, ρ = π_old/π_rollout.
 
@@ -368,13 +368,13 @@ class RolloutCorrectionConfig:
     @classmethod
     def geo_rs(cls, rs_threshold: Bound = NEAR_ONE, rs_threshold_lower: float | None = None,
                veto_threshold: float | None = 1e-4):
-        """Do as `decoupled_geo_rs`, with the veto."""
+        """Do as `decoupled_geo_rs`, and reject sequences with a ρ below 1e-4, the veto."""
         return cls.decoupled_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
 
     @classmethod
     def pg_rs(cls, rs_threshold: Bound = NEAR_ONE, rs_threshold_lower: float | None = None,
               veto_threshold: float | None = 1e-4):
-        """Do as `bypass_pg_geo_rs`, with the veto."""
+        """Do as `bypass_pg_geo_rs`, and reject sequences with a ρ below 1e-4, the veto."""
         return cls.bypass_pg_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
 
     @classmethod

@@ -1,8 +1,8 @@
 """Say what is wrong: judge a run's metrics, and name the cause of a mismatch in a dump.
 
-This file decides what is healthy. Its limits are rows of tables: HEALTHY (a range), SEVERE (far
-beyond it), NO_LESSON (a step that teaches nothing). Where a law says what is possible, the law is
-tested and no limit is set. Derivation, and how many runs each limit warned of:
+This file decides what is healthy. Its limits are HEALTHY (a range), SEVERE (far beyond it),
+NO_LESSON (a step that teaches nothing) and UNCORRECTED. Where a law says what is possible, the law
+is tested, in standard errors. Derivation, and how many runs each limit warned of:
 math/12-diagnostics.md.
 
     print(*diagnose(correct(old_log_prob, rollout_log_prob, mask, config).metrics), sep="\n")
@@ -31,10 +31,10 @@ HEALTHY = (
     ("train/empty_updates", 0, 0, "of some mini-batches nothing was kept; they took no step",
      "widen rollout_rs, raise rollout.max_tokens under rollout.mask_truncated, or take fewer and "
      "larger mini-batches"),
-    ("rollout_is_mean", 0.1, 2, "the mean of the weights is far from 1: a cap takes the rest, or a "
-     "heavy tail that this batch has not met",
+    ("rollout_is_mean", 0.1, 2, "the mean weight is far from 1: a cap takes the rest, the batch "
+     "missed a heavy tail or, above 1, met one",
      "take token instead of sequence weights, or lower rollout.staleness"),
-    ("rollout_is_raw_eff_sample_size", 0.005, 1, "one sample or two carry all the weight",
+    ("rollout_is_raw_eff_sample_size", 0.005, 1, "weighted, 200 samples are worth less than one",
      "take token instead of sequence weights, reject with seq_mean_k1, or lower rollout.staleness"),
     ("rollout_is_std", 0, 1, "the weights scatter widely, so the gradient is noisy",
      "lower rollout_is_threshold (token 1.5–5, sequence 2–10, geometric 1.0002–1.001)"),

@@ -13,8 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-# In nats: log-ratios are clamped to ±20 before they are exponentiated. A ratio of e^20 ≈ 4.9e8
-# marks a token or sequence to reject. Its square, which χ² and ESS need, still fits in a float32.
+# In nats: log-ratios are clamped to ±20 before they are exponentiated. Beyond e^20 ≈ 4.9e8 the
+# size of a ratio says nothing more. Its square, which χ² and ESS need, still fits in a float32.
 SAFETY_BOUND = 20.0
 
 LEVELS = ("token", "prefix", "sequence", "geometric")

@@ -70,7 +70,7 @@ class LossConfig:
 # ---------------------------------------------------------------------------------- aggregation
 
 class Counts(NamedTuple):
-    """Hold the number of tokens and of non-empty sequences, over all ranks.  (eq:aggregation)"""
+    """Hold numbers of tokens and non-empty sequences, of one mask or of all.  (eq:aggregation)"""
 
     tokens: Tensor
     sequences: Tensor
@@ -97,7 +97,7 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
     says what |y_i| and N count, so that rejection need not change the size of the step. N counts
     non-empty sequences. In rows where denominator_mask is empty and `mask` is not, |y_i| counts
     `mask`. Holes in a mask, such as a tool's tokens, count nowhere (eq:tool-length): H is by
-    default T, less the columns before the last token that no row counts; better give the sampler's
+    default T less the holes that all rows share (`width_without_holes`); better give the sampler's
     limit. `counts` are the counts of the whole mini-batch, over ranks and micro-batches; with them
     (and a `horizon`) the results of the parts add up to that of the whole. With nothing to sum the
     result is 0, graph attached. Raises ValueError on another mode.
@@ -121,7 +121,7 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
 
 
 def width_without_holes(mask: Tensor) -> Tensor:
-    """Return T less the columns before the last token that no row of `mask` [B, T] counts."""
+    """Return T less the columns of `mask` [B, T] that are 0 in all rows, before the last 1."""
     some = mask.bool().any(0)                                                             # [T]
     holes = ~some & some.flip(0).cumsum(0).flip(0).bool()                                 # [T]
     return (mask.shape[-1] - holes.sum()).clamp(min=1)
@@ -256,8 +256,8 @@ def kl_loss(log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, kind:
 
     `log_prob`, `ref_log_prob`, `response_mask`: [B, T]; `kind` as in `kl_estimate`. Prefer k2 or a
     "+": their gradient is that of the per-token reverse KL. The gradient of k1 is 0 in expectation,
-    and that of k3 is KL(π_ref‖π_θ)'s. `ratio` [B, T] multiplies the estimate when samples come from
-    μ: detached with k2 or "+", or π_θ/μ with its graph with k1 or k3. Then
+    and that of k3 is KL(π_ref‖π_θ)'s. `ratio` [B, T], π_θ/μ, multiplies the estimate on samples of
+    μ: detached for k2 and "+", with its graph for k1 and k3. With its graph
     ∇(ratio·k3) = sg(ratio)·∇k2, sample by sample (DeepSeek-V3.2 2512.02556). If the ratio is a
     prefix product with its graph, k1 gives the gradient of the whole sequence's KL (eq:prefix).
     """
@@ -298,7 +298,7 @@ def kl_penalty(old_log_prob: Tensor, ref_log_prob: Tensor, rollout_log_prob: Ten
 
     ρ = π_old/π_rollout. `weights` [B, T] are the w by which the loss multiplies token t. The
     penalty has weights of its own, so w is divided out; where w is 0 the penalty is 0. Only k1
-    gives the gradient of the KL here. Source of None: eq:kl-gradient's first part, on-policy.
+    gives the gradient of the KL here. Level None is the first part of eq:kl-gradient, on-policy.
     """
     mask = response_mask.bool()
     kl = kl_estimate(old_log_prob.detach(), ref_log_prob.detach(), kind)                # [B, T]

@@ -90,7 +90,7 @@ class Tokens(NamedTuple):
 
     def shares(self, count: Tensor, *, tokens: Sequence[str] = (),
                rows: Sequence[str] = ()) -> "list[Quantity]":
-        """Return the share of tokens, `count` [B] of each sequence, and of sequences with any."""
+        """Return the share of tokens that are counted, `count` [B], and of sequences with any."""
         return [(Sums.of_rows(count / self.n, self.n), dict.fromkeys(tokens, "mean")),
                 (Sums.of_rows(count > 0, self.rows), dict.fromkeys(rows, "mean"))]
 
@@ -114,7 +114,7 @@ class Statistics:
     """
 
     names: tuple[dict[str, str], ...]               # for each quantity: metric → reduction
-    table: Tensor                                   # [quantities, 5]
+    table: Tensor                # [quantities, 5]: n, Σx, Σx², max x, max −x
 
     @classmethod
     def of(cls, quantities: list[Quantity]) -> "Statistics":
@@ -140,7 +140,7 @@ class Statistics:
 
     def metrics(self) -> dict[str, Tensor]:
         """Return {"rollout_corr/…": 0-dim tensor}, on the device."""
-        n, total, squares, top, bottom = self.table.unbind(-1)                            # [Q]
+        n, total, squares, top, negative_top = self.table.unbind(-1)                      # [Q]
         count, nothing = n.clamp(min=1), n <= 0
         mean = total / count
         variance = (squares / count - mean.square()).clamp(min=0)
@@ -151,7 +151,7 @@ class Statistics:
             "ess": kish(count, total, squares),
             "z": total / squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt(),
             "max": top.masked_fill(nothing, 0.0),
-            "min": (-bottom).masked_fill(nothing, 0.0),
+            "min": (-negative_top).masked_fill(nothing, 0.0),
         }
         return {f"rollout_corr/{metric}": reduced[how][i] for i, names in enumerate(self.names)
                 for metric, how in names.items()}
@@ -238,11 +238,11 @@ def _spread(prefix: str, x: Sums, center: float, reductions: dict[str, str]) -> 
 
 
 def ratio_quantities(ratios: Ratios, level: str, bounds: Any, by_token: bool,
-                     sums: Mapping[str, Tensor | None]) -> list[Quantity]:
+                     by_prefix: Mapping[str, Tensor | None]) -> list[Quantity]:
     """Summarise ρ at a level, and count what is beyond the bounds, by token or by sequence.
 
-    `sums` says what each prefix summarises: None is ρ itself, a tensor [B, T] the weights made of
-    it. Under every prefix the bounds are compared with ρ.
+    `by_prefix` says what each prefix summarises: None is ρ itself, a tensor [B, T] the weights made
+    of ρ. Under every prefix the bounds are compared with ρ.
     """
     tokens, log_rho, rho = ratios.tokens, ratios.log_rho, ratios.of_rho
     if level != "token":
@@ -250,19 +250,19 @@ def ratio_quantities(ratios: Ratios, level: str, bounds: Any, by_token: bool,
         log_rho = aggregate(log_rho, tokens.mask, level)                       # [B, T] or [B, 1]
         rho = tokens.sums(exp_ratio(log_rho))
     found: list[Quantity] = []
-    for prefix, weights in sums.items():
+    for prefix, weights in by_prefix.items():
         if weights is not None and level not in OF_TOKENS:                    # one weight a row
             weights = extremes(weights, tokens.mask)[0][:, None]
         found += _spread(prefix, rho if weights is None else tokens.sums(weights), 1.0, WEIGHTS)
     lo, hi = (default if end is None else end for end, default in zip(bounds, (0.0, math.inf)))
     row = rho.total / tokens.n
     for end, beyond, far in zip(("low", "high"), outside(log_rho, *bounds), (row < lo, row > hi)):
-        names = [f"{prefix}_ratio_fraction_{end}" for prefix in sums]
+        names = [f"{prefix}_ratio_fraction_{end}" for prefix in by_prefix]
         count = tokens.count_rows(beyond)
         by = "tokens" if by_token else "rows"
         found += tokens.shares(count, **{by: names})
         found.append((Sums.of_rows(far, tokens.rows),
-                      {f"{prefix}_seq_fraction_{end}": "mean" for prefix in sums}))
+                      {f"{prefix}_seq_fraction_{end}": "mean" for prefix in by_prefix}))
     return found
 
 
@@ -270,16 +270,16 @@ def weight_quantities(ratios: Ratios, grounds: Grounds) -> list[Quantity]:
     """Summarise weights before normalisation (rollout_is_*), and their ρ (rollout_is_raw_*).
 
     If no weights are applied, only ρ is summarised. With a single threshold C, ρ outside [1/C, C]
-    is counted. rollout_is_per_sequence is 1 where a sequence has one weight, 0 where its tokens
-    have.
+    is counted. rollout_is_per_sequence is 1 where a sequence has one weight, 0 where each token
+    has its own.
     """
     level, weights, threshold = grounds.level, grounds.weights, grounds.threshold
     if level is None:
         return []
     tokens, pair = ratios.tokens, isinstance(threshold, tuple)
     bounds = threshold if pair else (1 / threshold, threshold)
-    sums = {"rollout_is_raw": None} | ({} if weights is None else {"rollout_is": weights})
-    found = ratio_quantities(ratios, level, bounds, level != "sequence", sums)
+    by_prefix = {"rollout_is_raw": None} | ({} if weights is None else {"rollout_is": weights})
+    found = ratio_quantities(ratios, level, bounds, level != "sequence", by_prefix)
     if weights is None:
         return found
     per_sequence = level not in OF_TOKENS

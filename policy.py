@@ -12,8 +12,8 @@ This file decides
 * Nothing is random: dropout is 0 in training too.
 * An adapter (LoRA) is peft's own. The model without it is π_ref. The engine gets it merged or
   apart.
-Left out are tensor and pipeline parallelism, image inputs, and models that have a state in the
-place of a cache of keys and values; these are refused.
+Left out are tensor and pipeline parallelism and image inputs. Models with a recurrent state
+instead of a cache of keys and values are refused.
 
     policy = load_policy("path/to/model", 1.0, "bfloat16", torch.device("cuda"))
     log_prob = policy(tokens, attention, width)                                           # [B, T]

@@ -29,7 +29,7 @@ from estimators import SAFETY_BOUND, extremes, kl_estimate, sequence_log_ratio
 # ----------------------------------------------------------- what a criterion sees and returns
 
 class Evidence(NamedTuple):
-    """Hold what a criterion may look at; tensors are [B, T], the last three None where unknown."""
+    """Hold what a criterion may look at; tensors are [B, T], and None is what was not given."""
 
     log_rho: Tensor                                 # 0 on padding
     mask: Tensor                                    # bool
@@ -41,7 +41,7 @@ class Evidence(NamedTuple):
 class Verdict(NamedTuple):
     """Hold a criterion's statistic, the interval it keeps, and what lies below and above it.
 
-    Tensors are [B, T] for criteria of tokens and [B, 1] for those of sequences.
+    `statistic` is [B, 1] for criteria of sequences, else [B, T]; below and above may be [B, T].
     """
 
     statistic: Tensor
@@ -52,7 +52,7 @@ class Verdict(NamedTuple):
 
 def at_most(statistic: Tensor, bound: Any, among: Tensor | bool = True,
             least: float | Tensor = -math.inf) -> Verdict:
-    """Keep values ≤ bound; NaN counts as above. Only entries in `among` can be rejected."""
+    """Reject values in `among` that are not ≤ bound, NaN too; [least, bound] is what is kept."""
     above = ~(statistic <= bound) & among
     return Verdict(statistic, (least, bound), torch.zeros_like(above), above)
 
@@ -144,8 +144,8 @@ def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float,
 
     (eq:second-moment)
 
-    `square`, `response_mask`: [B, T]. The mean of the values ≤ x never falls as x rises, so on one
-    rank the limit is read off the sorted values. Over ranks 31 halvings find it among the float32
+    `square`, `response_mask`: [B, T]. The mean of the values ≤ x never falls as x rises: the
+    limit is read off the sorted values or, with a `group`, found by 31 halvings of the float32
     numbers from 0 to ∞, which are ordered as their bits are. Each halving all-reduces one sum and
     one count, whatever the ranks' shapes. Equal values stay or go together. The limit is 0 where
     even the smallest value is above the bound. AReaL's M2PO differs in three ways: its bound is
@@ -185,15 +185,15 @@ def nearest(word: Any, allowed: Any) -> str:
 
 def number(key: str, value: Any) -> float:
     """Return a positive number, or raise a ValueError that names the key."""
-    with suppress(ValueError, OverflowError):                       # float("0.5_2") is 0.52
+    with suppress(ValueError, OverflowError):
         known = isinstance(value, (int, float, str)) and not isinstance(value, bool)
-        if known and "_" not in str(value) and float(value) > 0:
+        if known and "_" not in str(value) and float(value) > 0:    # float("0.5_2") is 0.52
             return float(value) if float(value) < 3e38 else math.inf        # float32 ends there
     raise ValueError(f"{key} must be a positive number, not {value!r}")
 
 
 def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    """Say whether a value is a list, of a file or of OmegaConf."""
+    """Say whether a value is a sequence and no text: a list, a tuple, OmegaConf's list."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
@@ -230,9 +230,9 @@ class Criterion(NamedTuple):
     """Describe one criterion: its statistic, its scope, how its bound is read, and its judge.
 
     `of` is what is judged: each "token", each "sequence", or tokens of the whole "batch". `read` is
-    `interval` for a pair that bounds ρ, `number` for an upper bound. `needs` maps further tensors
-    of Evidence to their names and reasons in error messages. `level` is that of the ρ which a pair
-    bounds.
+    `interval` for a pair that bounds ρ, `number` for an upper bound. `needs` maps each further
+    tensor of Evidence to the end of the message that asks for it. `level` is that of the ρ which a
+    pair bounds.
     """
 
     statistic: str
@@ -267,7 +267,7 @@ CRITERIA = {
                             partial(divergence_at_most, "seq_max", "k2")),
     "seq_max_k3": Criterion("worst k3", "sequence", number,
                             partial(divergence_at_most, "seq_max", "k3")),
-    "opsm": Criterion("mean −log ρ, where A < 0", "sequence", number, opsm, SIGN),
+    "opsm": Criterion("where A < 0, mean −log ρ", "sequence", number, opsm, SIGN),
     "token_tv": Criterion("|π − μ|", "token", number, token_tv, PROBABILITY),
     "token_tv_outward": Criterion("sign(A)(π − μ)", "token", number, token_tv_outward,
                                   {**SIGN, **PROBABILITY}),

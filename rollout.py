@@ -39,7 +39,7 @@ from kernels.log_probs import widen_head
 from kernels.shapes import Shape, pad_rows, run_prompts, to_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KEPT = 1024  # most ids that a cut may keep: 4 KB a token in training; a vocabulary of bytes fits
+KEPT = 1024  # largest top-k: 4 KB a token in training, 8 with ties; a vocabulary of bytes fits
 NamedTensor = tuple[str, Tensor]  # a weight, by its Hugging Face name
 
 
@@ -53,7 +53,7 @@ class Sample:
     kept_ids: list[list[int]] | None = None  # |y| sets: the ids μ was cut to; None: all
     candidates: tuple[Tensor, Tensor] | None = None  # ids and log μ of all kept tokens or of the
     # likeliest, [|y|, K] each, the likeliest first, −∞ where there are fewer; None: not asked for
-    versions: list[int] | None = None  # |y| pushes, whose weights drew the token; None: one
+    versions: list[int] | None = None  # |y| pushes, whose weights drew the token; None: one for all
 
     @property
     def crossed(self) -> bool:

@@ -34,9 +34,9 @@ def ppo_clip_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, cl
     """Return −min(rA, clip(r, 1−ε_low, 1+ε_high)A) with r = π_θ/π_old.  (eq:ppo-clip)
 
     The gradient vanishes where r has left the interval in the direction of the advantage. In bypass
-    mode π_rollout takes the place of π_old. Each end of the clip then pulls π_θ towards π_rollout
-    in logit space (eq:clip-pull; one place in numbers: eq:clip-one-place). `dual_clip` c > 1 bounds
-    the loss for A < 0 by −cA, where r alone would not (eq:dual-clip).
+    mode π_rollout takes the place of π_old. Both ends then pull π_θ's logits towards π_rollout's,
+    the upper one while KL(π_θ‖π_rollout) ≤ log(1+ε_high) (eq:clip-pull; in numbers:
+    eq:clip-one-place). `dual_clip` c > 1 bounds the loss for A < 0 by −cA (eq:dual-clip).
     Sources: Schulman et al. 1707.06347; Ye et al. 1912.09729 (dual clip, c = 3); DAPO 2503.14476
     (ε_high > ε_low).
     """

@@ -1,7 +1,7 @@
 """Read other systems' configuration blocks for the same corrections as ours.
 
 This file decides what verl 0.6.0, 0.6.1, 0.9, SkyRL and prime-rl mean by their keys. A key that is
-left out has their default; null switches off, or is refused, as it does there. Where a document and
+left out has their default; null is off or refused, as it is there. Where a document and
 the released code differ, a table of adapters/README.md names both. Tensors do not occur here.
 
     from adapters.dialects import from_dialect

@@ -3,7 +3,7 @@
 This file translates the contract of rollout.py, `Engine`, into vLLM's words; it decides nothing
 that is learned. On a GPU with Triton vLLM takes its second model runner, whose sampler is other
 code than the CPU tests run. The contract is the same (seeds, processed log-probs in float32,
-surviving ids), and held on an H100 (`python tools/gpu_report.py`).
+kept ids), and held on an H100 (`python tools/gpu_report.py`).
 """
 
 import math

@@ -59,7 +59,7 @@ def markdown(header, rows):
 
 
 def number(x, digits=2):
-    """Write a figure; what is 0 to rounding is a bold 0."""
+    """Write a number; what is 0 to rounding is a bold 0."""
     return "**0**" if abs(x) < 1e-10 else "< 0.01" if abs(x) < 0.005 else f"{x:.{digits}f}"
 
 
@@ -372,9 +372,9 @@ def studied():
 
 
 def collapsed(rows, later=None, bypass=()):
-    """Join the rows that have the same figures into one row that names all of them.
+    """Join the rows that have the same numbers into one row that names all of them.
 
-    Rows that differ only in the column `later` are joined, too. That cell gives the figure of the
+    Rows that differ only in the column `later` are joined, too. That cell gives the number of the
     decoupled methods, then that of the bypass methods.
     """
     groups = {}
@@ -905,7 +905,7 @@ def predictions(common=0.1, samples=512):
 
 
 def warnings():
-    """Count how often a metric crossed its line before the mean reward fell, and how often in vain.
+    """Count how often a metric crossed its line before the mean reward fell, and false alarms.
 
     The reward is a mean of five steps, and it fell if it is 0.1 below its best.
     """

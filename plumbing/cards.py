@@ -63,12 +63,12 @@ class Shapes(NamedTuple):
             2 * config.num_hidden_layers * of_cache * width)
 
 
-def memory(model: Shapes, config: Config, ranks: int, length: int, share: float
+def memory(model: Shapes, config: Config, ranks: int, length: int, vllm_bytes: float
            ) -> tuple[dict[str, float], dict[str, float]]:
     """Return bytes on one rank's card, by what holds them: in an update, and while it samples.
 
-    length: tokens of the longest prompt and response. share: bytes that vLLM takes while awake; 0:
-    the engine is transformers', which stays awake.
+    length: tokens of the longest prompt and response. vllm_bytes: what vLLM takes while awake; 0
+    means the engine of transformers, which stays awake.
 
     FSDP2 divides float32 weights, gradients and AdamW's two moments among the ranks. It keeps the
     root gathered, and each layer together with the next, in the policy's dtype of d bytes. The root
@@ -89,11 +89,11 @@ def memory(model: Shapes, config: Config, ranks: int, length: int, share: float
         one * model.layers)
     reference = config.loss.kl_coef != 0 and policy.lora_rank is None
     stays = {"weights": own * (1 + reference), "moments": 2 * learns}
-    engine = {"the engine": share or smallest_engine(model, config, length)}
+    engine = {"the engine": vllm_bytes or smallest_engine(model, config, length)}
     update = {"gradients": learns, "gathered weights with their gradients":
               (model.root + 2 * model.layer) * d + (model.root + model.layer) * (d + 4) * backward,
               "slices of logits": LOGITS, "activations": rows * length * kept}
-    return stays | update | ({} if share else engine), stays | engine
+    return stays | update | ({} if vllm_bytes else engine), stays | engine
 
 
 def smallest_engine(model: Shapes, config: Config, length: int) -> float:

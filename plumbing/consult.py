@@ -28,9 +28,9 @@ RESCORED = 1024                 # most responses that the model scores
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0 for a healthy pair, 1 for a cause found, 2 for unreadable input."""
-    parser = argparse.ArgumentParser(prog="doctor.py", description="From log-probs to the cause.")
+    parser = argparse.ArgumentParser(prog="doctor.py", description="Find why two log-probs differ.")
     parser.add_argument("dump", nargs="?", metavar="DUMP", help="JSON-lines or parquet, a response "
-                        "a line; without one --model samples")
+                        "a row; without DUMP the engine samples from --model")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--figure", metavar="FILE.png", help="draw the dump above known causes")
     parser.add_argument("--model", metavar="DIR", help="the trainer's model: it rescores the dump")
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="its older checkpoints, newest first")
     parser.add_argument("--engine", default="auto", choices=typing.get_args(
         typing.get_type_hints(RolloutConfig)["engine"]),
-                        help="which samples where there is no dump")
+                        help="what samples if there is no DUMP")
     given = parser.parse_args(argv)
     if not (given.dump or given.model):
         parser.error("give a DUMP, --model DIR, or both")
@@ -55,14 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(report.as_json() | more, ensure_ascii=False), flush=True)
         else:
             print(report, *(rescored.lines() if rescored else []), sep="\n", flush=True)
-    except BrokenPipeError:            # who reads has enough; Python would complain at its end
+    except BrokenPipeError:            # as by `| head -1`; Python would complain at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError, UserError) as error:
         why = f"{error.filename} cannot be read: {error.strerror}" if isinstance(
             error, OSError) and error.filename else error
         print(f"doctor.py: {why}", file=sys.stderr)
         return 2
-    except Exception:                  # a fault of this program: Python's own code would be 1
+    except Exception:                  # a bug: Python would exit with 1, which says a cause
         traceback.print_exc()
         return 2
     return int(bool(report.causes))

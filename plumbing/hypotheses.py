@@ -138,7 +138,7 @@ class Scorer:
         z = self.plain
         return self.log_prob(z.where(~self.seen, torch.where(z > 0, z / penalty, z * penalty)))
 
-    def late(self, k: int, module: str = "") -> Tensor:
+    def stale(self, k: int, module: str = "") -> Tensor:
         """Return log-probs by the weights of k updates ago, of all modules or of one: [N]."""
         tied = self.original._tied_weights_keys if self.config.tie_word_embeddings else {}
         return self.scored((k, module), weights={
@@ -306,14 +306,14 @@ TABLE = list(starmap(Hypothesis, (
      lambda s, x: s.shifted(s.log_prob(s.plain), x), listed(1, -1)),
     ("by the logits {:+d} away", "shift",
      lambda s, x: s.log_prob(s.shifted(s.plain, x)), listed(1, -1)),
-    ("{} updates stale", "weights", lambda s, k: s.late(k),
+    ("{} updates stale", "weights", lambda s, k: s.stale(k),
      lambda s, _: range(1, len(s.older) + 1)),
-    ("{} of {} updates ago", "weights", lambda s, x: s.late(x[1], x[0]), modules),
+    ("{} of {} updates ago", "weights", lambda s, x: s.stale(x[1], x[0]), modules),
     ("matrices rounded to {} bits", "weights", lambda s, x: s.rounded(x, True), ROUNDINGS),
     ("matrices of layers rounded to {} bits", "weights",
      lambda s, x: s.rounded(x, False), ROUNDINGS),
     ("before token {}, {} updates stale", "in-flight",
-     lambda s, x: torch.where(s.place < x[0], s.late(x[1]), s.log_prob(s.plain)),
+     lambda s, x: torch.where(s.place < x[0], s.stale(x[1]), s.log_prob(s.plain)),
      lambda s, _: [(t, k + 1) for k in range(len(s.older))
                    for t in range(1, int(s.place.max()) + 1)]),
     ("prompt without its first {} tokens", "context",

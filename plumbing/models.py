@@ -61,7 +61,7 @@ def configuration(path: str) -> tuple[Any, dict[str, float]]:
 
 
 def digest_of(path: str) -> str:
-    """Return a SHA-256 of what is read of a model: its JSON, and three MB of each weight file."""
+    """Return a SHA-256 of config.json, tokenizer.json, and three MB of each weight file."""
     cached = None if Path(path).is_dir() else try_to_load_from_cache(path, "config.json")
     place, digest = Path(cached).parent if isinstance(cached, str) else Path(path), hashlib.sha256()
     for file in [*place.glob("config.json"), *place.glob("tokenizer.json")]:

@@ -5,7 +5,7 @@ columns of a dump are matched to these scores. This file decides
 * A hypothesis h is judged by the share of the gap to the plain model that it leaves,
   Σ(recorded − h)² / Σ(recorded − plain)². Both are log-odds: there, noise of the logits has the
   same size for every token.
-* A hypothesis with values to search pays for them: it must be likelier by their number squared,
+* A hypothesis with n values to search pays for them: its likelihood must be n² times as high,
   a choice.
 * The effect of bfloat16 is measured on this model, and is no fault.
 
@@ -160,7 +160,7 @@ def rescore(path: str, older: Sequence[str], responses: Iterable[Response]) -> R
     """Say which hypotheses the two columns of a dump are.
 
     path: the directory of the trainer's model. older: those of its older checkpoints, newest first.
-    Raises ValueError where a response has no prompt.
+    Raises ValueError for a response without a prompt, or a model that is not the dump's.
     """
     kept, model = list(responses), read(path, "--model").eval()
     vocabulary = model.config.get_text_config().vocab_size
@@ -213,7 +213,7 @@ def sample_and_score(path: str, engine: str, prompts: Sequence[list[int]], *, ma
                      train_dtype: str = "float32", **settings: Any) -> list[Response]:
     """Sample a response to each prompt with an engine, and score it with the trainer's policy.
 
-    engine, dtype, settings are those of `make_engine`. A set of top_p or top_k is not replayed.
+    engine, dtype, settings are those of `make_engine`. What top_p or top_k cut is not replayed.
     """
     longest = max(map(len, prompts)) + max_tokens
     try:

@@ -152,7 +152,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Say whether all is done; a run that is done but cannot go on raises UserError."""
+        """Say whether all is done; UserError if not, with a model or record but no checkpoint."""
         record, steps = self.directory / "finished.json", self.config.train.steps
         model = any((self.directory / "model").glob("*config.json"))
         if record.exists():
@@ -264,9 +264,9 @@ class Run:
         fits = [0 < len(ids) <= room for ids in encoded]
         bad = [f"{p.where} is a prompt of {len(ids)} tokens"
                for p, ids, ok in zip(problems, encoded, fits) if not ok]
-        remarks = leave_out(bad, sum(fits), config.task.on_bad_row, why=f"between 1 and {room} are "
-                           f"left of the model's context of {context} by rollout.max_tokens="
-                           f"{config.rollout.max_tokens}")
+        remarks = leave_out(bad, sum(fits), config.task.on_bad_row, why=f"a prompt may have 1 to "
+                           f"{room}, which rollout.max_tokens={config.rollout.max_tokens} leaves "
+                           f"of the model's context of {context}")
         problems = [problem for problem, ok in zip(problems, fits) if ok]
         encoded = [ids for ids, ok in zip(encoded, fits) if ok]
         n = sum(fits[:len(task.train)])                    # so many of them are train's
@@ -290,7 +290,7 @@ class Run:
         return found
 
     def restore(self) -> None:
-        """Go back to the last checkpoint, if there is one."""
+        """Report the run, set its threads, and load the last checkpoint if there is one."""
         config, count = self.config, sum(p.numel() for p in self.policy.parameters())
         take_threads(count)
         self.rate = matrix_rate(self.device, config.policy.dtype)

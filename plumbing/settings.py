@@ -174,7 +174,7 @@ class TrainConfig:
     lr: float = setting(2e-4, "learning rate of AdamW", 0, 10)
     warmup_steps: int = setting(10, "steps in which the learning rate rises", 0)
     schedule: Literal["constant", "cosine"] = setting(
-        "constant", "the learning rate after that; cosine: it falls, to 0 after the last step")
+        "constant", "the learning rate after warm-up; cosine: it falls, to 0 after the last step")
     max_grad_norm: float = setting(
         1.0, "largest norm of the gradient, which is scaled down to it; .inf: no limit", 1e-6,
         math.inf)
@@ -183,8 +183,8 @@ class TrainConfig:
     keep: int = setting(3, "number of checkpoints that are kept", 1)
     eval_every: int = setting(50, "steps between evaluations", 1)
     dump: int = setting(
-        0, "write the tokens and log-probs of the first so many steps of each start to "
-        "runs/<run>/dumps/, for doctor.py; also named run.dump", 0)
+        0, "steps after each start whose tokens and log-probs go to runs/<run>/dumps/, for "
+        "doctor.py; also named run.dump", 0)
     grace: float = setting(25.0, "seconds after SIGTERM in which a step may end and be saved", 0)
     on_nonfinite: Literal["raise", "skip"] = setting(
         "raise", "on a number that is not finite: end the run, or leave the sample out")

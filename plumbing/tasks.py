@@ -1,6 +1,6 @@
 """A task has questions, answers and rewards; a tiny demo model is taught to half know them.
 
-This file decides: a reward is right or wrong. No held-out problem is a training problem, and no
+This file decides: a reward is 1 or 0. No held-out problem is a training problem, and no
 question is in a file twice. A row that cannot be used is named. A pass deals every problem once,
 in an order drawn from the seed. The demo model is taught here.
 """
@@ -72,7 +72,7 @@ class Task:
         return float(is_right(response, problem.answer))
 
     def order(self, seed: int, first: int, n: int) -> list[int]:
-        """Return indices first … first + n of an endless sequence of shuffled passes."""
+        """Return n indices, from number `first` on, of an endless sequence of shuffled passes."""
         size, chosen = len(self.train), []
         for epoch in range(first // size, (first + n - 1) // size + 1):
             begin = first - epoch * size
@@ -172,7 +172,7 @@ def leave_out(bad: list[str], good: int, rule: str, why: str = "") -> list[str]:
 
 
 def make_problems(config: TaskConfig, rng: random.Random) -> list[Problem]:
-    """Return up to 10 000 different questions: 17+25=, 3102> with digits to sort, or brackets."""
+    """Return all questions of brackets, or up to 10 000: 17+25=, or 3102> with digits to sort."""
     if config.kind == "dyck":
         return dyck_problems(config.length, config.depth, rng)
     largest, sort, answers = 10 ** config.size, config.kind == "sort", {}

@@ -33,7 +33,7 @@ def build():
 
 @pytest.fixture(scope="session")
 def book():
-    """math/book.py, which has just written book/."""
+    """Write book/, and return math/book.py as a module."""
     packages = ("markdown_it", "mdit_py_plugins", "pygments", "playwright")
     missing = [f"{name} (requirements/book.txt)" for name in packages
                if importlib.util.find_spec(name) is None]
@@ -55,7 +55,7 @@ def book():
 
 @pytest.fixture(scope="module")
 def browser(book):
-    """It is closed with this file: its event loop must not run while others' tests do."""
+    """Yield Chromium, closed with this file: its event loop must not run while others' tests do."""
     from playwright.sync_api import sync_playwright
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(

@@ -31,7 +31,7 @@ def entries():
 
 
 def documents():
-    """Every text of the repository that may cite something, this file aside."""
+    """Return every text of the repository that may cite something, this file aside."""
     places = [path for glob in ("*.py", "*/*.py", "*.md", "*/*.md", "math/*.yaml")
               for path in ROOT.glob(glob)]
     return {path: path.read_text() for path in places
@@ -95,7 +95,7 @@ LOOK = """() => {
 
 @pytest.fixture(scope="module")
 def looked_at(book, browser):
-    """What there is to see on every page at every width, with all folds open, in one tab."""
+    """Look at every page at every width, with all folds open, in one tab; return what is seen."""
     tab, found = browser.new_context(offline=True).new_page(), {}
     asked, complaints = [], []
     tab.on("request", lambda request: asked.append(request.url))

@@ -1,6 +1,6 @@
 """What a run asks of a card is arithmetic: its counts are those of real tensors, on a CPU.
 
-None of it was compared with a card.
+`python tools/gpu_report.py` compares one update with a card; nothing here does.
 """
 
 import os

@@ -278,8 +278,8 @@ def test_prompts_that_do_not_fit_are_named_or_left_out_with_their_problems(file,
     assert (str(found.value).startswith("13 of 37 rows cannot be used: ")
             and str(found.value).count(" is a prompt of 60") == 10)
     assert str(found.value).endswith(
-        "; and 3 more: between 1 and 507 are left of the model's context of 512 by "
-        "rollout.max_tokens=5 (task.on_bad_row=skip leaves them out)")
+        "; and 3 more: a prompt may have 1 to 507, which rollout.max_tokens=5 leaves of the "
+        "model's context of 512 (task.on_bad_row=skip leaves them out)")
     run, model = encoding(task, tiny_model, on_bad_row="skip")
     prompts, held_out = run.encode(model)
     assert 0 < len(run.task.held_out) < 10 and len(run.task.train) + len(run.task.held_out) == 24

@@ -24,7 +24,7 @@ H, T, B = 230, 26, 34                  # of a picture: its height, and what its 
 
 
 def rows(width):
-    """{arm: its rows of the table} at a width: where weights are equal, that arm alone."""
+    """Return {arm: its rows of the table} at a width: where weights are equal, that arm alone."""
     with (ROOT / "math/study-64.csv").open() as file:
         found = [row for row in csv.DictReader(file) if row["regime"] == REGIMES[width]]
     arms = ["matched"] if width == "float32" else [arm for arm in NAMED if arm != "matched"]
@@ -32,12 +32,12 @@ def rows(width):
 
 
 def accuracies(path):
-    """The accuracies that an SVG path goes through."""
+    """Return the accuracies that an SVG path goes through."""
     return [(H - B - float(y)) / (H - B - T) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", path)]
 
 
 def look(page):
-    """{a line's name: the number beside it}, the thin lines, the thick ones."""
+    """Return {a line's name: the number beside it}, the thin lines, the thick ones."""
     picture = page.locator("[data-widget=sampler]")
     beside = picture.locator("svg text.value").evaluate_all(
         "(all) => all.map((x) => [x.previousElementSibling.textContent, x.textContent])")

@@ -43,7 +43,7 @@ def test_each_reason_has_its_sentence(metrics, said):
 def test_of_nothing_nothing_else_is_judged():
     """A step without tokens is not judged by its means, which are 0 or NaN.
 
-    Once they were taken for a wrong temperature.
+    A perplexity ratio of 0 is no sign of a wrong temperature there.
     """
     strange = {"rollout_corr/ppl_ratio": 0.0, "rollout_corr/kl": math.nan,
                "rollout_corr/k3_kl": 9.0}

@@ -24,7 +24,7 @@ def pages():
 
 
 def others():
-    """Every page but those that show a file, which are all made alike, and two of these."""
+    """Return the pages, but of those that show a file, which are all made alike, only two."""
     sources = [name for name in pages() if re.search(r"\.\w+\.html$", name)]
     return [*(name for name in pages() if name not in sources), sources[0], sources[-1]]
 

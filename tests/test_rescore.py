@@ -184,7 +184,7 @@ def test_without_a_prompt_the_line_is_named(drawn):
 
 
 def test_a_token_that_the_model_does_not_have_is_named_with_its_line(drawn):
-    """It was an IndexError, whose exit code of 1 means a cause."""
+    """An IndexError would exit with 1, which means a cause."""
     _, path, _, _ = drawn
     rows = [Response(n, [3, n], [-1.0] * 2, [-1.0] * 2, [4], [True] * 2) for n in (5, 10 ** 6)]
     with pytest.raises(ValueError, match="line 1000000 has token 1000000, and the vocabulary of"):
