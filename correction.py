@@ -16,7 +16,7 @@ reads the configurations of other systems. Derivation: math/.
 # pyright: reportUnknownMemberType=false
 # (torch has no types for all_reduce)
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import NoneType
@@ -53,7 +53,7 @@ def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str,
     """
     log_rho = aggregate_log_ratio(log_ratio.detach(), response_mask, level)
     rho = torch.where(response_mask.bool(), exp_ratio(log_rho), 0.0)
-    if isinstance(threshold, (int, float)):
+    if not isinstance(threshold, Sequence):
         return rho.clamp(max=threshold)
     below, above = outside(log_rho, *threshold)
     return torch.where(below | above, 0.0, rho)

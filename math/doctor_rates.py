@@ -151,7 +151,7 @@ def visible(case: Case) -> Case:
                                                     groups=8)):
                 return case._replace(model=model, severity=severity)
             severity = min(1.0, severity + STEP) if severity < 1 else math.inf
-    return case._replace(severity=1.0)
+    return case._replace(severity=1.0)          # at any severity two kernels hide it
 
 
 def size(rows: list[plants.Row]) -> float:

@@ -52,7 +52,7 @@ from correction import RolloutCorrectionConfig as Config
 from estimators import aggregate_log_ratio, grpo_advantages, kl_estimate, rloo_advantages
 from losses import aggregate_loss
 from plumbing import gallery
-from plumbing.settings import CHANGEABLE, UserError, flat, leaves, read_yaml
+from plumbing.settings import CHANGEABLE, SPLITS, UserError, flat, leaves, read_yaml
 from plumbing.settings import Config as Settings
 from surrogates import cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss, sapo_loss
 
@@ -866,8 +866,8 @@ def read_settings(path):
     given = flat(cast(dict, OmegaConf.to_container(read_yaml(path, [])[0])))
     if "seed" not in given:
         raise UserError(f"{path} is not the settings of a run: it has no seed")
-    own = defaults | given
-    return own["seed"], {key: own[key] for key in sorted(own.keys() - CHANGEABLE - {"run", "seed"})}
+    own, left = defaults | given, CHANGEABLE - SPLITS | {"run", "seed"}
+    return own["seed"], {key: own[key] for key in sorted(own.keys() - left)}
 
 
 def with_ess(line):

@@ -1,9 +1,10 @@
 """The oracle enumerates the second study's task: all strings of eight brackets, exactly.
 
 A tabular policy over brackets has one row of logits for each beginning. There are 256 strings, and
-13 of them are words within depth 3. Where one bracket is possible the policy errs with one small
-chance. Elsewhere it tosses a coin. This is the state after the warm start. Nothing is sampled: an
-arm's expected update over μ, and the end of forty such updates, are finite sums in float64.
+13 of them are words within depth 3. Where one bracket is possible, by height alone in a word that
+is already wrong, the policy errs with one small chance. Elsewhere it tosses a coin. This is the
+state after the warm start. Nothing is sampled: an arm's expected update over μ, and the end of
+forty such updates, are finite sums in float64.
 
     python math/words.py       # the prediction that was committed with study-64.yaml
 """

@@ -50,13 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--figure must end in .png, .jpg, .webp or .pdf, not {given.figure!r}")
     try:
         report, rescored = consult(given)
-        if given.json:
-            more = {"model": rescored.as_json()} if rescored else {}
-            print(json.dumps(report.as_json() | more, ensure_ascii=False), flush=True)
-        else:
-            print(report, *(rescored.lines() if rescored else []), sep="\n", flush=True)
-    except BrokenPipeError:            # as by `| head -1`; Python would complain at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        more = {"model": rescored.as_json()} if rescored and given.json else {}
+        text = json.dumps(report.as_json() | more, ensure_ascii=False) if given.json else "\n".join(
+            [str(report), *(rescored.lines() if rescored else [])])
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:        # as by `| head -1`; Python would complain at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError, UserError) as error:
         why = f"{error.filename} cannot be read: {error.strerror}" if isinstance(
             error, OSError) and error.filename else error

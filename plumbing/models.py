@@ -200,11 +200,16 @@ def use_attention(model: transformers.PreTrainedModel) -> None:
         model.set_attn_implementation("sdpa_unseen")
 
 
-PROBES = ("What is 12 plus 345?", "a  b\tc\n", "x_y=don't", "é 你好 Ω")
+# What one rule of splitting or joining takes otherwise than another.
+PROBE = ("What is 12 plus 345, or 1234567? a  b\tc\n\nfoo\r\n\n  x DON'T don't x_y=z; (1.5e-3) "
+         "\u00e9 e\u0301 \u4f60\u597d \u03a9 \U0001f600 # end \n ")
 
 
-def read_tokenizer(path: str) -> Any:
-    """Return the model's tokenizer, and refuse the empty one that some classes make of no files."""
+def read_tokenizer(path: str) -> tuple[Any, list[str]]:
+    """Return the model's tokenizer, and a sentence if others would read it otherwise.
+
+    Refuse the empty one that some classes make of no files.
+    """
     missing = ValueError("it has no tokenizer: tokenizer.json, which save_pretrained of its "
                          "tokenizer writes, is not there")
     try:
@@ -216,13 +221,16 @@ def read_tokenizer(path: str) -> Any:
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise missing
     if cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False) is None:
-        return tokenizer
+        return tokenizer, []
     # For some models, such as Qwen2, transformers takes a class of its own and the vocabulary alone
     # of tokenizer.json, whatever that says of how a text is split and ids are joined.
     written = transformers.PreTrainedTokenizerFast.from_pretrained(path)
-    one, other = ([x(text, add_special_tokens=False).input_ids for text in PROBES]
-                  for x in (tokenizer, written))
-    return tokenizer if one == other else written
+    one, other = (x(PROBE, add_special_tokens=False).input_ids for x in (tokenizer, written))
+    if one == other and tokenizer.decode(one) == written.decode(one):
+        return tokenizer, []
+    written.eos_token = written.eos_token or tokenizer.eos_token
+    return written, ["policy.path: AutoTokenizer reads a text otherwise than tokenizer.json says, "
+                     "which is followed here; read model/ with PreTrainedTokenizerFast, too"]
 
 
 def require_vocabulary(tokenizer: Any, vocabulary: int, ids: set[int]) -> list[str]:

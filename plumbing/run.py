@@ -192,6 +192,9 @@ class Run:
             [p for p in self.policy.parameters() if p.requires_grad], lr=config.train.lr,
             fused=True, weight_decay=config.train.weight_decay)
         self.start_engine(adapter, longest)
+        if self.engine.name == "vllm" and config.rollout.temperature > 2:
+            raise UserError("rollout.temperature must be at most 2 for vLLM, not "
+                            f"{config.rollout.temperature}")
 
     def read_prompts(self) -> int:
         """Read config.json and tokenizer, encode the prompts, return the longest row's length."""
@@ -205,7 +208,8 @@ class Run:
             Cut.of(rollout.top_p, rollout.top_k, rollout.min_p, vocabulary)
         except ValueError as error:
             raise UserError(str(error)) from None
-        self.tokenizer = read_tokenizer(self.path)
+        self.tokenizer, said = read_tokenizer(self.path)
+        self.remarks += said
         self.prompts, self.held_out_prompts = self.encode(model)
         every = self.prompts + self.held_out_prompts
         self.eos_ids = ends_of(self.path, model, self.tokenizer)

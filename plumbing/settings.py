@@ -29,7 +29,7 @@ from packaging.version import Version
 from adapters.dialects import WRAPPERS, from_dialect, kl_kind
 from correction import HISTORICAL, PRESETS, RolloutCorrectionConfig
 from rejection import CRITERIA, interval
-from surrogates import LOSSES
+from surrogates import LOSSES, clipped_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE_KINDS = ("jsonl", "parquet")          # of task.kind: the questions come from a file
@@ -205,11 +205,12 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
 
 
-# What may differ when a run is continued.
+# What may differ when a run is continued. The first four change how sums are rounded, no more.
+SPLITS = {"train.micro_batch_size", "train.micro_batch_tokens", "rollout.batch_size",
+          "policy.gradient_checkpointing"}
 CHANGEABLE = {"train.steps", "train.save_every", "train.keep", "train.eval_every", "train.grace",
               "train.dump", "train.on_nonfinite", "rollout.gpu_memory_utilization",
-              "rollout.timeout", "rollout.batch_size", "policy.cpu_offload",
-              "policy.gradient_checkpointing", "train.micro_batch_size", "train.micro_batch_tokens"}
+              "rollout.timeout", "policy.cpu_offload", *SPLITS}
 
 
 def help_text() -> str:
@@ -338,9 +339,9 @@ def read_yaml(path: Path | None, overrides: list[str]) -> tuple[DictConfig, Dict
                             "characters; write the value itself")
         for event in events:
             if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and re.fullmatch(
-                    r"[-+]?(0\d+|\d+(:\d+)+)", event.value):
-                raise UserError(f"{source}: YAML reads {event.value} to the base 8 or 60; write a "
-                                "number without leading zeros and colons, or a text in quotes")
+                    r"[-+]?(0[\d_]+|\d[\d_]*(:\d+)+(\.\d*)?)", event.value):
+                raise UserError(f"{source}: YAML may read {event.value} to the base 8 or 60; write "
+                                "a number without leading zeros and colons, or a text in quotes")
         given = OmegaConf.from_dotlist(overrides)
         base = OmegaConf.load(path) if path else default_settings(given)
         user = cast(DictConfig, OmegaConf.merge(base, given))
@@ -374,7 +375,7 @@ def check_keys(settings: dict[str, Any], known: dict[str, Any]) -> None:
     for key, value in settings.items():
         if key not in known and not key.startswith("correction."):
             if key.split(".")[0] in WRAPPERS and key.split(".")[0] not in known:
-                raise UserError(f"{key} is a setting of verl or SkyRL: put that block under "
+                raise UserError(f"{key} is a setting of another system: put its block under "
                                 "correction:")
             section = key.rpartition(".")[0]
             near = [name for name, kind in known.items() if not is_dataclass(kind)]
@@ -457,9 +458,6 @@ def validate(config: Config) -> None:
         raise UserError(f"rollout.prompts={config.rollout.prompts} must be a multiple of {share}, "
                         "train.mini_batches × ranks, so that all ranks have the same share")
     rollout = config.rollout
-    if rollout.temperature > 2 and rollout.engine == "vllm":
-        raise UserError("rollout.temperature must be at most 2 for rollout.engine=vllm, not "
-                        f"{rollout.temperature}")
     every = f"rollout.update_every={config.rollout.update_every} needs "
     if rollout.update_every and rollout.engine != "transformers":
         raise UserError(f"{every}rollout.engine=transformers, not {rollout.engine}, whose weights "
@@ -478,9 +476,10 @@ def ranks() -> int:
     count = os.environ.get("WORLD_SIZE", "1")
     lacking = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
                if "RANK" in os.environ and name not in os.environ]
-    if lacking or not count.isdecimal():
+    rank = os.environ.get("RANK", "0")
+    if lacking or not (count.isdecimal() and rank.isdecimal() and int(rank) < int(count)):
         error = UserError((f"RANK is set and {lacking[0]} is not" if lacking else
-                           f"WORLD_SIZE={count} is no number")
+                           f"RANK={rank} is no rank of WORLD_SIZE={count}")
                           + ": torchrun sets all of them; unset them for a run of one process")
         error.silent = False               # else only rank 0 speaks
         raise error
@@ -595,7 +594,7 @@ def kl_remarks(config: Config) -> list[str]:
                      "which subtracts the mean of the penalty as well: take loss.kl_in=loss")
     if how.kl_in == "reward" and options.bypass_mode:
         found.append("loss.kl_in=reward needs π_old, so bypass mode does not save its forward pass")
-        if level is not None and options.loss_type in ("cispo", "sapo"):
+        if level is not None and options.loss.level and options.loss.holds is not clipped_tokens:
             found.append(f"loss.kl_correction={level} in the reward is only roughly right with "
                          f"{options.loss_type} in bypass mode, whose clip or gate acts on the "
                          "penalty as well: take loss.kl_in=loss")

@@ -30,7 +30,8 @@ FORTY_TWO = [
     r"**$\boxed{42}$**.", "$42", r"\$42", r"$\$42$", "€ 42", "42 apples", "42 km/h", "42%", r"42\%",
     "42 %", "42 percent", "42kg", "42 m", "42\u202fkm", r"42\text{ cm}", r"42\,\text{cm}^2",
     "42 cm²", "42 square feet", "42 miles per hour", "42 kg/m^3", "$42 per week", "$42/week",
-    "42°C", r"42^\circ", "42 €", "42 months", "42 seconds", "42 millimeters"]
+    "42°C", r"42^\circ", "42 €", "42 months", "42 seconds", "42 millimeters", "¥42", "$+42",
+    "42 cm^{2}", "42pm", "42hrs", "42 sq ft", r"\mbox{42}", r"42\ \text{km}", "\n42"]
 
 NOT_FORTY_TWO = [
     "", "43", "-42", "−42", "4 2", "42 or 43", "41 or 42", "42, 43", "41, 42", "42 43", "42/43",
@@ -43,7 +44,7 @@ NOT_FORTY_TWO = [
     "**41** **42**", r"\(41\) \(42\)", r"\boxed{41} \boxed{42} 43", "42 km and 43", "4,2", "0,042",
     "42,000", "42\u202f000", "٤٢", "½", r"\text{42} or \text{43}", r"41\text{ or }42",
     r"\frac{42}{2}", r"41\frac{1}{42}", "- 42", "42 kings or queens", "$42 or $43", "42 % or 43",
-    "42\u00a043", *(f"42 {word}" for word in (
+    "42\u00a043", "42 km/h/s", "$42 apples", *(f"42 {word}" for word in (
         "thou", "mille", "tausend", "millones", "quadruple", "tenfold", "neg", "mod", "wrong"))]
 
 
@@ -70,7 +71,10 @@ def test_ways_to_write_a_number_are_equal_and_no_other_is():
     ("+-5", "-5", False), ("--5", "5", False), ("42 cents", "$42", False), ("42¢", "$42", False),
     ("42%", "$42", False), ("€42", "$42", False), ("$42", "$42", True), (r"\$42.00", "$42", True),
     ("42", "$42", True), ("$42", "$42$", True), ("€ 42", "€42", True),
-    ("$42 per week", "$42", False)])
+    ("$42 per week", "$42", False), ("43 km", "42 km", False), ("$42", "€42", False),
+    ("€\u00a042", "€42", True), ("1\u2007234", "1234", True), (r"2,\!345", "2345", True),
+    (r"\tfrac{1}{2}", "1/2", True), (r"+\frac{1}{2}", "+1/2", True),
+    (r"\$5 or so", "$5 or so", True), ("words", "", False)])
 def test_units_texts_and_fractions(response, answer, right):
     assert is_right(f"#### {response}", f"#### {answer}") == right
 
@@ -81,6 +85,13 @@ def test_every_digit_counts():
     assert not is_right("0.1234567890123456789012345678901", "0.1234567890123456789012345678902")
     assert is_right("#### 1,234,567,890,123,456,789,012,345,678,901.50",
                     "1234567890123456789012345678901.5")
+
+
+def test_numbers_and_marked_texts_have_300_characters_at_most():
+    """A longer one is text as it stands, which its digits or its inside alone are not."""
+    for n, right in ((300, True), (301, False)):
+        assert is_right("0" + "9" * (n - 1), "9" * (n - 1)) is right
+        assert is_right(f"**{'x' * (n - 4)}**", "x" * (n - 4)) is right
 
 
 def test_a_number_is_right_however_it_is_written_and_any_other_is_wrong():

@@ -6,11 +6,15 @@ experts of Qwen3-MoE are one tensor in memory, many in a checkpoint, and packed 
 run by vLLM with the code of transformers. Granite divides its logits, and Cohere multiplies them.
 """
 
+import os
+import random
+
+import numpy
 import pytest
 import torch
 import transformers
 
-from adapters.vllm import keep_class
+from adapters.vllm import as_guest, keep_class
 from plumbing.engines import make_engine
 from plumbing.models import read_model
 from plumbing.tasks import character_tokenizer
@@ -145,3 +149,35 @@ def test_a_class_of_transformers_is_given_back_as_it_was():
     assert dict(vars(Decoder)) == before and Decoder.__bases__ == bases
     with keep_class(Decoder, eager=False):
         pass
+
+
+def states():
+    return [random.getstate(), repr(numpy.random.get_state()), torch.get_rng_state().tolist(),
+            torch.set_num_threads, torch.get_num_threads()]
+
+
+def change_what_is_the_trainers():
+    """Reseed, replace a function and print from C++, as vLLM does when it starts."""
+    for seed in random.seed, numpy.random.seed, torch.manual_seed:
+        seed(7)
+    torch.set_num_threads(3)
+    torch.set_num_threads = None
+    os.write(2, b"a warning\n")
+
+
+def test_the_start_of_vllm_leaves_nothing_behind(monkeypatch, capfd):
+    """What it prints is shown where it fails, and at any other level than ERROR."""
+    before = states()
+    for level, fails, shown in (("ERROR", False, ""), ("ERROR", True, "a warning\n"),
+                                ("INFO", False, "a warning\n")):
+        monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
+        try:
+            with as_guest():
+                change_what_is_the_trainers()
+                if fails:
+                    raise MemoryError
+        except MemoryError:
+            assert fails
+        assert states() == before and capfd.readouterr().err == shown
+        os.write(2, b"and then")
+        assert capfd.readouterr().err == "and then"

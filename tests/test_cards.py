@@ -118,6 +118,8 @@ def test_the_smallest_engine_has_its_weights_and_one_cache():
     held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     held += sum(x.nbytes for x in model.parameters())
     assert smallest_engine(Shapes.of(model), config, 64) == held
+    wide = settings("gsm8k", "rollout.dtype=float32")      # whatever the policy's dtype is
+    assert smallest_engine(Shapes.of(model), wide, 64) == 2 * held
 
 
 def test_heads_may_be_wider_than_their_share_of_the_hidden_width():
@@ -227,6 +229,8 @@ def test_the_share_of_the_engine_is_bounded_from_both_sides():
     for share in ("0.06", "0.57"):
         with pytest.raises(UserError, match=between + share):
             judge("1.5B", settings("gsm8k", f"rollout.gpu_memory_utilization={share}"), 48)
+    for share in ("0.07", "0.56"):                     # both ends are as they are said
+        judge("1.5B", settings("gsm8k", f"rollout.gpu_memory_utilization={share}"), 48)
     assert judge("1.5B", settings("gsm8k", "rollout.gpu_memory_utilization=0.5"), 48) == []
     assert judge("1.5B", settings("gsm8k", "rollout.gpu_memory_utilization=0.9"), 48,
                  vllm=False) == []                     # no vLLM, no share

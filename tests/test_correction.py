@@ -1,5 +1,6 @@
 """correction.py has these properties for any batch and configuration, and some facts by hand."""
 
+import collections
 import math
 import warnings
 from dataclasses import replace
@@ -343,6 +344,17 @@ def test_inputs_that_do_not_fit_say_so():
     (Config(rollout_rs={"token_k3": 0.1, "second_moment": 0.1}), True)])
 def test_a_mean_weight_and_a_criterion_of_the_batch_look_at_whole_batches(config, whole):
     assert config.of_whole_batches == whole
+
+
+@pytest.mark.parametrize("threshold", [2, 2.0, torch.tensor(2.0)])
+def test_a_number_of_any_kind_truncates_and_a_list_of_omegaconf_is_a_pair(threshold):
+    """eq:tis, eq:mis: a number is whatever is no list."""
+    log_rho, mask = torch.tensor([[1.0, -1.0]]), torch.ones(1, 2)
+    assert importance_weights(log_rho, mask, "token", threshold)[0, 0] == 2
+    pair = collections.UserList([0.5, 2.0])                     # a sequence, neither list nor tuple
+    assert importance_weights(log_rho, mask, "token", pair).tolist() == [[0, 0]]
+    assert Config.decoupled_seq_is_rs(rs_threshold=pair) == Config.decoupled_seq_is_rs(
+        rs_threshold=[0.5, 2.0])
 
 
 def test_a_bound_beyond_float32_is_none():

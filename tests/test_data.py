@@ -119,6 +119,29 @@ def test_an_eval_size_that_is_too_large_is_one_sentence(file):
     assert len(task_of(path, path_of_others(file), eval_size=24).held_out) == 3
 
 
+def test_half_of_the_problems_is_held_out_at_most_and_it_is_said():
+    for given, said in ((50, []), (51, ["task.eval_size=51 becomes 50, half of this task's "
+                                        "problems"]), (None, [])):
+        task = tasks.make_task(TaskConfig(size=1, eval_size=given), seed=0)
+        assert (len(task.train), len(task.held_out), task.remarks) == (50, 50, said)
+
+
+def test_what_a_file_holds_out_is_drawn_from_the_seed(file):
+    given = TaskConfig(kind="jsonl", path=file("rows", ROWS), eval_size=5)
+    one, again, other = (asked(tasks.make_task(given, seed).held_out) for seed in (0, 0, 1))
+    assert one == again and one != other
+
+
+def test_of_a_second_file_as_many_are_held_out_as_where_none_is_given(file, monkeypatch):
+    monkeypatch.setattr(tasks, "EVAL_SIZE", 2)
+    assert len(task_of(file("rows", ROWS), path_of_others(file)).held_out) == 2
+
+
+def test_where_one_question_is_too_many_no_smaller_number_is_advised(file):
+    with pytest.raises(UserError, match="leaves none to train on: set task.eval_path$"):
+        task_of(file("rows", ROWS[:1]))
+
+
 def path_of_others(file):
     return file("others", [{"question": f"{i}-1=", "answer": i - 1} for i in range(3)])
 
@@ -333,8 +356,9 @@ def test_a_text_is_split_as_tokenizer_json_says(kind, tmp_path):
     saved = transformers.PreTrainedTokenizerFast(tokenizer_object=own, eos_token="[EOS]")
     saved.save_pretrained(tmp_path)
     getattr(transformers, f"{kind}Config")(vocab_size=len(saved)).save_pretrained(tmp_path)
-    found, ids = read_tokenizer(str(tmp_path)), own.encode("What is 12 + é?").ids
+    (found, said), ids = read_tokenizer(str(tmp_path)), own.encode("What is 12 + é?").ids
     assert found("What is 12 + é?").input_ids == ids and 0 in ids
+    assert len(said) == (kind == "Qwen2") and ("AutoTokenizer" in said[0] if said else True)
     assert (found.decode(ids), found.eos_token) == (own.decode(ids, False), "[EOS]")
 
 
@@ -344,11 +368,24 @@ def test_a_tokenizer_that_transformers_splits_alike_stays_the_models_class(tmp_p
         {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
     saved.save_pretrained(tmp_path)
     transformers.Qwen2Config(vocab_size=len(saved)).save_pretrained(tmp_path)
-    assert type(read_tokenizer(str(tmp_path))) is type(saved)
+    found, said = read_tokenizer(str(tmp_path))
+    assert type(found) is type(saved) and said == []
+
+
+def test_a_tokenizer_that_is_split_otherwise_keeps_the_classs_end_token(tmp_path):
+    """A directory may have tokenizer.json alone, in which no token is said to be the end."""
+    own = Tokenizer(models.BPE(unk_token="[UNK]"))
+    own.pre_tokenizer = pre_tokenizers.Whitespace()
+    own.train_from_iterator(["What is 12?"] * 9, trainers.BpeTrainer(
+        special_tokens=["[UNK]", "<|endoftext|>"], show_progress=False))
+    own.save(str(tmp_path / "tokenizer.json"))
+    transformers.Qwen2Config(vocab_size=99).save_pretrained(tmp_path)
+    found, [_] = read_tokenizer(str(tmp_path))
+    assert (found.eos_token, found.eos_token_id) == ("<|endoftext|>", 1)
 
 
 def test_a_tokenizer_and_a_model_without_a_usable_end_are_told(tiny_model):
-    tokenizer = read_tokenizer(str(tiny_model))
+    tokenizer, _ = read_tokenizer(str(tiny_model))
     assert not check_ends([[5, 6], [1, 5]], [1], tokenizer, 20)
     [nothing] = check_ends([[5, 6]], [], tokenizer, 20)
     assert "has an end token, so every response has rollout.max_tokens tokens" in nothing
@@ -537,6 +574,15 @@ def test_a_number_that_the_loss_does_not_take_is_named(loss, key, said):
       "trained"])])
 def test_a_setting_that_another_one_switches_off_is_named(given, said):
     assert remarks(load_config(given)) == said
+
+
+def test_a_bad_row_of_a_parquet_file_has_its_number(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"question": "1+1=", "answer": "2"}, {"question": "1+2=", "answer": None}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows")
+    problems, [bad] = tasks.read_problems("parquet", str(tmp_path / "rows"))
+    assert asked(problems) == ["1+1="] and bad.endswith("rows, row 2 has no `answer`")
 
 
 def test_a_run_has_no_settings_but_one(tmp_path):

@@ -23,6 +23,7 @@ from waiting import HANG
 import rollout
 import trainer
 from kernels.shapes import Shape, pad_rows, to_device
+from adapters.vllm import import_vllm
 from plumbing.engines import make_engine
 from plumbing.faults import process_group
 from plumbing.models import add_adapter
@@ -483,3 +484,13 @@ def test_a_vllm_for_another_device_is_not_taken(vllm, device, words, tiny_model,
         make_engine("vllm", tiny_model, **asked)
     with pytest.warns(UserWarning, match=f"auto takes transformers: vLLM is built for {words}"):
         assert make_engine("auto", tiny_model, **asked) == "its place"
+
+
+def test_a_vllm_that_fails_with_any_error_does_not_import(monkeypatch):
+    """One that is built for other hardware raises an OSError, among others."""
+    class Broken:
+        def __getattr__(self, name):
+            raise OSError("libcuda.so is missing")
+    monkeypatch.setitem(sys.modules, "vllm", Broken())
+    with pytest.raises(ImportError, match=r"vLLM does not import \(libcuda.so is missing\); inst"):
+        import_vllm("cpu")

@@ -56,6 +56,13 @@ def test_k1_in_the_reward_has_the_gradient_of_the_kl(level, sampler):
     assert close(found, exact_gradient(PI, target))
 
 
+def test_a_penalty_has_no_gradient():
+    """eq:detached: it is subtracted from advantages, whichever log-prob has a graph."""
+    given = [x.log_probs().detach().clone().requires_grad_() for x in (PI, REF, MU)]
+    assert not any(kl_penalty(*given, MASK, "k1", level).requires_grad
+                   for level in (None, "token", "prefix"))
+
+
 @pytest.mark.parametrize("level", [None, "token", "prefix"])
 def test_a_penalty_with_weights_of_its_own_has_those_of_the_loss_divided_out(level):
     """A penalty without a level is a reward like any other, and the loss weights it."""

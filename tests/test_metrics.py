@@ -391,6 +391,12 @@ def test_k3_and_z_see_a_mismatch_of_rounding_alone(spread):
     assert single[z] == pytest.approx(double[z], abs=off * x.numel() ** 0.5)
 
 
+def test_a_ratio_of_next_to_nothing_is_not_0():
+    """eq:kl-estimators: ρ − 1 of a float32 would be −1, so extremes are widened before."""
+    found = to_host(offpolicy_metrics(torch.tensor([[-19.0]]), torch.zeros(1, 1), torch.ones(1, 1)))
+    assert found["rollout_corr/is_ratio_min"] == pytest.approx(math.exp(-19), rel=1e-6)
+
+
 def test_offpolicy_metrics_are_those_of_a_correction():
     g = torch.Generator().manual_seed(0)
     train, rollout = torch.randn(2, 5, 7, generator=g, dtype=torch.float64)

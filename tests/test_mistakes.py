@@ -17,7 +17,7 @@ from correction import PRESETS, RolloutCorrectionConfig
 from plumbing import tasks
 from plumbing.faults import process_group
 from plumbing.settings import TaskConfig, UserError, correction_of, load_config
-from rollout import KEPT
+from rollout import KEPT, TransformersEngine
 
 
 def test_an_older_omegaconf_is_one_sentence(monkeypatch):
@@ -66,10 +66,9 @@ def test_an_older_omegaconf_is_one_sentence(monkeypatch):
     (["latin.yaml"], ["latin.yaml is no text in UTF-8"]),
     (["words.yaml"], ["correction must be a section of settings, not ['a']"]),
     (["dotted.yaml"], ["train.steps is written in two parts in a file: train: {steps: …}"]),
-    (["rollout.temperature=3", "rollout.engine=vllm"],
-     ["rollout.temperature must be at most 2 for rollout.engine=vllm, not 3.0"]),
-    (["train.steps=010"], ["YAML reads 010 to the base 8 or 60", "without leading zeros"]),
-    (["seed=1:30"], ["YAML reads 1:30 to the base 8 or 60"]),
+    (["train.steps=010"], ["YAML may read 010 to the base 8 or 60", "without leading zeros"]),
+    (["seed=1:30"], ["YAML may read 1:30 to the base 8 or 60"]),
+    (["seed=0_10"], ["YAML may read 0_10 to"]), (["train.lr=1:30.5"], ["YAML may read 1:30.5 to"]),
     (["policy.cpu_offload=2"], ["policy.cpu_offload must be true or false, not 2"]),
     (["train.samples=2"], ["train.samples is not a setting; did you mean train."]),
     (["train.foo=2"], ["train.foo is not a setting; did you mean train."]),
@@ -111,6 +110,14 @@ def test_sets_without_a_bound_are_one_sentence_before_anything_is_loaded(
     assert "it has no tokenizer" in capsys.readouterr().err
 
 
+def test_a_temperature_that_vllm_does_not_take_is_one_sentence(run, monkeypatch, capsys):
+    """rollout.engine=auto may have taken vLLM, which raises in the first sampling."""
+    monkeypatch.setattr(TransformersEngine, "name", "vllm")
+    assert run("rollout.temperature=3")[0] == 2
+    assert "rollout.temperature must be at most 2 for vLLM, not 3.0" in capsys.readouterr().err
+    assert run("rollout.temperature=2", name="y")[0] == 0
+
+
 @pytest.mark.parametrize("name", ["007", "1e3", "1.10", "20261126_1", "1_0", "yes", "on", "x"])
 def test_a_runs_name_is_what_was_written(name, tmp_path):
     """YAML reads most of these as a number or a truth."""
@@ -120,7 +127,7 @@ def test_a_runs_name_is_what_was_written(name, tmp_path):
     assert load_config([str(path)]).run == name
     path.write_text(f"run: {name}")
     if name != "x":
-        with pytest.raises(UserError, match="run must be text, .*: put it in|YAML reads 007"):
+        with pytest.raises(UserError, match="run must be text, .*: put it in|YAML may read 007"):
             load_config([str(path)])
 
 
@@ -129,6 +136,27 @@ def test_no_name_is_a_name_of_file_and_overrides():
         assert load_config([given, "seed=3"]).run == load_config(["seed=3"]).run == "demo,seed=3"
     with pytest.raises(UserError, match="run must be a plain name"):
         load_config(["run=12:30"])
+
+
+def test_a_run_has_one_name_in_whatever_order_its_overrides_stand():
+    """Otherwise the same command in another order would begin another run."""
+    given = ["train.lr=0.1", "seed=3"]
+    assert load_config(given).run == load_config(given[::-1]).run == "demo,seed=3,train.lr=0.1"
+
+
+def test_long_names_that_differ_at_their_end_are_two():
+    one, other = (load_config([f"policy.path={'x' * 200}{end}"]).run for end in "12")
+    assert one != other and len(one) == len(other) < 100
+
+
+def test_a_device_is_no_file_of_settings():
+    """A pipe or a device may never end, so it is not read."""
+    with pytest.raises(UserError, match="^/dev/null is not a file$"):
+        load_config(["/dev/null"])
+
+
+def test_an_override_that_ends_like_a_file_is_an_override():
+    assert load_config(["run=x.yaml"]).run == "x.yaml"
 
 
 def test_an_instruction_is_taken_as_it_is():
@@ -146,14 +174,17 @@ def test_a_path_is_taken_as_it_is(name, tmp_path):
     assert load_config(["policy.path="]).policy.path is None
     (tmp_path / "own.yaml").write_text(f"policy: {{path: {name}}}")
     if name[0] != "a":
-        with pytest.raises(UserError, match=r"policy.path must be text, .*quotes|YAML reads 007"):
+        with pytest.raises(UserError, match="policy.path must be text, .*quotes|read 007"):
             load_config([str(tmp_path / "own.yaml")])
 
 
 @pytest.mark.parametrize("given, said", [
     ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not"),
     ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK is set and MASTER_ADDR is not"),
-    ({"WORLD_SIZE": "x"}, "WORLD_SIZE=x is no number")])
+    ({"WORLD_SIZE": "x"}, "RANK=0 is no rank of WORLD_SIZE=x"),
+    ({"WORLD_SIZE": "0"}, "RANK=0 is no rank of WORLD_SIZE=0"),
+    ({"RANK": "5", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"},
+     "RANK=5 is no rank of WORLD_SIZE=2")])
 def test_half_of_torchruns_variables_are_one_sentence(given, said, monkeypatch, capsys):
     """Rank 1 spoke of nothing, since rank 0 would have."""
     for name in "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT":

@@ -452,7 +452,8 @@ def test_corrections_that_the_loss_does_not_carry(trainer, options, settings, wo
 
 @pytest.mark.parametrize("options, settings, words", [
     ({"bypass_mode": True}, {}, "bypass_mode"), ({"loss_type": "gspo"}, {}, "loss_type gspo"),
-    ({}, {"loss_type": "vespo"}, "vespo"), ({}, {"use_vllm": False}, "use_vllm=False"),
+    ({"loss_type": "sapo"}, {}, "loss_type sapo"), ({}, {"loss_type": "vespo"}, "vespo"),
+    ({}, {"use_vllm": False}, "use_vllm=False"),
     ({}, {"vllm_importance_sampling_correction": False},
      "vllm_importance_sampling_correction=False")])
 def test_what_the_weights_do_not_carry_is_named(trainer, options, settings, words):

@@ -41,6 +41,17 @@ def test_a_batch_without_log_probs_is_one_sentence(tmp_path):
         dump({"completion_mask": torch.ones(1, 1)}, str(tmp_path / "dump.jsonl"))
 
 
+def test_a_tools_tokens_are_dumped_and_do_not_count(tmp_path):
+    from adapters.trl import dump
+    ids, log_prob = torch.tensor([[5, 6, 7, 0]]), torch.full((1, 4), -1.0)
+    dump({"prompt_ids": torch.tensor([[3]]), "prompt_mask": torch.tensor([[1]]),
+          "completion_ids": ids, "completion_mask": torch.tensor([[1, 1, 1, 0]]),
+          "tool_mask": torch.tensor([[1, 0, 1, 1]]), "sampling_per_token_logps": log_prob,
+          "old_per_token_logps": log_prob}, str(tmp_path / "dump.jsonl"))
+    [response] = read(tmp_path / "dump.jsonl")
+    assert response.token_ids == [5, 6, 7] and response.mask == [True, False, True]
+
+
 @pytest.mark.parametrize("how, cause", [({}, None), ({"temperature": 0.6}, "temperature"),
                                         ({"top_p": 0.8}, "cut")])
 def test_the_doctor_finds_what_trls_sampler_does_otherwise(

@@ -131,7 +131,7 @@ def test_means_are_those_of_the_rows(path):
             assert sorted(values) == sorted(float(row[column]) for row in mine.values()), one.key
             assert below == sum(float(row[column]) < float(row["first_accuracy"])
                                 for row in mine.values())
-            assert mean.split(" ± ")[0] == f"{statistics.mean(values):.2f}"
+            assert mean == f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
 
 
 def test_the_regime_in_words_is_what_was_declared(path):
