@@ -35,6 +35,7 @@ SKYRL = (
 PRIME = ("type", "eps", "ipo_threshold", "max_importance_ratio", "dppo_mask_low", "dppo_mask_high",
          "ratio_low", "ratio_high", "score_centering", "adv_tau", "kl_tau")
 OWN = ("preset", *(f.name for f in fields(RolloutCorrectionConfig)))
+KEYS = dict.fromkeys((*OWN, *VERL, *VERL_060, *VERL_TIS, *SKYRL, *PRIME))           # of all systems
 KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}           # verl's names of the estimators
 
 
@@ -77,9 +78,8 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         read, allowed = _from_verl, VERL
     for key in keys:
         if key not in allowed:
-            known = dict.fromkeys((*OWN, *VERL, *VERL_060, *VERL_TIS, *SKYRL, *PRIME))
-            mixed = " here: it belongs to another dialect" if key in known else nearest(key, known)
-            if key in known and "preset" in keys:
+            mixed = " here: it belongs to another dialect" if key in KEYS else nearest(key, KEYS)
+            if key in KEYS and "preset" in keys:
                 mixed += " than preset, which correction.preset=null switches off"
             raise ValueError(f"correction has no key {key!r}{mixed}")
     if read is _from_verl_060 and "algorithm" in sections:

@@ -80,10 +80,12 @@ def shortened_style(style: str, tag: str) -> str:
 
 
 def both_colours(inside: str) -> str:
-    """Return a rule for each colour that the elements have; a KeyError: add the colour to DARK."""
+    """Return a rule for each colour that the elements have; each has a twin in DARK."""
     rules = ["svg:root { color-scheme: light dark } .drawn text { white-space: pre }",
              f".drawn {{ fill: light-dark(#000000, {DARK['#000000']}) }}"]
     for kind, colour in sorted(set(re.findall(r"(fill|stroke): (#\w+)", inside))):
+        if colour not in DARK:
+            raise SystemExit(f"{colour} has no twin for dark pages: add it to DARK of drawn.py")
         rules.append(f'[style*="{kind}: {colour}"] '
                      f"{{ {kind}: light-dark({colour}, {DARK[colour]}) !important }}")
     return "\n".join(rules) + "\n"

@@ -1206,14 +1206,16 @@ def said(steps):
 
 def study_64_warned():
     """Count the runs in which `diagnose` said a sentence by step 10, by how the run ended."""
-    below, above, between, names = [], [], [], ["is_ratio_mean", "kl",
-                                                "k3_kl, uncorrected", *(row[0] for row in HEALTHY)]
+    below, above, between, recorded = [], [], [], set[str]()
+    names = ["is_ratio_mean", "kl", "k3_kl, uncorrected", *(row[0] for row in HEALTHY)]
     with (ROOT / "math" / "study-64-warnings.csv").open() as file:
         for row in csv.DictReader(file):
             end = runs("study-64")[row["regime"]][row["method"]][int(row["seed"])]
             gain = float(end["final_accuracy"]) - float(end["first_accuracy"])
             group = below if gain < 0 else above if gain >= 0.1 else between
-            group.append(said(json.loads(row["steps"])))
+            steps = json.loads(row["steps"])
+            group.append(said(steps))
+            recorded |= {name.removeprefix("rollout_corr/") for step in steps for name in step}
     lines = []
     counted = {name: [sum(name in found for found in group) for group in (below, between, above)]
                for name in names}
@@ -1221,8 +1223,10 @@ def study_64_warned():
         if any(counts):
             lines.append([f"`{name}`" if "," not in name
                           else "`k3_kl`, with nothing that corrects it", *counts])
-    silent = ", ".join(f"`{name}`" for name, counts in counted.items() if not any(counts))
-    lines.append([f"{silent}", 0, 0, 0])
+    silent = [name for name, counts in counted.items() if not any(counts)]
+    for known, cell in ((True, 0), (False, "in no run")):
+        if group := [f"`{name}`" for name in silent if (name in recorded) == known]:
+            lines.append([", ".join(group), cell, cell, cell])
     lines.append(["any sentence",
                   *(f"{sum(map(bool, group))}" for group in (below, between, above))])
     lines.append(["runs", *map(len, (below, between, above))])

@@ -555,7 +555,7 @@ def idle(config: Config) -> dict[str, str]:
     off = {
         f"task.kind={kind} has no such setting":
             ["task.length", "task.depth"] * (kind != "dyck")
-            + ["task.size"] * (kind not in ("arithmetic", "sort"))
+            + ["task.size"] * (kind in (*FILE_KINDS, "dyck"))
             + ["task.instruction"] * (kind not in FILE_KINDS),
         f"correction.loss_type={options.loss_type} has no such number":
             [f"loss.{key}" for key in sorted(numbers)],

@@ -175,16 +175,23 @@ def make_problems(config: TaskConfig, rng: random.Random) -> list[Problem]:
     """Return all questions of brackets, or up to 10 000: 17+25=, or 3102> with digits to sort."""
     if config.kind == "dyck":
         return dyck_problems(config.length, config.depth, rng)
-    largest, sort, answers = 10 ** config.size, config.kind == "sort", {}
-    wanted = min(10_000, largest if sort else largest ** 2)
-    while len(answers) < wanted:
-        if sort:
-            digits = f"{rng.randrange(largest):0{config.size}d}"
-            answers[f"{digits}>"] = "".join(sorted(digits))
-        else:
-            a, b = rng.randrange(largest), rng.randrange(largest)
-            answers[f"{a}+{b}="] = str(a + b)
+    answers, largest = dict[str, str](), 10 ** config.size
+    make, possible = {"sort": (sort_problem, largest), "arithmetic": (sum_problem, largest ** 2)}[
+        config.kind]
+    while len(answers) < min(10_000, possible):
+        question, answer = make(config.size, rng)
+        answers[question] = answer
     return [Problem(question, answer, repr(question)) for question, answer in answers.items()]
+
+
+def sum_problem(size: int, rng: random.Random) -> tuple[str, str]:
+    a, b = rng.randrange(10 ** size), rng.randrange(10 ** size)
+    return f"{a}+{b}=", str(a + b)
+
+
+def sort_problem(size: int, rng: random.Random) -> tuple[str, str]:
+    digits = f"{rng.randrange(10 ** size):0{size}d}"
+    return f"{digits}>", "".join(sorted(digits))
 
 
 def dyck_problems(length: int, depth: int, rng: random.Random) -> list[Problem]:

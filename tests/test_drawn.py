@@ -82,7 +82,7 @@ def test_a_figure_drawn_again_is_the_same_file(figures):
 def test_a_colour_that_has_no_dark_one_is_refused(figures):
     figure, axis = figures.plt.subplots()
     axis.plot([0, 1], color="#123456")
-    with pytest.raises(KeyError, match="#123456"):
+    with pytest.raises(SystemExit, match="#123456 has no twin"):
         as_svg(figure, "new", 110)
 
 

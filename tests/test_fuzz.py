@@ -187,8 +187,7 @@ def fuzz_checkpoint(rng):
 GOOD_YAML = [path.read_text()
              for path in (Path(trainer.__file__).parent / "configs").glob("*.yaml")]
 KEYS = [key for key, *_ in leaves(Config)]
-DIALECTS = [*dialects.OWN, *dialects.VERL, *dialects.VERL_060, *dialects.VERL_TIS, *dialects.SKYRL,
-            *dialects.PRIME, *dialects.WRAPPERS, "use_tis", 1, None, "x"]
+DIALECTS = [*dialects.KEYS, *dialects.WRAPPERS, 1, None, "x"]
 FUZZERS = [fuzz_config, fuzz_config, fuzz_problems, fuzz_dialect, fuzz_checkpoint]
 
 

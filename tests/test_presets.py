@@ -1,6 +1,7 @@
 """The presets of RolloutCorrectionConfig have verl's names and bounds, and take its arguments."""
 
 import pytest
+from launching import ROOT
 
 from correction import HISTORICAL, PRESETS
 from correction import RolloutCorrectionConfig as Config
@@ -115,3 +116,9 @@ def test_a_preset_is_a_def_and_an_older_name_the_same_method():
     assert today[:3] == ["decoupled_token_is", "decoupled_seq_is", "decoupled_seq_is_rs"]
     assert set(HISTORICAL) == {"token_is", "token_tis", "seq_is", "seq_is_rs", "seq_mis", "geo_mis",
                                "ppo_is_bypass", "pure_is", "pg_is", "pure_rs"}
+
+
+def test_each_preset_has_a_file_of_its_own():
+    """Files of `configs/` are of today's names, as the appendix of settings says."""
+    files = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
+    assert {name for name in PRESETS if name not in HISTORICAL} - {"geo_rs", "pg_rs"} <= files

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import fields
 from functools import cache
 
 import pytest
@@ -15,7 +16,7 @@ from estimators import aggregate_log_ratio
 from losses import LossConfig, policy_loss
 from metrics import merge, to_host
 from rejection import CRITERIA, interval, rejection_mask
-from surrogates import LOSSES, clipped_weights
+from surrogates import LOSSES, clipped_tokens
 
 every_criterion = pytest.mark.parametrize("name", CRITERIA)
 LP, OLD_LP, MU_LP = (pi.log_probs().detach() for pi in (PI, OLD, PI.perturbed(1, 0.8)))
@@ -64,6 +65,17 @@ def test_a_log_ratio_that_is_not_a_number_is_rejected(name):
         kept = kept_by(name, train, LP, MASK, advantages, reach=1e6).mask
         assert not kept[0, :None if CRITERIA[name].of == "sequence" else 1].any()
         assert torch.equal(kept[1:], MASK[1:])
+
+
+@pytest.mark.parametrize("name", [name for name, row in CRITERIA.items() if row.read is interval])
+def test_an_open_end_rejects_nothing_on_its_side(name):
+    """eq:rejection: [lo, null] and [null, hi] reject together what [lo, hi] rejects."""
+    hi = middle(name)
+    lo = 1 / hi
+    pair, low, high = (correct(LP, MU_LP, MASK, Config(rollout_rs={name: ends}), judged(name)).mask
+                       for ends in ((lo, hi), (lo, None), (None, hi)))
+    assert torch.equal(pair, low & high) and torch.equal(
+        MASK, correct(LP, MU_LP, MASK, Config(rollout_rs={name: (1e-9, None)})).mask)
 
 
 @every_criterion
@@ -128,9 +140,23 @@ def test_what_a_clip_holds_has_no_gradient_and_all_else_has_one(name, dual_clip)
     row = LOSSES[name]
     numbers = {**row.own, **({"dual_clip": dual_clip} if "dual_clip" in row.own else {})}
     assert row.holds is not None and row.level is not None
-    held = MASK & row.holds(aggregate_log_ratio(LP - OLD_LP, MASK, row.level).exp(), A, **numbers)
-    still, stopped = held & (row.holds is not clipped_weights), slopes(row, OLD_LP, numbers) == 0
-    assert 0 < held.sum() < MASK.sum() and torch.equal(MASK & stopped, still)
+    for reach in (1, 3, 9, 27):                             # a wide clip acts on distant policies
+        old = LP + reach * (OLD_LP - LP)
+        ratio = aggregate_log_ratio(LP - old, MASK, row.level).exp()
+        held, stopped = MASK & row.holds(ratio, A, **numbers), slopes(row, old, numbers) == 0
+        if held.any():
+            break
+    assert 0 < held.sum() < MASK.sum()
+    keeps = row.holds is not clipped_tokens and not (MASK & stopped).any()
+    assert torch.equal(MASK & stopped, held) or keeps
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_number_of_a_loss_is_a_setting(name):
+    """Help says that the settings loss.* replace a loss's own numbers."""
+    pytest.importorskip("omegaconf", reason="the trainer's settings need OmegaConf")
+    from plumbing.settings import LossSettings
+    assert set(LOSSES[name].own) <= {of.name for of in fields(LossSettings)}
 
 
 @pytest.mark.parametrize("name", [*CRITERIA, *LOSSES])
