@@ -233,7 +233,7 @@ def table(split: str, cache: Path) -> str:
     lines += ["", "Not named first, at 128 rows, with the mean gap in logits and the largest of a "
               "healthy pair of that model:", "", *(f"* {x}" for x in missed), "",
               f"{len(changed)} severities were raised, until the planted gap alone was {VISIBLE:g} "
-              "times that of two kernels. As they were before, "
+              "times that of two kernels, or to 1. As they were before, "
               f"{count['below', 'first']} of them are named first:", "",
               *(f"* {x}" for x in changed), ""]
     return "\n".join(lines)
