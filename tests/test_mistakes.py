@@ -72,6 +72,7 @@ def test_an_older_omegaconf_is_one_sentence(monkeypatch):
     (["policy.cpu_offload=2"], ["policy.cpu_offload must be true or false, not 2"]),
     (["train.samples=2"], ["train.samples is not a setting; did you mean train."]),
     (["train.foo=2"], ["train.foo is not a setting; did you mean train."]),
+    (["loss.temperature=2"], ["loss.temperature is not a setting; did you mean loss."]),
     (["rollout.n=8"], ["rollout.n is not a setting; did you mean rollout."]),
     (["train.steps =1"], ["'train.steps ' is not a setting; did you mean train.steps?"]),
 ])
