@@ -31,8 +31,8 @@ HEALTHY = (
     ("train/empty_updates", 0, 0, "of some mini-batches nothing was kept; they took no step",
      "widen rollout_rs, raise rollout.max_tokens under rollout.mask_truncated, or take fewer and "
      "larger mini-batches"),
-    ("rollout_is_mean", 0.1, 2, "the mean weight is far from 1: a cap takes the rest, the batch "
-     "missed a heavy tail or, above 1, met one",
+    ("rollout_is_mean", 0.1, 2, "the mean weight is far from 1: low if a cap takes the rest or the "
+     "batch missed a heavy tail, high if it met one",
      "take token instead of sequence weights, or lower rollout.staleness"),
     ("rollout_is_raw_eff_sample_size", 0.005, 1, "weighted, 200 samples are worth less than one",
      "take token instead of sequence weights, reject with seq_mean_k1, or lower rollout.staleness"),

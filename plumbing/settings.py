@@ -205,9 +205,10 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
 
 
-# What may differ when a run is continued. The first four change how sums are rounded, no more.
+# These split the work, and change no more than how sums are rounded.
 SPLITS = {"train.micro_batch_size", "train.micro_batch_tokens", "rollout.batch_size",
           "policy.gradient_checkpointing"}
+# What may differ when a run is continued.
 CHANGEABLE = {"train.steps", "train.save_every", "train.keep", "train.eval_every", "train.grace",
               "train.dump", "train.on_nonfinite", "rollout.gpu_memory_utilization",
               "rollout.timeout", "policy.cpu_offload", *SPLITS}

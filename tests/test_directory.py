@@ -536,16 +536,22 @@ def test_a_step_that_outlasts_its_grace_is_ended(monkeypatch):
     assert not signals.Received.told_to_end        # the next run of this process takes its steps
 
 
-@pytest.mark.parametrize("rank, said", [("0", "trainer.py: ended by SIGTERM: "), ("1", "")])
-def test_a_second_signal_ends_the_process_and_one_rank_says_why(rank, said, monkeypatch, capfd):
-    """The engine may hang while it is closed; the reason is that of the first signal."""
+@pytest.fixture
+def listening(monkeypatch):
+    """Let signals be answered, by SystemExit where the process would end."""
     def end(code):
         raise SystemExit(code)
     monkeypatch.setattr(signals.os, "_exit", end)
-    monkeypatch.setenv("RANK", rank)
     for name in "where", "listening", "failed", "ended":
         monkeypatch.setattr(signals.Received, name, getattr(signals.Received, name))
     signals.listen()
+
+
+@pytest.mark.parametrize("rank, said", [("0", "trainer.py: ended by SIGTERM: "), ("1", "")])
+def test_a_second_signal_ends_the_process_and_one_rank_says_why(
+        rank, said, listening, monkeypatch, capfd):
+    """The engine may hang while it is closed; the reason is that of the first signal."""
+    monkeypatch.setenv("RANK", rank)
     with pytest.raises(signals.Ended):
         signals.answer(signal.SIGTERM, None)
     with pytest.raises(SystemExit, match="130"):
@@ -564,17 +570,10 @@ def test_after_the_end_no_alarm_comes(monkeypatch):
     assert armed == [0]
 
 
-def test_the_last_words_have_a_line_of_their_own(monkeypatch, capfd):
+def test_the_last_words_have_a_line_of_their_own(listening, monkeypatch, capfd):
     """A progress bar may not have ended; where the terminal is gone, the exit code is left."""
-    def end(code):
-        raise SystemExit(code)
-
     def gone(*_):
         raise OSError("no terminal")
-    monkeypatch.setattr(signals.os, "_exit", end)
-    for name in "where", "listening", "failed", "ended":
-        monkeypatch.setattr(signals.Received, name, getattr(signals.Received, name))
-    signals.listen()
     with pytest.raises(signals.Ended):
         signals.answer(signal.SIGTERM, None)
     with pytest.raises(SystemExit, match="129"):
@@ -621,14 +620,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("failed", [True, False])
-def test_a_signal_after_a_failure_adds_no_other_reason(failed, monkeypatch, capfd):
+def test_a_signal_after_a_failure_adds_no_other_reason(failed, listening, capfd):
     """torchrun sends SIGTERM to a rank that has already said why it ended."""
-    def end(code):
-        raise SystemExit(code)
-    monkeypatch.setattr(signals.os, "_exit", end)
-    for name in "where", "listening", "failed", "ended":
-        monkeypatch.setattr(signals.Received, name, getattr(signals.Received, name))
-    signals.listen()
     signals.done(failed=failed)
     with pytest.raises(SystemExit, match="143"):
         signals.answer(signal.SIGTERM, None)
