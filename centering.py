@@ -70,7 +70,7 @@ def centering_loss(log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tenso
     rest = rejection_mask(log_rho, asked, of_ratios).view_as(mu)[..., -1:]
     weights = torch.cat([kept.view_as(mu)[..., :-1], rest], -1)
     if config.rollout_is is not None:
-        weights = weights * importance_weights(log_rho, asked, "token",
-                                               config.rollout_is_threshold).view_as(mu)
+        of_ratio = importance_weights(log_rho, asked, "token", config.rollout_is_threshold)
+        weights = torch.where(weights, of_ratio.view_as(mu), 0.0)
     log_p = torch.where(weights > 0, log_p, 0.0)            # what is rejected may be −∞
     return (advantages * mu * weights * log_p).sum(-1)

@@ -16,7 +16,7 @@ reads the configurations of other systems. Derivation: math/.
 # pyright: reportUnknownMemberType=false
 # (torch has no types for all_reduce)
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import NoneType
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from estimators import (LEVELS, OF_TOKENS, aggregate_log_ratio, exp_ratio, masked_log_ratio,
-                        outside)
+                        outside, same_shape)
 from metrics import Grounds, Statistics, measure
 from rejection import (CRITERIA, Evidence, choice, flag, interval, is_list, judge_all,
                        keep_all_agree, number)
@@ -43,19 +43,22 @@ Bound = float | Pair
 # ----------------------------------------------------------------------------------- the weights
 
 def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str,
-                       threshold: Bound) -> Tensor:
+                       threshold: Bound | Tensor) -> Tensor:
     """Return min(ρ, C), or ρ·1[lo ≤ ρ ≤ hi] for a pair, at one level.  (eq:tis, eq:mis)
 
     `log_ratio`: log ρ per token, [B, T] → [B, T], detached (eq:detached), 0 on padding. C = inf is
-    plain importance sampling. Truncation has the bias −E_μ[(ρ−C)₊ g].
+    plain importance sampling. Truncation has the bias −E_μ[(ρ−C)₊ g]. Raises ValueError on a
+    threshold that is no bound, or if shapes differ.
     Sources: Ionides 2008, Yao et al. 2025 (TIS); Ring-1T 2510.18855 (IcePop: a pair at token
     level); Liu, Li et al. 2025 (MIS); Precup et al. 2000, CTPO 2605.07331 (prefix).
     """
     log_rho = aggregate_log_ratio(log_ratio.detach(), response_mask, level)
     rho = torch.where(response_mask.bool(), exp_ratio(log_rho), 0.0)
-    if not isinstance(threshold, Sequence):
+    if isinstance(threshold, Tensor):
         return rho.clamp(max=threshold)
-    below, above = outside(log_rho, *threshold)
+    if not is_list(threshold):
+        return rho.clamp(max=number("threshold", threshold))
+    below, above = outside(log_rho, *interval("threshold", threshold))
     return torch.where(below | above, 0.0, rho)
 
 
@@ -114,7 +117,7 @@ class Correction:
                        mask=self.mask[index])
 
 
-def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor,
+def correct(train_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor,
             config: "RolloutCorrectionConfig", advantages: Tensor | None = None,
             group: ProcessGroup | None = None) -> Correction:
     """Decide the weights and the mask of one batch from ρ = π_train/π_rollout.  (eq:correction)
@@ -125,7 +128,13 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
     and second_moment use all its ranks. Raises ValueError if shapes differ, if there is no
     rollout_log_prob, or if a criterion lacks its advantages, [B, T].
     """
-    _check_shapes(train_log_prob, rollout_log_prob, response_mask)
+    if rollout_log_prob is None:
+        raise ValueError("rollout_log_prob is missing: without the sampler's log-probs there is "
+                         "nothing to correct")
+    same_shape("[B, T]", train_log_prob=train_log_prob, rollout_log_prob=rollout_log_prob,
+               response_mask=response_mask)
+    if response_mask.ndim != 2:
+        raise ValueError(f"response_mask {tuple(response_mask.shape)} must have the shape [B, T]")
     rollout_log_prob, level = rollout_log_prob.detach(), config.rollout_is
 
     log_rho = masked_log_ratio(train_log_prob.detach(), rollout_log_prob, response_mask)  # [B, T]
@@ -142,17 +151,6 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Ten
     return Correction(weights, mask, Grounds(
         seen, kept, verdicts, level, config.rollout_is_threshold,
         truncated if config.applies_weights else None, config.rollout_is_batch_normalize))
-
-
-def _check_shapes(train_log_prob: Tensor, rollout_log_prob: Tensor | None,
-                  response_mask: Tensor) -> None:
-    if rollout_log_prob is None:
-        raise ValueError("rollout_log_prob is missing: without the sampler's log-probs there is "
-                         "nothing to correct")
-    if not train_log_prob.shape == rollout_log_prob.shape == response_mask.shape:
-        raise ValueError(f"train_log_prob {tuple(train_log_prob.shape)}, rollout_log_prob "
-                         f"{tuple(rollout_log_prob.shape)} and response_mask "
-                         f"{tuple(response_mask.shape)} must have one shape [B, T]")
 
 
 # ----------------------------------------------------------------------------------- configuration

@@ -214,7 +214,7 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         over = self.looked_at.d().expm1()                           # ρ − 1
         unless = ", unless it has over twice μ's mass on tokens that were never drawn" * (
-            len(over) > 0 and one_sided(over))
+            bool(over.mean() < 0) and one_sided(over))
         said = {True: "π is a distribution over what μ sampled",
                 False: f"π is NOT a distribution over what μ sampled{unless}",
                 None: "Fewer than 100 tokens cannot tell whether π is a distribution"}[self.proper]

@@ -24,6 +24,13 @@ KL_KINDS = ("k1", "k2", "k3", "abs")
 
 # ------------------------------------------------------------------------------- log-ratios
 
+def same_shape(what: str, **tensors: Tensor) -> None:
+    """Raise ValueError unless all tensors have one shape; broadcasting would give other numbers."""
+    if len({x.shape for x in tensors.values()}) > 1:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+        raise ValueError(f"{shapes} must have one shape {what}")
+
+
 def widen(x: Tensor) -> Tensor:
     """Return x in float32, or as it is if wider: sums and differences of 16 bits lose too much."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -34,18 +41,21 @@ def masked_log_ratio(log_prob: Tensor, other_log_prob: Tensor, response_mask: Te
 
     `log_prob`, `other_log_prob`, `response_mask`: [B, T] → [B, T]. NaN or ±inf in the padding
     reaches neither value nor gradient: a difference has slope 1 even there, so masking gives 0.
+    Raises ValueError if shapes differ.
     """
+    same_shape("[B, T]", log_prob=log_prob, other_log_prob=other_log_prob,
+               response_mask=response_mask)
     return torch.where(response_mask.bool(), widen(log_prob) - widen(other_log_prob), 0.0)
 
 
 def exp_ratio(log_ratio: Tensor, bound: float = SAFETY_BOUND) -> Tensor:
     """Return ρ = exp(log ρ), log ρ clamped to ±bound; finite if the input is.  (eq:ratio)"""
-    return log_ratio.clamp(-bound, bound).exp()
+    return widen(log_ratio).clamp(-bound, bound).exp()
 
 
 def ratio_less_one(log_ratio: Tensor, bound: float = SAFETY_BOUND) -> Tensor:
     """Return ρ − 1, log ρ clamped to ±bound; where ρ is near 1, `exp_ratio` would round it away."""
-    return log_ratio.clamp(-bound, bound).expm1()
+    return widen(log_ratio).clamp(-bound, bound).expm1()
 
 
 def aggregate_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) -> Tensor:
@@ -58,9 +68,10 @@ def aggregate_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) ->
 
     `log_ratio`, `response_mask`: [B, T] → [B, T], 0 on padding. Padding may stand between tokens:
     in such holes, a tool's output, nothing is read (eq:trajectory). Raises ValueError on another
-    level.
+    level, or if shapes differ.
     """
-    mask = response_mask.bool()
+    same_shape("[B, T]", log_ratio=log_ratio, response_mask=response_mask)
+    log_ratio, mask = widen(log_ratio), response_mask.bool()
     if level == "token":
         return torch.where(mask, log_ratio, 0.0)
     if level == "prefix":
@@ -71,10 +82,12 @@ def aggregate_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) ->
 def sequence_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) -> Tensor:
     """Return the sum ("sequence") or mean ("geometric") of each sequence's log ρ.  (eq:levels)
 
-    `log_ratio`, `response_mask`: [B, T] → [B, 1]. Raises ValueError on another level.
+    `log_ratio`, `response_mask`: [B, T] → [B, 1]. Raises ValueError on another level, or if shapes
+    differ.
     """
+    same_shape("[B, T]", log_ratio=log_ratio, response_mask=response_mask)
     mask = response_mask.bool()
-    total = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True)
+    total = torch.where(mask, widen(log_ratio), 0.0).sum(-1, keepdim=True)
     if level == "sequence":
         return total
     if level == "geometric":
@@ -156,9 +169,10 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
         ESS/N = (Σw)² / (N Σw²)  ∈ [1/N, 1];   → 1/(1 + χ²) as N grows
 
     `weights`, `mask`: any one shape → scalar. If all weights are 0, or if there are none, the
-    result is 0, not NaN.
+    result is 0, not NaN. Raises ValueError if shapes differ.
     Source: Kish 1965; Martino et al. 1602.03572; χ² link 1809.04129.
     """
+    same_shape("", weights=weights, mask=mask)
     weights = torch.where(mask.bool(), widen(weights), 0.0)
     tiny = weights.new_full((1,), torch.finfo(weights.dtype).tiny)
     largest = torch.cat([weights.abs().flatten(), tiny]).amax()
@@ -236,17 +250,17 @@ def _group_sums(values: Tensor, groups: Tensor, keep: Tensor | None) -> tuple[Te
     Both are [B] in float64: of equal rewards a rounded mean leaves a rest, which a deviation near 0
     would make an advantage.
     """
-    given = [("rewards", values), ("groups", groups), *([] if keep is None else [("keep", keep)])]
-    if len({x.shape for _, x in given}) > 1 or values.ndim != 1:
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given)
-        raise ValueError(f"{shapes}: all must have one shape [B], one number for each response")
+    keep = torch.ones_like(groups, dtype=torch.bool) if keep is None else keep.bool()
+    same_shape("[B], one number for each response", rewards=values, groups=groups, keep=keep)
+    if values.ndim != 1:
+        raise ValueError(f"rewards {tuple(values.shape)} must have the shape [B], one number for "
+                         "each response")
 
     def total(x: Tensor) -> Tensor:
         zero = torch.zeros_like(x, dtype=torch.float64)
         return zero.index_add(0, group, x.double())[group]
 
     group = torch.searchsorted(groups.sort().values, groups)    # one index per group, below B
-    keep = torch.ones_like(groups, dtype=torch.bool) if keep is None else keep.bool()
     return total(keep), total(torch.where(keep, values, 0.0))   # no product: NaN × 0 is NaN
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from centering import centering_loss
 from correction import Correction, RolloutCorrectionConfig, correct
-from estimators import aggregate_log_ratio, exp_ratio, kl_estimate, masked_log_ratio, widen
+from estimators import (aggregate_log_ratio, exp_ratio, kl_estimate, masked_log_ratio, same_shape,
+                        widen)
 from rejection import choice
 from surrogates import Loss
 from surrogates import (cispo_loss as cispo_loss,     # re-exported
@@ -45,7 +46,7 @@ class LossConfig:
     denominator            "fixed" counts the response mask, "kept" what rejection left
     horizon                H of seq-mean-token-sum-norm; None: T of the batch, without holes
 
-    Raises ValueError on an unknown aggregation or denominator.
+    Raises ValueError on an unknown aggregation or denominator, or a dual_clip that is not above 1.
     """
 
     clip_low: float | None = None
@@ -60,6 +61,8 @@ class LossConfig:
     def __post_init__(self) -> None:
         choice("aggregation", self.aggregation, AGGREGATIONS)
         choice("denominator", self.denominator, DENOMINATORS)
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(f"dual_clip must be above 1, not {self.dual_clip!r}")
 
     def numbers(self, loss: Loss) -> dict[str, float | None]:
         """Return the numbers that a loss takes: these, or its own where these are None."""
@@ -100,11 +103,12 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
     default T less the holes that all rows share (`width_without_holes`); better give the sampler's
     limit. `counts` are the counts of the whole mini-batch, over ranks and micro-batches; with them
     (and a `horizon`) the results of the parts add up to that of the whole. With nothing to sum the
-    result is 0, graph attached. Raises ValueError on another mode.
+    result is 0, graph attached. Raises ValueError on another mode, or if shapes differ.
     """
     choice("mode", mode, AGGREGATIONS)
     mask = mask.bool()
     counted = mask if denominator_mask is None else denominator_mask.bool()
+    same_shape("[B, T]", values=values, mask=mask, denominator_mask=counted)
     tokens, sequences = count(counted) if counts is None else counts
     row = torch.where(mask, widen(values), 0.0).sum(-1)                                    # [B]
     if mode == "token-sum":
@@ -149,7 +153,8 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     * `rollout_log_prob`: in decoupled mode it may be None, if nothing is corrected or `correction`
       is given.
     * `correction`: what `correct` returned for these rows. If None it is computed here, and its
-      metrics (rollout_corr/*) are among those returned.
+      metrics (rollout_corr/*) are among those returned. In bypass mode it must be that of this
+      log_prob: ρ = π_θ/π_rollout changes with every update.
     * `how`: see LossConfig. `counts`: tokens and sequences of the whole mini-batch, counted as
       `how.denominator` says.
     * `candidates`: log π_θ and log μ for `centering_loss`, which score_centering needs.
@@ -260,7 +265,9 @@ def kl_loss(log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, kind:
     μ: detached for k2 and "+", with its graph for k1 and k3. With its graph
     ∇(ratio·k3) = sg(ratio)·∇k2, sample by sample (DeepSeek-V3.2 2512.02556). If the ratio is a
     prefix product with its graph, k1 gives the gradient of the whole sequence's KL (eq:prefix).
+    Raises ValueError if shapes differ.
     """
+    same_shape("[B, T]", log_prob=log_prob, ref_log_prob=ref_log_prob, response_mask=response_mask)
     valid = response_mask.bool()
     log_prob, ref_log_prob = (torch.where(valid, x, 0.0)
                               for x in (log_prob, ref_log_prob.detach()))

@@ -172,26 +172,24 @@ class Grounds(NamedTuple):
 
 
 class Ratios(NamedTuple):
-    """Hold log ρ of one batch per token, and the sums of log ρ and ρ − 1 by sequence."""
+    """Hold log ρ of one batch per token, and the sums of log ρ, ρ and ρ − 1 by sequence.
+
+    Near 1 the rounding of ρ would drown what ρ − 1 is, and near 0 that of ρ − 1 what ρ is.
+    """
 
     log_rho: Tensor                                 # [B, T], 0 on padding
     tokens: Tokens
     of_log: Sums                                    # sums of log ρ
+    of_rho: Sums
     less_one: Sums                                  # sums of ρ − 1
 
     @classmethod
     def of(cls, log_rho: Tensor, response_mask: Tensor) -> "Ratios":
         tokens = Tokens.of(response_mask)
         ends = extremes(log_rho, tokens.mask)
-        less_one = tokens.sums(ratio_less_one(log_rho), [ratio_less_one(x.double()) for x in ends])
-        return cls(log_rho, tokens, tokens.sums(log_rho, ends), less_one)
-
-    @property
-    def of_rho(self) -> Sums:
-        n, total, squares, top, bottom = self.less_one
-        count = n.clamp(min=1)
-        apart = squares - total.square() / count           # Σ(ρ − mean ρ)²
-        return Sums(n, total + n, apart + (total + n).square() / count, top + 1, bottom + 1)
+        return cls(log_rho, tokens, tokens.sums(log_rho, ends), *(
+            tokens.sums(of(log_rho), [of(end) for end in ends])
+            for of in (exp_ratio, ratio_less_one)))
 
 
 def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quantity]:
@@ -199,12 +197,12 @@ def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quant
 
     (eq:martingale)
     """
-    _, (mask, n, rows), of_log, less_one = ratios
+    _, (mask, n, rows), of_log, of_rho, less_one = ratios
     log_mu = torch.where(mask, widen(rollout_log_prob), 0.0).sum(-1) / n     # of a sequence: [B]
     mean, any_token = of_log.total / n, (n > 0)[:, None]
     means = [
         (n, less_one.total / n - mean, {"k3_kl": "mean"}),
-        (n, chi_square(n, ratios.of_rho.squares), {"chi2_token": "mean"}),
+        (n, (less_one.squares + 2 * less_one.total) / n, {"chi2_token": "mean"}),    # E[ρ²] − 1
         (rows, chi_square(rows, exp_ratio(of_log.total).square()), {"chi2_seq": "mean"}),
         (rows, perplexity((log_mu + mean)[:, None], any_token), {"training_ppl": "mean"}),
         (rows, -log_mu - mean, {"training_log_ppl": "mean"}),
@@ -217,8 +215,8 @@ def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quant
     k1 = of_log._replace(total=-of_log.total)            # its mean and its z need no extremes
     return [(k1, {"kl": "mean", "kl_z": "z"}),                  # KL(π_rollout‖π_train), by k1
             *((Sums.of_rows(x, of), names) for of, x, names in means),
-            (ratios.of_rho, {"is_ratio_mean": "mean", "is_ratio_std": "sample_std",
-                             "is_ratio_max": "max", "is_ratio_min": "min"}),
+            (of_rho, {"is_ratio_mean": "mean", "is_ratio_std": "sample_std", "is_ratio_max": "max",
+                      "is_ratio_min": "min"}),
             (less_one, {"is_ratio_z": "z"})]
 
 
@@ -371,9 +369,16 @@ def offpolicy_metrics(train_log_prob: Tensor, rollout_log_prob: Tensor,
 
 
 def merge(corrections: Sequence[Any], group: ProcessGroup | None = None) -> dict[str, Tensor]:
-    """Merge the metrics of several micro-batches, and of all ranks of `group`.  (eq:merge)"""
-    first, *others = (correction.statistics for correction in corrections)
-    statistics: Statistics = first.merge(others)
+    """Merge the metrics of several micro-batches, and of all ranks of `group`.  (eq:merge)
+
+    `corrections`: what `correct` returned for each; rows of one correction count once, as its
+    whole. Raises ValueError without corrections, or if their configurations differ.
+    """
+    parts: dict[int, Statistics] = {id(x.grounds): x.statistics for x in corrections if x.grounds}
+    if len({str(part.names) for part in parts.values()}) != 1:
+        raise ValueError("merge needs corrections that `correct` made by one configuration")
+    first, *others = parts.values()
+    statistics = first.merge(others)
     return (statistics if group is None else statistics.all_reduce(group)).metrics()
 
 

@@ -91,7 +91,10 @@ class Policy(nn.Module):
 
     def without_adapter(self, *given: Any) -> Any:
         """Return what `forward` returns, of the model without its adapter: π_ref of a LoRA run."""
+        learned = [x for x in self.parameters() if x.requires_grad]
         self.model.disable_adapters()
+        for weight in learned:          # peft froze them, and FSDP asks once: in its first pass
+            weight.requires_grad_()
         try:
             return self(*given)
         finally:
@@ -127,7 +130,7 @@ def load_policy(path: str, temperature: float, dtype: str, device: torch.device,
     if reads:
         check(policy)
     whole = policy.state_dict() if reads and dist.get_world_size() > 1 else {}
-    if gradient_checkpointing and not frozen:
+    if gradient_checkpointing:             # π_ref too: the other path would round otherwise
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # Else there is nothing to shard, cast or move, and FSDP would copy weights and gradients.
     if dist.get_world_size() > 1 or dtype != "float32" or device.type != "cpu" or cpu_offload:

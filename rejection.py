@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from estimators import SAFETY_BOUND, extremes, kl_estimate, sequence_log_ratio
+from estimators import (SAFETY_BOUND, extremes, kl_estimate, same_shape, sequence_log_ratio,
+                        widen)
 
 
 # ----------------------------------------------------------- what a criterion sees and returns
@@ -165,7 +166,7 @@ def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float,
         sums = torch.stack([torch.where(chosen, square, 0.0).sum(dtype=torch.float64),
                             chosen.sum(dtype=torch.float64)])
         dist.all_reduce(sums, group=group)
-        fits = sums[0] <= bound * sums[1]
+        fits = (sums[1] == 0) | (sums[0] <= bound * sums[1])       # ∞ · 0 is NaN
         low, high = torch.where(fits, middle, low), torch.where(fits, high, middle - 1)
     kept = torch.where(mask & (square <= low.int().view(torch.float32)), square, 0.0)
     largest = torch.cat([kept.flatten(), kept.new_zeros(1)]).amax()
@@ -312,8 +313,14 @@ def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[s
     `log_ratio` (log ρ), `response_mask`, `advantages`, `rollout_log_prob`: [B, T]. `criteria` maps
     the name of a row of CRITERIA to its bound. Each criterion looks at the original mask, and a
     value equal to its bound is kept. With `group`, a criterion of the batch looks at all its ranks.
-    Raises ValueError where a criterion needs a tensor that is not given, or has another shape.
+    Raises ValueError on an unknown criterion, a bound that is none, or where a criterion needs a
+    tensor that is not given, or has another shape.
     """
-    mask = response_mask.bool()
+    for name in criteria:
+        choice("rollout_rs criterion", name, CRITERIA)
+    criteria = {name: CRITERIA[name].read(f"rollout_rs.{name}", bound)
+                for name, bound in criteria.items()}
+    same_shape("[B, T]", log_ratio=log_ratio, response_mask=response_mask)
+    log_ratio, mask = widen(log_ratio), response_mask.bool()
     seen = Evidence(torch.where(mask, log_ratio, 0.0), mask, advantages, rollout_log_prob, group)
     return keep_all_agree(mask, judge_all(seen, criteria))

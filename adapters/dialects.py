@@ -58,7 +58,8 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
     """
     block, sections = {}, set[str]()
     _flatten(mapping, block, sections)
-    if block.get("preset", "") is None and not set(block) <= set(OWN):
+    theirs = "loss" in sections or not set(block) <= set(OWN)
+    if block.get("preset", "") is None and theirs:
         del block["preset"]                 # it was switched off, for a block of another system
     keys = set(block) - {"calculate_log_probs", "_target_"}     # _target_: verl's dataclass has it
     if "preset" in keys or isinstance(block.get("rollout_rs"), Mapping) \

@@ -22,6 +22,7 @@ from adapters.names import PREFIX, skyrl
 from correction import RolloutCorrectionConfig
 from losses import LossConfig, policy_loss
 from metrics import to_host
+from rejection import CRITERIA
 
 
 @register_policy_loss("three_policies")
@@ -38,8 +39,10 @@ def three_policies(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor,
         "token_mask_is_threshold_low/high beside a sequence's ratio (tis_ratio_type sequence, "
         "sequence_mask_metric), which SkyRL takes of the tokens that were left, we of all":
             "token_k1" in asked and bool(asked & {"sequence", "seq_sum_k1", "seq_mean_k1"}),
-        "rollout_is_batch_normalize and second_moment: they need the whole batch":
-            ours.of_whole_batches}
+        "rollout_is_batch_normalize: the mean weight is of the whole batch, not of a micro-batch":
+            ours.rollout_is_batch_normalize,
+        **{f"rollout_rs.{name}: its limit is of the whole batch, not of a micro-batch":
+           CRITERIA[name].of == "batch" for name in ours.rollout_rs}}
     for sentence, here in refused.items():
         if here:
             raise ValueError(f"adapters.skyrl does not carry {sentence}")

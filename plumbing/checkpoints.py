@@ -80,6 +80,8 @@ class Checkpoints:
         """
         defaults = flat(asdict(Config()))
         then = {key: defaults.get(key) for key in self.settings if key in defaults} | then
+        if path := then.get("policy.path"):
+            then["policy.path"] = str(path).rstrip("/") or "/"      # as settings.py reads it now
         differing = [f"{key}={then.get(key)} (now {self.settings.get(key)})"
                      for key in {**then, **self.settings} if key not in CHANGEABLE
                      and then.get(key) != self.settings.get(key)]

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import traceback
-import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from adapters.dumps import read
 from causes import Finding
 from doctor import Report, examine
-from plumbing.settings import RolloutConfig, UserError
+from plumbing.settings import ENGINES, UserError
 
 if TYPE_CHECKING:
     from plumbing.rescore import Rescored
@@ -36,8 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", metavar="DIR", help="the trainer's model: it rescores the dump")
     parser.add_argument("--older", metavar="DIR", nargs="+", default=[],
                         help="its older checkpoints, newest first")
-    parser.add_argument("--engine", default="auto", choices=typing.get_args(
-        typing.get_type_hints(RolloutConfig)["engine"]),
+    parser.add_argument("--engine", default="auto", choices=ENGINES,
                         help="what samples if there is no DUMP")
     given = parser.parse_args(argv)
     if not (given.dump or given.model):

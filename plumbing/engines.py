@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig
 
 from adapters.vllm import VllmEngine, import_vllm
+from plumbing.settings import ENGINES
 from rollout import DTYPES, Cut, Engine, TransformersEngine
 
 
@@ -37,8 +38,7 @@ def make_engine(
     start that takes long. Under torchrun, call `init_process_group` before and `close` the engine
     before `destroy_process_group`.
     """
-    kinds = ["auto", "vllm", "transformers"]
-    for name, value, known in [("engine", kind, kinds), ("dtype", dtype, list(DTYPES))]:
+    for name, value, known in [("engine", kind, ENGINES), ("dtype", dtype, DTYPES)]:
         if value not in known:
             nearest = difflib.get_close_matches(str(value), known, n=1, cutoff=0)[0]
             raise ValueError(f"rollout.{name}={value!r} is unknown; did you mean {nearest!r}?")

@@ -166,7 +166,7 @@ class Scorer:
                 module.p = p
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            found = [log_odds(self.log_prob(self.logits())) for _ in range(draws)]
+            found = [bounded_log_odds(self.log_prob(self.logits())) for _ in range(draws)]
         model.eval()
         return torch.nn.functional.logsigmoid(torch.stack(found).mean(0))
 
@@ -204,8 +204,8 @@ class Scorer:
         return torch.tensor([len(p) + response * len(tokens) for p, tokens in self.rows])[self.row]
 
 
-def log_odds(log_prob: Tensor) -> Tensor:
-    """Return log p/(1 − p)."""
+def bounded_log_odds(log_prob: Tensor) -> Tensor:
+    """Return log p/(1 − p), finite also where p rounds to 0 or 1."""
     log_prob = log_prob.clamp(NEVER, CERTAIN)
     return log_prob - torch.log(-torch.expm1(log_prob))
 

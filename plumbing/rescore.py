@@ -26,7 +26,7 @@ from kernels.shapes import pad_rows
 from adapters.dumps import Response
 from plumbing.engines import make_engine
 from plumbing.hypotheses import (DIVIDED, EXACT, IN_16_BITS, NEVER, SCALED, TABLE, Hypothesis,
-                                 Scorer, log_odds)
+                                 Scorer, bounded_log_odds)
 from plumbing.models import read_model
 from policy import Policy
 from rollout import DTYPES
@@ -79,12 +79,12 @@ class Rescored(NamedTuple):
 def match(s: Scorer, recorded: Tensor, mask: Tensor,
           table: Sequence[Hypothesis] = TABLE) -> list[Match]:
     """Match a column [N] to each row of a table, until a row leaves (almost) nothing of the gap."""
-    r = log_odds(recorded)
-    gap = (r - log_odds(s.log_prob(s.plain))).square() * mask
+    r = bounded_log_odds(recorded)
+    gap = (r - bounded_log_odds(s.log_prob(s.plain))).square() * mask
     found, kept = list[Match](), (r[mask] > NEVER).all()       # kept: nothing drawn was cut off
 
     def left(h: Hypothesis, x: Any) -> float:
-        o = log_odds(h.score(s, x))
+        o = bounded_log_odds(h.score(s, x))
         silent = o.isnan() | ((o <= NEVER) & kept)
         rest = torch.where(silent, gap, (r - o).square() * mask)
         return ((rest.sum() + EXACT * len(r)) / (gap.sum() + EXACT * len(r))).item()
@@ -115,14 +115,12 @@ def judge(s: Scorer, recorded: Tensor, mask: Tensor) -> Match:
     What the hypothesis leaves must be as small as the difference between two kernels with the same
     weights, or a small share of the gap.
     """
-    def squares(h: Tensor) -> float:
-        return (log_odds(recorded) - log_odds(h)).square()[mask].mean().item() + EXACT
+    def squares(x: Tensor, y: Tensor) -> float:
+        return (bounded_log_odds(x) - bounded_log_odds(y)).square()[mask].mean().item() + EXACT
 
-    noisy = s.log_prob(s.noisy.plain)
-    gap, fits = squares(s.log_prob(s.plain)), match(s, recorded, mask)
-    noise = FLOORS * ((log_odds(noisy) - log_odds(s.log_prob(s.plain))).square()[mask].mean().item()
-                      + EXACT)
-    share = squares(noisy) / gap
+    plain, noisy = s.log_prob(s.plain), s.log_prob(s.noisy.plain)
+    gap, fits = squares(recorded, plain), match(s, recorded, mask)
+    noise, share = FLOORS * squares(noisy, plain), squares(recorded, noisy) / gap
     if min(m.left for m in fits) > SOLVED:
         # Noise decides which tokens are at the edge of a cut, and it can hide a small fault.
         large = {None, "shift", "context", "padding", "window", "dropout"}

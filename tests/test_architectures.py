@@ -58,12 +58,9 @@ def mismatch(engine, policy):
     return (log_prob - torch.tensor([s.log_probs for s in samples])).abs().max().item()
 
 
-@pytest.mark.parametrize("kind", ["transformers", "vllm"])
-def test_an_engine_samples_from_the_weights_of_any_architecture(kind, model_path, request):
-    if kind == "vllm":
-        request.getfixturevalue("vllm_required")
+def test_an_engine_samples_from_the_weights_of_any_architecture(engine_name, model_path):
     policy = Policy(read_model(model_path), 0.7)       # before the engine, as in a run
-    engine = make_engine(kind, model_path, dtype="float32", max_model_len=32, batch_size=8)
+    engine = make_engine(engine_name, model_path, dtype="float32", max_model_len=32, batch_size=8)
     try:
         check(policy)
         assert mismatch(engine, policy) < 1e-4

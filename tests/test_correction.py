@@ -15,10 +15,11 @@ from tolerances import gamma
 
 from correction import correct, importance_weights
 from correction import RolloutCorrectionConfig as Config
-from estimators import (SAFETY_BOUND, aggregate_log_ratio, effective_sample_size, kl_estimate,
-                        perplexity)
+from estimators import (SAFETY_BOUND, aggregate_log_ratio, effective_sample_size, exp_ratio,
+                        kl_estimate, perplexity)
+from losses import aggregate_loss, kl_loss
 from metrics import merge, offpolicy_metrics, to_host
-from rejection import CRITERIA
+from rejection import CRITERIA, rejection_mask
 
 
 # -------------------------------------------------------------------------- properties of any batch
@@ -336,6 +337,26 @@ def test_inputs_that_do_not_fit_say_so():
         correct(x, x[:, :2], x, Config())
     with pytest.raises(ValueError, match="rollout_log_prob is missing"):
         correct(x, None, x, Config())
+    for other in (x[0], x[None]):
+        with pytest.raises(ValueError, match=r"the shape \[B, T\]"):
+            correct(other, other, other, Config())
+    for call in (lambda: offpolicy_metrics(x, x[:1], x), lambda: kl_loss(x, x[:1], x),
+                 lambda: kl_loss(x, x, x[:, :1]), lambda: effective_sample_size(x, x[:, :1]),
+                 lambda: importance_weights(x, x[:, :1], "sequence", 2.0),
+                 lambda: aggregate_loss(x, x[:, :1], "token-mean"),
+                 lambda: rejection_mask(x, x[:1], {"token_k2": 1.0})):
+        with pytest.raises(ValueError, match="one shape"):
+            call()
+
+
+def test_log_ratios_of_16_bits_are_summed_in_32():
+    """eq:levels: in bfloat16 a mean of 0.0015 would be a ratio of 1, and e^15 no float16."""
+    x, mask = torch.full((1, 64), 0.0015).bfloat16(), torch.ones(1, 64)
+    for level in ("geometric", "sequence", "prefix"):
+        assert torch.equal(importance_weights(x, mask, level, math.inf),
+                           importance_weights(x.float(), mask, level, math.inf))
+    assert torch.equal(rejection_mask(x, mask, {"seq_mean_k1": (0.5, 1.001)}), mask < 0)
+    assert exp_ratio(torch.tensor(15.0).half()) == exp_ratio(torch.tensor(15.0))
 
 
 @pytest.mark.parametrize("config, whole", [
@@ -344,6 +365,19 @@ def test_inputs_that_do_not_fit_say_so():
     (Config(rollout_rs={"token_k3": 0.1, "second_moment": 0.1}), True)])
 def test_a_mean_weight_and_a_criterion_of_the_batch_look_at_whole_batches(config, whole):
     assert config.of_whole_batches == whole
+
+
+def test_a_threshold_that_is_no_bound_is_refused():
+    """A C of −1 would make every weight −1; weights and criteria read bounds as the config does."""
+    x, mask = torch.zeros(1, 2), torch.ones(1, 2)
+    for wrong in (-1.0, 0, None, "x", (2.0, 0.5), (None, None)):
+        with pytest.raises(ValueError, match="threshold must"):
+            importance_weights(x, mask, "token", wrong)
+    for criteria, said in (
+            ({"tokenk1": 1}, "did you mean 'token_k1'"), ({"token_k1": 2.0}, "a pair"),
+            ({"token_k1": [2.0, 0.5]}, "lo ≤ hi"), ({"seq_mean_k3": -1}, "positive")):
+        with pytest.raises(ValueError, match=said):
+            rejection_mask(x, mask, criteria)
 
 
 @pytest.mark.parametrize("threshold", [2, 2.0, torch.tensor(2.0)])

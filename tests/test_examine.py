@@ -51,8 +51,11 @@ def test_what_was_never_drawn_may_be_where_the_rest_of_pi_is(few, said):
     """If no ρ or few are on the other side of 1, a heavy tail looks like a cut."""
     rows = [response(1, row(token_ids=[5], rollout_log_probs=[-1.0], entropy=[1.0],
                             train_log_probs=[-0.9 if i < few else -1.5])) for i in range(500)]
-    assert ("NOT a distribution over what μ sampled, unless it has over twice μ's mass on tokens "
-            "that were never drawn: E[ρ]" in str(doctor.examine(rows))) == said
+    unless = "NOT a distribution over what μ sampled, unless it has over twice μ's mass on tokens"
+    assert (f"{unless} that were never drawn: E[ρ]" in str(doctor.examine(rows))) == said
+    above = [response(1, row(token_ids=[5], rollout_log_probs=[-1.0], entropy=[1.0],
+                             train_log_probs=[-0.9]))] * 500
+    assert unless not in str(doctor.examine(above))       # more mass elsewhere would make it worse
 
 
 def test_a_copied_column_is_named():

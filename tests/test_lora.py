@@ -144,15 +144,12 @@ def test_merged_weights_are_the_sum(policy, tiny_model):
         assert found.dtype == torch.bfloat16 and (found != right).float().mean() < 0.001   # ties
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
 @pytest.mark.parametrize("how", ["merged", "apart"])
-def test_engines_sample_from_the_adapted_model(engine, how, policy, tiny_model, request):
+def test_engines_sample_from_the_adapted_model(engine_name, how, policy, tiny_model):
     """Each engine gets two adapters, the second in the place of the first."""
-    if engine == "vllm":
-        request.getfixturevalue("vllm_required")
     def adapter(model):
         return add_adapter(model, settings(), 5)
-    made = make_engine(engine, tiny_model, dtype="float32", max_model_len=16, batch_size=4,
+    made = make_engine(engine_name, tiny_model, dtype="float32", max_model_len=16, batch_size=4,
                        adapter=adapter if how == "apart" else None)
     try:
         for _ in range(2):
@@ -173,17 +170,14 @@ def test_engines_sample_from_the_adapted_model(engine, how, policy, tiny_model, 
 
 # ---------------------------------------------------------------------------------- a run's adapter
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_a_run_with_everything_is_resumed_bit_for_bit(engine, run, tmp_path, request):
+def test_a_run_with_everything_is_resumed_bit_for_bit(engine_name, run, tmp_path):
     """Four bits, stale weights, a cut, π_ref: a checkpoint has the adapter, and what waits."""
-    if engine == "vllm":
-        request.getfixturevalue("vllm_required")
     more = ["rollout.staleness=2", "rollout.top_p=0.9", "rollout.top_k=8", "loss.kl_coef=0.1",
             "policy.lora_save_merged=true", "train.save_every=2", "train.eval_every=2"]
-    code, whole = run(*LORA, *more, engine=engine, name="whole")
+    code, whole = run(*LORA, *more, engine=engine_name, name="whole")
     assert code == 0
-    run(*LORA, *more, "train.steps=2", engine=engine, name="parts")
-    code, parts = run(*LORA, *more, engine=engine, name="parts")
+    run(*LORA, *more, "train.steps=2", engine=engine_name, name="parts")
+    code, parts = run(*LORA, *more, engine=engine_name, name="parts")
     assert code == 0 and steady(parts) == steady(whole)
     for file in "model/adapter_model.safetensors", "merged/model.safetensors":
         first, second = (load_file(tmp_path / "runs" / name / file) for name in ("whole", "parts"))
@@ -205,16 +199,13 @@ sys.exit(trainer.main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_two_ranks_that_were_killed_end_with_the_same_bits(engine, forks, tiny_model, tmp_path,
-                                                           request):
+def test_two_ranks_that_were_killed_end_with_the_same_bits(
+        engine_name, forks, tiny_model, tmp_path):
     """They train an adapter with four bits, stale weights, a replayed cut and π_ref."""
-    if engine == "vllm":
-        request.getfixturevalue("vllm_required")
     (tmp_path / "driver.py").write_text(KILLED)
-    begin = forks if engine == "transformers" else []       # vLLM expects a process of its own
+    begin = forks if engine_name == "transformers" else []    # vLLM expects a process of its own
     given = [*SMALL, *LORA, "rollout.staleness=2", "rollout.top_p=0.9", "rollout.top_k=8",
-             "loss.kl_coef=0.1", "train.save_every=2", f"rollout.engine={engine}",
+             "loss.kl_coef=0.1", "train.save_every=2", f"rollout.engine={engine_name}",
              f"policy.path={tiny_model}"]
 
     def train(how, name):

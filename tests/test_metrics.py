@@ -392,9 +392,13 @@ def test_k3_and_z_see_a_mismatch_of_rounding_alone(spread):
 
 
 def test_a_ratio_of_next_to_nothing_is_not_0():
-    """eq:kl-estimators: ρ − 1 of a float32 would be −1, so extremes are widened before."""
-    found = to_host(offpolicy_metrics(torch.tensor([[-19.0]]), torch.zeros(1, 1), torch.ones(1, 1)))
-    assert found["rollout_corr/is_ratio_min"] == pytest.approx(math.exp(-19), rel=1e-6)
+    """eq:ess: ρ − 1 is −1 in a float32, and yet equal weights are worth all N samples."""
+    for dtype in (torch.float32, torch.float64):
+        lower = torch.full((2, 3), -19.0, dtype=dtype)
+        found = to_host(correct(lower, 0 * lower, torch.ones(2, 3), Config("token")).metrics)
+        for name in ("mean", "min", "max"):
+            assert found[f"rollout_corr/is_ratio_{name}"] == pytest.approx(math.exp(-19), rel=1e-6)
+        assert found["rollout_corr/rollout_is_raw_eff_sample_size"] == pytest.approx(1, rel=1e-6)
 
 
 def test_offpolicy_metrics_are_those_of_a_correction():
@@ -405,6 +409,19 @@ def test_offpolicy_metrics_are_those_of_a_correction():
     every = correct(train, rollout, mask, Config()).metrics
     assert found.items() <= every.items()
     assert {"rollout_corr/kl", "rollout_corr/ppl_ratio"} <= set(found)
+
+
+def test_what_cannot_be_merged_is_refused_and_rows_of_one_correction_count_once():
+    """eq:merge: eight micro-batches of one correction would make z √8 times as large."""
+    g = torch.Generator().manual_seed(0)
+    train, rollout, mask = *torch.randn(2, 8, 7, generator=g), torch.ones(8, 7)
+    whole = correct(train, rollout, mask, Config("token"))
+    rows = [whole.rows(slice(i, i + 1)) for i in range(8)]
+    assert to_host(merge(rows)) == to_host(whole.metrics)
+    other = correct(train, rollout, mask, Config("sequence", rollout_rs={"token_k2": 1.0}))
+    for unlike in ([], [whole, other]):
+        with pytest.raises(ValueError, match="by one configuration"):
+            merge(unlike)
 
 
 def test_merged_parts_are_the_whole():

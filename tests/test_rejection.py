@@ -266,6 +266,8 @@ def test_a_rank_alone_finds_the_limit_by_halving_too(monkeypatch):
         pair = torch.stack([a, a.nextafter(torch.tensor(1.0))])[None]
         for group in (None, "ranks"):
             assert second_moment_limit(pair, torch.ones(1, 2), a.item(), group) == a
+    far = torch.full((1, 2), -3.0)                              # no bound: ∞ · 0 must not be NaN
+    assert rejection_mask(far, torch.ones(1, 2), {"second_moment": math.inf}, group="ranks").all()
 
 
 def test_what_is_logged_of_the_second_moment_is_the_largest_term_that_stays():

@@ -15,21 +15,27 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
+from conftest import ENGINES, need
 from waiting import HANG
 
 from centering import candidate_tables
 from estimators import sampling_log_probs
+from plumbing import settings as of_runs
 from plumbing.engines import make_engine
 from rollout import KEPT, Cut
 
-KINDS = ["transformers", "vllm"]
 PROMPTS = [[3 + (7 * i + t) % 23 for t in range(n)] for i, n in enumerate([1, 3, 150, 7, 300])]
 HOSTILE = dict(do_sample=True, top_p=0.1, top_k=2, temperature=5.0, repetition_penalty=3.0,
                max_new_tokens=2, eos_token_id=[9, 10], bad_words_ids=[[11]])  # fmt: skip
-every_engine = pytest.mark.parametrize("started", [(k, "float32") for k in KINDS], indirect=True)
+every_engine = pytest.mark.parametrize("started", [(kind, "float32") for kind in ENGINES],
+                                       indirect=True)
 TOP_P, BOTH, MIN_P = dict(top_p=0.9), dict(top_p=0.9, top_k=3), dict(min_p=0.03, top_p=0.95)
-CUT = [(kind, "float32", cut) for kind in KINDS for cut in (TOP_P, BOTH, MIN_P)]
+CUT = [(kind, "float32", cut) for kind in ENGINES for cut in (TOP_P, BOTH, MIN_P)]
 every_cut_engine = pytest.mark.parametrize("started", CUT, indirect=True)
+
+
+def test_every_engine_that_can_be_set_is_tested():
+    assert {"auto", *ENGINES} == {*of_runs.ENGINES}
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +49,7 @@ def hostile_model(tiny_model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def started(request, hostile_model):
     kind, dtype, *cut = request.param
-    if kind == "vllm":
-        request.getfixturevalue("vllm_required")
+    need(kind, request)
     engine = make_engine(kind, hostile_model, dtype=dtype, max_model_len=400, batch_size=150,
                          **dict(*cut))  # fmt: skip
     assert engine.name == kind
@@ -113,7 +118,7 @@ def test_recorded_log_probs_are_the_trainers_before_and_after_weight_updates(eng
         assert mismatch(engine, model) < 1e-4
 
 
-@pytest.mark.parametrize("started", [*((k, "float32") for k in KINDS), *CUT[::3], *CUT[2::3]],
+@pytest.mark.parametrize("started", [*((k, "float32") for k in ENGINES), *CUT[::3], *CUT[2::3]],
                          indirect=True)
 def test_a_sample_depends_on_its_seed_and_not_on_its_batch(engine):
     prompts, seeds = PROMPTS * 40, list(range(200))  # more than the batch_size of 150
@@ -180,14 +185,12 @@ def test_the_first_token_is_drawn_from_softmax_of_logits_over_temperature(engine
     assert p_value(tokens, logits.softmax(-1)) < 1e-9
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cut, most", [({}, 6), (TOP_P, 26)])
 def test_candidates_are_the_trainers_likeliest_tokens_or_all_that_are_kept(
-        kind, cut, most, tiny_model, model, request):
+        engine_name, cut, most, tiny_model, model):
     """Each token has the log μ of six others or, with a cut, of all kept ones; the rest is −∞."""
-    if kind == "vllm":
-        request.getfixturevalue("vllm_required")
-    engine = make_engine(kind, tiny_model, dtype="float32", max_model_len=400, candidates=6, **cut)
+    engine = make_engine(engine_name, tiny_model, dtype="float32", max_model_len=400, candidates=6,
+                         **cut)
     samples = sample(engine, PROMPTS * 4)
     engine.close()
     mask = torch.arange(12) < torch.tensor([[len(s.tokens)] for s in samples])
@@ -262,7 +265,7 @@ def test_ties_with_the_last_token_are_kept_and_too_many_are_a_sentence(engine, m
     assert s.log_probs == pytest.approx([-math.log(19)], abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["auto", *KINDS])
+@pytest.mark.parametrize("kind", ["auto", *ENGINES])
 def test_sets_without_a_bound_are_refused_before_a_weight_is_read(kind, tmp_path):
     """The refusal comes first: the directory has a configuration, but no weights to load."""
     Qwen2Config(vocab_size=5000).save_pretrained(tmp_path)
@@ -328,7 +331,7 @@ def test_without_a_cut_no_sample_carries_a_set_and_no_digit_changes(engine):
     assert {s.kept_ids for s in sample(engine, PROMPTS)} == {None}
 
 
-@pytest.mark.parametrize("started", [(k, "bfloat16") for k in KINDS], indirect=True)
+@pytest.mark.parametrize("started", [(k, "bfloat16") for k in ENGINES], indirect=True)
 def test_a_bfloat16_engine_differs_from_the_float32_trainer(started, model):
     assert 1e-3 < mismatch(started, model) < 1.0
     if started.name == "transformers":  # μ is of logits that are not rounded to bfloat16
@@ -351,7 +354,7 @@ def test_what_the_engine_refuses_is_said_in_a_sentence(engine):
             sample(engine, prompts, **settings)
 
 
-@pytest.mark.parametrize("started", [(k, "bfloat16") for k in KINDS], indirect=True)
+@pytest.mark.parametrize("started", [(k, "bfloat16") for k in ENGINES], indirect=True)
 def test_incomplete_weights_are_an_error(started, model):
     """An engine raises for incomplete weights. This test is last: vLLM's is of no use after it."""
     weights = model.state_dict()

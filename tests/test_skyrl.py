@@ -190,8 +190,8 @@ def test_what_a_micro_batch_cannot_give_is_refused():
     for sentence, block, ours in (
             ("off_policy_correction beside a correction", TOKEN, Config("sequence")),
             ("off_policy_correction beside a correction", OUTLIER, Config("sequence")),
-            ("rollout_is_batch_normalize and second_moment", {}, Config("token", 2.0, True)),
-            ("rollout_is_batch_normalize and second_moment", {},
+            ("rollout_is_batch_normalize: the mean weight", {}, Config("token", 2.0, True)),
+            ("rollout_rs.second_moment: its limit", {},
              Config(rollout_rs={"second_moment": 0.1})),
             ("score_centering needs candidates", {}, Config(**centered))):
         with pytest.raises(ValueError, match=sentence):

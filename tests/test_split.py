@@ -378,16 +378,13 @@ def test_a_rank_alone_has_fsdp_only_to_cast_or_to_move(dtype, offload, tiny_mode
 
 
 @pytest.mark.parametrize("cut", [{}, dict(top_p=0.9), dict(top_p=0.9, top_k=8), dict(top_k=5)])
-@pytest.mark.parametrize("kind", ["transformers", "vllm"])
-def test_engine_and_trainer_agree_before_and_after_a_sync(kind, cut, tiny_model, request):
-    if kind == "vllm":
-        request.getfixturevalue("vllm_required")
+def test_engine_and_trainer_agree_before_and_after_a_sync(engine_name, cut, tiny_model):
     config = trainer.Config()
     config.rollout.temperature = 0.7
     prompts = [[3 + i, 5, 7][:1 + i % 3] for i in range(12)]
     with process_group() as device:
         policy = load_policy(str(tiny_model), 0.7, "float32", device)
-        engine = make_engine(kind, str(tiny_model), dtype="float32", max_model_len=64,
+        engine = make_engine(engine_name, str(tiny_model), dtype="float32", max_model_len=64,
                              device=device, batch_size=16, **cut)
 
         def gap(batch):

@@ -57,29 +57,23 @@ IDEAS = [
     "rollout_rs: {second_moment: 0.04}", f"rollout_rs: {{second_moment: 0.04}}, {POLICY_GRADIENT}"]
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
 @pytest.mark.parametrize("idea", IDEAS)
-def test_every_idea_of_2026_trains(idea, engine, run, request):
+def test_every_idea_of_2026_trains(idea, engine_name, run):
     """Each trains on stale, rounded and cut rollouts; one that rejects does so for some tokens."""
-    if engine == "vllm":
-        request.getfixturevalue("vllm_required")
     cut = ["rollout.top_p=0.9", "rollout.temperature=0.7"] if "centering" in idea else []
-    code, lines = run(f"correction={{{idea}}}", "rollout.staleness=1", *cut, engine=engine)
+    code, lines = run(f"correction={{{idea}}}", "rollout.staleness=1", *cut, engine=engine_name)
     assert code == 0 and len(lines) == 2
     for line in lines:
         assert all(math.isfinite(value) for value in line.values()) and line["grad_norm"] > 0
         assert "rs" not in idea or 0 < line["rollout_corr/rollout_rs_masked_fraction"] < 1
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_a_constant_reward_moves_nothing_with_centered_scores(engine, run, monkeypatch, request):
+def test_a_constant_reward_moves_nothing_with_centered_scores(engine_name, run, monkeypatch):
     """eq:score-centering: on real models a constant advantage gives a gradient of noise around 0.
 
     μ is rounded, the advantage is 1 for all, and all candidates are known. Without centering the
     gradient is a drift. It is summed over 400 samples of one prompt.
     """
-    if engine == "vllm":
-        request.getfixturevalue("vllm_required")
     monkeypatch.setattr(trainer, "reinforce_advantages",
                         lambda rewards, keep: torch.ones_like(rewards))
     norms = {}
@@ -88,11 +82,11 @@ def test_a_constant_reward_moves_nothing_with_centered_scores(engine, run, monke
             f"correction={{rollout_is: token, rollout_is_threshold: 0.8, {POLICY_GRADIENT}, "
             f"score_centering: {centered}}}", "advantage.kind=reinforce", "rollout.samples=200",
             "rollout.prompts=2", "rollout.quantize_bits=3", "train.mini_batches=1",
-            "train.micro_batch_size=400", "train.steps=1", "rollout.max_tokens=1", engine=engine,
-            name=name)
+            "train.micro_batch_size=400", "train.steps=1", "rollout.max_tokens=1", name=name,
+            engine=engine_name)
         assert code == 0
         norms[name] = lines[0]["grad_norm"]
-    print(engine, norms)
+    print(engine_name, norms)
     assert norms["centered"] < 0.75 * norms["plain"]
 
 
@@ -170,18 +164,15 @@ CUT = ["rollout.top_p=0.9", "rollout.top_k=8", "train.steps=10", "train.lr=0.01"
 NO_KL = gamma(16)
 
 
-@pytest.mark.parametrize("engine, settings", [
-    ("transformers", []), ("transformers", ["rollout.staleness=2", "rollout.quantize_bits=4"]),
-    ("transformers", ["correction.preset=bypass_pg_is", "train.mini_batches=1"]), ("vllm", []),
-    ("vllm", ["rollout.staleness=2", "rollout.quantize_bits=4"])])
-def test_sampling_cut_by_top_p_and_top_k_trains(engine, settings, run, request, monkeypatch):
+@pytest.mark.parametrize("settings", [
+    [], ["rollout.staleness=2", "rollout.quantize_bits=4"],
+    ["correction.preset=bypass_pg_is", "train.mini_batches=1"]])
+def test_sampling_cut_by_top_p_and_top_k_trains(engine_name, settings, run, monkeypatch):
     """ρ is 1 to rounding at every step without staleness: what is trained is what sampled."""
-    if engine == "vllm":
-        request.getfixturevalue("vllm_required")
     sets, kept_ids = [], batches.gather_kept_ids
     monkeypatch.setattr(batches, "gather_kept_ids",
                         lambda *args: sets.append(kept_ids(*args)) or sets[-1])
-    code, lines = run("rollout.quantize_bits=null", *CUT, *settings, engine=engine)
+    code, lines = run("rollout.quantize_bits=null", *CUT, *settings, engine=engine_name)
     assert code == 0 and len(lines) == 10
     assert all(math.isfinite(value) for line in lines for value in line.values())
     late = "rollout.staleness=2" in settings
@@ -191,19 +182,16 @@ def test_sampling_cut_by_top_p_and_top_k_trains(engine, settings, run, request, 
     assert {x.shape[:2] == (16, 5) and 1 < x.shape[2] <= 8 for x in sets} == {True}
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_sampling_cut_by_min_p_trains(engine, run, request, monkeypatch):
+def test_sampling_cut_by_min_p_trains(engine_name, run, monkeypatch):
     """k3 is that of two float32 computations without staleness, since the sets are the engine's.
 
     The sets do leave tokens out.
     """
-    if engine == "vllm":
-        request.getfixturevalue("vllm_required")
     sets, kept_ids = [], batches.gather_kept_ids
     monkeypatch.setattr(batches, "gather_kept_ids",
                         lambda *args: sets.append(kept_ids(*args)) or sets[-1])
     code, lines = run("rollout.quantize_bits=null", "rollout.min_p=0.2", "rollout.temperature=0.7",
-                      "loss.kl_coef=0.1", engine=engine)
+                      "loss.kl_coef=0.1", engine=engine_name)
     assert code == 0 and len(lines) == 2
     for line in lines:
         assert all(math.isfinite(value) for value in line.values())
