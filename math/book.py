@@ -48,11 +48,13 @@ import museum
 import which
 
 HERE, OUT = ROOT / "math" / "book", ROOT / "book"
+CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))
+# In reading order; math/turns.py is what 10-turns-and-tools.md enumerates.
 FILES = [f"{name}.py" for name in (
     "estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses",
-    "causes", "doctor", "policy", "rollout", "trainer", "kernels/log_probs", "math/versions",
-    "math/turns", "math/routes")]
-CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))
+    "causes", "doctor", "policy", "rollout", "trainer", "kernels/log_probs",
+    *(f"math/{word}" for chapter in CHAPTERS for word in chapter.stem.split("-")
+      if (ROOT / "math" / f"{word}.py").exists()))]
 APPENDICES = sorted((ROOT / "math").glob("appendix-*.md"), key=lambda path: path.read_text())
 LABEL = re.compile(r"eq:[a-z0-9]+(?:-[a-z0-9]+)*")
 DEFINITION = re.compile(rf"\*\*\(({LABEL.pattern})\)\*\*")

@@ -272,16 +272,13 @@ def first(flags):
 # ------------------------------------------------------------------------------------- all of them
 
 def wanted(study: dict) -> list[tuple[str, str, int]]:
-    """Return the cells, each once, by block and seed; method `presets` stands for all presets."""
-    from correction import HISTORICAL, PRESETS
-    presets = [name for name in PRESETS if name not in HISTORICAL and name != "disabled"]
+    """Return the cells, each once, by block and seed."""
     found = {}
     for block in study["cells"]:
         regimes = list(study["regimes"]) if block["regimes"] == "all" else block["regimes"]
         for regime in regimes:
-            methods = [m for method in block["methods"]
-                       for m in (presets if method == "presets" else [method])]
-            found |= {(regime, method, seed): None for seed in block["seeds"] for method in methods}
+            found |= {(regime, method, seed): None for seed in block["seeds"]
+                      for method in block["methods"]}
     return list(found)
 
 

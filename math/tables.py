@@ -520,10 +520,12 @@ def healthy():
 
 
 def metrics():
-    """List every metric that a correction reports; a name without a formula raises KeyError."""
+    """List every metric that a correction reports; one without a formula is a sentence."""
     names = every_metric()
-    formulas = [[f"`{row}`", FORMULAS[row]]
-                for row in dict.fromkeys(family(name) for name in names)]
+    rows = [*dict.fromkeys(map(family, names))]
+    if lacking := [row for row in rows if row not in FORMULAS]:
+        raise SystemExit(f"FORMULAS in math/tables.py has no row for {', '.join(lacking)}")
+    formulas = [[f"`{row}`", FORMULAS[row]] for row in rows]
     return (f"The table has all {len(names)} metrics of a correction, without their prefix "
             "`rollout_corr/`. N counts tokens or responses.\n\n"
             "* PREFIX stands for one of: `rollout_is`, the weights before they are normalised; "
@@ -1479,7 +1481,7 @@ def block(name):
 
 
 def main(arguments):
-    stale = []
+    stale = {}
     for path in [ROOT / "README.md", ROOT / "adapters" / "README.md",
                  *sorted((ROOT / "math").glob("*.md"))]:
         old = path.read_text() if path.exists() else ""
@@ -1487,10 +1489,10 @@ def main(arguments):
                             re.DOTALL)
         new = marked.sub(lambda found: block(found[1]), old)
         if new != old:
-            stale.append(path)
-            if "--check" not in arguments:
-                path.write_text(new)
-    for path in stale:
+            stale[path] = new
+    for path, new in stale.items():                  # once all tables are there
+        if "--check" not in arguments:
+            path.write_text(new)
         print(("stale: " if "--check" in arguments else "written: ") + str(path.relative_to(ROOT)))
     return 1 if stale and "--check" in arguments else 0
 

@@ -39,7 +39,7 @@ class Checkpoints:
         self.settings, self.path = json.loads(json.dumps(flat(asdict(config)))), config.policy.path
         if found := self.whole():
             try:
-                self.step = int(found[-1].name.removeprefix("step-"))
+                self.step = step_of(found[-1])
                 self.saved = json.loads((found[-1] / "state.json").read_text())
                 if self.saved["step"] != self.step:
                     raise ValueError("the directory was renamed")
@@ -56,18 +56,19 @@ class Checkpoints:
     def whole(self) -> list[Path]:
         """Return the checkpoints that are there, oldest first."""
         names = (path for path in self.directory.glob("step-*") if path.is_dir())
-        return sorted(path for path in names if re.fullmatch(r"step-\d{6,}", path.name, re.ASCII))
+        return sorted((path for path in names
+                       if re.fullmatch(r"step-\d{6,}", path.name, re.ASCII)), key=step_of)
 
     def resumption(self) -> str:
         """Say where the same command would continue, given what is there now."""
         if not (found := self.whole()):
             return "there is no checkpoint yet, so the same command begins anew"
-        step = int(found[-1].name.removeprefix("step-"))
+        step = step_of(found[-1])
         return f"the same command goes on after step {step}, from {found[-1]}"
 
     def unreadable(self, path: Path) -> UserError:
         """Return what to do about a damaged checkpoint, with and without another before it."""
-        before = [found.name for found in self.whole() if found.name < path.name]
+        before = [found.name for found in self.whole() if step_of(found) < step_of(path)]
         return UserError(f"{path} is damaged, or no checkpoint of this program" + (
             f": move it away, and the same command goes on from {before[-1]}" if before else
             ", and there is none before it: choose another run=NAME, or delete "
@@ -149,6 +150,11 @@ class Checkpoints:
             logging.disable(logging.NOTSET)
         run.sync.load_state_dict({"waiting": waiting})
         self.prune(run)
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint's name; a million comes after 999999."""
+    return int(path.name.removeprefix("step-"))
 
 
 @contextlib.contextmanager

@@ -552,10 +552,12 @@ def remarks(config: Config) -> list[str]:
 def idle(config: Config) -> dict[str, str]:
     """Return changed settings that another one switches off, and why they have no effect."""
     options, changed = correction_of(config), set[str]()
-    for section in (config.task, config.advantage, config.loss, config.policy, config.rollout,
-                    config.train):
-        changed |= {of.name for of in fields(section) if getattr(section, of.name) != of.default}
-    changed |= {name for name in ("rollout_is_threshold", "rollout_is_batch_normalize")
+    for section in ("task", "advantage", "loss", "policy", "rollout", "train"):
+        part = getattr(config, section)
+        changed |= {f"{section}.{of.name}" for of in fields(part)
+                    if getattr(part, of.name) != of.default}
+    changed |= {f"correction.{name}" for name in (
+                    "rollout_is_threshold", "rollout_is_batch_normalize")
                 if getattr(options, name) != getattr(RolloutCorrectionConfig, name)}
     numbers = {key for row in LOSSES.values() for key in row.own} - set(options.loss.own)
     kind = config.task.kind
@@ -579,8 +581,7 @@ def idle(config: Config) -> dict[str, str]:
         "policy.lora_rank is null, so the whole model is trained": [
             "policy.lora_alpha", "policy.lora_targets", "policy.lora_save_merged",
             "rollout.adapter"] * (config.policy.lora_rank is None)}
-    return {name: why for why, names in off.items() for name in names
-            if name.split(".")[1] in changed}
+    return {name: why for why, names in off.items() for name in names if name in changed}
 
 
 def kl_remarks(config: Config) -> list[str]:

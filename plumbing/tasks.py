@@ -309,6 +309,8 @@ def make_demo_model(config: Config, task: Task) -> str:
 def teach(path: Path, task: Task, seed: int, characters: str, wrong: float, steps: int, size: int,
           rate: float) -> None:
     """Train for `steps` steps of `size` lessons, a share `wrong` of them wrong; write `path`."""
+    asked = {c for p in task.train for c in p.question + p.answer}
+    assert asked <= {*characters}, f"no tokens for {asked - {*characters}}"    # each would be <unk>
     tokenizer: Any = character_tokenizer(characters)       # its ids have a type of many parts
     ids_of = tokenizer.convert_tokens_to_ids               # of one token per character
     rng = random.Random(seed)

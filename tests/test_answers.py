@@ -31,7 +31,10 @@ FORTY_TWO = [
     "42 %", "42 percent", "42kg", "42 m", "42\u202fkm", r"42\text{ cm}", r"42\,\text{cm}^2",
     "42 cm²", "42 square feet", "42 miles per hour", "42 kg/m^3", "$42 per week", "$42/week",
     "42°C", r"42^\circ", "42 €", "42 months", "42 seconds", "42 millimeters", "¥42", "$+42",
-    "42 cm^{2}", "42pm", "42hrs", "42 sq ft", r"\mbox{42}", r"42\ \text{km}", "\n42"]
+    "42 cm^{2}", "42pm", "42hrs", "42 sq ft", r"\mbox{42}", r"42\ \text{km}", "\n42",
+    r"\textbf{42}", r"\mathrm{42}", r"\mathbf{42}", r"42\:km", r"42\;km", r"42^{\circ}", "£42",
+    "42¢", "42 cubic feet", *(f"42{unit}" for unit in (
+        "g", "mg", "mL", "l", "s", "h", "min", "ft", "in", "yd", "mi", "mph", "oz", "lb", "am"))]
 
 NOT_FORTY_TWO = [
     "", "43", "-42", "−42", "4 2", "42 or 43", "41 or 42", "42, 43", "41, 42", "42 43", "42/43",
@@ -44,7 +47,8 @@ NOT_FORTY_TWO = [
     "**41** **42**", r"\(41\) \(42\)", r"\boxed{41} \boxed{42} 43", "42 km and 43", "4,2", "0,042",
     "42,000", "42\u202f000", "٤٢", "½", r"\text{42} or \text{43}", r"41\text{ or }42",
     r"\frac{42}{2}", r"41\frac{1}{42}", "- 42", "42 kings or queens", "$42 or $43", "42 % or 43",
-    "42\u00a043", "42 km/h/s", "$42 apples", *(f"42 {word}" for word in (
+    "42\u00a043", "42 km/h/s", "$42 apples", r"4\,2", "42 cm^4", "42 cm⁴",
+    *(f"42 {word}" for word in (
         "thou", "mille", "tausend", "millones", "quadruple", "tenfold", "neg", "mod", "wrong"))]
 
 
@@ -63,7 +67,9 @@ def test_ways_to_write_a_number_are_equal_and_no_other_is():
     ("3", "3 kings", False), ("Paris", "paris", False), ("**Paris**.", "Paris", True),
     ("(A)", "A", False), ("1/2", "2/4", False), ("0.5", "1/2", False),
     (r"\dfrac{1}{2}", r"\frac{1}{2}", True), (r"-\frac{1}{2}", "-1/2", True),
-    (r"1\frac{1}{2}", "11/2", False), ("2\u202f345", "2345", True), (r"2\,345.60", "2345.6", True),
+    (r"1\frac{1}{2}", "11/2", False), (r"\frac{1}{2}3", "1/23", False),
+    (r"\boxed{\frac{1}{2}}", "1/2", True), (r"42\%", "42%", True),
+    ("2\u202f345", "2345", True), (r"2\,345.60", "2345.6", True),
     ("2{,}345", "2345", True), ("2 345", "2345", False), ("0,345", "345", False),
     ("2,34", "234", False), ("12,3456", "123456", False), ("2,345\u202f678", "2345678", False),
     ("10:30", "10:45", False), ("3 to 5", "3", False), ("1,2", "12", False), ("$-5", "-5", True),

@@ -264,6 +264,27 @@ def test_a_model_scores_the_first_responses_and_the_report_is_of_all(
         consult(given)
 
 
+def test_a_dump_or_a_model_must_be_given(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "give a DUMP, --model DIR, or both" in capsys.readouterr().err
+
+
+def test_a_bug_is_told_from_a_cause(monkeypatch, capsys):
+    monkeypatch.setattr("plumbing.consult.consult", lambda _: 1 / 0)
+    assert main(["x"]) == 2 and "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_the_report_ends_with_what_the_model_says(monkeypatch, capsys):
+    from plumbing.rescore import Match, Rescored
+    plain = Match("plain", None, None, 1.0, 0.0)
+    rescored = Rescored(plain, plain._replace(name="hot", cause="temperature"), "train")
+    monkeypatch.setattr("plumbing.consult.consult",
+                        lambda _: (types.SimpleNamespace(causes=[1]), rescored))
+    assert main(["x"]) == 1
+    assert capsys.readouterr().out.splitlines()[1:] == rescored.lines()
+
+
 def test_two_causes_have_the_exit_code_of_one(monkeypatch, capsys):
     """An exit code of 2 means a dump that cannot be read."""
     report = types.SimpleNamespace(causes=[1, 2], as_json=dict)
@@ -318,6 +339,8 @@ def test_the_prompt_ends_where_the_rows_own_mask_begins():
 def test_verls_batch_is_a_dump(tmp_path, verl_required):
     from adapters.verl import dump
     given = padded()
+    given |= {name: torch.nn.functional.pad(given[name], (2, 0))      # wider than the responses
+              for name in ("prompts", "prompt_mask")}
     batch = {"prompts": given["prompts"], "responses": given["tokens"],
              "attention_mask": torch.cat([given["prompt_mask"], given["token_mask"]], 1),
              "response_mask": given["response_mask"], "rollout_log_probs":

@@ -259,6 +259,14 @@ def test_an_exact_engine_samples_from_the_policy_while_the_adapter_moves(run):
     assert code == 0 and lines[-1]["rollout_corr/k3_kl"] > 10 * rounding
 
 
+def test_an_adapter_learns_where_the_first_pass_of_all_is_the_references(run):
+    """peft freezes A and B for π_ref, and FSDP asks in its first pass alone what is trained."""
+    code, lines = run(*LORA, "policy.dtype=bfloat16", "correction.preset=bypass_pg_is",
+                      "loss.kl_coef=0.1", "train.steps=2")
+    assert code == 0 and all(line["grad_norm"] > 0 for line in lines)
+    assert abs(lines[0]["loss/kl"]) < 1e-4 < lines[1]["loss/kl"]
+
+
 def test_what_an_adapter_does_not_go_with_is_said(run, capsys, tmp_path):
     code, _ = run(*LORA, "rollout.adapter=apart")
     assert code == 2 and "rollout.quantize_bits=4 rounds the weights" in capsys.readouterr().err

@@ -12,17 +12,18 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import test_house as house
 import torch
 from launching import shell
 from oracle import J, Policy, estimator_moments, rewards
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))
-EXACT = [ROOT / "math" / f"{name}.py" for name in ("versions", "turns", "routes")]  # enumerated
+# What a chapter enumerates: math/turns.py of 10-turns-and-tools.md.
+EXACT = [path for chapter in CHAPTERS for word in chapter.stem.split("-")
+         if (path := ROOT / "math" / f"{word}.py").exists()]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("adapters/*.md"), *sorted(ROOT.glob("math/*.md"))]
-CORE = [ROOT / f"{name}.py" for name in (
-    "estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses",
-    "causes", "doctor")]
+CORE = [ROOT / f"{name}.py" for name in house.CORE]
 LABEL = re.compile(r"eq:[a-z0-9]+(?:-[a-z0-9]+)*")
 DEFINITION = re.compile(rf"^\*\*\(({LABEL.pattern})\)\*\*$", re.MULTILINE)
 
@@ -134,6 +135,18 @@ def tables():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_a_metric_without_a_formula_is_a_sentence_and_no_file_is_written(
+        tables, tmp_path, monkeypatch):
+    (tmp_path / "math").mkdir()
+    for path, name in ((tmp_path / "README.md", "losses"), (tmp_path / "math/z.md", "metrics")):
+        path.write_text(f"<!-- begin: {name} --><!-- end: {name} -->")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.delitem(tables.FORMULAS, "kl_z")
+    with pytest.raises(SystemExit, match="has no row for kl_z$"):
+        tables.main([])
+    assert (tmp_path / "README.md").read_text() == "<!-- begin: losses --><!-- end: losses -->"
 
 
 @pytest.mark.parametrize("name", [

@@ -11,11 +11,13 @@ import torch
 import transformers
 from launching import ROOT
 from packaging.requirements import Requirement
+from test_data import MADE
 
 import trainer
 from correction import PRESETS, RolloutCorrectionConfig
 from plumbing import tasks
 from plumbing.faults import process_group
+from plumbing.run import Run
 from plumbing.settings import TaskConfig, UserError, correction_of, load_config
 from rollout import KEPT, TransformersEngine
 
@@ -36,6 +38,7 @@ def test_an_older_omegaconf_is_one_sentence(monkeypatch):
     (["train.lr=.nan"], ["train.lr", "0 to 10", "nan"]),
     (["train=3"], ["train", "section"]),
     (["rollout.engine=vlm"], ["rollout.engine", "auto, vllm, transformers", "'vlm'"]),
+    (["loss.dual_clip=1"], ["loss.dual_clip", "at least 1.01"]),
     (["correction.preset=decoupled_tokn_is"],
      ["correction.preset", "did you mean 'decoupled_token_is'"]),
     (["correction.rollout_si=token"], ["rollout_si", "did you mean 'rollout_"]),
@@ -109,6 +112,17 @@ def test_sets_without_a_bound_are_one_sentence_before_anything_is_loaded(
     assert f"set rollout.top_k to 1 … {KEPT}" in said
     run(f"policy.path={tmp_path / 'large'}", "rollout.top_p=0.9", f"rollout.top_k={KEPT}")
     assert "it has no tokenizer" in capsys.readouterr().err
+
+
+def test_a_named_engine_that_is_missing_is_refused_before_a_demo_model_is_taught(monkeypatch):
+    monkeypatch.setattr("plumbing.run.find_spec", lambda _: None)
+    monkeypatch.setattr("plumbing.run.make_task", lambda *_: 1 / 0)
+    with pytest.raises(UserError, match="needs vLLM, which is not installed: requirements/vllm-cp"):
+        opened = object.__new__(Run)
+        opened.config = load_config(["rollout.engine=vllm"])
+        opened.open()
+    with pytest.raises(UserError, match="rollout.temperature must be at most 2 for vLLM, not 3"):
+        load_config(["rollout.engine=vllm", "rollout.temperature=3"])
 
 
 def test_a_temperature_that_vllm_does_not_take_is_one_sentence(run, monkeypatch, capsys):
@@ -224,7 +238,7 @@ def test_no_correction_is_an_empty_one_and_no_word_is_the_default(text, override
     assert config == (RolloutCorrectionConfig() if off else preset)
 
 
-@pytest.mark.parametrize("kind", ["arithmetic", "sort"])
+@pytest.mark.parametrize("kind", MADE)
 def test_tasks_hold_out_problems_and_deal_the_rest_once_per_pass(kind):
     task = tasks.make_task(TaskConfig(kind=kind, size=2, eval_size=20), seed=1)
     assert not {p.question for p in task.train} & {p.question for p in task.held_out}
@@ -309,4 +323,6 @@ def test_teaching_a_demo_model_gives_the_run_its_threads_back(three_threads, tmp
     with process_group():
         tasks.teach(tmp_path / "model", task, 0, "0123456789+=>", 0.4, 1, 4, 1e-3)
         assert torch.get_num_threads() == 3
+        with pytest.raises(AssertionError, match="^no tokens for {'='}"):
+            tasks.teach(tmp_path / "other", task, 0, "0123456789+>", 0.4, 1, 4, 1e-3)
     assert (tmp_path / "model" / "model.safetensors").is_file()

@@ -8,20 +8,13 @@ from correction import RolloutCorrectionConfig as Config
 
 
 def test_presets_by_todays_and_historical_names():
-    today = (
-        "decoupled_token_is decoupled_seq_is decoupled_seq_is_rs decoupled_token_icepop "
-        "decoupled_geo_rs decoupled_geo_rs_seq_tis decoupled_geo_rs_token_tis "
-        "decoupled_k3_rs decoupled_k3_rs_seq_tis decoupled_k3_rs_token_tis "
-        "bypass_ppo_clip bypass_ppo_clip_geo_rs bypass_ppo_clip_k3_rs bypass_pg_is "
-        "bypass_pg_token_icepop bypass_pg_geo_rs bypass_pg_geo_rs_seq_tis "
-        "bypass_pg_geo_rs_token_tis disabled")
-    historical = ("token_is token_tis seq_is seq_is_rs seq_mis geo_rs geo_mis "
-                  "ppo_is_bypass pure_is pg_is pg_rs")
-    for name in (today + " " + historical).split():
-        config = PRESETS[name]()
+    for name, make in PRESETS.items():
+        config = make()
         assert config.bypass_mode == name.startswith(("bypass", "pure", "pg", "ppo"))
         assert (config.loss_type == "reinforce") == ("pg" in name or "pure" in name)
     assert set(HISTORICAL.values()) <= set(PRESETS)
+    assert {*("token_is token_tis seq_is seq_is_rs seq_mis geo_mis ppo_is_bypass pure_is pg_is "
+              "pure_rs").split()} <= set(HISTORICAL)
     assert PRESETS["geo_mis"]().rollout_rs == {"seq_mean_k1": (0.999, 1.001),
                                                "seq_max_k1": (1e-4, None)}
     assert PRESETS["pg_rs"]().rollout_rs == PRESETS["geo_rs"]().rollout_rs

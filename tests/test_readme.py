@@ -5,6 +5,7 @@ check it, before anything is loaded. test_trainer.py runs what can be run. test_
 tables between markers.
 """
 
+import ast
 import re
 import shlex
 import shutil
@@ -19,6 +20,7 @@ from omegaconf import OmegaConf
 import losses
 from adapters.dialects import from_dialect
 from plumbing.settings import Config, leaves, load_config
+from surrogates import LOSSES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -78,6 +80,14 @@ def test_settings_named_in_the_documents_exist():
     known = [key for key, *_ in leaves(Config)]
     named = set(re.findall(r"`((?:task|policy|rollout|advantage|loss|train)\.[a-z_]+)", DOCUMENTS))
     assert named - {"rollout.py", "policy.py"} <= set(known), named - set(known)
+
+
+def test_every_setting_is_read():
+    """A loss's own numbers, such as loss.clip_low, are read by name, from its row."""
+    read = {node.attr for path in [*ROOT.glob("*.py"), *ROOT.glob("plumbing/*.py")]
+            for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    read |= {name for row in LOSSES.values() for name in row.own}
+    assert {key.split(".")[-1] for key, *_ in leaves(Config)} <= read
 
 
 def test_the_readme_is_short():

@@ -4,6 +4,7 @@ The rates over other models are printed by `python math/rescore_rates.py`.
 """
 
 import json
+import math
 import shutil
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from causes import Finding
 from estimators import sampling_log_probs
 from adapters.dumps import Response, append
 from plumbing.consult import explained, main
-from plumbing.hypotheses import Scorer, module_of
+from plumbing.hypotheses import TABLE, Scorer, module_of, paddings, to_fp8
 from plumbing.rescore import Match, Rescored, random_prompts, rescore, sample_and_score
 
 
@@ -191,6 +192,26 @@ def test_a_token_that_the_model_does_not_have_is_named_with_its_line(drawn):
         rescore(path, [], rows)
 
 
+def test_the_first_token_that_the_model_does_not_have_may_be_the_prompts(drawn):
+    model, path, _, _ = drawn
+    row = Response(1, [3], [-1.0], [-1.0], [4, model.config.vocab_size], [True])
+    with pytest.raises(ValueError, match=f"line 1 has token {model.config.vocab_size}, and the"):
+        rescore(path, [], [row])
+
+
+@pytest.mark.parametrize("tokens, kept", [(1, 1), (3, 1), (4, 2), (99, 3)])
+def test_responses_are_scored_as_long_as_their_logits_fit_and_one_is_always(
+        tokens, kept, drawn, monkeypatch):
+    model, path, _, _ = drawn
+    monkeypatch.setattr("plumbing.rescore.LOGITS", tokens * model.config.vocab_size)
+    monkeypatch.setattr("plumbing.rescore.Scorer", lambda *_: None)
+    rows = [Response(n, [3, 4], [-1.0] * 2, [-1.0] * 2, [5], [True] * 2) for n in range(3)]
+    seen = []
+    monkeypatch.setattr("plumbing.rescore.judge", lambda s, column, mask: seen.append(
+        len(column)) or Match("plain", None, None, 1.0, 0.0))
+    assert rescore(path, [], rows).guilty == "none" and seen == [2 * kept] * 2
+
+
 def test_a_damaged_model_is_one_sentence(drawn, tmp_path, capsys):
     shutil.copytree(drawn[1], tmp_path / "model")
     with (tmp_path / "model/model.safetensors").open("r+b") as file:
@@ -211,6 +232,60 @@ def test_rows_after_the_256th_keep_their_own_positions(drawn):
     alone = Scorer(model, [], rows[:1])
     assert torch.equal(found[-1:], alone.logits(starts=[-2]))
     assert not torch.allclose(found[-1:], alone.plain, atol=0.1)
+
+
+def test_a_single_row_has_no_value_behind_its_end(drawn):
+    scorer = Scorer(drawn[0], [], [([3], [4, 5, 6])])
+    for by, expected in ((1, [1, 2, math.nan]), (-1, [math.nan, 0, 1])):
+        found = scorer.shifted(torch.arange(3.0), by)
+        assert found.tolist() == pytest.approx(expected, nan_ok=True)
+
+
+def test_prompts_are_padded_by_the_pad_token_to_the_longest_of_each_few_rows(drawn, monkeypatch):
+    """Beside one longer prompt no other batch of two is padded; positions begin before 0."""
+    scorer = Scorer(drawn[0], [], [(prompt, [9]) for prompt in ([3], [3, 4], [3, 4, 5], [6])])
+    scorer.config, seen = SimpleNamespace(pad_token_id=7), []
+    monkeypatch.setattr(scorer, "scored", lambda key, starts, rows: seen.append(
+        ([prompt for prompt, _ in rows], starts)))
+    for places, starts in (("right", [-1, 0, 0, -2]), ("wrong", ())):
+        scorer.padded(0, 2, places)
+        assert seen.pop() == ([[7, 3], [3, 4], [3, 4, 5], [7, 7, 6]], starts)
+    scorer.padded(4, 1, "wrong")
+    assert [len(prompt) for prompt in seen.pop()[0]] == [4] * 4
+    widths = {width for width, *_ in paddings(scorer, torch.zeros(4))}
+    assert {0, *range(3, 12), 16, 512} <= widths and 2 not in widths
+    scorer.prompted("last", lambda prompt, _: prompt[:-2])       # never empty: the last one stays
+    assert seen.pop()[0] == [[3], [4], [3], [6]]
+
+
+def test_a_model_may_have_several_end_tokens_or_none(drawn):
+    [row] = [row for row in TABLE if row.name == "prompt with token {} before it"]
+    for ends, expected in (([1, 2], {5}), (None, {5}), (4, {4, 5})):
+        config = SimpleNamespace(bos_token_id=5, eos_token_id=ends)
+        assert set(row.values(SimpleNamespace(config=config), None)) == expected
+
+
+@pytest.mark.parametrize("name, x, expected", [
+    ("top-p {:.3g}", 0.5, (1, 2)), ("min-p {:.3g}", 0.61, (1, 2)), ("top-k {}", 1, (1, 1))])
+def test_noise_takes_to_the_edge_of_a_cut_what_is_near_it(name, x, expected):
+    """Logits that move by 0.1 may let in the second of three tokens, but not the third."""
+    [row] = [row for row in TABLE if row.name == name]
+    s = SimpleNamespace(ordered=torch.tensor([[0.5, 0.3, 0.2]]), cut=lambda inside: inside,
+                        before=torch.tensor([[0.0, 0.5, 0.8]]))
+    assert tuple(int(row.score(s, x)(e).sum()) for e in (0.0, 0.1)) == expected
+
+
+def test_a_row_that_is_short_enough_is_not_cut():
+    [row] = [row for row in TABLE if row.name.startswith("prompt and response cut")]
+    s = SimpleNamespace(prompted=lambda _, change: change([1, 2, 3], [4]))
+    assert [row.score(s, x) for x in (2, 3, 4, 5)] == [[3], [2, 3], [1, 2, 3], [1, 2, 3]]
+
+
+def test_fp8_ends_at_448_and_a_scale_is_of_a_row_or_of_all():
+    w = torch.tensor([[896.0, 1.0], [2.0 ** -10, 2.0 ** -12]])
+    assert to_fp8(w, "fp8").tolist() == [[448.0, 1.0], [0.0, 0.0]]
+    assert to_fp8(w, "fp8, a scale per tensor").tolist() == [[896.0, 1.0], [0.0, 0.0]]
+    assert torch.allclose(to_fp8(w, "fp8, a scale per row"), w, rtol=1e-6)
 
 
 def test_dropout_leaves_the_model_and_the_callers_random_numbers_as_they_were(drawn):

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import shutil
 import signal
@@ -69,6 +70,30 @@ def test_a_checkpoint_that_was_renamed_is_none(run, capsys):
     assert "step-000099 is damaged, or no checkpoint of this program" in capsys.readouterr().err
 
 
+def test_a_checkpoint_that_does_not_say_its_data_model_or_moments_is_continued(run):
+    """Those of earlier versions do not. Warnings are heard again once it is read."""
+    run("train.lr=0.01", "train.steps=3", name="whole")
+    run("train.lr=0.01")
+    path = Path("runs/x/checkpoints/step-000002/state.json")
+    state = json.loads(path.read_text())
+    for name in "data", "model", "moments":
+        del state[name]
+    path.write_text(json.dumps(state))
+    code, _ = run("train.lr=0.01", "train.steps=3")
+    assert all(torch.equal(x, weights("whole")[name]) for name, x in weights("x").items())
+    assert code == 0 and logging.root.isEnabledFor(logging.WARNING)
+
+
+def test_the_millionth_step_comes_after_the_one_before_it(tmp_path):
+    """Names of six digits and of seven are not in the order of their letters."""
+    kept = checkpoints.Checkpoints(tmp_path, load_config([]))
+    for name in "step-1000000", "step-999999", "step-٠٠٠٠٠١", "step-99":
+        (tmp_path / name).mkdir()
+    assert [path.name for path in kept.whole()] == ["step-999999", "step-1000000"]
+    assert "after step 1000000" in kept.resumption()
+    assert "goes on from step-999999" in str(kept.unreadable(tmp_path / "step-1000000"))
+
+
 def test_a_setting_that_is_new_had_its_default_and_one_that_is_gone_is_named(tmp_path):
     now = checkpoints.Checkpoints(tmp_path, load_config([]))
     then = {key: x for key, x in now.settings.items() if key != "train.schedule"}
@@ -79,6 +104,9 @@ def test_a_setting_that_is_new_had_its_default_and_one_that_is_gone_is_named(tmp
         other.require_same(then)
     with pytest.raises(UserError, match="is a run with train.gone=1 .now None.:"):
         now.require_same({**then, "train.gone": 1})
+    slash = checkpoints.Checkpoints(tmp_path, load_config(["policy.path=seed0/model/"]))
+    slash.require_same({**slash.settings, "policy.path": "seed0/model/"})   # as it was kept once
+    assert load_config(["policy.path=//"]).policy.path == "/"               # and not no path at all
 
 
 def test_a_run_that_ended_before_its_model_was_written_writes_it(run, monkeypatch):

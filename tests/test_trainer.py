@@ -90,6 +90,15 @@ def test_a_constant_reward_moves_nothing_with_centered_scores(engine_name, run, 
     assert norms["centered"] < 0.75 * norms["plain"]
 
 
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+def test_a_policy_that_is_its_reference_stands_still(checkpointing, run, monkeypatch):
+    """eq:kl-gradient: ∇KL is 0 at θ = ref. Of a difference by rounding AdamW makes a whole step."""
+    monkeypatch.setattr(tasks.Task, "reward", lambda *_: 0.0)
+    code, lines = run(f"policy.gradient_checkpointing={checkpointing}", "loss.kl_coef=0.1",
+                      "train.mini_batches=1", "train.micro_batch_size=16")
+    assert code == 0 and [(line["loss/kl"], line["grad_norm"]) for line in lines] == [(0, 0)] * 2
+
+
 def test_an_engine_without_candidates_cannot_be_centered(run, monkeypatch):
     """An engine of a reader's own may return none: the loss says what it needs."""
     monkeypatch.setattr(rollout, "Sample", lambda *given, **named: Sample(

@@ -164,6 +164,18 @@ def test_evaluation_divides_by_the_batch(trainer):
     (theirs, expected), (mine, found), apart = both_losses(ours, inputs)
     assert abs(theirs - mine) <= apart and expected.equal(found) and expected.norm() > 0
     assert [*ours._sums] == ["eval"]               # which is logged apart from training
+    assert not any(x.requires_grad for x in ours._sums["eval"].values()), "a graph is held"
+    mask = inputs["completion_mask"]
+    of_tokens = inputs | {"advantages": inputs["advantages"][:, None].expand_as(mask)}
+    assert ours._compute_loss(ours.model, of_tokens).item() == mine
+    nothing = inputs | {"completion_mask": 0 * mask,
+                        "num_items_in_batch": 0 * inputs["num_items_in_batch"]}
+    assert ours._compute_loss(ours.model, nothing).item() == 0
+
+
+def test_a_dual_clip_at_the_clips_own_end_is_carried(trainer):
+    from adapters.trl import PolicyLossGRPOTrainer
+    trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), epsilon=0.25, delta=1.25)
 
 
 @pytest.mark.parametrize("loss", ["dapo", "cispo"])
@@ -395,6 +407,7 @@ def test_rejection_alone(trainer):
     from correction import RolloutCorrectionConfig
     correction = RolloutCorrectionConfig(rollout_rs={"token_k1": (0.8, 1.2), "opsm": 1e-3})
     ours = trainer(WeightedGRPOTrainer, correction=correction)
+    ours.model.eval()
     batch = ours._generate_and_score_completions(
         [{"prompt": f"{i}="} for i in range(8) for _ in range(2)])
     log_rho = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).nan_to_num(0.0)
@@ -403,6 +416,27 @@ def test_rejection_alone(trainer):
     kept = mask & (log_rho.exp() >= 0.8) & (log_rho.exp() <= 1.2)
     kept &= ~((drift > 1e-3) & (batch["advantages"] < 0))[:, None]
     assert batch["importance_sampling_ratio"].equal(kept.float()) and 0 < kept.sum() < mask.sum()
+    assert "rollout_corr/kl" in ours._metrics["eval"] and not ours._metrics["train"]
+
+
+def test_what_is_of_the_whole_batch_is_of_all_ranks(trainer, monkeypatch):
+    """eq:merge: a mean weight, and what is logged, is asked of the group."""
+    import adapters.trl
+    groups, make = [], adapters.trl.correct
+    monkeypatch.setattr(adapters.trl, "_group", lambda: "all ranks")
+    monkeypatch.setattr(adapters.trl, "correct", lambda *given: groups.append(
+        given[5:]) or make(*given[:5]))
+    monkeypatch.setattr(adapters.trl, "merge", lambda _, *group: groups.append(group) or {})
+    ours = trainer(adapters.trl.WeightedGRPOTrainer, correction=config("token_truncate"))
+    ours._generate_and_score_completions([{"prompt": f"{i}="} for i in range(8) for _ in range(2)])
+    assert groups == [("all ranks",)] * 2
+    ours = trainer(adapters.trl.PolicyLossGRPOTrainer, correction=config("token_truncate"))
+    for inputs in first_batches(ours, 1):
+        ours._compute_loss(ours.model, inputs)
+    monkeypatch.setattr(type(ours._statistics["train"]), "all_reduce",
+                        lambda self, group: groups.append(group) or self)
+    ours.log({})
+    assert groups[-1] == "all ranks"
 
 
 @pytest.mark.parametrize("loss, mode", [("dapo", "token_truncate"), ("dr_grpo", "sequence_mask")])

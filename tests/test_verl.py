@@ -140,13 +140,30 @@ def test_one_clip_ratio_for_both_ends():
     assert torch.equal(loss, expected)
 
 
-def test_several_ranks_need_the_counts():
+@pytest.mark.parametrize("mode, given", [
+    ("token-mean", {}), ("token-mean", {"global_batch_size": 16}),
+    ("seq-mean-token-mean", {"batch_num_tokens": 90})])
+def test_several_ranks_need_the_counts(mode, given):
     """eq:aggregation: verl averages gradients over ranks, so a local mean would be wrong."""
-    with pytest.raises(ValueError, match="token-mean on several ranks needs the counts"):
+    with pytest.raises(ValueError, match=f"^{mode} on several ranks needs the counts"):
         import adapters.verl
         log_prob, old, _, advantages, mask = batch(0)
-        adapters.verl.three_policies(old, log_prob, advantages, mask,
-                                     config=actor_config("three_policies", {}, {"dp_size": 2}))
+        adapters.verl.three_policies(
+            old, log_prob, advantages, mask, mode,
+            config=actor_config("three_policies", {}, {"dp_size": 2} | given))
+
+
+@pytest.mark.parametrize("whole", [{}, {"batch_num_tokens": 90, "global_batch_size": 16}])
+def test_ratio_and_clip_fraction_are_means_over_this_workers_tokens(whole):
+    """eq:ppo-clip: they are, too, where the loss is divided by the whole mini-batch's tokens."""
+    import adapters.verl
+    log_prob, old, _, advantages, mask = batch(0)
+    _, found = adapters.verl.three_policies(
+        old, log_prob, advantages, mask, config=actor_config("three_policies", {}, whole))
+    r, A = (log_prob - old).detach().exp()[mask], advantages[mask]
+    clipped = torch.where(A > 0, r > 1.15, r < 0.9).double().mean().item()
+    assert found["actor/ratio"] == pytest.approx(r.mean().item(), rel=1e-6)
+    assert found["actor/pg_clipfrac"] == pytest.approx(clipped, rel=1e-6) and 0 < clipped < 1
 
 
 def test_everything_rejected_is_a_zero_loss():
@@ -165,10 +182,12 @@ def test_verls_dataclass_is_a_dialect():
     from verl.trainer.config.algorithm import RolloutCorrectionConfig as Theirs
 
     from adapters.dialects import from_dialect
+    from adapters.verl import carried
     from correction import PRESETS
     assert "_target_" in Theirs()
     assert from_dialect(Theirs.decoupled_token_is()) == PRESETS["decoupled_token_is"]()
     assert from_dialect(Theirs.bypass_pg_is()) == PRESETS["bypass_pg_is"]()
+    assert carried(Theirs.bypass_pg_is()) == PRESETS["bypass_pg_is"](), "no default: not refused"
 
 
 # ------------------------------------------------------------------------------ what is not carried

@@ -78,7 +78,12 @@ def test_the_doctors_record_is_its_table(path):
         rows = {name: (int(n), int(first)) for name, n, first in rows if name in one.causes}
         assert rows and set(one.causes) - set(rows) <= {"numerics"}, "no cause: healthy dumps"
         dumps, first = map(sum, zip(*rows.values()))
-        assert f"first in {first} of {dumps} dumps" in which.doctor_rates([*one.causes])
+        said = which.doctor_rates([*one.causes])
+        assert f"first in {first} of {dumps} dumps" in said
+        largest, false = max((int(n), alarms) for n, alarms in re.findall(
+            r"^\| (\d+) \|(?:[^|]+\|){2} ([^|]+) \|", table, re.MULTILINE))
+        assert f"dumps of {largest} responses" in said
+        assert said.endswith(f"false alarms on healthy dumps: {false}")
 
 
 # ------------------------------------------------------------------------------------ the evidence
@@ -112,8 +117,11 @@ def test_the_first_studys_verdict_is_its_interval(path):
         if one.key["study"] == "study" and "runs" not in one.key:
             rows = [tables.runs()[one.key["regime"]][one.key[x]] for x in ("arm", "against")]
             assert (one.found == "open") == ("not separable" in tables.difference(*rows)), one.key
+        order = {"study": "first", "study-64": "second"}[one.key["study"]]
+        assert one.source.startswith(f"Chapter 15, {order} study, `"), one.key
     chosen = [one for one in evidence(path) if "runs" in one.key]
     assert [len(one.seeds[0]) for one in chosen] == [15]
+    assert all(one.where.endswith(f"15 runs each ({one.key['runs']})") for one in chosen)
 
 
 def test_means_are_those_of_the_rows(path):
