@@ -25,6 +25,7 @@ FLOOR = 0.01            # logits: a smaller gap needs no explanation, unless oth
 RECORD = 1e-4           # share left by a wrong record, whose law is not about sizes
 TEN_NATS = math.exp(-10)            # a likelihood ratio that is not chance
 LOWEST = -40.0          # stands for any lower log π
+NEVER = LOWEST - 1      # stands for log π = −∞
 ROUNDING = 1e-4         # of E[ρ]: float32 alone may move it by so much
 
 # Limits that were set by hand, on the dumps of the split `written` and of earlier judged splits.
@@ -89,6 +90,7 @@ class Tokens(NamedTuple):
                 if r.mask[t]:
                     rows.append((
                         min(0.0, r.rollout_log_probs[t]),
+                        NEVER if r.train_log_probs[t] == -math.inf else
                         min(0.0, max(LOWEST, r.train_log_probs[t])), i, t,
                         -1 if r.prompt_ids is None else start, v,
                         v == end and t == len(r.token_ids) - 1,
@@ -341,6 +343,18 @@ def grid(x: Tokens) -> Finding | None:
                 return Finding("bf16-log-softmax", 0.0, f"{share:.1%} of {name} are numbers of "
                                f"{str(kind)[6:]}: by chance, one in thousands", x, True)
     return None
+
+
+def barred(x: Tokens) -> Finding | None:
+    """Test whether π gives no chance to tokens that were sampled: π was cut, and not as μ was.
+
+    Where that is so at the end of responses alone, the end token is at fault.
+    """
+    never = x.pi == NEVER
+    if not (never & ~x.last).any():
+        return None
+    return Finding("cut", 0.0, f"log π = −∞ on {int(never.sum())} of {len(never)} tokens that were "
+                   "sampled", x.take(~never))
 
 
 def shift(x: Tokens) -> Finding | None:
@@ -610,7 +624,7 @@ def over_time(x: Tokens) -> tuple[Finding | None, Finding | None]:
     return None, falling if ahead > 1 else fading if ages > 3 and slope < -0.12 else None
 
 
-LAWS = (grid, shift, penalty, record, slope_of, calibration)
+LAWS = (barred, grid, shift, penalty, record, slope_of, calibration)
 RECORDS = {"temperature", "softcap", "raw", "cut"}      # after one of these, another is its residue
 
 
@@ -657,7 +671,7 @@ CAUSES = {
                     "temperature in verl, temperature in TRL, sampling_params in SkyRL"),
     "raw": ("log μ was recorded before the temperature or the cut",
             "ask the engine for processed log-probs: logprobs_mode=processed_logprobs in vLLM"),
-    "cut": ("what top-p, top-k or min-p cut from μ is not cut from π",
+    "cut": ("top-p, top-k or min-p do not cut the same from μ and from π",
             "top_p=1, top_k=-1 and min_p=0, or replay the kept ids; no weight repairs it, for what "
             "was cut is never sampled"),
     "shift": ("one column is off by one token",

@@ -149,9 +149,10 @@ def rows_of(prompts: Tensor, prompt_mask: Tensor, tokens: Tensor, token_mask: Te
             ) -> list[dict[str, Any]]:
     """Return a padded batch, [B, P] twice and [B, T], as rows of a dump; write one row a line.
 
-    A log-prob that is not finite, as TRL has where vLLM gave none, becomes 0 and is masked.
+    A log-prob that is not finite, as TRL has where vLLM gave none, becomes 0 and is masked; but
+    log π = −∞ stays, which names a cause.
     """
-    finite = rollout_log_prob.isfinite() & train_log_prob.isfinite()
+    finite = rollout_log_prob.isfinite() & (train_log_prob < math.inf)
     mu, pi = (torch.where(finite, x, 0.0) for x in (rollout_log_prob, train_log_prob))
     columns = {"token_ids": tokens, "rollout_log_probs": mu, "train_log_probs": pi,
                "response_mask": (response_mask.bool() & finite).int()}

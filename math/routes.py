@@ -221,6 +221,13 @@ def nearer(found, one, other, aim):
     return sum(a < b for a, b in pairs), len(pairs)
 
 
+def lower(found):
+    """Count models whose χ² of a token R3 lowers, and those in which it moves it by 1e-5 or more."""
+    moved = [own > replayed for own, replayed in zip(found[f"χ², {OWN}"], found[f"χ², {R3}"])
+             if abs(own - replayed) > 1e-5]
+    return sum(moved), len(moved)
+
+
 def sizes():
     """Return header and rows: what each choice costs, by the size of the sampler's noise."""
     found = {"float8" if noise == "float8" else f"noise {noise}": prices(noise)
@@ -231,7 +238,7 @@ def sizes():
         for name, level in ROWS]
     rows.append(["χ² a token, own routes → R3", *(
         " → ".join(f"{mean(of[f'χ², {name}']):.4f}" for name in (OWN, R3))
-        for of in found.values())])
+        + ", lower in {} of {}".format(*lower(of)) for of in found.values())])
     for said, one, other in (("uncorrected R3 is nearer than own routes", (R3, None), (OWN, None)),
                              ("token weights bring R3 nearer", (R3, "token"), (R3, None))):
         rows.append([f"{said}: to T1 / to T2", *(

@@ -406,7 +406,36 @@ def test_minus_infinity_of_the_trainer_is_a_number():
     rows = [response(1, {"token_ids": [3, 2], "rollout_log_probs": [-1, -2],
                          "train_log_probs": [-1, -1e9]})]
     x = causes.Tokens.of([row._replace(train_log_probs=[0.01, -math.inf]) for row in rows])
-    assert x.pi.tolist() == [0, causes.LOWEST] and x.e().isfinite().all()
+    assert x.pi.tolist() == [0, causes.NEVER] and x.e().isfinite().all()
+    rows = [row._replace(train_log_probs=[-50.0, -math.inf]) for row in rows]
+    assert causes.Tokens.of(rows).pi.tolist() == [causes.LOWEST, causes.NEVER]
+
+
+@pytest.mark.parametrize("only", [False, True])
+@pytest.mark.parametrize("cut", [dict(top_p=0.9), dict(top_k=20)])
+def test_what_pi_alone_excludes_is_a_cut(cut, only):
+    """A cut made anew on each side, or on π's alone, gives −∞ to a few tokens that μ drew.
+
+    Without the law these few would decide all others. Replayed sets and the end token have none.
+    """
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 200, generator=g, dtype=torch.float64) * 1.5
+    near = logits + 0.02 * torch.randn(40, 200, generator=g, dtype=torch.float64)
+    mu = sampling_log_probs(logits, **({} if only else cut))[0]
+    drawn = torch.multinomial(mu.exp(), 64, replacement=True, generator=g).T          # [64, 40]
+    kept = torch.where(mu > -math.inf, near, -math.inf).log_softmax(-1)
+    for pi, found in ((sampling_log_probs(near, **cut)[0], ["cut"]), (kept, [])):
+        rows = [response(i, {"token_ids": ids, "prompt_ids": [i], **{
+            name: x[range(40), ids].tolist() for name, x in (
+                ("rollout_log_probs", mu), ("train_log_probs", pi))}})
+            for i, ids in enumerate(drawn.tolist())]
+        causes_found = causes.find_causes(causes.Tokens.of(rows))
+        assert [f.cause for f in causes_found][:1] == found
+        assert all("log π = −∞ on" in f.evidence and f.confidence == "certain"
+                   for f in causes_found[:1])
+    x = causes.Tokens.of(rows)
+    last = x.t == 39
+    assert causes.barred(x._replace(pi=torch.where(last, causes.NEVER, x.mu), last=last)) is None
 
 
 def test_formats(tmp_path):

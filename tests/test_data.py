@@ -542,7 +542,8 @@ def test_groups_of_one_have_no_baseline_and_it_is_said(kind, samples, said):
     ("sapo", "clip_high", True), ("ppo_clip", "tau_positive", False),
     ("ppo_clip", "tau_negative", True), ("sapo", "tau_negative", False)])
 def test_a_number_that_the_loss_does_not_take_is_named(loss, key, said):
-    found = remarks(load_config([f"correction.loss_type={loss}", f"loss.{key}={1 + (key == 'dual_clip')}"]))
+    value = 2 if key == "dual_clip" else 1
+    found = remarks(load_config([f"correction.loss_type={loss}", f"loss.{key}={value}"]))
     assert found == [f"loss.{key} has no effect: correction.loss_type={loss} has no such "
                      "number"] * said
 
