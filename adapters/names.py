@@ -30,7 +30,7 @@ def verl(metrics: Mapping[str, Tensor | float]) -> Metrics:
 
     Where a sequence has one weight, its rollout_is_max and rollout_is_min are the extremes of ρ,
     not of the weights. These differences remain: verl counts rows without response tokens as
-    sequences, and clamps no log ρ before k3_kl; where a log-prob is −∞, its perplexity is ∞, and
+    sequences, and clamps no log ρ before k3_kl; where log π is −∞, its perplexity is ∞, and
     NaN here. In bypass mode with ppo_clip no weight is applied, so what verl calls rollout_is_*
     has the names rollout_is_raw_*.
     """

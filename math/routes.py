@@ -222,7 +222,7 @@ def nearer(found, one, other, aim):
 
 
 def lower(found):
-    """Count models whose χ² of a token R3 lowers, and those in which it moves it by 1e-5 or more."""
+    """Count models whose χ² of a token R3 lowers, and those in which it moves it by over 1e-5."""
     moved = [own > replayed for own, replayed in zip(found[f"χ², {OWN}"], found[f"χ², {R3}"])
              if abs(own - replayed) > 1e-5]
     return sum(moved), len(moved)

@@ -18,7 +18,7 @@ import transformers
 import yaml
 from conftest import steady
 from launching import shell
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from plumbing import tasks
 from plumbing.faults import process_group
@@ -375,6 +375,15 @@ def test_a_tokenizer_that_transformers_splits_alike_stays_the_models_class(tmp_p
         {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
     saved.save_pretrained(tmp_path)
     transformers.Qwen2Config(vocab_size=len(saved)).save_pretrained(tmp_path)
+    found, said = read_tokenizer(str(tmp_path))
+    assert type(found) is type(saved) and said == []
+    own = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    own.decoder = decoders.Replace("a", "b")              # the same ids, joined to another text
+    own.save(str(tmp_path / "tokenizer.json"))
+    found, said = read_tokenizer(str(tmp_path))
+    assert found.decode(found("a").input_ids) == "b" and len(said) == 1
+    (tmp_path / "tokenizer.json").unlink()
+    saved.backend_tokenizer.model.save(str(tmp_path))     # vocab.json and merges.txt
     found, said = read_tokenizer(str(tmp_path))
     assert type(found) is type(saved) and said == []
 

@@ -256,6 +256,7 @@ def test_prime_rls_block_is_read(block, expected):
 
 
 @pytest.mark.parametrize("block", [{"loss": {}}, {"trainer": {"loss": None}},
+                                   {"preset": None, "loss": {}},
                                    {"trainer": {"loss": {"kl_tau": 0.0}}}])
 def test_prime_rls_section_has_its_default_where_it_says_nothing(block):
     """IPO is on there; as a block of verl's, which no key contradicts, it was no correction."""
@@ -288,7 +289,8 @@ def test_verl_0_6_1_rejects_nothing_in_bypass_mode_and_it_is_said(block, said):
 
 
 def test_a_switch_that_is_null_is_off_and_a_bound_of_0_is_open_as_in_verl():
-    off = {"rollout_is": "token", "bypass_mode": None, "rollout_is_batch_normalize": None}
+    off = {"rollout_is": "token", "bypass_mode": None, "rollout_is_batch_normalize": None,
+           "use_policy_gradient": None}
     assert from_dialect(off) == Config("token")
     assert from_dialect({"rollout_rs": "token", "rollout_rs_threshold": 2.0,
                          "rollout_rs_threshold_lower": 0.0}).rollout_rs == {"token_k1": (None, 2.0)}
@@ -299,6 +301,8 @@ def test_a_switch_that_is_null_is_off_and_a_bound_of_0_is_open_as_in_verl():
 def test_a_verl_key_beside_the_default_preset_says_how_to_switch_it_off():
     with pytest.raises(ValueError, match="'tis_ratio_type' here.*correction.preset=null"):
         from_dialect({"preset": "decoupled_token_is", "tis_ratio_type": "token"})
+    with pytest.raises(ValueError, match="section 'loss' here.*correction.preset=null"):
+        from_dialect({"preset": "decoupled_token_is", "loss": {}})
 
 
 @pytest.mark.parametrize("block, words", [

@@ -78,8 +78,8 @@ def test_rows_of_a_padded_batch_have_no_padding(tmp_path):
     masks = ("prompt_mask", "token_mask")
     assert rows_of(**padded() | {name: padded()[name].long() for name in masks}) == rows_of(
         **padded() | {name: padded()[name].float() for name in masks}) == rows_of(**padded())
-    given = padded() | {"train_log_prob": torch.tensor([[-math.inf, math.nan, 0], [0, math.inf, -1]])}
-    append(tmp_path / "dump.jsonl", rows_of(**given))
+    pi = torch.tensor([[-math.inf, math.nan, 0], [0, math.inf, -1]])
+    append(tmp_path / "dump.jsonl", rows_of(**padded() | {"train_log_prob": pi}))
     _, _, third, fourth = read(tmp_path / "dump.jsonl")
     assert third.mask == [True, False] and third.train_log_probs == [-math.inf, 0]  # cut from π
     assert fourth.mask == [False, False, True] and fourth.train_log_probs == [0, 0, -1]
