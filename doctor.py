@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from causes import CAUSES, ROUNDING, Finding, Tokens, find_causes, one_sided, undrawn
 from metrics import to_host
 
+FAR = 0.15              # k3 per token
 # Each row: metric, lowest and highest healthy value, what a value outside means, what to change.
 # A table of chapter 12 counts the runs of chapter 15 that each row warned of, and the false alarms.
 # verl advises to raise the veto's bound if it rejects too much. It must be lowered instead.
@@ -53,7 +54,7 @@ HEALTHY = (
      "π_θ towards π_rollout: a brake if that is an old policy, ruin if it is a rounded one",
      "recompute π_old (bypass_mode false), take a loss without a clip (preset bypass_pg_is), or "
      "open it: loss.clip_low=1, loss.clip_high=1e9"),
-    ("k3_kl", 0, 0.15, "π_rollout and π_old are far apart",
+    ("k3_kl", 0, FAR, "π_rollout and π_old are far apart",
      "lower rollout.staleness, raise rollout.dtype or rollout.quantize_bits"),
     ("chi2_token", -1, 5, "a large shift: at χ² = 5 five samples of six are lost",
      "lower rollout.staleness, or truncate with rollout_is_threshold"),
@@ -76,10 +77,11 @@ def _improper(values: Mapping[str, float]) -> list[str]:
     """
     found: list[str] = []
     mean, z = (values.get(x, math.nan) for x in ("is_ratio_mean", "is_ratio_z"))
+    unless = ", or much of its mass was never drawn" * (mean < 1 and values.get("k3_kl", 0) > FAR)
     if abs(z) > 5 and abs(mean - 1) > 0.002:
         found.append(
             f"is_ratio_mean is {mean:.4g}, {abs(z):.1f} standard errors from 1: π_train is not a "
-            "distribution over what π_rollout sampled, and no weight repairs that; "
+            f"distribution over what π_rollout sampled{unless}, and no weight repairs that; "
             + ("replay what top-p, top-k or min-p kept, or leave them out." if mean < 1 else
                "look for a wrong record of log μ: before temperature or cut, shifted by a token, "
                "of another prompt.") + DUMP)

@@ -115,7 +115,9 @@ def test_a_mean_of_rho_is_judged_beyond_five_standard_errors(z, said):
 def test_a_mean_of_rho_below_1_is_a_cut_and_above_it_a_wrong_record(mean, words):
     """eq:martingale: lost mass lowers the mean; both sentences end with the doctor's command."""
     [sentence] = diagnose({"is_ratio_mean": mean, "is_ratio_z": 9})
-    assert words in sentence and sentence.endswith(DUMP)
+    assert words in sentence and sentence.endswith(DUMP) and "never drawn" not in sentence
+    sentence, _ = diagnose({"is_ratio_mean": mean, "is_ratio_z": 9, "k3_kl": 0.2})
+    assert ("never drawn" in sentence) == (mean < 1)        # a heavy tail looks like a cut
 
 
 @pytest.mark.parametrize("kl, z, said", [
