@@ -199,11 +199,13 @@ def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
 
 
 def interval(key: str, value: Any) -> tuple[float | None, float | None]:
-    """Return (lo, hi) with lo ≤ hi, where one end may be open (None); else raise ValueError."""
+    """Return (lo, hi) with lo ≤ hi, or raise ValueError; one may be open: None, or lo = 0."""
     ends: list[Any] = [*value] if is_list(value) else []
     if len(ends) != 2:
         raise ValueError(f"{key} must be a pair [lo, hi] of bounds on ρ, either of which may be "
                          f"null, not {value!r}")
+    if type(ends[0]) in (int, float) and ends[0] == 0:
+        ends[0] = None                              # every ρ is above 0
     lo, hi = (None if end is None else number(key, end) for end in ends)
     if lo is None and hi is None:
         raise ValueError(f"{key} must have at least one bound that is not null")

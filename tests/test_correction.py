@@ -370,7 +370,8 @@ def test_a_mean_weight_and_a_criterion_of_the_batch_look_at_whole_batches(config
 def test_a_threshold_that_is_no_bound_is_refused():
     """A C of −1 would make every weight −1; weights and criteria read bounds as the config does."""
     x, mask = torch.zeros(1, 2), torch.ones(1, 2)
-    for wrong in (-1.0, 0, None, "x", (2.0, 0.5), (None, None)):
+    assert Config("token", (0, 2.0)) == Config("token", (None, 2.0))            # ρ is above 0
+    for wrong in (-1.0, 0, None, "x", (2.0, 0.5), (None, None), (False, 2.0), (0, 0), (1.0,)):
         with pytest.raises(ValueError, match="threshold must"):
             importance_weights(x, mask, "token", wrong)
     for criteria, said in (

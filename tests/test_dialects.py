@@ -114,6 +114,7 @@ def no_warning():
      Config(rollout_rs={"seq_max_k1": (None, 100.0), "token_k1": (None, 2.0),
                         "seq_sum_k1": (None, 2.0)})),
 ])
+@pytest.mark.filterwarnings("ignore:token_mask_is_threshold_low")         # which has its own test
 def test_dialects_as_they_stand_in_their_documents(block, expected):
     assert from_dialect(block) == expected
 
