@@ -77,7 +77,8 @@ def _improper(values: Mapping[str, float]) -> list[str]:
     """
     found: list[str] = []
     mean, z = (values.get(x, math.nan) for x in ("is_ratio_mean", "is_ratio_z"))
-    unless = ", or much of its mass was never drawn" * (mean < 1 and values.get("k3_kl", 0) > FAR)
+    unless = " (unless much of π_train's mass is on tokens that were never drawn)" * (
+        mean < 1 and values.get("k3_kl", 0) > FAR)
     if abs(z) > 5 and abs(mean - 1) > 0.002:
         found.append(
             f"is_ratio_mean is {mean:.4g}, {abs(z):.1f} standard errors from 1: π_train is not a "
@@ -161,13 +162,14 @@ def diagnose(metrics: Mapping[str, Any]) -> list[str]:
         value, (limit, *words) = values.get(name), SEVERE.get(name, (math.inf, meaning, remedy))
         if value is not None and value >= limit:
             meaning, remedy = words
-        if value is not None and not low - 1e-6 <= value <= high:      # −1e-9 is rounding
+        if value is not None and (value < low - 1e-6 or value > high):      # −1e-9 is rounding
             found.append(f"{name} is {value:.3g} (healthy: {low:g} to {high:g}): {meaning}; "
                          f"{remedy}.")
     known = {row[0] for row in HEALTHY}
-    found += [f"{name} is {value}: a log-prob was not finite; look at the engine's output first."
-              for name, value in values.items()
-              if name not in known and isinstance(value, float) and not math.isfinite(value)]
+    found += [f"{name} is {value}: a log-prob was not finite; look at the engine's output first, "
+              "and whether the mask has tokens that were not sampled."
+              for name, value in values.items() if isinstance(value, float) and (
+                  math.isnan(value) or (math.isinf(value) and name not in known))]
     return found
 
 

@@ -28,7 +28,7 @@ def same_shape(what: str, **tensors: Tensor) -> None:
     """Raise ValueError unless all tensors have one shape; broadcasting would give other numbers."""
     if len({x.shape for x in tensors.values()}) > 1:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
-        raise ValueError(f"{shapes} must have one shape {what}")
+        raise ValueError(f"{shapes} must have one shape {what}".rstrip())
 
 
 def widen(x: Tensor) -> Tensor:

@@ -174,7 +174,7 @@ class Grounds(NamedTuple):
 class Ratios(NamedTuple):
     """Hold log ρ of one batch per token, and the sums of log ρ, ρ and ρ − 1 by sequence.
 
-    Near 1 the rounding of ρ would drown what ρ − 1 is, and near 0 that of ρ − 1 what ρ is.
+    Both are summed, since rounding hides ρ − 1 in a ρ near 1, and ρ in a ρ − 1 near −1.
     """
 
     log_rho: Tensor                                 # [B, T], 0 on padding
@@ -371,8 +371,9 @@ def offpolicy_metrics(train_log_prob: Tensor, rollout_log_prob: Tensor,
 def merge(corrections: Sequence[Any], group: ProcessGroup | None = None) -> dict[str, Tensor]:
     """Merge the metrics of several micro-batches, and of all ranks of `group`.  (eq:merge)
 
-    `corrections`: what `correct` returned for each; rows of one correction count once, as its
-    whole. Raises ValueError without corrections, or if their configurations differ.
+    `corrections`: what `correct` returned for each. Parts of one correction (`.rows`) have the
+    metrics of the whole, so all of them count once. Raises ValueError without corrections, or if
+    their configurations differ.
     """
     parts: dict[int, Statistics] = {id(x.grounds): x.statistics for x in corrections if x.grounds}
     if len({str(part.names) for part in parts.values()}) != 1:

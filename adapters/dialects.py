@@ -81,11 +81,11 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         if key not in allowed:
             mixed = " here: it belongs to another dialect" if key in KEYS else nearest(key, KEYS)
             if key in KEYS and "preset" in keys:
-                mixed += " than preset, which correction.preset=null switches off"
+                mixed += " than the key 'preset'; correction.preset=null switches that off"
             raise ValueError(f"correction has no key {key!r}{mixed}")
     if read is _from_own and "loss" in sections:        # also an empty one has a meaning
         raise ValueError("correction has the section 'loss' here: it belongs to another dialect "
-                         "than preset, which correction.preset=null switches off")
+                         "than the key 'preset'; correction.preset=null switches that off")
     if read is _from_verl_060 and "algorithm" in sections:
         # verl's configuration has rollout_is: false by default. A block outside any section is
         # read as the arguments of verl's function, which has no such switch.

@@ -149,8 +149,8 @@ def rows_of(prompts: Tensor, prompt_mask: Tensor, tokens: Tensor, token_mask: Te
             ) -> list[dict[str, Any]]:
     """Return a padded batch, [B, P] twice and [B, T], as rows of a dump; write one row a line.
 
-    A log-prob that is not finite, as TRL has where vLLM gave none, becomes 0 and is masked; but
-    log π = −∞ stays, which names a cause.
+    A log-prob that is not finite, as TRL has where vLLM gave none, becomes 0 and is masked. But
+    log π = −∞ stays: `find_causes` names a cause by it.
     """
     finite = rollout_log_prob.isfinite() & (train_log_prob < math.inf)
     mu, pi = (torch.where(finite, x, 0.0) for x in (rollout_log_prob, train_log_prob))

@@ -208,8 +208,8 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
 
 
-# These split the work, and change no more than how sums are rounded. Where a gradient is nothing but
-# rounding, as that of a KL at θ = ref may be, AdamW still makes a whole step of it.
+# These split the work, and change no more than how sums are rounded. Where a gradient is nothing
+# but rounding, as that of a KL at θ = ref may be, AdamW still makes a whole step of it.
 SPLITS = {"train.micro_batch_size", "train.micro_batch_tokens", "rollout.batch_size",
           "policy.gradient_checkpointing"}
 # What may differ when a run is continued.

@@ -28,6 +28,7 @@ def test_diagnose_is_silent_when_nothing_is_wrong_and_names_metric_and_knob_othe
         assert diagnose({name: low}) == diagnose({name: highest}) == []
     assert "not finite" in diagnose({"rollout_corr/kl": math.nan})[0]
     assert len(diagnose({"kl": math.nan, "k3_kl": math.nan})) == 2          # each once
+    assert "far apart" not in " ".join(diagnose({"k3_kl": math.nan}))       # nobody knows
 
 
 @pytest.mark.parametrize("name, well, ill", [

@@ -392,7 +392,7 @@ def test_k3_and_z_see_a_mismatch_of_rounding_alone(spread):
 
 
 def test_a_ratio_of_next_to_nothing_is_not_0():
-    """eq:ess: ρ − 1 is −1 in a float32, and yet equal weights are worth all N samples."""
+    """eq:ess: e⁻¹⁹ − 1 rounds to −1 in float32, but equal weights still have ESS/N = 1."""
     for dtype in (torch.float32, torch.float64):
         lower = torch.full((2, 3), -19.0, dtype=dtype)
         found = to_host(correct(lower, 0 * lower, torch.ones(2, 3), Config("token")).metrics)

@@ -75,7 +75,7 @@ def test_a_checkpoint_that_was_renamed_is_none(run, capsys):
 
 
 def test_a_checkpoint_that_does_not_say_its_data_model_or_moments_is_continued(run):
-    """Those of earlier versions do not. Warnings are heard again once it is read."""
+    """Earlier versions did not record them. Reading it leaves warnings switched on."""
     run("train.lr=0.01", "train.steps=3", name="whole")
     run("train.lr=0.01")
     path = Path("runs/x/checkpoints/step-000002/state.json")

@@ -420,7 +420,7 @@ def test_rejection_alone(trainer):
 
 
 def test_what_is_of_the_whole_batch_is_of_all_ranks(trainer, monkeypatch):
-    """eq:merge: a mean weight, and what is logged, is asked of the group."""
+    """eq:merge: the mean weight and the logged metrics are reduced over the group of ranks."""
     import adapters.trl
     groups, make = [], adapters.trl.correct
     monkeypatch.setattr(adapters.trl, "_group", lambda: "all ranks")

@@ -155,7 +155,7 @@ def test_several_ranks_need_the_counts(mode, given):
 
 @pytest.mark.parametrize("whole", [{}, {"batch_num_tokens": 90, "global_batch_size": 16}])
 def test_ratio_and_clip_fraction_are_means_over_this_workers_tokens(whole):
-    """eq:ppo-clip: they are, too, where the loss is divided by the whole mini-batch's tokens."""
+    """eq:ppo-clip: also if the loss is divided by the tokens of the whole mini-batch."""
     import adapters.verl
     log_prob, old, _, advantages, mask = batch(0)
     _, found = adapters.verl.three_policies(
