@@ -348,13 +348,14 @@ def grid(x: Tokens) -> Finding | None:
 def barred(x: Tokens) -> Finding | None:
     """Test whether π gives no chance to tokens that were sampled: π was cut, and not as μ was.
 
-    Where that is so at the end of responses alone, the end token is at fault.
+    If that is so of one id alone, or at the end of responses alone, something bans that token.
     """
-    never = x.pi == NEVER
-    if not (never & ~x.last).any():
+    never, ends = x.pi == NEVER, torch.ones_like(x.last)
+    ends[:-1] = x.row[1:] != x.row[:-1]
+    if not (never & ~ends).any() or (never.sum() > 1 and len(x.ids[never].unique()) == 1):
         return None
-    return Finding("cut", 0.0, f"log π = −∞ on {int(never.sum())} of {len(never)} tokens that were "
-                   "sampled", x.take(~never))
+    return Finding("cut", 0.0 if never.sum() > 2 else 0.9, f"log π = −∞ on {int(never.sum())} of "
+                   f"{len(never)} tokens that were sampled", x.take(~never))
 
 
 def shift(x: Tokens) -> Finding | None:
@@ -624,16 +625,18 @@ def over_time(x: Tokens) -> tuple[Finding | None, Finding | None]:
     return None, falling if ahead > 1 else fading if ages > 3 and slope < -0.12 else None
 
 
-LAWS = (barred, grid, shift, penalty, record, slope_of, calibration)
+LAWS = (grid, shift, penalty, record, slope_of, calibration)
 RECORDS = {"temperature", "softcap", "raw", "cut"}      # after one of these, another is its residue
 
 
 def find_causes(x: Tokens) -> list[Finding]:
     """Return at most three causes: what explains most of the gap, then what explains the rest."""
-    found: list[Finding] = []
+    never = barred(x)                   # its few −∞ would decide all others
+    found = [never] if never else list[Finding]()
+    x = never.rest if never and never.rest else x
     while len(found) < 3 and len(x.t) > 20:
         named = {f.cause for f in found}
-        named |= RECORDS if named & RECORDS else set()
+        named |= RECORDS if {f.cause for f in found if f is not never} & RECORDS else set()
         named |= RECORDS | {"in-flight", "window"} if "penalty" in named else set()
         parts = [f for f in places(x) if f.cause not in named]
         if any(f.cause == "in-flight" for f in parts):

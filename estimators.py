@@ -26,7 +26,8 @@ KL_KINDS = ("k1", "k2", "k3", "abs")
 
 def same_shape(what: str, **tensors: Tensor) -> None:
     """Raise ValueError unless all tensors have one shape; broadcasting would give other numbers."""
-    if len({x.shape for x in tensors.values()}) > 1:
+    first, *others = tensors.values()
+    if any(x.shape != first.shape for x in others):            # a traced size has no hash
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
         raise ValueError(f"{shapes} must have one shape {what}".rstrip())
 
@@ -250,8 +251,8 @@ def _group_sums(values: Tensor, groups: Tensor, keep: Tensor | None) -> tuple[Te
     Both are [B] in float64: of equal rewards a rounded mean leaves a rest, which a deviation near 0
     would make an advantage.
     """
-    keep = torch.ones_like(groups, dtype=torch.bool) if keep is None else keep.bool()
-    same_shape("[B], one number for each response", rewards=values, groups=groups, keep=keep)
+    same_shape("[B], one number for each response", rewards=values, groups=groups,
+               **({} if keep is None else {"keep": keep}))
     if values.ndim != 1:
         raise ValueError(f"rewards {tuple(values.shape)} must have the shape [B], one number for "
                          "each response")
@@ -260,6 +261,7 @@ def _group_sums(values: Tensor, groups: Tensor, keep: Tensor | None) -> tuple[Te
         zero = torch.zeros_like(x, dtype=torch.float64)
         return zero.index_add(0, group, x.double())[group]
 
+    keep = torch.ones_like(groups, dtype=torch.bool) if keep is None else keep.bool()
     group = torch.searchsorted(groups.sort().values, groups)    # one index per group, below B
     return total(keep), total(torch.where(keep, values, 0.0))   # no product: NaN × 0 is NaN
 

@@ -267,7 +267,8 @@ def kl_loss(log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, kind:
     prefix product with its graph, k1 gives the gradient of the whole sequence's KL (eq:prefix).
     Raises ValueError if shapes differ.
     """
-    same_shape("[B, T]", log_prob=log_prob, ref_log_prob=ref_log_prob, response_mask=response_mask)
+    same_shape("[B, T]", log_prob=log_prob, ref_log_prob=ref_log_prob, response_mask=response_mask,
+               **({} if ratio is None else {"ratio": ratio}))
     valid = response_mask.bool()
     log_prob, ref_log_prob = (torch.where(valid, x, 0.0)
                               for x in (log_prob, ref_log_prob.detach()))

@@ -375,11 +375,14 @@ def merge(corrections: Sequence[Any], group: ProcessGroup | None = None) -> dict
     metrics of the whole, so all of them count once. Raises ValueError without corrections, or if
     their configurations differ.
     """
-    parts: dict[int, Statistics] = {id(x.grounds): x.statistics for x in corrections if x.grounds}
-    if len({str(part.names) for part in parts.values()}) != 1:
+    parts = [*{id(x.grounds): x for x in [*corrections]}.values()]
+    configured = {x.grounds and (
+        x.grounds.level, x.grounds.threshold, x.grounds.weights is None, x.grounds.normalized,
+        *((name, bound) for name, (_, bound, _) in x.grounds.verdicts.items())) for x in parts}
+    if len(configured) != 1 or None in configured:
         raise ValueError("merge needs corrections that `correct` made by one configuration")
-    first, *others = parts.values()
-    statistics = first.merge(others)
+    first, *others = (x.statistics for x in parts)
+    statistics: Statistics = first.merge(others)
     return (statistics if group is None else statistics.all_reduce(group)).metrics()
 
 

@@ -84,8 +84,9 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
                 mixed += " than the key 'preset'; correction.preset=null switches that off"
             raise ValueError(f"correction has no key {key!r}{mixed}")
     if read is _from_own and "loss" in sections:        # also an empty one has a meaning
-        raise ValueError("correction has the section 'loss' here: it belongs to another dialect "
-                         "than the key 'preset'; correction.preset=null switches that off")
+        raise ValueError("correction has the section 'loss' here: it belongs to another dialect" + (
+            " than the key 'preset'; correction.preset=null switches that off" if "preset" in keys
+            else ""))
     if read is _from_verl_060 and "algorithm" in sections:
         # verl's configuration has rollout_is: false by default. A block outside any section is
         # read as the arguments of verl's function, which has no such switch.

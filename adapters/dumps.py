@@ -152,10 +152,12 @@ def rows_of(prompts: Tensor, prompt_mask: Tensor, tokens: Tensor, token_mask: Te
     A log-prob that is not finite, as TRL has where vLLM gave none, becomes 0 and is masked. But
     log π = −∞ stays: `find_causes` names a cause by it.
     """
-    finite = rollout_log_prob.isfinite() & (train_log_prob < math.inf)
+    sampled = response_mask.bool()
+    finite = rollout_log_prob.isfinite() & (train_log_prob < math.inf) & (
+        sampled | train_log_prob.isfinite())
     mu, pi = (torch.where(finite, x, 0.0) for x in (rollout_log_prob, train_log_prob))
     columns = {"token_ids": tokens, "rollout_log_probs": mu, "train_log_probs": pi,
-               "response_mask": (response_mask.bool() & finite).int()}
+               "response_mask": (sampled & finite).int()}
     columns |= {name: x for name, x in (("entropy", entropy), ("weight_version", versions))
                 if x is not None}
     columns = {name: x.detach().cpu() for name, x in columns.items()}

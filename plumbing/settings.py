@@ -537,6 +537,9 @@ def remarks(config: Config) -> list[str]:
         found.append(f"rollout.staleness={rollout.staleness} is as large as train.steps="
                      f"{train.steps}, so the engine keeps the first weights")
     found += [f"{name} has no effect: {why}" for name, why in idle(config).items()]
+    if config.task.instruction and config.policy.path is None:
+        found.append("task.instruction is for a model that reads text, and the demo model knows "
+                     "digits and brackets only")
     if rollout.update_every and rollout.update_every >= rollout.max_tokens:
         found.append(f"rollout.update_every={rollout.update_every} changes no response: it has at "
                      f"most rollout.max_tokens={rollout.max_tokens} tokens")

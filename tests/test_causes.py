@@ -429,13 +429,18 @@ def test_what_pi_alone_excludes_is_a_cut(cut, only):
             name: x[range(40), ids].tolist() for name, x in (
                 ("rollout_log_probs", mu), ("train_log_probs", pi))}})
             for i, ids in enumerate(drawn.tolist())]
-        causes_found = causes.find_causes(causes.Tokens.of(rows))
-        assert [f.cause for f in causes_found][:1] == found
-        assert all("log π = −∞ on" in f.evidence and f.confidence == "certain"
-                   for f in causes_found[:1])
-    x = causes.Tokens.of(rows)
-    last = x.t == 39
-    assert causes.barred(x._replace(pi=torch.where(last, causes.NEVER, x.mu), last=last)) is None
+        x = causes.Tokens.of(rows)
+        never, named = int((x.pi == causes.NEVER).sum()), causes.find_causes(x)[:1]
+        assert [f.cause for f in named] == found and (never > 0) == bool(found)
+        for f in named:
+            assert f"log π = −∞ on {never} of 2560 tokens" in f.evidence
+            assert f.confidence == ("certain" if never > 2 else "likely")
+    for banned in (x.t == 39, x.ids == x.ids[5]):               # what ends each response; one id
+        assert causes.barred(x._replace(pi=torch.where(banned, causes.NEVER, x.mu))) is None
+    rare = torch.arange(len(x.t)) == 7
+    hot = (x.mu / 0.7).where(~rare, causes.NEVER)               # and a fault of all other tokens
+    first, second = causes.find_causes(x._replace(pi=hot))[:2]
+    assert (first.cause, first.confidence) == ("cut", "likely") and second.cause == "temperature"
 
 
 def test_formats(tmp_path):

@@ -577,8 +577,10 @@ def test_a_number_that_the_loss_does_not_take_is_named(loss, key, said):
     (["advantage.kind=rloo", "advantage.normalize_std=false"],
      ["advantage.normalize_std has no effect: advantage.kind=rloo divides by no deviation"]),
     (["advantage.normalize_std=false"], []),
-    (["task.depth=2", "task.instruction=7"],
-     ["task.depth has no effect: task.kind=arithmetic has no such setting"]),
+    (["task.depth=2", "task.instruction=x"],
+     ["task.depth has no effect: task.kind=arithmetic has no such setting",
+      "task.instruction is for a model that reads text, and the demo model knows digits and "
+      "brackets only"]),
     (["task.kind=dyck", "task.size=3", "task.length=8"],
      ["task.size has no effect: task.kind=dyck has no such setting"]),
     (["train.steps=3", "train.warmup_steps=3", "rollout.staleness=3"],

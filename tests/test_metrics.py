@@ -14,7 +14,7 @@ from examples import GOOD, KNOWN, X
 from oracle import (close, f64)
 from tolerances import NO_SPREAD, gamma
 
-from correction import correct
+from correction import Correction, correct
 from correction import RolloutCorrectionConfig as Config
 from metrics import Statistics, Tokens, merge, offpolicy_metrics, to_host
 
@@ -415,11 +415,16 @@ def test_what_cannot_be_merged_is_refused_and_rows_of_one_correction_count_once(
     """eq:merge: eight micro-batches of one correction would make z √8 times as large."""
     g = torch.Generator().manual_seed(0)
     train, rollout, mask = *torch.randn(2, 8, 7, generator=g), torch.ones(8, 7)
-    whole = correct(train, rollout, mask, Config("token"))
+    config = Config("token")
+    whole = correct(train, rollout, mask, config)
     rows = [whole.rows(slice(i, i + 1)) for i in range(8)]
     assert to_host(merge(rows)) == to_host(whole.metrics)
+    def parts():
+        return (correct(train[i:i + 1], rollout[i:i + 1], mask[:1], config) for i in range(8))
+    assert to_host(merge(parts())) == to_host(merge([*parts()]))        # no part takes another's id
     other = correct(train, rollout, mask, Config("sequence", rollout_rs={"token_k2": 1.0}))
-    for unlike in ([], [whole, other]):
+    wider = correct(train, rollout, mask, Config("token", 3.0))
+    for unlike in ([], [whole, other], [whole, wider], [whole, Correction(None, mask)]):
         with pytest.raises(ValueError, match="by one configuration"):
             merge(unlike)
 

@@ -375,6 +375,9 @@ def test_a_rank_alone_has_fsdp_only_to_cast_or_to_move(dtype, offload, tiny_mode
     with process_group() as device:
         policy = load_policy(str(tiny_model), 1.0, dtype, device, cpu_offload=offload)
         assert isinstance(policy, FSDPModule) == (dtype == "bfloat16" or offload)
+        reference = load_policy(str(tiny_model), 1.0, dtype, device, frozen=True,
+                                gradient_checkpointing=True)
+        assert reference.model.is_gradient_checkpointing        # the path that π_θ takes
 
 
 @pytest.mark.parametrize("cut", [{}, dict(top_p=0.9), dict(top_p=0.9, top_k=8), dict(top_k=5)])
