@@ -345,14 +345,15 @@ def evaluate(run: Run) -> Evaluation:
     """Measure exact-match accuracy on one sample per held-out problem, always with the same seeds.
 
     The engine gets the policy's weights (in its dtype), neither rounded nor stale, and samples at
-    the training temperature and cut: what is measured is what is trained.
+    the training temperature and cut: what is measured is what is trained. A reward that is not
+    finite counts as 0.
     """
     run.load_weights()
     own = range(dist.get_rank(), len(run.task.held_out), dist.get_world_size())
     _, texts = run.generate([run.held_out_prompts[i] for i in own],
                             [seed_of(run.config.seed, "eval", i) for i in own])
     answers = [{"question": p.question, "answer": p.answer, "response": text,
-                "reward": run.task.reward(p, text)}
+                "reward": reward if math.isfinite(reward := run.task.reward(p, text)) else 0.0}
                for p, text in zip((run.task.held_out[i] for i in own), texts)]
     right = torch.tensor(float(sum(a["reward"] for a in answers)))
     dist.all_reduce(right)

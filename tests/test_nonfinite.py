@@ -169,3 +169,12 @@ def test_truncated_responses_can_be_masked(run):
     # These rows still count in the baseline.
     assert all_of_them["reward/mean"] == finished["reward/mean"]
     assert all_of_them["grad_norm"] != finished["grad_norm"]
+
+
+def test_a_held_out_answer_whose_reward_is_not_finite_is_not_right(run, monkeypatch):
+    monkeypatch.setattr(tasks.Task, "reward", lambda self, p, text: (1.0, math.nan)[len(text) % 2])
+    code, lines = run("train.on_nonfinite=skip")
+    found = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    assert code == 0 and found and all(0 < accuracy < 1 for accuracy in found)
+    answers = Path("runs/x/eval.jsonl").read_text()
+    assert '"reward": 0.0' in answers and "NaN" not in answers
