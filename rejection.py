@@ -188,7 +188,7 @@ def nearest(word: Any, allowed: Any) -> str:
 def number(key: str, value: Any) -> float:
     """Return a positive number, or raise a ValueError that names the key."""
     with suppress(ValueError, OverflowError):
-        known = isinstance(value, (Real, str)) and not isinstance(value, bool)  # numpy's, too
+        known = not isinstance(value, bool) and isinstance(value, (Real, str))  # numpy's, too
         if known and "_" not in str(value) and float(value) > 0:    # float("0.5_2") is 0.52
             return float(value) if float(value) < 3e38 else math.inf        # float32 ends there
     raise ValueError(f"{key} must be a positive number, not {value!r}")

@@ -4,6 +4,7 @@ import collections
 import math
 import warnings
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -371,6 +372,7 @@ def test_a_threshold_that_is_no_bound_is_refused():
     """A C of −1 would make every weight −1; weights and criteria read bounds as the config does."""
     x, mask = torch.zeros(1, 2), torch.ones(1, 2)
     assert Config("token", (0, 2.0)) == Config("token", (None, 2.0))            # ρ is above 0
+    assert Config("token", Fraction(2)) == Config("token", 2.0)         # any real, as numpy's are
     for wrong in (-1.0, 0, None, "x", (2.0, 0.5), (None, None), (False, 2.0), (0, 0), (1.0,)):
         with pytest.raises(ValueError, match="threshold must"):
             importance_weights(x, mask, "token", wrong)
