@@ -170,6 +170,12 @@ class Grounds(NamedTuple):
     weights: Tensor | None = None                   # [B, T]; None: nothing multiplies the loss
     normalized: bool = False
 
+    @property
+    def configuration(self) -> tuple[Any, ...]:
+        """Return what must be equal for metrics to merge."""
+        return (self.level, self.threshold, self.weights is None, self.normalized,
+                *((name, bound) for name, (_, bound, _) in self.verdicts.items()))
+
 
 class Ratios(NamedTuple):
     """Hold log ρ of one batch per token, and the sums of log ρ, ρ and ρ − 1 by sequence.
@@ -375,11 +381,9 @@ def merge(corrections: Sequence[Any], group: ProcessGroup | None = None) -> dict
     metrics of the whole, so all of them count once. Raises ValueError without corrections, or if
     their configurations differ.
     """
-    parts = [*{id(x.grounds): x for x in [*corrections]}.values()]
-    configured = {x.grounds and (
-        x.grounds.level, x.grounds.threshold, x.grounds.weights is None, x.grounds.normalized,
-        *((name, bound) for name, (_, bound, _) in x.grounds.verdicts.items())) for x in parts}
-    if len(configured) != 1 or None in configured:
+    parts = [*{id(x.grounds): x for x in [*corrections]}.values()]      # rows share their grounds
+    made_by = {x.grounds and x.grounds.configuration for x in parts}
+    if len(made_by) != 1 or None in made_by:
         raise ValueError("merge needs corrections that `correct` made by one configuration")
     first, *others = (x.statistics for x in parts)
     statistics: Statistics = first.merge(others)
