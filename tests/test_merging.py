@@ -64,7 +64,7 @@ def test_the_declared_prediction_is_judged_as_the_chapter_says():
     assert f"up to {100 * max(x['share'] for x in cells.values()):.0f} %" in CHAPTER
     grids = [abs(x["kl_merged_bfloat16"] / x["kl_merged"] - 1) for x in cells.values()]
     up = sum(x["kl_merged_bfloat16"] > x["kl_merged"] for x in cells.values())
-    said = (f"changed the KL by {100 * sum(grids) / 24:.0f} % on average here, up in {up} cells "
+    said = (f"changed the KL by {100 * sum(grids) / 24:.0f} % on average, up in {up} of 24 cells "
             f"and down in {24 - up}")
     assert said in " ".join(CHAPTER.split())
 
