@@ -31,7 +31,7 @@ from estimators import (LEVELS, OF_TOKENS, aggregate_log_ratio, exp_ratio, maske
                         outside, same_shape)
 from metrics import Grounds, Statistics, measure
 from rejection import (CRITERIA, Evidence, choice, flag, interval, is_list, judge_all,
-                       keep_all_agree, number)
+                       keep_all_agree, number, read_criteria)
 from rejection import rejection_mask as rejection_mask      # re-exported
 from surrogates import LOSSES, Loss
 
@@ -202,11 +202,7 @@ class RolloutCorrectionConfig:
         if not isinstance(given, (Mapping, NoneType)):
             raise ValueError(f"rollout_rs must be a mapping from criterion to bound, such as "
                              f"{{seq_mean_k3: 0.01}}, not {given!r}")
-        for name in criteria:
-            choice("rollout_rs criterion", name, CRITERIA)
-        object.__setattr__(self, "rollout_rs", {
-            name: CRITERIA[name].read(f"rollout_rs.{name}", bound)
-            for name, bound in criteria.items()})
+        object.__setattr__(self, "rollout_rs", read_criteria(criteria))
         if flag("score_centering", self.score_centering):
             self._check_centering()
         if self.rollout_is is not None and not self.applies_weights:

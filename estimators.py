@@ -28,8 +28,8 @@ def same_shape(what: str, **tensors: Tensor) -> None:
     """Raise ValueError unless all tensors have one shape; broadcasting would give other numbers."""
     first, *others = tensors.values()
     if any(x.shape != first.shape for x in others):            # a traced size has no hash
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
-        raise ValueError(f"{shapes} must have one shape {what}".rstrip())
+        *shapes, last = (f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+        raise ValueError(f"{', '.join(shapes)} and {last} must have one shape {what}".rstrip())
 
 
 def widen(x: Tensor) -> Tensor:

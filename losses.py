@@ -212,9 +212,7 @@ def _roles(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob: Tens
     def on_responses(name: str, x: Tensor | None) -> Tensor:
         if x is None:
             raise ValueError(f"{name} is missing")
-        if x.shape != response_mask.shape:
-            raise ValueError(f"{name} {tuple(x.shape)} and response_mask "
-                             f"{tuple(response_mask.shape)} must have one shape [B, T]")
+        same_shape("[B, T]", **{name: x, "response_mask": response_mask})
         return widen(torch.where(response_mask.bool(), x, 0.0))
 
     log_prob = on_responses("log_prob", log_prob)

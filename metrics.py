@@ -208,7 +208,7 @@ def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quant
     mean, any_token = of_log.total / n, (n > 0)[:, None]
     means = [
         (n, less_one.total / n - mean, {"k3_kl": "mean"}),
-        (n, (less_one.squares + 2 * less_one.total) / n, {"chi2_token": "mean"}),    # E[ρ²] − 1
+        (n, chi_square(n, less_one.squares + 2 * less_one.total + n), {"chi2_token": "mean"}),
         (rows, chi_square(rows, exp_ratio(of_log.total).square()), {"chi2_seq": "mean"}),
         (rows, perplexity((log_mu + mean)[:, None], any_token), {"training_ppl": "mean"}),
         (rows, -log_mu - mean, {"training_log_ppl": "mean"}),

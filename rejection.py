@@ -279,6 +279,14 @@ CRITERIA = {
 }
 
 
+def read_criteria(criteria: Mapping[str, Any]) -> dict[str, Any]:
+    """Return each bound as its criterion's row reads it; ValueError on a wrong name or bound."""
+    for name in criteria:
+        choice("rollout_rs criterion", name, CRITERIA)
+    return {name: CRITERIA[name].read(f"rollout_rs.{name}", bound)
+            for name, bound in criteria.items()}
+
+
 # ----------------------------------------------------------------------------------- all at once
 
 Verdicts = Mapping[str, tuple[Criterion, Any, Verdict]]         # by criterion: row, bound, verdict
@@ -319,10 +327,7 @@ def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[s
     Raises ValueError on an unknown criterion, a bound that is none, or where a criterion needs a
     tensor that is not given, or has another shape.
     """
-    for name in criteria:
-        choice("rollout_rs criterion", name, CRITERIA)
-    criteria = {name: CRITERIA[name].read(f"rollout_rs.{name}", bound)
-                for name, bound in criteria.items()}
+    criteria = read_criteria(criteria)
     same_shape("[B, T]", log_ratio=log_ratio, response_mask=response_mask)
     log_ratio, mask = widen(log_ratio), response_mask.bool()
     seen = Evidence(torch.where(mask, log_ratio, 0.0), mask, advantages, rollout_log_prob, group)

@@ -24,7 +24,7 @@ from torch.distributed import checkpoint as dcp
 
 from plumbing.faults import cause_of, explain
 from plumbing.models import digest_of
-from plumbing.settings import CHANGEABLE, Config, UserError, flat
+from plumbing.settings import CHANGEABLE, Config, UserError, flat, without_slash
 from plumbing.shards import TensorByTensor
 
 
@@ -81,8 +81,7 @@ class Checkpoints:
         """
         defaults = flat(asdict(Config()))
         then = {key: defaults.get(key) for key in self.settings if key in defaults} | then
-        if path := then.get("policy.path"):
-            then["policy.path"] = str(path).rstrip("/") or "/"      # as settings.py reads it now
+        then["policy.path"] = without_slash(then["policy.path"])        # once it was kept
         differing = [f"{key}={then.get(key)} (now {self.settings.get(key)})"
                      for key in {**then, **self.settings} if key not in CHANGEABLE
                      and then.get(key) != self.settings.get(key)]

@@ -296,8 +296,7 @@ def load_config(argv: list[str]) -> Config:
         key = getattr(error, "full_key", "a setting")
         raise UserError(f"{key} must be {describe(known.get(key))}, "
                         f"not {settings.get(key)!r}") from None
-    if config.policy.path:
-        config.policy.path = config.policy.path.rstrip("/") or "/"     # completion adds it
+    config.policy.path = without_slash(config.policy.path)
     if "correction" not in user:
         config.correction = {"preset": "decoupled_token_is"}
     if given.get("run") is None:
@@ -310,6 +309,11 @@ def load_config(argv: list[str]) -> Config:
         config.run = name if len(name) < 100 else f"{name[:80]}-{digest[:8]}"
     validate(config)
     return config
+
+
+def without_slash(path: str | None) -> str | None:
+    """Return a path without the slash at its end, which a shell's completion adds."""
+    return path and (path.rstrip("/") or "/")
 
 
 def verbatim(override: str) -> str:
