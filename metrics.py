@@ -2,9 +2,9 @@
 
 This file decides
 * `measure` reads what `correct` returned, once its metrics are asked for, and changes nothing.
-* Every metric follows from per-sequence sufficient statistics [B]: the count, Σx, Σx², max x and
-  min x of log ρ, ρ, the weights and the rejection statistics. A [B, T] tensor is thus read once,
-  and micro-batches and ranks merge to the metrics of the whole.
+* Every metric follows from per-sequence sufficient statistics [B]: the count, mean, spread, max and
+  min of log ρ, ρ, the weights and the rejection statistics. A [B, T] tensor is thus read once, and
+  micro-batches and ranks merge to the metrics of the whole.
 * A metric has verl 0.9's name where it has one; adapters/names.py has other systems' names.
   `rollout_is_raw_*` describes ρ before truncation, which would hide degenerate weights.
 Percentiles are left out, since they cannot be merged. Derivation: math/12-diagnostics.md.
@@ -33,23 +33,28 @@ from rejection import Criterion, Evidence, Verdict, Verdicts
 
 # ---------------------------------------------------------------------------- sums that merge
 
-class Sums(NamedTuple):
+class Moments(NamedTuple):
     """Hold per-sequence sufficient statistics of x, each [B], float64.
 
-    They are the count n of a row's entries, their Σx, Σx², max x and min x.
+    They are the count n of a row's entries, their mean, Σ(x − mean)², max x and min x.
     """
 
     n: Tensor
-    total: Tensor
-    squares: Tensor
+    mean: Tensor
+    spread: Tensor
     top: Tensor
     bottom: Tensor
 
     @classmethod
-    def of_rows(cls, x: Tensor, n: Tensor) -> "Sums":
-        """Make the sums of x [B], each value standing for n [B] entries of its row; n may be 0."""
+    def of_rows(cls, x: Tensor, n: Tensor) -> "Moments":
+        """Return those of x [B], each value standing for n [B] entries of its row; n may be 0."""
         x = torch.where(n > 0, x.double(), 0.0)
-        return cls(n, n * x, n * x.square(), x, x)
+        return cls(n, x, torch.zeros_like(x), x, x)
+
+    @property
+    def squares(self) -> Tensor:
+        """Return Σx²."""
+        return self.spread + self.n * self.mean.square()
 
 
 class Tokens(NamedTuple):
@@ -65,22 +70,19 @@ class Tokens(NamedTuple):
         n = mask.sum(-1).double()
         return cls(mask, n, (n > 0).double())
 
-    def sums(self, x: Tensor, ends: Sequence[Tensor] | None = None) -> Sums:
-        """Sum x [B, T] by sequence; x [B, 1] is one value for all tokens of a sequence.
+    def moments(self, x: Tensor, ends: Sequence[Tensor] | None = None) -> Moments:
+        """Summarise x [B, T] by sequence; x [B, 1] is one value for all tokens of a sequence.
 
-        In float32 a spread of 1e-5 would drown in Σx². So differences from the sequence's mean are
-        summed, and combined with it in float64. `ends` are max and min where they are already
-        known.
+        `ends` are max and min where they are already known.
         """
         if x.shape != self.mask.shape:
-            return Sums.of_rows(x.detach().squeeze(-1), self.n)
-        x = widen(x.detach())
-        mean = torch.where(self.mask, x, 0.0).sum(-1) / self.n.clamp(min=1).to(x.dtype)
+            return Moments.of_rows(x.detach().squeeze(-1), self.n)
+        x, n = widen(x.detach()), self.n.clamp(min=1)
+        mean = torch.where(self.mask, x, 0.0).sum(-1) / n.to(x.dtype)
         apart = torch.where(self.mask, x - mean[:, None], 0.0)                           # [B, T]
         mean, rest, squares, top, bottom = (column.double() for column in (
             mean, apart.sum(-1), apart.square().sum(-1), *(ends or extremes(x, self.mask))))
-        total = self.n * mean + rest
-        return Sums(self.n, total, squares + mean * (total + rest), top, bottom)
+        return Moments(self.n, mean + rest / n, squares - rest.square() / n, top, bottom)
 
     def count_rows(self, found: Tensor) -> Tensor:
         """Count the tokens of each sequence that are `found`, bool [B, T] or [B, 1]: [B]."""
@@ -91,11 +93,11 @@ class Tokens(NamedTuple):
     def shares(self, count: Tensor, *, tokens: Sequence[str] = (),
                rows: Sequence[str] = ()) -> "list[Quantity]":
         """Return the share of tokens that are counted, `count` [B], and of sequences with any."""
-        return [(Sums.of_rows(count / self.n, self.n), dict.fromkeys(tokens, "mean")),
-                (Sums.of_rows(count > 0, self.rows), dict.fromkeys(rows, "mean"))]
+        return [(Moments.of_rows(count / self.n, self.n), dict.fromkeys(tokens, "mean")),
+                (Moments.of_rows(count > 0, self.rows), dict.fromkeys(rows, "mean"))]
 
 
-Quantity = tuple[Sums, dict[str, str]]      # with its metrics: name → reduction
+Quantity = tuple[Moments, dict[str, str]]      # with its metrics: name → reduction
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Statistics:
     of max x and max −x the larger one counts. These five numbers of every quantity are merged, and
     turned into metrics at the very end. No value leaves the device before.
 
-        Statistics.of([(sums, {"kl": "mean", "kl_max": "max"}), …]).merge(others).metrics()
+        Statistics.of([(moments, {"kl": "mean", "kl_max": "max"}), …]).merge(others).metrics()
 
     Reductions: mean; std (divided by n); sample_std (by n − 1); min; max; ess, (Σx)²/(nΣx²); z,
     Σx/√Σx², a sum in standard errors from 0 (eq:martingale). All are 0 where nothing was counted.
@@ -118,10 +120,9 @@ class Statistics:
 
     @classmethod
     def of(cls, quantities: list[Quantity]) -> "Statistics":
-        n, total, squares, top, bottom = (
-            torch.stack(column) for column in zip(*(sums for sums, _ in quantities)))     # [Q, B]
-        table = [n.sum(-1), total.sum(-1), squares.sum(-1), extremes(top, n > 0)[0],
-                 -extremes(bottom, n > 0)[1]]
+        x = Moments(*map(torch.stack, zip(*(moments for moments, _ in quantities))))      # [Q, B]
+        table = [x.n.sum(-1), (x.n * x.mean).sum(-1), x.squares.sum(-1),
+                 extremes(x.top, x.n > 0)[0], -extremes(x.bottom, x.n > 0)[1]]
         return cls(tuple(names for _, names in quantities), torch.stack(table, -1))
 
     def merge(self, others: "list[Statistics]") -> "Statistics":
@@ -178,23 +179,23 @@ class Grounds(NamedTuple):
 
 
 class Ratios(NamedTuple):
-    """Hold log ρ of one batch per token, and the sums of log ρ, ρ and ρ − 1 by sequence.
+    """Hold log ρ of one batch per token, and the moments of log ρ, ρ and ρ − 1 by sequence.
 
-    Both are summed, since rounding hides ρ − 1 in a ρ near 1, and ρ in a ρ − 1 near −1.
+    Rounding hides ρ − 1 in a ρ near 1, and ρ in a ρ − 1 near −1: neither serves for both.
     """
 
     log_rho: Tensor                                 # [B, T], 0 on padding
     tokens: Tokens
-    of_log: Sums                                    # sums of log ρ
-    of_rho: Sums
-    less_one: Sums                                  # sums of ρ − 1
+    of_log: Moments
+    of_rho: Moments
+    less_one: Moments                               # of ρ − 1
 
     @classmethod
     def of(cls, log_rho: Tensor, response_mask: Tensor) -> "Ratios":
         tokens = Tokens.of(response_mask)
         ends = extremes(log_rho, tokens.mask)
-        return cls(log_rho, tokens, tokens.sums(log_rho, ends), *(
-            tokens.sums(of(log_rho), [of(end) for end in ends])
+        return cls(log_rho, tokens, tokens.moments(log_rho, ends), *(
+            tokens.moments(of(log_rho), [of(end) for end in ends])
             for of in (exp_ratio, ratio_less_one)))
 
 
@@ -205,11 +206,11 @@ def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quant
     """
     _, (mask, n, rows), of_log, of_rho, less_one = ratios
     log_mu = torch.where(mask, widen(rollout_log_prob), 0.0).sum(-1) / n     # of a sequence: [B]
-    mean, any_token = of_log.total / n, (n > 0)[:, None]
+    mean, any_token = of_log.mean, n[:, None] > 0
     means = [
-        (n, less_one.total / n - mean, {"k3_kl": "mean"}),
-        (n, chi_square(n, less_one.squares + 2 * less_one.total + n), {"chi2_token": "mean"}),
-        (rows, chi_square(rows, exp_ratio(of_log.total).square()), {"chi2_seq": "mean"}),
+        (n, less_one.mean - mean, {"k3_kl": "mean"}),
+        (n, chi_square(n, less_one.squares + n * (2 * less_one.mean + 1)), {"chi2_token": "mean"}),
+        (rows, chi_square(rows, exp_ratio(n * mean).square()), {"chi2_seq": "mean"}),
         (rows, perplexity((log_mu + mean)[:, None], any_token), {"training_ppl": "mean"}),
         (rows, -log_mu - mean, {"training_log_ppl": "mean"}),
         (rows, perplexity(log_mu[:, None], any_token), {"rollout_ppl": "mean"}),
@@ -218,9 +219,9 @@ def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quant
                        "log_ppl_diff_min": "min"}),
         (rows, mean.abs(), {"log_ppl_abs_diff": "mean"}),
         (rows, perplexity(mean[:, None], any_token), {"ppl_ratio": "mean"})]
-    k1 = of_log._replace(total=-of_log.total)            # its mean and its z need no extremes
+    k1 = of_log._replace(mean=-mean)                     # its mean and its z need no extremes
     return [(k1, {"kl": "mean", "kl_z": "z"}),                  # KL(π_rollout‖π_train), by k1
-            *((Sums.of_rows(x, of), names) for of, x, names in means),
+            *((Moments.of_rows(x, of), names) for of, x, names in means),
             (of_rho, {"is_ratio_mean": "mean", "is_ratio_std": "sample_std", "is_ratio_max": "max",
                       "is_ratio_min": "min"}),
             (less_one, {"is_ratio_z": "z"})]
@@ -231,14 +232,16 @@ NATS = {"mean": "mean", "max": "max", "min": "min"}
 WEIGHTS = NATS | {"std": "std", "eff_sample_size": "ess"}
 
 
-def _spread(prefix: str, x: Sums, center: float, reductions: dict[str, str]) -> list[Quantity]:
+def _summaries(prefix: str, x: Moments, center: float,
+               reductions: dict[str, str]) -> list[Quantity]:
     """Summarise x over all tokens, and the means of x over sequences."""
-    row, rows = x.total / x.n, (x.n > 0).double()
+    rows = (x.n > 0).double()
+    away = Moments.of_rows((x.mean - center).abs(), rows)
     by_row = {f"{prefix}_seq_{name}": how for name, how in reductions.items()}
     by_row[f"{prefix}_seq_std"] = "sample_std"
     return [(x, {f"{prefix}_{name}": how for name, how in reductions.items()}),
-            (Sums.of_rows(row, rows), by_row),
-            (Sums.of_rows((row - center).abs(), rows), {f"{prefix}_seq_max_deviation": "max"})]
+            (Moments.of_rows(x.mean, rows), by_row),
+            (away, {f"{prefix}_seq_max_deviation": "max"})]
 
 
 def ratio_quantities(ratios: Ratios, level: str, bounds: Any, by_token: bool,
@@ -252,20 +255,20 @@ def ratio_quantities(ratios: Ratios, level: str, bounds: Any, by_token: bool,
     if level != "token":
         aggregate = aggregate_log_ratio if level in OF_TOKENS else sequence_log_ratio
         log_rho = aggregate(log_rho, tokens.mask, level)                       # [B, T] or [B, 1]
-        rho = tokens.sums(exp_ratio(log_rho))
+        rho = tokens.moments(exp_ratio(log_rho))
     found: list[Quantity] = []
     for prefix, weights in by_prefix.items():
         if weights is not None and level not in OF_TOKENS:                    # one weight a row
             weights = extremes(weights, tokens.mask)[0][:, None]
-        found += _spread(prefix, rho if weights is None else tokens.sums(weights), 1.0, WEIGHTS)
+        x = rho if weights is None else tokens.moments(weights)
+        found += _summaries(prefix, x, 1.0, WEIGHTS)
     lo, hi = (default if end is None else end for end, default in zip(bounds, (0.0, math.inf)))
-    row = rho.total / tokens.n
-    for end, beyond, far in zip(("low", "high"), outside(log_rho, *bounds), (row < lo, row > hi)):
+    far_ends = rho.mean < lo, rho.mean > hi
+    for end, beyond, far in zip(("low", "high"), outside(log_rho, *bounds), far_ends):
         names = [f"{prefix}_ratio_fraction_{end}" for prefix in by_prefix]
         count = tokens.count_rows(beyond)
-        by = "tokens" if by_token else "rows"
-        found += tokens.shares(count, **{by: names})
-        found.append((Sums.of_rows(far, tokens.rows),
+        found += tokens.shares(count, **{"tokens" if by_token else "rows": names})
+        found.append((Moments.of_rows(far, tokens.rows),
                       {f"{prefix}_seq_fraction_{end}": "mean" for prefix in by_prefix}))
     return found
 
@@ -287,12 +290,12 @@ def weight_quantities(ratios: Ratios, grounds: Grounds) -> list[Quantity]:
     if weights is None:
         return found
     per_sequence = level not in OF_TOKENS
-    found.append((Sums.of_rows(tokens.rows * per_sequence, tokens.rows),
+    found.append((Moments.of_rows(tokens.rows * per_sequence, tokens.rows),
                   {"rollout_is_per_sequence": "mean"}))
     if grounds.normalized:
-        divisor = tokens.sums(weights)
+        divisor = tokens.moments(weights)
         if per_sequence:
-            divisor = Sums.of_rows(divisor.total / tokens.n, tokens.rows)
+            divisor = Moments.of_rows(divisor.mean, tokens.rows)
         found.append((divisor, {"rollout_is_batch_norm_factor": "mean"}))
     if pair:
         zero = tokens.count_rows(weights == 0)
@@ -310,21 +313,21 @@ def criterion_quantities(ratios: Ratios, name: str, row: Criterion, bound: Any,
     clamped to the interval that is kept.
     """
     prefix, (least, most), tokens = f"rollout_rs_{name}", verdict.interval, ratios.tokens
-    statistic, (below, above) = verdict.statistic, verdict[2:]
-    whole = tokens.sums(statistic)
-    within = tokens.sums(statistic.clamp(least, most), (whole.top, whole.bottom))    # for std
-    mean = whole.total / whole.n                                                          # [B]
-    found = [*_spread(prefix, whole, 0.0, NATS), (within, {f"{prefix}_std": "std"}),
+    statistic, _, below, above = verdict
+    whole = tokens.moments(statistic)
+    low, high = whole.mean < least, whole.mean > most                                     # [B]
+    within = tokens.moments(statistic.clamp(least, most), (whole.top, whole.bottom))    # for std
+    found = [*_summaries(prefix, whole, 0.0, NATS), (within, {f"{prefix}_std": "std"}),
              *tokens.shares(tokens.count_rows(below | above), tokens=[f"{prefix}_masked_fraction"],
                             rows=[f"{prefix}_seq_masked_fraction"])]
-    for end, beyond, far in (("low", below, mean < least), ("high", above, mean > most)):
+    for end, beyond, far in (("low", below, low), ("high", above, high)):
         count = tokens.count_rows(beyond)
-        names = [f"{prefix}_fraction_{end}", f"{prefix}_seq_fraction_{end}"]
+        name, of_rows = f"{prefix}_fraction_{end}", f"{prefix}_seq_fraction_{end}"
         if row.of == "sequence":
-            found += tokens.shares(count, rows=names)
+            found += tokens.shares(count, rows=[name, of_rows])
         else:
-            found += tokens.shares(count, tokens=names[:1])
-            found.append((Sums.of_rows(far, tokens.rows), {names[1]: "mean"}))
+            found += tokens.shares(count, tokens=[name])
+            found.append((Moments.of_rows(far, tokens.rows), {of_rows: "mean"}))
     if row.level is not None:
         found += ratio_quantities(ratios, row.level, bound, row.of == "token",
                                   {f"{prefix}_rho": None})
@@ -350,7 +353,7 @@ def rejection_quantities(ratios: Ratios, grounds: Grounds) -> list[Quantity]:
                        rows=["rollout_is_veto_fraction"]),
         *tokens.shares(tokens.n - left, tokens=["rollout_rs_masked_fraction"],
                        rows=["rollout_rs_seq_masked_fraction"]),
-        (Sums.of_rows(left == 0, tokens.rows), {"all_rejected": "min"})]
+        (Moments.of_rows(left == 0, tokens.rows), {"all_rejected": "min"})]
 
 
 def measure(grounds: Grounds) -> Statistics:

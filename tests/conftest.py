@@ -20,9 +20,9 @@ from book_pages import book, browser, open_page  # noqa: F401 - fixtures
 from launching import serving
 
 CHARACTERS = "0123456789+-*/=?() abcd"
-LONGEST = ["lora", "demo", "ranks", "book", "page", "math", "directory", "trainer", "update",
-           "split", "faults", "gpu", "rescore", "gpu_report", "causes", "resume", "study",
-           "contributing", "memory", "nonfinite"]  # longest first
+LONGEST = ["demo", "lora", "ranks", "math", "page", "book", "rescore", "trainer", "update", "gpu",
+           "contributing", "directory", "split", "faults", "causes", "resume", "gpu_report",
+           "study", "house", "nonfinite", "dumps", "memory"]  # longest first
 ENGINES = ["transformers", "vllm"]     # what rollout.engine names, auto aside
 SERVED = pytest.StashKey[list[str]]()
 WORKERS = 4                            # more would have nothing left to do

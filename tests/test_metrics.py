@@ -25,7 +25,7 @@ ASKED = {how: how for how in ("mean", "std", "sample_std", "min", "max", "ess")}
 
 
 def collected(values, mask):
-    return Statistics.of([(Tokens.of(mask).sums(values), ASKED)])
+    return Statistics.of([(Tokens.of(mask).moments(values), ASKED)])
 
 
 def read(statistics):
@@ -54,8 +54,8 @@ def test_statistics_merge_exactly(dtype, pieces):
     for a, b in zip([0, *cuts, 40], [*cuts, 40, 40]):               # the last one is empty
         tokens = Tokens.of(mask[a:b])
         parts.append(Statistics.of([
-            (tokens.sums(torch.where(mask, values, math.nan)[a:b]), ASKED),
-            (tokens.sums(2 - values[a:b]), {"other": "mean", "alias": "mean"})]))
+            (tokens.moments(torch.where(mask, values, math.nan)[a:b]), ASKED),
+            (tokens.moments(2 - values[a:b]), {"other": "mean", "alias": "mean"})]))
     out = read(parts[0].merge(parts[1:]))
     expected = reduced(values.detach().double()[mask])
     for how, value in expected.items():

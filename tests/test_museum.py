@@ -229,7 +229,7 @@ def mean_of_micro_batch_means():
 @exhibit("verl 0.9.1's bypass mode: AggregationType.MEAN, verl/workers/utils/losses.py", "eq:merge")
 def mean_of_the_parts_deviations():
     """Metrics were averaged over micro-batches, but a mean of deviations is not the deviation."""
-    first, second = (Statistics.of([(Tokens.of(ROWS[i]).sums(VALUES[i]), {"std": "std"})])
+    first, second = (Statistics.of([(Tokens.of(ROWS[i]).moments(VALUES[i]), {"std": "std"})])
                      for i in ([0], [1]))
     std = torch.stack([*first.metrics().values(), *second.metrics().values()]).mean()
     return std, first.merge([second]).metrics()["rollout_corr/std"], SPREAD
@@ -238,7 +238,7 @@ def mean_of_the_parts_deviations():
 @exhibit("SkyRL: https://github.com/NovaSky-AI/SkyRL/pull/849", "eq:merge")
 def minimum_and_deviation_over_padding():
     """The zeros of the padding became the minimum, and counted in the standard deviation."""
-    statistics = Statistics.of([(Tokens.of(ROWS).sums(VALUES), {"min": "min", "std": "std"})])
+    statistics = Statistics.of([(Tokens.of(ROWS).moments(VALUES), {"min": "min", "std": "std"})])
     padded = torch.stack([VALUES.min(), VALUES.std(correction=0)])
     return padded, torch.stack([*statistics.metrics().values()]), [1.0, SPREAD]
 
