@@ -21,8 +21,8 @@ from launching import serving
 
 CHARACTERS = "0123456789+-*/=?() abcd"
 LONGEST = ["demo", "lora", "ranks", "math", "page", "book", "rescore", "trainer", "update", "gpu",
-           "contributing", "directory", "split", "faults", "causes", "resume", "gpu_report",
-           "study", "house", "nonfinite", "dumps", "memory"]  # longest first
+           "contributing", "split", "signals", "directory", "faults", "causes", "resume",
+           "gpu_report", "study", "house", "nonfinite", "dumps", "memory"]     # longest first
 ENGINES = ["transformers", "vllm"]     # what rollout.engine names, auto aside
 SERVED = pytest.StashKey[list[str]]()
 WORKERS = 4                            # more would have nothing left to do

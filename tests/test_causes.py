@@ -4,7 +4,6 @@ math/doctor_rates.py counts how often it is right, on models that its rules neve
 """
 
 import functools
-import json
 import math
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from oracle import Policy, close, expectation, kl
 
 import causes
 import doctor
-from adapters.dumps import Response, read, response
+from adapters.dumps import Response, response
 from estimators import sampling_log_probs
-from plumbing.consult import main
 
 MODELS = ("Qwen2", "Mixtral", "Gemma2")
 
@@ -372,20 +370,7 @@ def test_pairs_are_of_one_prefix():
     assert (x.prefix[k] == x.prefix[m]).all() and (x.ids[k] == x.ids[m]).all()
 
 
-# ---------------------------------------------------------------------- formats and bad rows
-
-def row(**changes):
-    return {"prompt_ids": [5, 6], "token_ids": [1, 2, 3], "rollout_log_probs": [-1.0, -2.0, -0.5],
-            "train_log_probs": [-1.0, -2.5, -0.5], **changes}
-
-
-PRIME = {"token_ids": [5, 6, 1, 2, 3], "loss_mask": [False, False, True, False, True],
-         "inference_logprobs": [0, 0, -1.0, -2.0, -0.5], "entropy": [0, 0, 1.0, 2.0, 0.5],
-         "trainer_logprobs": [0, 0, -1.0, -2.5, -0.5]}
-NEMO = {"token_ids": [5, 6, 1, 2, 3, 0, 0], "token_loss_mask": [0, 0, 1, 0, 1, 0, 0],
-        "generation_logprobs": [0, 0, -1.0, -2.0, -0.5, 0, 0], "input_lengths": 5,
-        "prev_logprobs": [0, 0, -1.0, -2.5, -0.5, 0, 0]}
-
+# ------------------------------------------------------- ends of responses, and −∞
 
 def test_an_end_token_within_a_response_does_not_end_it():
     rows = [response(i, {"token_ids": ids, "rollout_log_probs": [-1] * len(ids),
@@ -441,70 +426,3 @@ def test_what_pi_alone_excludes_is_a_cut(cut, only):
     hot = (x.mu / 0.7).where(~rare, causes.NEVER)               # and a fault of all other tokens
     first, second = causes.find_causes(x._replace(pi=hot))[:2]
     assert (first.cause, first.confidence) == ("cut", "likely") and second.cause == "temperature"
-
-
-def test_formats(tmp_path):
-    ours = Response(1, [1, 2, 3], [-1, -2, -0.5], [-1, -2.5, -0.5], [5, 6], [True] * 3, None, None)
-    assert response(1, row()) == ours
-    masked = ours._replace(mask=[True, False, True])
-    assert response(1, NEMO) == masked == response(1, row(response_mask=[1, 0, 1]))
-    assert response(1, PRIME) == masked._replace(entropy=[1, 2, 0.5])
-    above = response(1, row(train_log_probs=[-1, 0.05, -0.5])).train_log_probs     # in 16 bits
-    assert above == [-1, 0.05, -0.5]
-    assert response(1, row(weight_version=7)).versions == [7, 7, 7]
-    assert response(1, row(weight_version=[7, 7, 8])).versions == [7, 7, 8]
-    (tmp_path / "x.jsonl").write_text(f"{json.dumps(row())}\n\n{json.dumps(PRIME)}\n")
-    assert [r.line for r in read(tmp_path / "x.jsonl")] == [1, 3]
-
-
-def test_parquet(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-    parquet.write_table(arrow.Table.from_pylist([row(), row()]), tmp_path / "x.parquet")
-    first, second = read(tmp_path / "x.parquet")
-    assert first == response(1, row()) and second.line == 2
-
-
-@pytest.mark.parametrize("text, says", [
-    ("{", "line 2: this is not JSON"), ("[1]", "a row must be a table"),
-    ('{"token_ids": [1]}', "rollout_log_probs is missing"),
-    (json.dumps(row(token_ids=[1, 2])), "rollout_log_probs must be a list with an entry for each"),
-    (json.dumps(row(token_ids=[1, 2, "x"])), "token_ids has an entry that is no finite number"),
-    (json.dumps(row(token_ids=[1, 2, 2.5])), "token_ids has an entry"),
-    (json.dumps(row(rollout_log_probs=[0, 0, math.nan])), "rollout_log_probs has an entry"),
-    (json.dumps(row(rollout_log_probs=[0, 0, -math.inf])), "rollout_log_probs has an entry"),
-    (json.dumps(row(train_log_probs=[0, None, 0])), "train_log_probs has an entry"),
-    (json.dumps(row(train_log_probs=[0, 0.7, 0])), "a value above 0"),
-    (json.dumps(row(entropy=[1])), "entropy must be a list"),
-    (json.dumps(row(prompt_ids="hello")), "prompt_ids has an entry"),
-    ("\x80\x04", "this is not JSON")])
-def test_a_bad_row_is_one_sentence_with_its_line(tmp_path, capsys, text, says):
-    path = tmp_path / "dump.jsonl"
-    path.write_text(f"{json.dumps(row())}\n{text}\n", "latin-1")
-    assert main([str(path)]) == 2
-    out, error = capsys.readouterr()
-    assert not out and error.startswith("doctor.py: line 2: ")
-    assert says in error and error.count("\n") == 1
-
-
-def dump(path, found):
-    plants.write([{"token_ids": r.token_ids, "rollout_log_probs": r.rollout_log_probs,
-                   "train_log_probs": r.train_log_probs} for r in found], path)
-
-
-def test_exit_statuses_and_json(tmp_path, capsys):
-    """Prompts and entropy may be missing; the report says what that costs."""
-    path = tmp_path / "dump.jsonl"
-    dump(path, planted("healthy", "Qwen2", "same"))
-    assert main([str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "No cause found" in out and "Without prompt_ids" in out and "Without entropy" in out
-    dump(path, planted("shift", "Qwen2", "sampler-1"))
-    assert main([str(path), "--json"]) == 1
-    said = json.loads(capsys.readouterr().out)
-    assert list(said) == ["proper", "e_rho", "tokens", "causes"]
-    assert said["causes"][0]["cause"] == "shift"
-    assert main([str(tmp_path / "none.jsonl")]) == 2
-    path.write_text("")
-    assert main([str(path)]) == 2
-    assert "no token" in capsys.readouterr().err

@@ -1,7 +1,4 @@
-"""Questions come from files, and limits are reported.
-
-The tests cover the settings of a task, what is held out, and which rows cannot be used.
-"""
+"""Questions come from files: what is held out, and which rows cannot be used."""
 
 import hashlib
 import gzip
@@ -9,24 +6,18 @@ import json
 import os
 import sys
 import typing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
 import pytest
 import transformers
-import yaml
-from conftest import steady
 from launching import shell
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from plumbing import tasks
 from plumbing.faults import process_group
-from plumbing.models import read_tokenizer
-from plumbing.run import Run, check_ends
-from plumbing.settings import (
-    FILE_KINDS, Config, TaskConfig, TrainConfig, UserError, check_run, flat, help_text, load_config,
-    remarks)
+from plumbing.run import Run
+from plumbing.settings import FILE_KINDS, TaskConfig, UserError, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = [{"question": f"{a}+{b}=", "answer": f"{a} and {b} are {a + b}.\n#### {a + b}"}
@@ -43,6 +34,9 @@ def file(tmp_path):
     return write
 
 
+OWN = ["task.kind=jsonl", "task.path=train.jsonl", "policy.path=a/model"]
+
+
 def task_of(path, eval_path=None, **settings):
     return tasks.make_task(
         TaskConfig(kind="jsonl", path=path, eval_path=eval_path, **settings), seed=0)
@@ -50,38 +44,6 @@ def task_of(path, eval_path=None, **settings):
 
 def asked(problems):
     return [p.question for p in problems]
-
-
-# ------------------------------------------------------------------------------ with which settings
-
-OWN = ["task.kind=jsonl", "task.path=train.jsonl", "policy.path=a/model"]
-
-
-def test_own_questions_begin_with_the_settings_of_gsm8k():
-    config = flat(yaml.safe_load((ROOT / "configs/gsm8k.yaml").read_text()))
-    for key in "task.path", "task.eval_path", "task.eval_size", "policy.path":
-        del config[key]
-    assert config["rollout.engine"] == "auto" and config["task.instruction"]
-    for kind in "jsonl", "parquet":
-        found = load_config([f"task.kind={kind}", *OWN[1:]])
-        assert config | {"task.kind": kind} == {
-            key: x for key, x in flat(asdict(found)).items() if key in config}
-        assert (found.run and found.run.startswith(f"{kind},")
-                and "gsm8k" not in found.run and "demo" not in found.run)
-        assert (found.task.path, found.task.eval_path, found.task.eval_size, found.policy.path) == (
-            "train.jsonl", None, None, "a/model")
-    assert load_config([*OWN, "rollout.max_tokens=7", "run=mine"]).rollout.max_tokens == 7
-    assert load_config(["task={kind: jsonl, path: train.jsonl}"]).rollout.max_tokens == 512
-
-
-def test_a_file_that_is_given_is_the_only_base(tmp_path):
-    (tmp_path / "mine.yaml").write_text("task: {kind: jsonl, path: x}")
-    found = load_config([str(tmp_path / "mine.yaml"), "train.lr=0.5"])
-    assert found == replace(
-        Config(), run="mine,train.lr=0.5", task=TaskConfig(kind="jsonl", path="x"),
-        train=TrainConfig(lr=0.5), correction={"preset": "decoupled_token_is"})
-    assert load_config([str(ROOT / "configs/demo.yaml"), *OWN]).rollout.quantize_bits == 6
-    assert load_config([]).run == "demo" and load_config([]).rollout.quantize_bits == 6
 
 
 MADE = [kind for kind in typing.get_args(typing.get_type_hints(TaskConfig)["kind"])
@@ -353,64 +315,6 @@ def test_a_question_is_given_as_it_is(file, tiny_model):
         assert prompts[0] == run.tokenizer(question.rstrip() + after).input_ids
 
 
-@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama"])
-def test_a_text_is_split_as_tokenizer_json_says(kind, tmp_path):
-    """transformers takes a tokenizer of its own for Qwen2, which drops "+" and "?" here."""
-    own = Tokenizer(models.BPE(unk_token="[UNK]"))
-    own.pre_tokenizer = pre_tokenizers.Whitespace()
-    own.train_from_iterator(["What is 12 + 30?"] * 9, trainers.BpeTrainer(
-        special_tokens=["[UNK]", "[EOS]"], show_progress=False))
-    saved = transformers.PreTrainedTokenizerFast(tokenizer_object=own, eos_token="[EOS]")
-    saved.save_pretrained(tmp_path)
-    getattr(transformers, f"{kind}Config")(vocab_size=len(saved)).save_pretrained(tmp_path)
-    (found, said), ids = read_tokenizer(str(tmp_path)), own.encode("What is 12 + é?").ids
-    assert found("What is 12 + é?").input_ids == ids and 0 in ids
-    assert len(said) == (kind == "Qwen2") and ("AutoTokenizer" in said[0] if said else True)
-    assert (found.decode(ids), found.eos_token) == (own.decode(ids, False), "[EOS]")
-
-
-def test_a_tokenizer_that_transformers_splits_alike_stays_the_models_class(tmp_path):
-    """A class may know more than its file, such as an option that adds a first token."""
-    saved = transformers.Qwen2Tokenizer(
-        {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
-    saved.save_pretrained(tmp_path)
-    transformers.Qwen2Config(vocab_size=len(saved)).save_pretrained(tmp_path)
-    found, said = read_tokenizer(str(tmp_path))
-    assert type(found) is type(saved) and said == []
-    own = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    own.decoder = decoders.Replace("a", "b")              # the same ids, joined to another text
-    own.save(str(tmp_path / "tokenizer.json"))
-    found, said = read_tokenizer(str(tmp_path))
-    assert found.decode(found("a").input_ids) == "b" and len(said) == 1
-    (tmp_path / "tokenizer.json").unlink()
-    saved.backend_tokenizer.model.save(str(tmp_path))     # vocab.json and merges.txt
-    found, said = read_tokenizer(str(tmp_path))
-    assert type(found) is type(saved) and said == []
-
-
-def test_a_tokenizer_that_is_split_otherwise_keeps_the_classs_end_token(tmp_path):
-    """A directory may have tokenizer.json alone, in which no token is said to be the end."""
-    own = Tokenizer(models.BPE(unk_token="[UNK]"))
-    own.pre_tokenizer = pre_tokenizers.Whitespace()
-    own.train_from_iterator(["What is 12?"] * 9, trainers.BpeTrainer(
-        special_tokens=["[UNK]", "<|endoftext|>"], show_progress=False))
-    own.save(str(tmp_path / "tokenizer.json"))
-    transformers.Qwen2Config(vocab_size=99).save_pretrained(tmp_path)
-    found, [_] = read_tokenizer(str(tmp_path))
-    assert (found.eos_token, found.eos_token_id) == ("<|endoftext|>", 1)
-
-
-def test_a_tokenizer_and_a_model_without_a_usable_end_are_told(tiny_model):
-    tokenizer, _ = read_tokenizer(str(tiny_model))
-    assert not check_ends([[5, 6], [1, 5]], [1], tokenizer, 20)
-    [nothing] = check_ends([[5, 6]], [], tokenizer, 20)
-    assert "has an end token, so every response has rollout.max_tokens tokens" in nothing
-    [closed] = check_ends([[5, 1], [6, 7, 1]], [1, 2], tokenizer, 20)
-    assert "the tokenizer ends every prompt with '" in closed and "add_eos_token" in closed
-    with pytest.raises(ValueError, match="its end token is number 99, and its vocabulary has 20"):
-        check_ends([[5, 6]], [1, 99], tokenizer, 20)
-
-
 CHAT = ("{% for m in messages %}({{ m['content'] }}){% endfor %}"
         "{% if add_generation_prompt %}={% endif %}")
 
@@ -461,6 +365,24 @@ def test_a_run_ends_with_its_bad_rows_or_goes_on_without(on_bad_row, run, tmp_pa
     assert "1 of 25 rows cannot be used" in capsys.readouterr().err
 
 
+def test_a_bad_row_of_a_parquet_file_has_its_number(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"question": "1+1=", "answer": "2"}, {"question": "1+2=", "answer": None}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows")
+    problems, [bad] = tasks.read_problems("parquet", str(tmp_path / "rows"))
+    assert asked(problems) == ["1+1="] and bad.endswith("rows, row 2 has no `answer`")
+
+
+def test_what_a_file_is_instead_is_said(tmp_path):
+    (tmp_path / "rows.gz").write_bytes(gzip.compress(b'{"question": "1", "answer": "1"}'))
+    with pytest.raises(UserError, match="no text in UTF-8; a compressed file must be unpacked"):
+        task_of(tmp_path / "rows.gz")
+    (tmp_path / "rows").write_text('{"question": "1", "solution": "1", "level": 3}')
+    with pytest.raises(UserError, match=r"line 1 has no `answer` \(it has question, solution, lev"):
+        task_of(tmp_path / "rows")
+
+
 # ------------------------------------------------------------------ what is said before it is spent
 
 class Taught(Exception):
@@ -492,128 +414,3 @@ def test_a_demo_model_that_must_be_taught_is_announced_by_the_first_rank(
         monkeypatch.setattr(tasks.Path, "exists", lambda _: True)
         assert (tasks.make_demo_model(config, task).startswith("runs/.demo/")
                 and capsys.readouterr().err == "")
-
-
-# ----------------------------------------------------------------------------- limits that are said
-
-@pytest.mark.parametrize("given, said", [
-    ("seed=9999999999", "seed must be at most 2147483648, not 9999999999"),
-    ("seed=-1", "seed must be at least 0, not -1"),
-    ("loss.kl_coef=1e99", "loss.kl_coef must be at most 2147483648, not 1e+99"),
-    ("train.max_grad_norm=0", "train.max_grad_norm must be at least 1e-06, not 0.0"),
-    ("train.max_grad_norm=nan", "train.max_grad_norm must be at least 1e-06, not nan"),
-    ("rollout.top_p=2", "rollout.top_p must be 0.01 to 1, not 2.0"),
-    ("task.on_bad_row=drop", "task.on_bad_row must be one of raise, skip, not 'drop'"),
-    ("task.eval_path=held.jsonl",
-     "task.eval_path must be null for task.kind=arithmetic, whose held-out problems are made as "
-     "the others are, not 'held.jsonl'")])
-def test_the_limit_that_was_passed_is_the_one_that_is_said(given, said):
-    with pytest.raises(UserError) as found:
-        load_config([given])
-    assert str(found.value) == said
-
-
-def test_an_infinite_gradient_norm_clips_nothing(run):
-    endless, large = (run(f"train.max_grad_norm={limit}", name=str(i))
-                      for i, limit in enumerate(("inf", "1e9")))
-    assert endless[0] == large[0] == 0 and endless[1][0]["grad_norm"] > 0
-    assert steady(endless[1]) == steady(large[1])
-    assert load_config(["runs/0/config.yaml"]).train.max_grad_norm == float("inf")
-    # The same run is continued.
-    assert run("train.max_grad_norm=inf", "train.steps=3", name="0")[0] == 0
-    assert "scaled down to it; .inf: no limit (a number, at least 1e-06)" in help_text()
-
-
-@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "a b", "é", "..", "x" * 101])
-def test_a_run_name_in_a_file_is_reported_as_it_was_given(name, tmp_path):
-    (tmp_path / "x.yaml").write_text(json.dumps({"run": name}))
-    for arguments in ([str(tmp_path / "x.yaml")], [str(tmp_path / "x.yaml"), "seed=1"]):
-        with pytest.raises(UserError) as found:
-            load_config(arguments)
-        assert str(found.value) == (
-            "run must be a plain name of at most 100 letters, digits and .,=+-_ since it is "
-            f"a directory inside runs/, not {name!r}")
-    check_run("demo,train.lr=1e-3")
-
-
-@pytest.mark.parametrize("kind, samples, said", [
-    ("grpo", 1, True), ("rloo", 1, True), ("reinforce", 1, False), ("grpo", 2, False)])
-def test_groups_of_one_have_no_baseline_and_it_is_said(kind, samples, said):
-    found = remarks(load_config([f"advantage.kind={kind}", f"rollout.samples={samples}"]))
-    assert found == [
-        f"rollout.samples=1 leaves advantage.kind={kind} no baseline, which is made of a group's "
-        "other samples: every advantage is the reward itself; take advantage.kind=reinforce, whose "
-        "baseline is the batch's mean"] * said
-
-
-@pytest.mark.parametrize("loss, key, said", [
-    ("ppo_clip", "clip_low", False), ("gspo", "dual_clip", False), ("cispo", "dual_clip", True),
-    ("sapo", "clip_high", True), ("ppo_clip", "tau_positive", False),
-    ("ppo_clip", "tau_negative", True), ("sapo", "tau_negative", False)])
-def test_a_number_that_the_loss_does_not_take_is_named(loss, key, said):
-    value = 2 if key == "dual_clip" else 1
-    found = remarks(load_config([f"correction.loss_type={loss}", f"loss.{key}={value}"]))
-    assert found == [f"loss.{key} has no effect: correction.loss_type={loss} has no such "
-                     "number"] * said
-
-
-@pytest.mark.parametrize("given, said", [
-    (["correction.rollout_is=null", "correction.rollout_is_threshold=3"],
-     ["correction.rollout_is_threshold has no effect: correction.rollout_is is null, so there are "
-      "no weights"]),
-    (["correction={rollout_is: null, rollout_is_batch_normalize: true}"],
-     ["correction.rollout_is_batch_normalize has no effect: correction.rollout_is is null, so "
-      "there are no weights"]),
-    (["train.micro_batch_size=8", "train.micro_batch_tokens=99"],
-     ["train.micro_batch_size has no effect: train.micro_batch_tokens is set"]),
-    (["correction.rollout_is_threshold=3"], []),                    # of the demo's preset
-    (["correction.preset=disabled", "correction.rollout_is=token", "correction.bypass_mode=true"],
-     ["correction: rollout_is=token is not applied with bypass_mode and loss_type=ppo_clip, whose "
-      "ratio already is π_θ/π_rollout (eq:double-count): its metrics are rollout_is_raw_*"]),
-    (["rollout.candidates=9"],
-     ["rollout.candidates has no effect: correction.score_centering is false"]),
-    (["loss.kl_kind=k2", "loss.kl_in=reward"],
-     [f"loss.kl_{key} has no effect: loss.kl_coef is 0" for key in ("kind", "in")]),
-    (["advantage.kind=rloo", "advantage.normalize_std=false"],
-     ["advantage.normalize_std has no effect: advantage.kind=rloo divides by no deviation"]),
-    (["advantage.normalize_std=false"], []),
-    (["task.depth=2", "task.instruction=x"],
-     ["task.depth has no effect: task.kind=arithmetic has no such setting",
-      "task.instruction is for a model that reads text, and the demo model knows digits and "
-      "brackets only"]),
-    (["task.kind=dyck", "task.size=3", "task.length=8"],
-     ["task.size has no effect: task.kind=dyck has no such setting"]),
-    (["train.steps=3", "train.warmup_steps=3", "rollout.staleness=3"],
-     ["train.warmup_steps=3 is not over after train.steps=3, so the learning rate never reaches "
-      "train.lr", "rollout.staleness=3 is as large as train.steps=3, so the engine keeps the first "
-      "weights"]),
-    (["policy.lora_alpha=3"],
-     ["policy.lora_alpha has no effect: policy.lora_rank is null, so the whole model is "
-      "trained"])])
-def test_a_setting_that_another_one_switches_off_is_named(given, said):
-    assert remarks(load_config(given)) == said
-
-
-def test_a_bad_row_of_a_parquet_file_has_its_number(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [{"question": "1+1=", "answer": "2"}, {"question": "1+2=", "answer": None}]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows")
-    problems, [bad] = tasks.read_problems("parquet", str(tmp_path / "rows"))
-    assert asked(problems) == ["1+1="] and bad.endswith("rows, row 2 has no `answer`")
-
-
-def test_a_run_has_no_settings_but_one(tmp_path):
-    (tmp_path / "x.yaml").write_text("run: {dump: 2}")
-    for given, key in ([["run.dumps=2"], "dumps"], [[str(tmp_path / "x.yaml")], "dump"]):
-        with pytest.raises(UserError, match=rf"^run.{key} is not a setting; did you mean run.dump"):
-            load_config(given)
-
-
-def test_what_a_file_is_instead_is_said(tmp_path):
-    (tmp_path / "rows.gz").write_bytes(gzip.compress(b'{"question": "1", "answer": "1"}'))
-    with pytest.raises(UserError, match="no text in UTF-8; a compressed file must be unpacked"):
-        task_of(tmp_path / "rows.gz")
-    (tmp_path / "rows").write_text('{"question": "1", "solution": "1", "level": 3}')
-    with pytest.raises(UserError, match=r"line 1 has no `answer` \(it has question, solution, lev"):
-        task_of(tmp_path / "rows")
