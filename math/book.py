@@ -25,7 +25,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -45,6 +45,7 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "math")]
 
 import moving
 import museum
+import tables
 import which
 
 HERE, OUT = ROOT / "math" / "book", ROOT / "book"
@@ -142,7 +143,8 @@ def names():
     """
     return {part.name: f"{page_of(part.file)}#L{part.first}"
             for file in ["tests/oracle.py", *reversed(FILES)] for part in parts(file)
-            if "_" in part.name or not file.startswith(("tests/", "math/"))}
+            if "_" in part.name or not file.startswith(("tests/", "math/"))} | {
+                card.name: f"museum.html#{card.name}" for card in museum.cards()}
 
 
 def page_of(file):
@@ -333,7 +335,9 @@ def markdown(folder):
         return f'<a href="{where}"><code>{text}</code></a>' if where else f"<code>{text}</code>"
 
     def opened(renderer, tokens, i, options, env):
-        tokens[i].attrs["href"] = target(tokens[i].attrs["href"], folder)
+        href, inside = tokens[i].attrs["href"], tokens[i + 1].content
+        tokens[i].attrs["href"] = (names()[inside] if "/test_museum" in href and inside in names()
+                                   else target(href, folder))
         return renderer.renderToken(tokens, i, options, env)
 
     def image(renderer, tokens, i, options, env):
@@ -576,7 +580,8 @@ def museum_page():
         return f"<h3>{title}</h3>{listing}" if source else ""
 
     def card(number, found):
-        said = ("not a number" if math.isnan(found.error) else
+        said = ("not a number" if math.isnan(found.error) else "what should be 0"
+                if math.isinf(found.error) else
                 f"{100 * found.error:.0f} % of the largest right number")
         guesses = "".join(f'<button data-right="{int(i == found.answer)}">{size}</button>'
                           for i, (size, _) in enumerate(museum.SIZES))
@@ -599,10 +604,21 @@ def museum_page():
             'exact enumeration (<a href="tests-test_museum.py.html">tests/test_museum.py</a>). '
             "Guess before you look: how large is the error, as a share of the largest number that "
             "should have come out?</p>"
-            "<p>In the code LP, MU_LP and REF_LP are the log-probs under π_θ, μ and π_ref, LIVE is "
-            "ρ of each token with its graph, A and R are advantages and rewards. "
+            "<p>In the code LP, MU_LP and REF_LP are the log-probs under π_θ, μ and π_ref, MASK is "
+            "1 on the tokens of a response, LIVE is ρ of each token with its graph, A and R are "
+            "advantages and rewards. "
             "<code>mean(x)</code> is the expected gradient of Σ x over samples of μ, "
-            "<code>ours(config)</code> that of policy_loss.</p>"
+            "<code>ours(config)</code> that of policy_loss, <code>kl_mean(kind)</code> that of "
+            "kl_loss. ROWS is the mask of a small batch of numbers, VALUES.</p>"
+            "<p>Routes: <code>replayed(routes)</code> is the expected gradient of policy_loss if "
+            "the trainer replays these routes; ROUTES are those of the sampler. Turns: X is an "
+            "agent that calls a tool; X.mask has all tokens, X.written the tool's, X.own the "
+            "agent's, and RHO is ρ of these. Versions: FIRST and LAST are the log-probs under "
+            "the weights that begin and that end a response, RECORD is what the engine recorded, "
+            "OLD marks the tokens and LONG the responses that the update found; "
+            "<code>drawn(x)</code> is the chance of each response, and "
+            "<code>trained(chance, x)</code> the expected gradient of policy_loss with x as "
+            "log μ.</p>"
             f'<div class="cards">{"".join(card(i, x) for i, x in enumerate(cards, 1))}</div>')
 
 
@@ -726,14 +742,19 @@ def plain(text, formulas):
 
 
 def search_entries(chapters, formulas):
-    """Return [address, title, text] of every section, exhibit, function and test."""
+    """Return [address, title, text] of every section, metric, exhibit, function and test."""
+    of_row = defaultdict(list)
+    for name in tables.every_metric():
+        of_row[tables.family(name)].append(name)
+    measured = [["appendix-metrics.html#all-metrics-of-a-correction", row.replace("_", " "),
+                 f"{tables.FORMULAS[row]}: {' '.join(names)}"] for row, names in of_row.items()]
     bugs = [[f"museum.html#{card.name}", f"{card.name.replace('_', ' ')} · Bugs that shipped",
              card.says] for card in museum.cards()]
     parts_of = [part for file in [*FILES, *proving_files()] for part in parts(file)]
     return [[f'{c.page}#{s["id"]}',
              " · ".join({plain(link, formulas): 0 for link in (c.sections[0]["link"], s["link"])}),
              plain(s["text"], formulas)]
-            for c in chapters for s in c.sections] + bugs + [
+            for c in chapters for s in c.sections] + measured + bugs + [
         [f"{page_of(part.file)}#L{part.first}", f"{part.name} ({part.file})",
          part.summary.replace("`", "")] for part in parts_of]
 

@@ -49,11 +49,20 @@ def returned(function) -> list[str]:
     body = parsed.body
 
     def code(node) -> str:
-        return ast.get_source_segment(source, node) or ""
+        whole = isinstance(node, ast.stmt)             # its first line is indented as the others
+        return textwrap.dedent(ast.get_source_segment(source, node, padded=whole) or "")
 
     values = body[-1].value
     if not isinstance(values, ast.Tuple):              # one expression makes all three
         return ["\n".join(map(code, body[1:])), "", ""]
+
+    def made_by(line) -> set[str]:
+        """Return the names that a line makes or changes."""
+        stores = [x for x in ast.walk(line) if isinstance(getattr(x, "ctx", None), ast.Store)]
+        return ({x.id for x in stores if isinstance(x, ast.Name)}
+                | {x.value.id for x in stores
+                   if isinstance(x, ast.Subscript) and isinstance(x.value, ast.Name)}
+                | {x.name for x in ast.walk(line) if isinstance(x, ast.FunctionDef)})
 
     def needed_by(value) -> list[str]:
         """Return the lines that make a value, the last without a name if it is one."""
@@ -61,9 +70,7 @@ def returned(function) -> list[str]:
         alone = isinstance(value, ast.Starred | ast.Name)
         lines = [] if alone else [code(value)]
         for line in reversed(body[1:-1]):
-            stored = {x.id for x in ast.walk(line)
-                      if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-            if stored & names:
+            if made_by(line) & names:
                 lines.insert(0, code(line))
                 names |= {x.id for x in ast.walk(line) if isinstance(x, ast.Name)}
         return lines
@@ -83,8 +90,8 @@ def cards() -> list[Card]:
     found = []
     for name, (function, where, equation) in EXHIBITS.items():
         wrong, _, exact = (torch.as_tensor(x, dtype=torch.float64).detach() for x in function())
-        largest = max(exact.abs().max().item(), 0.1)
-        error = (wrong - exact).abs().max().item() / largest
+        gap, largest = (wrong - exact).abs().max(), exact.abs().max()
+        error = round((gap / largest).item(), 9)        # of a right number of 0: inf, or NaN
         says = " ".join((function.__doc__ or "").split())
         shared, wrong_code, right_code = returned(function)
         found.append(Card(name, where, equation, says, shared, wrong_code, right_code, error))

@@ -20,6 +20,7 @@ from losses import (LossConfig, aggregate_loss, count, kl_loss, policy_loss, ppo
                     reinforce_loss)
 from metrics import Statistics, Tokens
 
+VERL = "https://github.com/verl-project/verl/blob/v0.9.1/"
 PI = Policy(3, 3, seed=0)
 MU, REF = PI.perturbed(1, 0.5), PI.perturbed(3, 0.7)
 MASK, R = PI.mask, rewards(PI)
@@ -94,7 +95,7 @@ def sequence_ratio_as_a_sum_of_exps():
     return expectation(MU, (LIVE * MASK).sum(-1)), expectation(MU, right), 1.0
 
 
-@exhibit("verl 0.9.1: PPOTrainer._compute_old_log_prob, verl/trainer/ppo/v1/trainer_base.py",
+@exhibit(f"verl, PPOTrainer._compute_old_log_prob: {VERL}verl/trainer/ppo/v1/trainer_base.py",
          "eq:off-policy")
 def reinforce_in_name_alone():
     """bypass_mode=True loss_type=reinforce without a loss_mode is PPO, and has no weight.
@@ -104,27 +105,26 @@ def reinforce_in_name_alone():
     length.
     """
     clip = ppo_clip_loss(LP, MU_LP, A, 0.2, 0.2, dual_clip=3.0)     # verl's clip_ratio, _c
-    wrong = expectation(MU, (clip * MASK).sum(-1))
-    right = expectation(MU, torch.stack([policy_loss(
+    losses = torch.stack([policy_loss(
         LP[[i]], None, MU_LP[[i]], A[[i]], MASK[[i]], SEQUENCE_IS, LossConfig(aggregation=SUM))[0]
-        for i in range(len(A))]))
-    exact = -expectation(PI, (A * LP * MASK).sum(-1))               # the weights take E_μ to E_π
+        for i in range(len(A))])
+    wrong = torch.stack([expectation(MU, (clip * MASK).sum(-1)), *mean(clip)])
+    right = torch.stack([expectation(MU, losses), *ours(SEQUENCE_IS)])
+    exact = torch.stack([-expectation(PI, (A * LP * MASK).sum(-1)), *UP])     # E_μ[w L] = E_π[L]
     miss = (mean(clip) - UP).norm() / UP.norm()
-    assert [round(x.item(), 3) for x in (wrong, right, miss)] == [0.951, -0.349, 0.955]
-    return [torch.cat([value[None], gradient]) for value, gradient in (
-        (wrong, mean(clip)), (right, ours(SEQUENCE_IS)), (exact, UP))]
+    assert [round(x.item(), 3) for x in (wrong[0], right[0], miss)] == [0.951, -0.349, 0.955]
+    return wrong, right, exact
 
 
-@exhibit("verl's document calls truncated Seq-TIS unbiased: docs/algo/rollout_corr_math.md",
-         "eq:tis")
+@exhibit("verl's document calls truncated Seq-TIS unbiased: "
+         f"{VERL}docs/algo/rollout_corr_math.md", "eq:tis")
 def truncated_called_unbiased():
     """Truncation has the bias −E_μ[(ρ−C)₊ g], here at C = 1; only without a cap is it unbiased."""
     return ours(Config("sequence", 1.0)), ours(Config("sequence", math.inf)), UP
 
 
 @exhibit("verl's document prints Geo-RS-Token-TIS with Π min(ρ_t, C): "
-         "docs/algo/rollout_corr_math.md",
-         "eq:levels")
+         f"{VERL}docs/algo/rollout_corr_math.md", "eq:levels")
 def product_of_truncated_token_weights():
     """Token weights were multiplied over the response; each token has a weight of its own."""
     exact = LIVE.detach().clamp(max=1.2) * MASK
@@ -132,8 +132,8 @@ def product_of_truncated_token_weights():
             correct(LP, MU_LP, MASK, Config.decoupled_geo_rs_token_tis(1.2)).weights, exact)
 
 
-@exhibit("verl's preset bypass_ppo_clip over rounded rollouts: docs/algo/rollout_corr_math.md",
-         "eq:bypass")
+@exhibit("verl's preset bypass_ppo_clip over rounded rollouts: "
+         f"{VERL}docs/algo/rollout_corr_math.md", "eq:bypass")
 def clip_around_a_damaged_sampler():
     """A clip around a rounded μ reverses the sign of the gradient. (T = 1)
 
@@ -145,10 +145,10 @@ def clip_around_a_damaged_sampler():
     mu.logits = f64([[0.2, 0.4, 0.4]]).log()
     r, lp, mu_lp = f64([[0.0], [1.0], [0.0]]), pi.log_probs(), mu.log_probs()
     a = r - expectation(mu, r)
-    bypass, tokens = (estimator_moments(pi, mu, lambda i, c=config: policy_loss(
-        lp[i], lp[i], mu_lp[i], a[i], pi.mask[i], c)[0]).mean for config in (
-            Config.bypass_ppo_clip(), Config("token", math.inf)))
-    return bypass, tokens, -grad_J(pi, r)
+    def step(config):
+        return estimator_moments(pi, mu, lambda i: policy_loss(
+            lp[i], lp[i], mu_lp[i], a[i], pi.mask[i], config)[0]).mean
+    return step(Config.bypass_ppo_clip()), step(Config("token", math.inf)), -grad_J(pi, r)
 
 
 # ---------------------------------------------------------------------------------------- rejection
@@ -174,7 +174,7 @@ def nothing_survives_and_the_mean_is_0_over_0():
     return (reinforce_loss(LP, A) * kept).sum() / kept.sum(), right, 0.0
 
 
-@exhibit("verl 0.9.1's rollout_corr_helper.py", "eq:ess")
+@exhibit(f"verl: {VERL}verl/trainer/ppo/rollout_corr_helper.py", "eq:ess")
 def effective_sample_size_of_no_weight():
     """IcePop set every weight to zero, so that 1/mean((w/mean w)²) divided by zero."""
     w = [0.0, 0.0]
@@ -226,7 +226,8 @@ def mean_of_micro_batch_means():
     return (VALUES.sum(-1) / ROWS.sum(-1)).mean(), sum(parts), 19 / 5
 
 
-@exhibit("verl 0.9.1's bypass mode: AggregationType.MEAN, verl/workers/utils/losses.py", "eq:merge")
+@exhibit(f"verl's bypass mode, AggregationType.MEAN: {VERL}verl/workers/utils/losses.py",
+         "eq:merge")
 def mean_of_the_parts_deviations():
     """Metrics were averaged over micro-batches, but a mean of deviations is not the deviation."""
     first, second = (Statistics.of([(Tokens.of(ROWS[i]).moments(VALUES[i]), {"std": "std"})])
@@ -336,7 +337,7 @@ def k2_off_policy_without_a_ratio():
     return kl_mean("k2", MU), kl_mean("k2", MU, LIVE.detach()), exact
 
 
-@exhibit("verl's low_var_kl: clamp(kl, −10, 10), verl/trainer/ppo/core_algos.py",
+@exhibit(f"verl's low_var_kl, clamp(kl, −10, 10): {VERL}verl/trainer/ppo/core_algos.py",
          "eq:kl-estimators")
 def k3_clamped_at_ten():
     """Large values of k3 are rare, but carry its mean: E_π[min(k3, 10)] is no KL."""

@@ -53,22 +53,22 @@ def span_of_the_turns_as_a_length():
 @exhibit("slime: https://github.com/THUDM/slime/issues/1370", "eq:tool-kl")
 def kl_of_the_tools_tokens():
     """REINFORCE++ summed the KL over the tool's tokens as well, and charged the agent for them."""
-    wrong, right = (expectation(X.acts, kl_penalty(X.lp, X.ref, X.lp, mask)[:, 0])
-                    for mask in (X.mask, X.own))
+    wrong = expectation(X.acts, kl_penalty(X.lp, X.ref, X.lp, X.mask)[:, 0])
+    right = expectation(X.acts, kl_penalty(X.lp, X.ref, X.lp, X.own)[:, 0])
     return wrong, right, kl(X.acts, X.aims)
 
 
 @exhibit("verl: https://github.com/verl-project/verl/pull/6376", "eq:trajectory")
 def return_that_ends_at_the_tool():
     """A tool's token, 0 in the mask, ended the return: no call learned what came of it."""
-    k1, goes_on = X.lp - X.ref, kl_penalty(X.lp, X.ref, X.lp, X.own)
+    def gradient(cost):
+        return expectation(X.acts, torch.einsum("nt,ntp->np", cost, X.g))
+    k1 = X.lp - X.ref
     ends, running = torch.zeros_like(k1), torch.zeros(len(k1))
     for t in reversed(range(X.pi.T)):
         ends[:, t] = running = (running + k1[:, t]) * X.own[:, t]
-    wrong, right = (expectation(X.acts, torch.einsum("nt,ntp->np", cost, X.g))
-                    for cost in (ends, goes_on))
-    exact = exact_gradient(X.pi, kl(X.acts, X.aims))
-    return wrong, right, exact
+    goes_on = kl_penalty(X.lp, X.ref, X.lp, X.own)
+    return gradient(ends), gradient(goes_on), exact_gradient(X.pi, kl(X.acts, X.aims))
 
 
 @exhibit("TimeSearch-R: https://github.com/Time-Search/TimeSearch-R/issues/7; "

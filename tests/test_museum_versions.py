@@ -74,9 +74,9 @@ def slow_responses_drawn_again():
 @exhibit("miles: https://github.com/radixark/miles/pull/3200", "eq:discarded")
 def truncated_responses_paid_the_mean():
     """Truncated responses had no gradient, but a reward in the baseline: each was paid the mean."""
-    cut = MASK.sum(-1, keepdim=True) == PI.T                        # π = μ; a reward for each
-    return trained(drawn(LP.detach()), LP.detach(), MASK & ~cut), trained(
-        drawn(LP.detach()), LP.detach()), UP
+    mu = LP.detach()                                                # π = μ; a reward for each
+    cut = MASK.sum(-1, keepdim=True) == PI.T
+    return trained(drawn(mu), mu, MASK & ~cut), trained(drawn(mu), mu), UP
 
 
 @exhibit("open-instruct: https://github.com/allenai/open-instruct/pull/1738", "eq:survivors")

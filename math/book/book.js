@@ -17,7 +17,7 @@ document.querySelector("#dark").addEventListener("click", () => {
 });
 
 function search(query) {
-  const words = query.toLowerCase().split(/\s+/).filter(Boolean);
+  const words = query.toLowerCase().replaceAll("rollout_corr/", "").split(/\s+/).filter(Boolean);
   const score = ([, title, text]) =>
     words.reduce((sum, word) => {
       const times = text.toLowerCase().split(word).length - 1,
@@ -135,8 +135,8 @@ for (const head of document.title.startsWith("Appendix") ? document.querySelecto
     const body = head.closest("table").tBodies[0],
       at = head.cellIndex,
       down = head.classList.toggle("down") ? 1 : -1;
-    const key = (row) => parseFloat(row.cells[at].textContent.replace("−", "-").match(/-?\d+(\.\d+)?/)?.[0]);
     const text = (row) => row.cells[at].textContent;
+    const key = (row) => parseFloat(text(row).replace("−", "-").match(/-?\d+(\.\d+)?(e[-+]?\d+)?/)?.[0]);
     body.append(...[...body.rows].sort((a, b) => down * (key(b) - key(a) || text(b).localeCompare(text(a)))));
   });
 }
@@ -166,7 +166,7 @@ for (const choice of document.querySelectorAll(".choice"))
 
 function reveal() {
   // a target within something folded
-  const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  const target = document.querySelector(":target");
   for (let fold = target?.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
   if (target) target.scrollIntoView();
 }

@@ -361,11 +361,11 @@ function boot(box) {
             : event.target.value,
         values,
       );
-      const others = [...new URLSearchParams(location.hash.slice(1))].filter(([k, v]) => v && !(k in state)); // of the page's other figures
+      const others = [...new URLSearchParams(location.hash.slice(1))].filter(([k, v]) => v && !Object.hasOwn(state, k)); // of the page's other figures
       history.replaceState(
         null,
         "",
-        "#" + new URLSearchParams([...others, ...Object.entries(state).filter(([k]) => k in inputs)]),
+        "#" + new URLSearchParams([...others, ...Object.entries(state).filter(([k]) => Object.hasOwn(inputs, k))]),
       );
       draw();
     });
@@ -373,13 +373,19 @@ function boot(box) {
   const follow = () => {
     // the address's last key is of the figure that is meant
     const linked = [...new URLSearchParams(location.hash.slice(1))],
-      wanted = linked.filter(([key]) => key in inputs);
+      wanted = linked.filter(([key]) => Object.hasOwn(inputs, key));
     wanted.forEach(([key, value]) => set(key, value, figure.controls(data)[key]));
     if (wanted.length) draw();
-    if (wanted.length && linked.at(-1)[0] in state) box.scrollIntoView();
+    if (wanted.length && Object.hasOwn(state, linked.at(-1)[0])) box.scrollIntoView();
   };
   figure.live?.(box, data, state, { set, draw });
-  if (figure.still) draw();
+  if (figure.still) {
+    draw();
+    addEventListener("beforeprint", () => {
+      box.querySelector(".picture").innerHTML = figure.draw(data, figure.still);
+    });
+    addEventListener("afterprint", draw);
+  }
   addEventListener("hashchange", follow);
   follow();
 }
