@@ -125,8 +125,10 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor | None, response_ma
     `train_log_prob`, `rollout_log_prob`, `response_mask`: [B, T]. `train_log_prob` is that of π_old
     in decoupled mode and of the current π_θ in bypass mode. The criteria opsm and token_tv_outward
     need `advantages` [B, T]. With `group`, a torch.distributed process group, batch normalisation
-    and second_moment use all its ranks. Raises ValueError if shapes differ, if there is no
-    rollout_log_prob, or if a criterion lacks its advantages, [B, T].
+    and second_moment use all its ranks. A NaN in rollout_log_prob makes that token's weight NaN:
+    where one is missing, put train_log_prob in its place (ρ = 1), or mask the token. Raises
+    ValueError if shapes differ, if there is no rollout_log_prob, or if a criterion lacks its
+    advantages, [B, T].
     """
     if rollout_log_prob is None:
         raise ValueError("rollout_log_prob is missing: without the sampler's log-probs there is "
@@ -265,7 +267,7 @@ class RolloutCorrectionConfig:
     @classmethod
     def decoupled_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5):
         """Set the weight of tokens outside an interval of ρ to 0."""
-        return cls("token", _bounds(threshold, threshold_lower))
+        return cls("token", _bounds(threshold, threshold_lower, "threshold"))
 
     @classmethod
     def decoupled_geo_rs(cls, rs_threshold: Bound = NEAR_ONE,
@@ -329,7 +331,7 @@ class RolloutCorrectionConfig:
     @classmethod
     def bypass_pg_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5):
         """Weight REINFORCE by each token's ρ, or by 0 outside an interval."""
-        return cls("token", _bounds(threshold, threshold_lower), bypass_mode=True,
+        return cls("token", _bounds(threshold, threshold_lower, "threshold"), bypass_mode=True,
                    loss_type="reinforce")
 
     @classmethod
@@ -381,12 +383,12 @@ class RolloutCorrectionConfig:
     ppo_is_bypass, pure_is, pg_is, pure_rs = bypass_ppo_clip, bypass_pg_is, bypass_pg_is, pg_rs
 
 
-def _bounds(upper: Bound, lower: float | None = None) -> Pair:
+def _bounds(upper: Bound, lower: float | None = None, key: str = "rs_threshold") -> Pair:
     """Return a pair as it is, a number as [lower, upper], or as [1/upper, upper]."""
     if is_list(upper):
         low, high = upper
         return low, high
-    high = number("rs_threshold", upper)
+    high = number(f"{key}, unless it is a pair [lo, hi],", upper)
     return (1 / high if lower is None else lower), high
 
 

@@ -175,6 +175,9 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     if correction.mask.shape != response_mask.shape:
         raise ValueError(f"correction has {tuple(correction.mask.shape)} tokens, and these rows "
                          f"{tuple(response_mask.shape)}: take correction.rows(index)")
+    if correction.weights is not None:
+        same_shape("[B, T]", **{"correction.weights": correction.weights,
+                                "response_mask": response_mask})
     kept = summed = correction.mask.bool()
     log_prob = torch.where(kept, log_prob, log_prob.detach())     # a rejected NaN has no gradient
     given = {"old_log_prob": anchor_log_prob, "advantages": advantages, "response_mask": valid}
@@ -305,7 +308,10 @@ def kl_penalty(old_log_prob: Tensor, ref_log_prob: Tensor, rollout_log_prob: Ten
     ρ = π_old/π_rollout. `weights` [B, T] are the w by which the loss multiplies token t. The
     penalty has weights of its own, so w is divided out; where w is 0 the penalty is 0. Only k1
     gives the gradient of the KL here. Level None is the first part of eq:kl-gradient, on-policy.
+    Raises ValueError if shapes differ.
     """
+    same_shape("[B, T]", old_log_prob=old_log_prob, ref_log_prob=ref_log_prob,
+               response_mask=response_mask, **({} if weights is None else {"weights": weights}))
     mask = response_mask.bool()
     kl = kl_estimate(old_log_prob.detach(), ref_log_prob.detach(), kind)                # [B, T]
     if level is not None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from estimators import aggregate_log_ratio, exp_ratio
+from estimators import aggregate_log_ratio, exp_ratio, widen
 
 
 # ------------------------------------------------- per token: [B, T] → [B, T], to be minimised
@@ -40,7 +40,7 @@ def ppo_clip_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, cl
     Sources: Schulman et al. 1707.06347; Ye et al. 1912.09729 (dual clip, c = 3); DAPO 2503.14476
     (ε_high > ε_low).
     """
-    ratio = exp_ratio(log_prob - old_log_prob)
+    ratio = exp_ratio(widen(log_prob) - widen(old_log_prob))
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(-advantages * ratio, -advantages * clipped)
     if dual_clip is None:
@@ -60,7 +60,9 @@ def gspo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, respon
     tokens between two turns change nothing (eq:tool-length). The clip range is narrow because r̄ is
     a geometric mean. Source: Zheng et al. 2507.18071.
     """
-    log_s = aggregate_log_ratio(log_prob - old_log_prob, response_mask, "geometric").detach()
+    log_prob = widen(log_prob)
+    log_r = log_prob - widen(old_log_prob)
+    log_s = aggregate_log_ratio(log_r, response_mask, "geometric").detach()
     log_s = log_s + (log_prob - log_prob.detach())
     return ppo_clip_loss(log_s, torch.zeros_like(log_s), advantages, clip_low, clip_high, dual_clip)
 
@@ -72,7 +74,8 @@ def cispo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_
     No token's gradient vanishes. At r = 1 it is REINFORCE. The source, MiniMax-M1 2506.13585, sets
     no lower bound; the one here is verl's.
     """
-    weight = exp_ratio(log_prob - old_log_prob).clamp(1 - clip_low, 1 + clip_high)
+    ratio = exp_ratio(widen(log_prob) - widen(old_log_prob))
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -weight.detach() * advantages * log_prob
 
 
@@ -83,7 +86,7 @@ def sapo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, tau_po
     τ_A depends on the sign of A. The gate's slope at r = 1 is 1, so the first step is PPO's.
     Source: 2511.20347.
     """
-    ratio = exp_ratio(log_prob - old_log_prob)
+    ratio = exp_ratio(widen(log_prob) - widen(old_log_prob))
     tau = torch.where(advantages > 0, ratio.new_full((), tau_positive),
                       ratio.new_full((), tau_negative))
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau

@@ -34,6 +34,7 @@ SKYRL = (
     "token_mask_is_threshold_low", "token_mask_is_threshold_high")
 PRIME = ("type", "eps", "ipo_threshold", "max_importance_ratio", "dppo_mask_low", "dppo_mask_high",
          "ratio_low", "ratio_high", "score_centering", "adv_tau", "kl_tau")
+PRIME_TYPES = ("ipo", "icepop", "default")
 OWN = ("preset", *(f.name for f in fields(RolloutCorrectionConfig)))
 KEYS = dict.fromkeys((*OWN, *VERL, *VERL_060, *VERL_TIS, *SKYRL, *PRIME))           # of all systems
 KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}           # verl's names of the estimators
@@ -77,6 +78,8 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         read, allowed = _from_verl_060, VERL_060
     else:
         read, allowed = _from_verl, VERL
+    if read is _from_prime:
+        choice("type", block.get("type", "ipo"), PRIME_TYPES)
     for key in keys:
         if key not in allowed:
             mixed = " here: it belongs to another dialect" if key in KEYS else nearest(key, KEYS)
@@ -105,14 +108,15 @@ def kl_kind(name: str) -> str:
     return KL_NAMES.get(base, base) + name[len(base):]
 
 
-def _flatten(mapping: Any, into: dict[str, Any], sections: set[str]) -> None:
+def _flatten(mapping: Any, into: dict[str, Any], sections: set[str],
+             name: str = "correction") -> None:
     """Put the settings of a block into one mapping, and the names of its sections into a set."""
     if not isinstance(mapping, Mapping):
-        raise ValueError(f"correction must be a mapping of settings, not {mapping!r}")
+        raise ValueError(f"{name} must be a mapping of settings, not {mapping!r}")
     for key, value in mapping.items():
         if key in WRAPPERS:
             sections.add(key)
-            _flatten({} if value is None else value, into, sections)
+            _flatten({} if value is None else value, into, sections, key)
         elif not isinstance(key, str) or key in into:
             fault = "given twice" if isinstance(key, str) else "no name"
             raise ValueError(f"correction key {key!r} is {fault}")
@@ -272,7 +276,7 @@ def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
                         "sequence": ("sequence_tis_ratio_clip_high", 5.0)}[level]
         cap = number(key, get(key, default))
     low, high = get("outlier_token_is_threshold_low"), get("outlier_token_is_threshold_high")
-    if low is not None or high is not None:
+    if high is not None or (low is not None and (isinstance(low, bool) or low != 0)):
         criteria["seq_max_k1"] = _with_zero("outlier_token_is_threshold_low", low, high)
     low, high = get("token_mask_is_threshold_low"), get("token_mask_is_threshold_high")
     if low is not None and high is not None:
@@ -294,7 +298,12 @@ def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
 
 
 def _with_zero(key: str, low: Any, high: Any) -> tuple[float | None, float | None]:
-    """Return a pair that bounds ρ, of which verl and SkyRL write an open lower end as 0."""
+    """Return a pair that bounds ρ, of which verl and SkyRL write an open lower end as 0.
+
+    `key` is that of the lower end. A wrong upper end is reported under its own.
+    """
+    if high is not None and key.endswith("_low"):
+        number(key.removesuffix("low") + "high", high)
     return interval(key, (None if low == 0 and not isinstance(low, bool) else low, high))
 
 
@@ -307,7 +316,6 @@ def _from_prime(block: Mapping) -> RolloutCorrectionConfig:
     of the correction.
     """
     get, kind = block.get, block.get("type", "ipo")
-    choice("type", kind, ("ipo", "icepop", "default"))
     own = {"ipo": ("eps", "ipo_threshold", "max_importance_ratio", "score_centering"),
            "icepop": ("ratio_low", "ratio_high"), "default": ("dppo_mask_low", "dppo_mask_high")}
     for key in set(block) - {"type", "adv_tau", "kl_tau", *own[kind]}:
@@ -319,6 +327,7 @@ def _from_prime(block: Mapping) -> RolloutCorrectionConfig:
                              "nothing here stands for it")
     policy_gradient = {"bypass_mode": True, "loss_type": "reinforce"}
     if kind == "icepop":
+        number("ratio_high", get("ratio_high", 5.0))
         pair = interval("ratio_low", (get("ratio_low", 0.2), get("ratio_high", 5.0)))
         return RolloutCorrectionConfig("token", pair, **policy_gradient)
     if kind == "ipo":

@@ -26,7 +26,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
-from adapters.dialects import WRAPPERS, from_dialect, kl_kind
+from adapters.dialects import KEYS, WRAPPERS, from_dialect, kl_kind
 from correction import HISTORICAL, PRESETS, RolloutCorrectionConfig
 from rejection import CRITERIA, interval
 from surrogates import LOSSES, clipped_tokens
@@ -145,8 +145,10 @@ class LossSettings:
     clip_high: float | None = setting(
         None, "ε of the clip's upper end; null: the loss's own", 0)
     dual_clip: float | None = setting(None, "bound the loss where A < 0 by this many × −A", 1.01)
-    tau_positive: float = setting(1.0, "sapo: steepness of its gate where A > 0", 1e-3)
-    tau_negative: float = setting(1.05, "sapo: the same where A ≤ 0", 1e-3)
+    tau_positive: float | None = setting(
+        None, "steepness of sapo's gate where A > 0; null: the loss's own", 1e-3)
+    tau_negative: float | None = setting(
+        None, "steepness of sapo's gate where A ≤ 0; null: the loss's own", 1e-3)
     aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
                          "seq-mean-token-sum-norm"] = setting(
         "token-mean", "how the losses of tokens become one number")
@@ -353,6 +355,9 @@ def read_yaml(path: Path | None, overrides: list[str]) -> tuple[DictConfig, Dict
                                 "a number without leading zeros and colons, or a text in quotes")
         given = OmegaConf.from_dotlist(overrides)
         base = OmegaConf.load(path) if path else default_settings(given)
+        for key in given:
+            if OmegaConf.is_list(given[key]) and OmegaConf.is_dict(base.get(key)):
+                raise UserError(f"{key} must be a section of settings, not {given[key]}")
         user = cast(DictConfig, OmegaConf.merge(base, given))
         last = given if "correction" in given else user
         if "correction" in user and last.correction in (None, {}):
@@ -383,7 +388,9 @@ def default_settings(given: DictConfig) -> DictConfig:
 def check_keys(settings: dict[str, Any], known: dict[str, Any]) -> None:
     for key, value in settings.items():
         if key not in known and not key.startswith("correction."):
-            if key.split(".")[0] in WRAPPERS and key.split(".")[0] not in known:
+            first, last = key.partition(".")[0], key.rpartition(".")[2]
+            if (first in WRAPPERS and first not in known) or (
+                    last in KEYS and first in (last, *WRAPPERS)):
                 raise UserError(f"{key} is a setting of another system: put its block under "
                                 "correction:")
             section = key.rpartition(".")[0]
@@ -391,8 +398,8 @@ def check_keys(settings: dict[str, Any], known: dict[str, Any]) -> None:
             if is_dataclass(known.get(section)):
                 near = [name for name in near if name.startswith(f"{section}.")]
             near = difflib.get_close_matches(key, near, n=1, cutoff=0)[0]
-            raise UserError(f"{key if key == key.strip() else repr(key)} is not a setting; did you "
-                            f"mean {near}?")
+            shown = key if key and key == key.strip() else repr(key)
+            raise UserError(f"{shown} is not a setting; did you mean {near}?")
         kind = known.get(key)
         if key == "correction" and value not in ({}, None):
             raise UserError(f"correction must be {describe(kind)}, not {value!r}")
@@ -604,6 +611,11 @@ def kl_remarks(config: Config) -> list[str]:
         found.append("loss.kl_kind=k1 in the loss has a gradient of 0 on average: take k3+, or "
                      "loss.kl_correction=token (chapter 8)")
     options = correction_of(config)
+    zeroes = options.applies_weights and isinstance(options.rollout_is_threshold, tuple)
+    if how.kl_in == "reward" and level is not None and (options.rollout_rs or zeroes):
+        found.append(f"loss.kl_correction={level} in the reward leaves out the tokens that are "
+                     "rejected or have weight 0, so its gradient is not that of the KL: take "
+                     "loss.kl_in=loss")
     if how.kl_in == "reward" and options.score_centering:
         found.append("loss.kl_in=reward is only roughly right with correction.score_centering, "
                      "which subtracts the mean of the penalty as well: take loss.kl_in=loss")

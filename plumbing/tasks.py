@@ -36,7 +36,7 @@ EVAL_SIZE = 1024           # held-out problems where task.eval_size is null
 NAMED = 10                 # bad rows that a sentence names
 
 
-def seed_of(*what) -> int:
+def seed_of(*what: Any) -> int:
     """Return 31 bits from (seed, purpose, step, index …), the same on any machine."""
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:4], "big") >> 1
 

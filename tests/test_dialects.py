@@ -329,6 +329,25 @@ def test_what_prime_rl_means_otherwise_is_one_sentence(block, words):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("block, words", [
+    ({"outlier_token_is_threshold_high": -1}, "outlier_token_is_threshold_high must be"),
+    ({"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": "x"},
+     "token_mask_is_threshold_high must be"),
+    ({"sequence_mask_metric": "geometric", "geo_mask_high": -1}, "geo_mask_high must be"),
+    ({"type": "icepop", "ratio_high": "x"}, "ratio_high must be"),
+    ({"algorithm": {"rollout_correction": 2}}, "rollout_correction must be a mapping"),
+    ({"off_policy_correction": True}, "off_policy_correction must be a mapping"),
+    ({"type": "custom", "import_path": "x"},
+     "type cannot be 'custom'; allowed: ipo, icepop, default")])
+def test_the_key_that_is_wrong_is_the_one_that_is_named(block, words):
+    with pytest.raises(ValueError, match=f"^{words}"):
+        from_dialect(block)
+
+
+def test_skyrls_lower_end_of_0_alone_rejects_nothing():
+    assert from_dialect({"outlier_token_is_threshold_low": 0.0}) == Config()
+
+
 # --------------------------------------------------------------------- names of the KL's estimators
 
 @pytest.mark.parametrize("verls, ours", [

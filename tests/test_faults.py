@@ -19,13 +19,16 @@ from pathlib import Path
 
 import pytest
 import torch
+
+HERE = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(HERE))                      # for the long form
+
 from launching import shell
 from safetensors.torch import load_file
 
 from plumbing import faults
 from plumbing.settings import UserError
 
-HERE = Path(__file__).resolve().parent.parent
 DEMO = ["rollout.engine=transformers", "train.steps=12", "train.save_every=2"]
 SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "rollout.prompts=4",
          "rollout.samples=4", "rollout.max_tokens=5", "train.mini_batches=2", "train.lr=0.01",

@@ -20,7 +20,7 @@ from correction import Correction, correct
 from correction import RolloutCorrectionConfig as Config
 from doctor import diagnose
 from estimators import aggregate_log_ratio
-from losses import AGGREGATIONS, LossConfig, kl_loss, policy_loss
+from losses import AGGREGATIONS, LossConfig, kl_loss, kl_penalty, policy_loss
 from surrogates import cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss, sapo_loss
 
 
@@ -350,6 +350,19 @@ def test_clips_and_temperatures_of_their_own():
     gate = sapo_loss(lp, old, advantages, 0.5, 2.0)
     loss = policy_loss(*inputs, sapo, how=LossConfig(tau_positive=0.5, tau_negative=2.0))[0]
     assert close(loss, by_loops(gate, mask, "token-mean", mask, None))
+
+
+def test_weights_and_penalties_have_one_number_for_each_token():
+    """One weight for each sequence, [B], would be taken along the tokens where B = T."""
+    x, one = torch.zeros(2, 2), torch.ones(2, 2)
+    for weights in (torch.tensor([1.0, 0.0]), torch.ones(2, 1), torch.ones(1, 2)):
+        with pytest.raises(ValueError, match="correction.weights .* must have one shape"):
+            policy_loss(x, None, None, one, one, Config("sequence"),
+                        correction=Correction(weights, one))
+        with pytest.raises(ValueError, match="weights .* must have one shape"):
+            kl_penalty(x, x, x, one, level="token", weights=weights)
+    with pytest.raises(ValueError, match="ref_log_prob .2,. and response_mask .2, 2. must have"):
+        kl_penalty(x, x[0], x, one)
 
 
 ROOT = Path(__file__).resolve().parent.parent

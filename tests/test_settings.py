@@ -9,6 +9,8 @@ import yaml
 from conftest import steady
 from test_data import OWN
 
+from trainer import loss_of
+from surrogates import LOSSES
 from plumbing.settings import (
     Config, TaskConfig, TrainConfig, UserError, check_run, flat, help_text, load_config, remarks)
 
@@ -103,7 +105,7 @@ def test_groups_of_one_have_no_baseline_and_it_is_said(kind, samples, said):
 
 @pytest.mark.parametrize("loss, key, said", [
     ("ppo_clip", "clip_low", False), ("gspo", "dual_clip", False), ("cispo", "dual_clip", True),
-    ("sapo", "clip_high", True), ("ppo_clip", "tau_positive", False),
+    ("sapo", "clip_high", True), ("ppo_clip", "tau_positive", True),
     ("ppo_clip", "tau_negative", True), ("sapo", "tau_negative", False)])
 def test_a_number_that_the_loss_does_not_take_is_named(loss, key, said):
     value = 2 if key == "dual_clip" else 1
@@ -147,3 +149,24 @@ def test_a_number_that_the_loss_does_not_take_is_named(loss, key, said):
       "trained"])])
 def test_a_setting_that_another_one_switches_off_is_named(given, said):
     assert remarks(load_config(given)) == said
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_has_its_own_numbers_unless_others_are_given(name):
+    row, more = LOSSES[name], ["correction.bypass_mode=true"] * (LOSSES[name].level is None)
+    config = load_config([f"correction.loss_type={name}", "correction.rollout_is=token", *more])
+    assert loss_of(config).numbers(row) == row.own
+    taught = row._replace(own=dict.fromkeys(row.own, 7.0))        # as in a row of another
+    assert loss_of(config).numbers(taught) == taught.own
+
+
+@pytest.mark.parametrize("correction, said", [
+    ("preset: decoupled_token_is", False), ("preset: decoupled_token_icepop", True),
+    ("preset: decoupled_geo_rs", True), ("preset: bypass_pg_token_icepop", True)])
+def test_a_penalty_that_is_rejected_with_its_token_is_named(correction, said):
+    """eq:kl-gradient: where the mask or the weight is 0, the KL in the reward is lost."""
+    given = [f"correction={{{correction}}}", "loss.kl_coef=1", "loss.kl_in=reward"]
+    for level in "token", "prefix":
+        found = remarks(load_config([*given, f"loss.kl_correction={level}"]))
+        assert any("leaves out the tokens that are rejected" in x for x in found) == said
+    assert not any("leaves out" in x for x in remarks(load_config(given)))

@@ -11,7 +11,7 @@ from oracle import (close, estimator_moments, expectation, f64, scores)
 from correction import RolloutCorrectionConfig as Config
 from estimators import aggregate_log_ratio
 from losses import LossConfig, aggregate_loss, policy_loss
-from surrogates import cispo_loss, gspo_loss, ppo_clip_loss, sapo_loss
+from surrogates import LOSSES, cispo_loss, gspo_loss, ppo_clip_loss, sapo_loss
 
 
 # ---------------------------------------------------------------------------------------- pointwise
@@ -141,3 +141,13 @@ def test_gspo_with_advantages_of_tokens_is_each_tokens_own():
         lp[i], old[i], advantages[i], MASK[i]), MASK[i], "seq-mean-token-mean"))
     print(f"through s: bias {(whole.mean + exact).norm() / exact.norm():.2f} of the gradient")
     assert not close(-whole.mean, exact)
+
+
+@pytest.mark.parametrize("row", LOSSES.values())
+def test_sixteen_bits_are_widened_before_they_are_subtracted(row):
+    """eq:gspo: in bfloat16 the difference itself would be off by more than GSPO's clip."""
+    lp, old = torch.tensor([[[-2.3, -1.0]], [[-2.29, -0.013]]], dtype=torch.bfloat16)
+    given = {"old_log_prob": old, "advantages": torch.ones(1, 2), "response_mask": torch.ones(1, 2)}
+    narrow = row.function(lp, *(given[name] for name in row.takes))
+    given["old_log_prob"] = old.float()
+    assert torch.equal(narrow, row.function(lp.float(), *(given[name] for name in row.takes)))
