@@ -30,7 +30,7 @@ MONEY = "[$＄€£¥]"                             # ＄ stands for \$, which n
 
 # A pair of marks around the whole, without another mark of its kind between the two.
 MARKS = [re.compile(pattern) for pattern in (
-    r"(?P<mark>\*\*|__|\$\$|[*_`$])(?P<inner>(?:(?!(?P=mark)).)+)(?P=mark)",
+    r"(?P<mark>\*\*\*|___|\*\*|__|\$\$|[*_`$])(?P<inner>(?:(?!(?P=mark)).)+)(?P=mark)",
     r"\\\((?P<inner>(?:(?!\\[()]).)+)\\\)", r"\\\[(?P<inner>(?:(?!\\[][]).)+)\\\]",
     r"\\boxed\{(?P<inner>(?:[^{}]|\{[^{}]*\})*)\}")]
 
@@ -45,7 +45,8 @@ NUMERALS = ("(?:one|two|three|thir|four|fort|fi[fv]|six|seven|eigh|nin|eleven|tw
             "quarter|hundred|thousand|dozen)[a-z]*|zero|ten(?:s|ths?)?|[a-z]*illi(?:on|ard)[a-z]*|"
             "score|gross|grand|lakhs?|crores?|squared|cubed|factorial|and|plus|minus|times|over|"
             "under|above|below|point|thou|mille|tausend|millones|mil|bil|mln|bln|trn|[a-z]*fold|"
-            "(?:doub|trip|quadrup)le[ds]?|twice|neg|negative|mod|divided|none|nil|not|wrong")
+            "(?:doub|trip|quadrup)le[ds]?|twice|neg|negative|mod|divided|none|nil|not|wrong|incorrect|"
+            "false|less|more|fewer|inverse|root|sqrt|log|exp|doz|lacs?|myriad")
 POWER = r"(?:[²³]|\^\{?[23]\}?)?"
 SHORT = rf"(?:[kcm]?m|[km]?g|m?[lL]|s|h|hrs?|min|ft|in|yd|mi|mph|oz|lbs?|[ap]m){POWER}"
 WORD = rf"(?!(?i:{NUMERALS})(?![A-Za-z]))[A-Za-z]{{3,}}{POWER}"

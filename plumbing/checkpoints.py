@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -21,17 +22,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
 from plumbing.faults import cause_of, explain
 from plumbing.models import digest_of
 from plumbing.settings import CHANGEABLE, Config, UserError, flat, without_slash
 from plumbing.shards import TensorByTensor
 
+WRITTEN = (".json", ".jinja", ".model", ".safetensors", ".txt")    # a run's files end so
+
 
 class Checkpoints:
     """Keep checkpoints/step-000050/: the ranks' safetensors (no pickles), and state.json.
 
-    Other names in the directory are not the run's, and are left alone.
+    Other names in the directory are not the run's, and are left alone. A checkpoint that is read is
+    checked for its form, and for NaN.
     """
 
     def __init__(self, directory: Path, config: Config):
@@ -137,9 +142,9 @@ class Checkpoints:
         waiting = [dict(map(run.sync.copy_to_host, run.weights())) for _ in late]
         path = self.directory / f"step-{self.step:06d}"
         logging.disable(logging.WARNING)       # torch would show a traceback before our sentence
+        state = self.state(run, waiting)
         try:
-            dcp.load(self.state(run, waiting),
-                     storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+            dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
         except (Exception, dcp.CheckpointException) as error:
             cause = cause_of(error)
             if explain(cause) and not isinstance(cause, FileNotFoundError):
@@ -147,6 +152,11 @@ class Checkpoints:
             raise self.unreadable(path) from None
         finally:
             logging.disable(logging.NOTSET)
+        own = [x.to_local() if isinstance(x, DTensor) else x for x in state.values()]
+        damaged = torch.tensor(float(any(x.isnan().any() for x in own)))
+        dist.all_reduce(damaged)
+        if damaged:
+            raise self.unreadable(path)
         run.sync.load_state_dict({"waiting": waiting})
         self.prune(run)
 
@@ -160,9 +170,13 @@ def step_of(path: Path) -> int:
 def write_aside(place: Path) -> Iterator[Path]:
     """Yield a directory for all ranks to write into; rename it into its place when they are done.
 
-    If that place is a link, the files are moved one by one to its target, and the link stays.
+    If that place is a link, the files are moved one by one to its target, and the link stays. What
+    a user put there stays, too.
     """
-    linked, place = place.is_symlink(), place.resolve()
+    try:
+        linked, place = place.is_symlink(), place.resolve()
+    except RuntimeError:
+        raise UserError(f"{place} is a link to itself: remove it") from None
     part, main = place.with_name(f".{place.name}.part"), dist.get_rank() == 0
     try:
         if main:
@@ -180,6 +194,9 @@ def write_aside(place: Path) -> Iterator[Path]:
                 os.replace(path, place / path.name)
             settle(place)
         elif main:
+            for path in [path for path in place.glob("*") if path.suffix not in WRITTEN]:
+                if not (part / path.name).exists():
+                    os.replace(path, part / path.name)
             shutil.rmtree(place, ignore_errors=True)
             os.replace(part, place)
             settle(place.parent)
@@ -214,6 +231,9 @@ def read_metrics(path: Path) -> list[dict]:
     lines = path.read_text(errors="replace").splitlines(keepends=True)
     try:
         found = [json.loads(line) for line in lines if line.endswith("\n")]
+        if any(type(line["step"]) is not int or not math.isfinite(line.get("reward/mean", 0))
+               for line in found):
+            raise ValueError
         return [line for line in found if line["step"] > 0]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} has a line that is not the metrics of a step") from None

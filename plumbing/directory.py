@@ -22,6 +22,9 @@ from tqdm import tqdm
 from plumbing.settings import UserError
 
 
+FILES = ("config.yaml", "metrics.jsonl", "finished.json", "curves.png", "eval.jsonl")
+
+
 @contextlib.contextmanager
 def hold_directory(place: Path) -> Iterator[None]:
     """Hold the directory, made if need be, for this process alone; remove it if it stays empty.
@@ -109,10 +112,16 @@ def lock_file(path: Path, wait: bool = False) -> IO[str]:
 
 
 def require_writable(place: Path) -> None:
-    """Raise UserError if an existing part of the directory cannot be written."""
+    """Raise UserError if an existing part of the directory cannot be written, or is no file.
+
+    Whoever opens a pipe waits for its other end.
+    """
     for path in (place, place / "checkpoints", place / "model"):
         if path.exists() and not os.access(path, os.W_OK | os.X_OK):
             raise not_writable(path, os.strerror(errno.EACCES))
+    for path in (*map(place.joinpath, FILES), *place.glob("checkpoints/step-*/state.json")):
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is not a file: move it away")
 
 
 def not_writable(path: Path, reason: str | None) -> UserError:

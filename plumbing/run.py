@@ -34,7 +34,7 @@ from metrics import to_host
 from plumbing import signals
 from plumbing.cards import (Shapes, card_peak, free_memory, matrix_rate, memory_metrics,
                             require_room, update_flops)
-from plumbing.checkpoints import Checkpoints, write_aside, read_metrics, write
+from plumbing.checkpoints import Checkpoints, read_metrics, settle, write, write_aside
 from plumbing.directory import hold_directory
 from plumbing.engines import make_engine
 from plumbing.faults import (end_after, explain, process_group, require_one_directory,
@@ -189,7 +189,9 @@ class Run:
         except UserError:
             raise
         except Exception as error:         # of as many types as there are kinds of damage
-            reason = explain(error) or str(error).strip().split("\n")[0]
+            words = " ".join(str(error).split())[:300]
+            named = isinstance(error, (LookupError, ArithmeticError))      # whose text is a key
+            reason = explain(error) or (f"{type(error).__name__} {words}" if named else words)
             raise UserError(f"policy.path={self.path} cannot be loaded: {reason}") from None
         self.optimizer = torch.optim.AdamW(
             [p for p in self.policy.parameters() if p.requires_grad], lr=config.train.lr,
@@ -327,6 +329,9 @@ class Run:
             lines = read_metrics(self.metrics) if self.metrics.exists() else []
             done = [line for line in lines if line["step"] <= self.done]
             write(self.metrics, done)
+            if [line["step"] for line in done] != [*range(1, self.done + 1)]:
+                self.say(f"* {self.metrics} lacks steps before step {self.done + 1}, or repeats "
+                         "some: its curves and means are not of the whole run")
             self.best = max((line.get("reward/mean", 0.0) for line in done), default=0.0)
             if len(lines) > len(done):
                 self.say("* steps repeated, since the last checkpoint is older: "
@@ -477,6 +482,8 @@ class Run:
         told = torch.tensor(float(signals.Received.told_to_end))
         dist.all_reduce(told)
         if told or step == self.config.train.steps or step % self.config.train.save_every == 0:
+            if self.main:
+                settle(self.metrics)       # a checkpoint must not outlive the metrics before it
             self.checkpoints.save(self, step)
         if told:
             signals.end(signals.SIGTERM)

@@ -13,6 +13,7 @@ import math
 import random
 import re
 import sys
+import unicodedata
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -155,8 +156,8 @@ def drop_duplicates(problems: list[Problem], path: str, remarks: list[str]) -> l
 
 
 def plain(question: str) -> str:
-    """Return a question for comparison, in which all white space is one space."""
-    return " ".join(question.split())
+    """Return a question for comparison: all white space is one space, é is one character."""
+    return " ".join(unicodedata.normalize("NFC", question).split())
 
 
 def leave_out(bad: list[str], good: int, rule: str, why: str = "") -> list[str]:

@@ -26,7 +26,8 @@ def test_final_answers(text, answer):
 
 FORTY_TWO = [
     "42", "+42", "042", "42.0", "42.", "42.00.", " 42 ", "**42**", "*42*", "__42__", "_42_", "`42`",
-    "**42.**", "**42**.", "$42$", "$$42$$", r"\(42\)", r"\[ 42 \]", r"\boxed{42}", r"\text{42}",
+    "***42***", "___42___", "**42.**", "**42**.", "$42$", "$$42$$", r"\(42\)", r"\[ 42 \]",
+    r"\boxed{42}", r"\text{42}",
     r"**$\boxed{42}$**.", "$42", r"\$42", r"$\$42$", "€ 42", "42 apples", "42 km/h", "42%", r"42\%",
     "42 %", "42 percent", "42kg", "42 m", "42\u202fkm", r"42\text{ cm}", r"42\,\text{cm}^2",
     "42 cm²", "42 square feet", "42 miles per hour", "42 kg/m^3", "$42 per week", "$42/week",
@@ -49,7 +50,8 @@ NOT_FORTY_TWO = [
     r"\frac{42}{2}", r"41\frac{1}{42}", "- 42", "42 kings or queens", "$42 or $43", "42 % or 43",
     "42\u00a043", "42 km/h/s", "$42 apples", r"4\,2", "42 cm^4", "42 cm⁴",
     *(f"42 {word}" for word in (
-        "thou", "mille", "tausend", "millones", "quadruple", "tenfold", "neg", "mod", "wrong"))]
+        "thou", "mille", "tausend", "millones", "quadruple", "tenfold", "neg", "mod", "wrong",
+        "incorrect", "false", "less", "root", "doz", "lac", "myriad"))]
 
 
 def test_ways_to_write_a_number_are_equal_and_no_other_is():

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import typing
+import unicodedata
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -152,6 +153,15 @@ def test_what_a_second_file_asks_is_not_trained_on(file):
         assert str(found.value) == (
             f"every question of task.path={path} is in task.eval_path={same} too, and held out: "
             "nothing is left to train on")
+
+
+def test_a_question_that_is_written_with_other_code_points_is_the_same(file):
+    """é is one character, or an e and an accent."""
+    rows = [{"question": f"café {i}?", "answer": i} for i in range(9)]
+    other = [{**row, "question": unicodedata.normalize("NFD", row["question"])} for row in rows[:4]]
+    task = task_of(file("rows", rows), file("held", other))
+    assert other[0]["question"] != rows[0]["question"]
+    assert asked(task.train) == asked(map(as_problem, rows[4:]))
 
 
 def as_problem(row):

@@ -26,7 +26,7 @@ import pytest
 HERE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))                      # for the long form
 
-from conftest import SMALL, make_tiny_model
+from conftest import SMALL, make_tiny_model, weights
 from launching import shell
 from waiting import HANG
 
@@ -376,6 +376,36 @@ def test_foreign_files_and_links_are_left_alone_and_stop_nothing(run, tmp_path):
     assert (Path("runs/x/model").is_symlink()
             and (tmp_path / "elsewhere/notes").read_text() == "mine")
     assert {"config.json", "model.safetensors"} <= set(os.listdir(tmp_path / "elsewhere"))
+
+
+def test_what_was_put_beside_a_model_stays(run):
+    run()
+    Path("runs/x/model/scores").mkdir()
+    for name in "README.md", "scores/a.md":
+        (Path("runs/x/model") / name).write_text("mine")
+    stale = Path("runs/x/model/model-00002-of-00002.safetensors")
+    stale.write_bytes(b"of a larger model")
+    before = weights("x")
+    assert run("train.steps=3")[0] == 0 and not stale.exists()
+    assert any((x != before[name]).any() for name, x in weights("x").items())
+    for name in "README.md", "scores/a.md":
+        assert (Path("runs/x/model") / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "finished.json",
+                                  "checkpoints/step-000002/state.json"])
+def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(name, tmp_path):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=f"{name} is not a file: move it away"):
+        require_writable(tmp_path)
+
+
+def test_a_link_to_itself_is_one_sentence(run, capsys):
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/model").symlink_to("model")
+    assert run()[0] == 2
+    assert "runs/x/model is a link to itself: remove it" in capsys.readouterr().err
 
 
 def test_a_link_to_a_checkpoint_is_continued_and_stays(run, tmp_path):

@@ -15,6 +15,8 @@ import pytest
 import torch
 from conftest import SMALL, steady, weights
 from launching import ROOT
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
 from tolerances import gamma
 from waiting import HANG, until
@@ -162,6 +164,48 @@ def test_with_a_damaged_checkpoint_moved_away_the_one_before_it_is_continued(run
     shutil.rmtree("runs/x/checkpoints/step-000003")
     code, lines = run("train.save_every=1", "train.steps=4")
     assert code == 0 and [line["step"] for line in lines] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("part", ["policy.", "exp_avg."])
+def test_a_checkpoint_with_nan_is_damaged(part, run, capsys):
+    """Otherwise the next step would blame a prompt, or the one after it."""
+    run("train.save_every=1")
+    [path] = Path("runs/x/checkpoints/step-000002").glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        state, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+    name = next(name for name in state if name.startswith(part))
+    state[name].flatten()[0] = torch.nan
+    save_file(state, path, metadata)
+    assert run("train.save_every=1", "train.steps=3")[0] == 2
+    assert ("step-000002 is damaged, or no checkpoint of this program: move it away"
+            in capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("keep, said", [((0, 1), False), ((0, 0, 1), True), ((1,), True)])
+def test_metrics_that_lack_or_repeat_a_step_are_told(keep, said, run, capsys):
+    run()
+    lines = Path("runs/x/metrics.jsonl").read_text().splitlines(keepends=True)
+    Path("runs/x/metrics.jsonl").write_text("".join(lines[i] for i in keep))
+    assert run("train.steps=3")[0] == 0
+    assert ("metrics.jsonl lacks steps before step 3" in capsys.readouterr().err) == said
+
+
+def test_the_metrics_are_on_the_disk_before_a_checkpoint_counts_on_them(run, monkeypatch):
+    done, settle, save = [], Run.save_if_due.__globals__["settle"], checkpoints.Checkpoints.save
+    monkeypatch.setitem(Run.save_if_due.__globals__, "settle",
+                        lambda path: done.append(path.name) or settle(path))
+    monkeypatch.setattr(checkpoints.Checkpoints, "save",
+                        lambda *given: done.append("save") or save(*given))
+    run()
+    assert done == ["metrics.jsonl", "save"]
+
+
+@pytest.mark.parametrize("line", ['{"step": true}', '{"step": 1, "reward/mean": null}',
+                                  '{"step": 1, "reward/mean": "x"}', '{"step": 1.0}'])
+def test_a_line_of_metrics_that_is_none_is_one_sentence(line, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match="has a line that is not the metrics of a step"):
+        checkpoints.read_metrics(tmp_path / "metrics.jsonl")
 
 
 def test_the_engine_sleeps_while_a_checkpoint_is_read(run, monkeypatch):

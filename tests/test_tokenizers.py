@@ -1,4 +1,8 @@
-"""A tokenizer splits text as its own file says, and ends that cannot be right are told."""
+"""A tokenizer splits text as its own file says; what cannot be right, or be loaded, is told."""
+
+import json
+import re
+import shutil
 
 import pytest
 import transformers
@@ -64,3 +68,17 @@ def test_a_tokenizer_and_a_model_without_a_usable_end_are_told(tiny_model):
     assert "the tokenizer ends every prompt with '" in closed and "add_eos_token" in closed
     with pytest.raises(ValueError, match="its end token is number 99, and its vocabulary has 20"):
         check_ends([[5, 6]], [1, 99], tokenizer, 20)
+
+
+@pytest.mark.parametrize("setting, words", [
+    ({"layer_types": ["full_attention"]}, "`num_hidden_layers` .* must be equal to the number of"),
+    ({"hidden_act": "nope"}, "KeyError 'nope'"), ({"num_attention_heads": 0}, "Error ")])
+def test_why_a_model_does_not_load_is_said_whole(setting, words, run, tiny_model, tmp_path, capsys):
+    """transformers has the reason in its second line, and a missing key is no sentence."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | setting))
+    assert run(f"policy.path={model}")[0] == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(f"^trainer.py: policy.path={model} cannot be loaded: .*{words}", last)
