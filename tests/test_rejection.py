@@ -134,6 +134,13 @@ def test_total_variation_of_the_sampled_token():
     assert close(verdict.statistic, (pi - mu).abs())
 
 
+def test_of_an_advantage_the_sign_alone_decides():
+    """eq:total-variation: log π − log μ = 0.2 at μ = e⁻¹ moves 0.08 outward, for A = 0.01 too."""
+    given = f64([[0.2]]), torch.ones(1, 1), {"token_tv_outward": 0.05}
+    for a, kept in ((0.01, False), (3.0, False), (0.0, True), (-0.01, True)):
+        assert rejection_mask(*given, f64([[a]]), f64([[-1.0]])).item() == kept
+
+
 def test_a_bound_met_exactly_keeps():
     """≤ holds for |π − μ|, its outward half, opsm's mean and the second moment, all exactly."""
     mu, pi = f64([[0.25, 0.5]]), f64([[0.5, 0.25]])
@@ -225,12 +232,14 @@ def test_neighbouring_numbers_are_told_apart(x):
     assert second_moment_limit(squares, torch.ones(1, 2), least.item()) == least
 
 
-def test_the_second_moment_of_all_ranks(monkeypatch):
+@pytest.mark.parametrize("swapped", [False, True])        # the limit is in one rank alone
+def test_the_second_moment_of_all_ranks(swapped, monkeypatch):
     """Two ranks of different shapes drop what one batch of both would: they share sums."""
     g = torch.Generator().manual_seed(0)
     here = torch.randn(3, 5, generator=g), torch.ones(3, 5)
     there = 3 * torch.randn(2, 7, generator=g), torch.ones(2, 7)
-    both = torch.cat([x.flatten() for x in (here[0], there[0])])[None]
+    here, there = (there, here) if swapped else (here, there)
+    both, n = torch.cat([x.flatten() for x in (here[0], there[0])])[None], here[0].numel()
     whole = rejection_mask(both, torch.ones_like(both), {"second_moment": 0.3})
     limits = second_moment_limit(both.square(), torch.ones_like(both), 0.3)
     other = there[0].square()
@@ -255,7 +264,7 @@ def test_the_second_moment_of_all_ranks(monkeypatch):
     state = {"low": 0, "high": 0x7F800000}
     assert second_moment_limit(here[0].square(), here[1], 0.3, "ranks") == limits
     assert torch.equal(kept, here[0].square() <= limits)
-    assert torch.equal(kept.flatten(), whole[0, :15])
+    assert torch.equal(kept.flatten(), whole[0, :n])
     assert not torch.equal(kept, alone)
 
 
