@@ -70,8 +70,13 @@ def response(line: int, row: Any) -> Response:
         if column is None and (i < 3 or (i == 3 and names in WHOLE)):
             raise ValueError(f"line {line}: {name} is missing")
         if column is not None and (not isinstance(column, list) or len(column) != n):
-            raise ValueError(f"line {line}: {name} must be a list with an entry for each token")
+            one = "a whole number or " * (name == "weight_version")
+            raise ValueError(f"line {line}: {name} must be {one}a list with an entry for each "
+                             "token")
         _check(line, name, column or [], whole=i in (0, 5), log_prob=i in (1, 2), lowest=i == 2)
+        if name == "entropy" and column and min(column) < -0.1:
+            raise ValueError(f"line {line}: entropy has a value below 0, which is no entropy of "
+                             "tokens")
         if i in (0, 3):
             _check_values(line, name, column or [], *(IDS if i == 0 else FLAGS))
     prompt, first = row.get("prompt_ids"), 0
@@ -122,7 +127,8 @@ def _check(line: int, name: str, column: Any, *, whole: bool = False, log_prob: 
     except (OverflowError, ValueError):     # too large, or infinities of both signs
         total = math.nan
     if not math.isfinite(total) and not (lowest and total == -math.inf):
-        raise ValueError(f"line {line}: {name} has an entry that is no finite number")
+        what = "whole number of 64 bits" if whole else "finite number"
+        raise ValueError(f"line {line}: {name} has an entry that is no {what}")
     if log_prob and column and max(column) > 0.1:           # in 16 bits a few are slightly above 0
         raise ValueError(f"line {line}: {name} has a value above 0, which is no log-prob")
 
