@@ -48,8 +48,8 @@ HEALTHY = (
     ("rollout_rs_seq_masked_fraction", 0, 0.5, "over half of the sequences lose tokens",
      "widen rollout_rs: 0.1 % (0.999–1.001) suits long responses and small mismatch only"),
     ("rollout_rs_masked_fraction", 0, 0.9, "fewer than one token in ten is left to learn from",
-     "widen rollout_rs: of chapter 15's 47 nine-token runs with so few left, one ended above its "
-     "start"),
+     "widen rollout_rs: of chapter 15's 60 nine-token runs with so few left, two ended above "
+     "their start"),
     ("loss/bypass_clip_fraction", 0, 0.005, "bypass mode's clip acts on the mismatch, and pulls "
      "π_θ towards π_rollout: a brake if that is an old policy, ruin if it is a rounded one",
      "recompute π_old (bypass_mode false), take a loss without a clip (preset bypass_pg_is), or "

@@ -44,7 +44,7 @@ class LossConfig:
     tau_negative           SAPO's τ for all other A
     aggregation            from tokens to a scalar, see `aggregate_loss`
     denominator            "fixed" counts the response mask, "kept" what rejection left
-    horizon                H of seq-mean-token-sum-norm; None: T of the batch, without holes
+    horizon                H of seq-mean-token-sum-norm; None: T of the batch, less shared holes
 
     Raises ValueError on an unknown aggregation or denominator, or a dual_clip that is not above 1.
     """

@@ -30,9 +30,9 @@ def verl(metrics: Mapping[str, Tensor | float]) -> Metrics:
 
     Where a sequence has one weight, its rollout_is_max and rollout_is_min are the extremes of ρ,
     not of the weights. These differences remain: verl counts rows without response tokens as
-    sequences, and clamps no log ρ before k3_kl; where log π is −∞, its perplexity is ∞, and
-    NaN here. In bypass mode with ppo_clip no weight is applied, so what verl calls rollout_is_*
-    has the names rollout_is_raw_*.
+    sequences, and clamps no log ρ before k3_kl, nor the least ρ of a sequence from above. Where
+    log π is −∞, its perplexity is ∞, and NaN here. In bypass mode with ppo_clip no weight is
+    applied, so what verl calls rollout_is_* has the names rollout_is_raw_*.
     """
     table = dict(VERL)
     if metrics.get(f"{PREFIX}rollout_is_per_sequence", 0.0) > 0:

@@ -60,14 +60,14 @@ def returned(function) -> list[str]:
         """Return the names that a line makes or changes."""
         stores = [x for x in ast.walk(line) if isinstance(getattr(x, "ctx", None), ast.Store)]
         return ({x.id for x in stores if isinstance(x, ast.Name)}
-                | {x.value.id for x in stores
-                   if isinstance(x, ast.Subscript) and isinstance(x.value, ast.Name)}
+                | {x.value.id for x in stores if isinstance(x, ast.Subscript | ast.Attribute)
+                   and isinstance(x.value, ast.Name)}
                 | {x.name for x in ast.walk(line) if isinstance(x, ast.FunctionDef)})
 
     def needed_by(value) -> list[str]:
         """Return the lines that make a value, the last without a name if it is one."""
         names = {x.id for x in ast.walk(value) if isinstance(x, ast.Name)}
-        alone = isinstance(value, ast.Starred | ast.Name)
+        alone = isinstance(value, ast.Name)
         lines = [] if alone else [code(value)]
         for line in reversed(body[1:-1]):
             if made_by(line) & names:

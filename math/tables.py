@@ -451,7 +451,7 @@ FORMULAS = {
     "rollout_is_per_sequence": "1 where a response has one weight, 0 where its tokens have",
     "rollout_is_seq_masked_fraction": "share of responses with a token of w = 0",
     "rollout_is_batch_norm_factor":
-        "what the weights were divided by: their mean, by token or response",
+        "what the weights were divided by: their mean, by token or response; by none below 1e-8",
     "rollout_is_catastrophic_token_fraction":
         "share of tokens with ρ_t < lo, the veto: the lower bound of seq_max_k1",
     "rollout_is_veto_fraction": "share of responses with a token of ρ_t below the veto",

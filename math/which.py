@@ -23,7 +23,7 @@ from study import config_of
 VERDICT = {"better": "separable", "worse": "separable", "open": "not separable", None: "not tested"}
 SEPARABLE = ("*Separable* means p ≤ 0.05 by sign flips after Holm's adjustment in the second "
              "study, and an interval without 0 in the first (chapter 15).")
-SYSTEMS = {"verl": "verl 0.9", "skyrl": "SkyRL 0.3", "trl": "TRL 1.16, GRPOConfig"}
+SYSTEMS = {"verl": "verl 0.9", "skyrl": "SkyRL 0.3 and 0.4", "trl": "TRL 1.16, GRPOConfig"}
 ORDER = {"study": "first", "study-64": "second"}
 ENDPOINT = {"study": ("final_accuracy", "held-out accuracy at the end of training"),
             "study-64": ("area", "held-out accuracy averaged over training")}

@@ -114,7 +114,7 @@ def lock_file(path: Path, wait: bool = False) -> IO[str]:
 def require_writable(place: Path) -> None:
     """Raise UserError if an existing part of the directory cannot be written, or is no file.
 
-    Whoever opens a pipe waits for its other end.
+    Opening a pipe waits for its other end.
     """
     for path in (place, place / "checkpoints", place / "model"):
         if path.exists() and not os.access(path, os.W_OK | os.X_OK):

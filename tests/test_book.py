@@ -227,6 +227,26 @@ def test_search_finds_truncation_in_chapter_6(book, open_page):
     assert not page.locator("#found a").count()
 
 
+@pytest.mark.parametrize("metric", ["chi2_seq", "rollout_is_raw_mean"])
+def test_search_finds_a_metric_by_the_name_that_is_logged(book, open_page, metric):
+    page = open_page("index.html")
+    page.fill("#search", f"rollout_corr/{metric}")
+    formulas = "#found a[href='appendix-metrics.html#all-metrics-of-a-correction']"
+    assert any(metric in text for text in page.locator(formulas).all_inner_texts())
+
+
+def test_an_exhibit_that_a_chapter_names_leads_to_its_card(book):
+    cards, named = (OUT / "museum.html").read_text(), set()
+    for path in book.CHAPTERS:
+        spoken = set(re.findall(r"`(\w+)`", path.read_text()))
+        for name in spoken & {card.name for card in book.museum.cards()}:
+            link = f'<a href="museum.html#{name}"><code>{name}</code></a>'
+            assert link in (OUT / f"{path.stem}.html").read_text(), (path.name, name)
+            assert f'<article class="card" id="{name}">' in cards
+            named.add(name)
+    assert len(named) > 40
+
+
 def test_dark_by_the_system_and_by_the_switch(book, open_page):
     def is_dark(page):
         return (page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -265,6 +285,8 @@ def test_blocks_are_folded_and_say_what_they_are_for(book, open_page):
         # Answers' blocks are open.
         text = re.sub("<details.*?</details>", "", path.read_text(), flags=re.DOTALL)
         page.goto((OUT / f"{path.stem}.html").as_uri())
+        two = re.findall(r"```python\n(>>> #.*)\n>>> #", text)
+        assert not two, f"of a title, the second line is lost: {two}"
         blocks = text.count("```python\n>>>")
         folds = page.locator("main details.proof")
         assert page.locator("main details.setup").count() == (blocks > 0)

@@ -176,6 +176,17 @@ def test_play_goes_through_the_steps(book, open_page):
     assert "0.08, 1.00: level −0.10" in figure.locator("tbody").inner_text()
 
 
+def test_play_keeps_the_keyboards_focus(book, open_page):
+    page = open_page(f"{PAGES['square']}.html")
+    play = page.locator('[data-widget="square"]').get_by_role("button", name="Play")
+    play.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.querySelector('[name=step]').value > 5")
+    assert play.evaluate("(button) => button === document.activeElement")
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.querySelector('[name=step]').value < 5")
+
+
 # ------------------------------------------------------------------------------------- the quiz
 
 def test_the_quizs_answers_are_the_doctors():

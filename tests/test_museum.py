@@ -4,7 +4,10 @@ It returns (wrong, right, exact), which tests/exhibits.py judges. Other exhibits
 tests/test_museum_*.py; `pytest -s tests/test_museum*.py` prints the catalogue with every error.
 """
 
+import ast
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -343,9 +346,8 @@ def k3_clamped_at_ten():
     """Large values of k3 are rare, but carry its mean: E_π[min(k3, 10)] is no KL."""
     pi = Policy(3, 3, seed=0, scale=2.0)
     ref = pi.perturbed(5, 4.0)
-    k3 = kl_estimate(pi.log_probs(), ref.log_probs(), "k3")
-    value = [expectation(pi, (x * pi.mask).sum(-1)) for x in (k3.clamp(-10, 10), k3)]
-    return *value, kl(pi, ref)
+    k3 = kl_estimate(pi.log_probs(), ref.log_probs(), "k3") * pi.mask
+    return expectation(pi, k3.clamp(-10, 10).sum(-1)), expectation(pi, k3.sum(-1)), kl(pi, ref)
 
 
 @exhibit("k3 in the reward; see https://arxiv.org/abs/2512.21852", "eq:kl-gradient")
@@ -363,3 +365,49 @@ def test_exhibit(name):
 
 def test_the_museum_is_large_enough():
     assert len(EXHIBITS) >= 15 and all(function.__doc__ for function, _, _ in EXHIBITS.values())
+
+
+def share(wrong, exact):
+    """Return the largest difference over the largest right number."""
+    off = [abs(x - y) for x, y in zip(wrong, exact, strict=True)]
+    if any(map(math.isnan, off)):
+        return math.nan
+    largest = max(map(abs, exact))
+    return max(off) / largest if largest else math.inf
+
+
+def test_a_card_says_the_share_of_the_largest_right_number():
+    """It is infinite where the right number is 0, and NaN for a crash."""
+    import museum
+    found = {card.name: card.error for card in museum.cards()}
+    assert list(found) == list(EXHIBITS)
+    for name, (function, _, _) in EXHIBITS.items():
+        wrong, _, exact = (torch.as_tensor(x, dtype=torch.float64).flatten().tolist()
+                           for x in function())
+        assert found[name] == pytest.approx(share(wrong, exact), abs=2e-9, nan_ok=True), name
+    assert math.isinf(found["masks_one_after_another"]) and math.isnan(found["nan_times_zero"])
+    small = found["old_policy_taken_for_the_sampler"]
+    assert small == pytest.approx(0.841891, abs=1e-6), "its largest right number is below 0.1"
+
+
+def test_a_card_has_a_wrong_code_a_right_one_and_an_address():
+    import museum
+    for card in museum.cards():
+        assert card.wrong.strip() and card.right.strip() and card.wrong != card.right, card.name
+        assert re.search(r"https://[\w.-]+/\S", card.where), f"{card.name}: {card.where}"
+
+
+def test_the_code_of_a_card_computes_its_numbers():
+    """It needs nothing else than what its file has for all exhibits."""
+    import museum
+    for card in museum.cards():
+        function = EXHIBITS[card.name][0]
+        for code, value in zip((card.wrong, card.right), function()):
+            parsed: Any = ast.parse(f"{card.shared}\n{code}")
+            *lines, last = parsed.body
+            names = dict(function.__globals__)
+            exec(compile(ast.Module(lines, []), card.name, "exec"), names)
+            found = eval(compile(ast.Expression(last.value), card.name, "eval"), names)
+            torch.testing.assert_close(
+                *(torch.as_tensor(x, dtype=torch.float64).detach() for x in (found, value)),
+                equal_nan=True, msg=f"{card.name} does not do this: {code}")

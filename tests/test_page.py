@@ -231,6 +231,29 @@ def test_a_linked_state_scrolls_to_its_own_figure(book, open_page, width):
         page.context.close()
 
 
+def test_an_address_that_is_no_state_of_a_figure_does_no_harm(book, open_page):
+    names = [name for name in others() if "data-widget" in (OUT / name).read_text()]
+    assert len(names) > 6
+    for name in names:
+        for first, then in (("100%", "toString"), ("toString", "100%")):
+            page = open_page(f"{name}#{first}")
+            page.evaluate(f"location.hash = '{then}'")
+            page.wait_for_timeout(50)
+            assert page.url.endswith(f"#{then}") and not page.complaints, (name, page.complaints)
+            page.context.close()
+
+
+def test_an_address_within_a_fold_opens_it(book, open_page):
+    page = open_page("which.html#honest-stale-yes")
+    assert page.locator("#honest-stale-yes > .take").is_visible()
+    page.evaluate("location.hash = 'bug'")
+    page.wait_for_function("document.querySelector('#bug').open")
+    assert not page.locator("#honest-stale-yes").is_visible()
+    page.go_back()
+    page.wait_for_function("document.querySelector('#honest').open")
+    assert page.locator("#honest-stale-yes > .take").is_visible() and not page.complaints
+
+
 # ----------------------------------------------------------------------------------------- search
 
 def test_the_search_has_text_before_code_before_tests(book, open_page):
@@ -315,19 +338,44 @@ def test_no_printed_page_is_empty(book, open_page):
             name == "references.html"), f"a page of {name} is almost empty: {sheets}"
 
 
+def test_paper_has_the_answers_and_asks_for_no_guess(book, open_page):
+    for name, answer in (("museum", ".card details p"), ("which", ".take dl"),
+                         ("16-what-is-wrong", "[data-widget=quiz] details p")):
+        page = open_page(f"{name}.html")
+        answers = page.locator(answer).all()
+        assert answers and not any(one.is_visible() for one in answers), name
+        page.emulate_media(media="print")
+        assert all(one.is_visible() and one.inner_text() for one in answers), name
+        assert not page.locator(":is(.guess, button):visible").count(), name
+
+
+def test_paper_has_the_ends_in_the_square(book, open_page):
+    page = open_page("13-gradient-field.html")
+    ends = page.locator("[data-widget=square] td")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert all(re.match(r"\d\.\d\d, \d\.\d\d: level ", text) for text in ends.all_inner_texts())
+    assert page.locator("[data-widget=square] svg.square").count() == 2
+    page.emulate_media(media="print")
+    assert not page.locator(":is(.ask, button):visible").count()
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert {*ends.all_inner_texts()} == {"?"}, "printing gives the ends away"
+
+
 def test_a_page_is_below_a_megabyte_and_the_figures_numbers_too(book):
     sizes = {path.name: path.stat().st_size for path in OUT.iterdir() if path.is_file()}
     assert max(sizes[name] for name in pages()) < 1_000_000
     assert sizes["data.js"] < 1_000_000 and sizes["search.js"] < 500_000
 
 
-def test_a_column_of_an_appendix_sorts_by_its_first_number_and_back(book, open_page):
+@pytest.mark.parametrize("column, cell", [
+    ("area, difference, 95 %", "−0.154 ± 0.011"), ("k3", "1.1e-03"), ("k3", "5.5e-10")])
+def test_a_column_of_an_appendix_sorts_by_its_first_number_and_back(book, open_page, column, cell):
     page = open_page("appendix-studies.html")
-    table = page.locator("table", has=page.locator("th", has_text="area, difference, 95 %")).first
-    at = table.locator("th").all_inner_texts().index("area, difference, 95 %")
+    table = page.locator("table", has=page.get_by_text(cell, exact=True))
+    at = table.locator("th").all_inner_texts().index(column)
 
     def numbers():
-        return [float(re.search(r"-?\d+\.\d+", text.replace("−", "-"))[0])
+        return [float(re.search(r"-?\d+\.\d+(e-\d+)?", text.replace("−", "-"))[0])
                 for text in table.locator(f"tbody td:nth-child({at + 1})").all_inner_texts()]
 
     as_written = numbers()

@@ -122,7 +122,7 @@ def test_what_stands_at_the_tools_tokens_multiplies_the_weight(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_length_that_counts_the_tool(seed):
-    """eq:tool-length: a mean shrinks by n/(n+o); a geometric ρ is its own power of n/(n+o)."""
+    """eq:tool-length: a mean shrinks by |M|/(|M|+o); a geometric ρ is its own power of that."""
     x = turns.agent(seed)
     share = x.own.double().sum(-1, keepdim=True) / x.mask.sum(-1, keepdim=True)
     counted, right = (turns.trained(x.lp, x.A, m, x.g, x.own.double(), "seq-mean-token-mean")

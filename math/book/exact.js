@@ -198,12 +198,14 @@ const EXACT = ({ plot, show }) => {
           : guess
             ? `You were <b>${Math.hypot(guess[0] - d.presets[s.preset][s.mu].path.at(-1)[0], guess[1] - d.presets[s.preset][s.mu].path.at(-1)[1]).toFixed(2)}</b> off.`
             : "";
-      return `${s.guesses ? `<p class="ask">${ask} <button class="play">Play 400 steps</button></p>` : ""}<div class="beside-square">${s.guesses ? one(s.mu) : one("fixed") + one("lagging")}
+      return `${s.guesses ? `<p class="ask">${ask}</p>` : ""}<div class="beside-square">${s.guesses ? one(s.mu) : one("fixed") + one("lagging")}
         <div class="scroll"><table><thead><tr><th>preset</th><th>end, fixed μ</th><th>end, lagging μ</th></tr></thead>${rows.join("")}</table></div></div>
         <figcaption>Each path is 400 steps along a preset's exact expected gradient. Grey: levels of J_β, as a share of the possible gain; ☆: the optimum. The table has P(go on), P(good ending) at the end, and the level there.</figcaption>`;
     },
     live(box, d, s, { set, draw }) {
-      const name = () => `${s.preset}/${s.mu}`;
+      const name = () => `${s.preset}/${s.mu}`,
+        button = `<button class="play">Play ${d.steps.at(-1)} steps</button>`; // not drawn anew: it keeps the focus
+      box.querySelector(".controls").insertAdjacentHTML("beforeend", button);
       let timer;
       const play = (guess) => {
         clearInterval(timer);
