@@ -181,7 +181,8 @@ class Grounds(NamedTuple):
 class Ratios(NamedTuple):
     """Hold log ρ of one batch per token, and the moments of log ρ, ρ and ρ − 1 by sequence.
 
-    Rounding hides ρ − 1 in a ρ near 1, and ρ in a ρ − 1 near −1: neither serves for both.
+    Rounding hides ρ − 1 in a ρ near 1, and ρ in a ρ − 1 near −1. So a sequence is summed as ρ − 1
+    if any log ρ is above −1, else as ρ, and the 1 is added to the mean or subtracted from it.
     """
 
     log_rho: Tensor                                 # [B, T], 0 on padding
@@ -194,9 +195,12 @@ class Ratios(NamedTuple):
     def of(cls, log_rho: Tensor, response_mask: Tensor) -> "Ratios":
         tokens = Tokens.of(response_mask)
         ends = extremes(log_rho, tokens.mask)
-        return cls(log_rho, tokens, tokens.moments(log_rho, ends), *(
-            tokens.moments(of(log_rho), [of(end) for end in ends])
-            for of in (exp_ratio, ratio_less_one)))
+        near = (ends[0] > -1)[:, None]                                                    # [B, 1]
+        x = torch.where(near, ratio_less_one(log_rho), exp_ratio(log_rho))                # [B, T]
+        summed, one = tokens.moments(x, [exp_ratio(end) for end in ends]), near.double()[:, 0]
+        return cls(log_rho, tokens, tokens.moments(log_rho, ends),
+                   summed._replace(mean=summed.mean + one),
+                   summed._replace(mean=summed.mean + one - 1))
 
 
 def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quantity]:
