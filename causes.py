@@ -378,13 +378,16 @@ def shift(x: Tokens) -> Finding | None:
     return None
 
 
-def penalty(x: Tokens) -> Finding | None:
+def penalty(x: Tokens, easier: float = 1.0) -> Finding | None:
     """Test for a penalty on μ: it lowers tokens that occurred before, and raises all others.
+
+    A negative penalty does the opposite.
 
     Tokens that occurred before are likelier than others, and most causes treat likely tokens
     otherwise. So tokens are compared at equal log-odds of π, in eight parts. Each part's difference
     of means has the standard error of two samples with one variance. Where an id occurs both before
-    and anew, the difference must be there as well.
+    and anew, the difference must be there as well, and three ids of four must agree on its sign: a
+    penalty acts on all ids in one direction.
     """
     best: Finding | None = None
     some, e = x.unsure(), x.e()
@@ -399,31 +402,37 @@ def penalty(x: Tokens) -> Finding | None:
                 spread = torch.cat([before - before.mean(), new - new.mean()]).var().item()
                 total += shared / (spread + FLOOR ** 2) * (before.mean() - new.mean()).item()
                 weight += shared / (spread + FLOOR ** 2)
-        if not weight or e[old].mean() <= 0 or e[~old].mean() >= 0:
+        sign = 1 if total > 0 else -1
+        if not weight or sign * e[old].mean() <= 0 or sign * e[~old].mean() >= 0:
             continue
-        difference, z = total / weight, total / math.sqrt(weight)
-        half = (e[some & old].median() - e[some & ~old].median()).item()
+        difference, z = sign * total / weight, sign * total / math.sqrt(weight)
+        half = sign * (e[some & old].median() - e[some & ~old].median()).item()
         large = difference > max(0.3 * size, numerics(x) / 2) and half > 0.3 * difference
-        if _of_each_id(x.ids[some], old[some], e[some]) < 0.3 * difference:
+        apart, agree = _of_each_id(x.ids[some], old[some], sign * e[some])
+        if apart < 0.3 * difference or agree < 0.75:
             continue                                # ids that occur often differ, not occurrences
-        if beyond("penalty", z) and large and (best is None or 2 * RECORD / z < best.left):
-            best = Finding("penalty", 2 * RECORD / z, f"tokens that occurred in {what} gain "
+        if beyond("penalty", easier * z) and large and (best is None or 2 * RECORD / z < best.left):
+            gain = "gain" if sign > 0 else "lose"
+            best = Finding("penalty", 2 * RECORD / z, f"tokens that occurred in {what} {gain} "
                            f"{difference:.3f} logits over new ones of equal log-odds, {z:.0f} "
                            "standard errors", x.take(~old), True)
     return best
 
 
-def _of_each_id(ids: Tensor, old: Tensor, e: Tensor) -> float:
-    """Return how much more e is at seen occurrences of an id than at new ones; ∞ if few have both.
+def _of_each_id(ids: Tensor, old: Tensor, e: Tensor) -> tuple[float, float]:
+    """Return how much more e is at seen occurrences of an id than at new ones, and in how many ids.
 
-    The mean is over ids, each with the weight of its two samples.
+    The mean is over ids, each with the weight of its two samples; it is ∞ if few have both. The
+    second is a share, of ids with three of each kind; it is 1 if there are fewer than five.
     """
     _, which = ids.unique(return_inverse=True)
     n, total = (torch.zeros(2, len(ids), dtype=e.dtype).index_put((old.long(), which), y, True)
                 for y in (torch.ones_like(e), e))                   # [new or seen, id]
     weight = n[0] * n[1] / n.sum(0).clamp(min=1)
     apart = total[1] / n[1].clamp(min=1) - total[0] / n[0].clamp(min=1)
-    return math.inf if weight.sum() < 20 else ((weight * apart).sum() / weight.sum()).item()
+    many = (n >= 3).all(0)
+    return (math.inf if weight.sum() < 20 else ((weight * apart).sum() / weight.sum()).item(),
+            1.0 if many.sum() < 5 else _share(apart[many] > 0))
 
 
 def record(x: Tokens) -> Finding | None:
@@ -544,7 +553,7 @@ def texture(x: Tokens, alone: bool = False) -> Finding | None:
 
     Unless it is asked `alone`, a gap without a mark gets the likeliest other cause as its second.
     """
-    limit, whole, z = numerics(x), _mean(x.e()), _z_of_rho(x.d())
+    limit, whole, z, lean = numerics(x), _mean(x.e()), _z_of_rho(x.d()), x.d().mean().item()
     x = x.take(x.unsure())
     e = x.e()
     size, middle, rare = _mean(e), e.abs().median().item(), e.abs().quantile(0.97).item()
@@ -560,15 +569,62 @@ def texture(x: Tokens, alone: bool = False) -> Finding | None:
     if (beyond("flips", rare / (middle + floor(e))) or few) and rare > 0.2:
         return Finding("flips", 1.0, f"{evidence}; half of the tokens are below {middle:.3f}, one "
                        f"in 33 above {rare:.3f}" + drawn * random)
-    if random and not quiet:
+    if random and not quiet and beyond("numerics", _mean(again) / limit):
         return Finding("dropout", 1.0, evidence + drawn)
     clear, vague = over_time(x)
     if clear and (not quiet or clear.left < math.exp(-25 / len(e))):
         return clear._replace(left=1.0, other=vague)
+    if quiet and beyond("E[ρ]", z) and lean > 0:            # (eq:record-sign)
+        return Finding("raw", 1.0, f"E[ρ] is {z:.0f} standard errors above 1 and E[log ρ] = "
+                       f"{lean:+.4f}: log μ is not of what was drawn, if only by another kernel's "
+                       "noise")
     if quiet:
         return Finding("cut", 0.99, f"E[ρ] is {-z:.0f} standard errors below 1") if z < -5 else None
     weak = [] if alone else [f for f in (vague, slope_of(x, sure=False), *places(x, 2)) if f]
     return Finding("weights", 1.0, evidence, other=min(weak, key=lambda f: f.left, default=None))
+
+
+def fit(total: Tensor, count: Tensor, *columns: Tensor) -> tuple[float, list[float]]:
+    """Fit log E|e| = a + Σ b·column to sums of |e| over so many tokens; return log L, (a, b …)."""
+    matrix = torch.stack([torch.ones_like(total), *columns], -1)
+    beta, ratio = torch.zeros(len(columns) + 1, dtype=total.dtype), total
+    beta[0] = (total.sum() / count.sum()).log()
+    for _ in range(20):
+        ratio = total * (-matrix @ beta).exp()
+        weight = torch.maximum(ratio, count)[:, None] * matrix
+        beta += torch.linalg.solve(weight.T @ matrix + 1e-6 * torch.eye(len(beta)),
+                                   matrix.T @ (ratio - count))
+    return -(count @ matrix @ beta + ratio.sum()).item(), beta.tolist()
+
+
+def within(x: Tokens) -> float:
+    """Return the nats that a fading as a power of t + 8 saves between prompts of one length."""
+    e, late = x.e().abs() + FLOOR, (x.t + 8.0).double().log()
+    _, length = x.start.unique(return_inverse=True)
+    count = length.bincount().double()
+
+    def nats(slope: float) -> float:
+        total = torch.zeros_like(count).index_add(0, length, e * (slope * late).exp())
+        return (slope * late.sum() - count @ (total / count).log()).item()
+    return max(nats(k / 20) for k in range(61)) - nats(0)
+
+
+def lacking(x: Tokens) -> tuple[float, float]:
+    """Return by how many nats a gap is one of padding, not of context, and how it grows by length.
+
+    Before token t there are start + t tokens. So a gap of context falls with both alike, or with t
+    alone. Padding is what a prompt lacks to the longest, so it falls with the prompt's length, too,
+    and faster:
+
+        context    log E|e| = a + b log(start + t + 8), or a + b log(t + 8)
+        padding    log E|e| = a + b log(t + 8) + c start, with c < 0
+    """
+    if x.start.min() < 0 or x.start.min() == x.start.max():
+        return 0.0, 0.0
+    e, each = x.e().abs() + FLOOR, torch.ones_like(x.mu)
+    start, age = (x.start - x.start.min()).double(), x.t.double() + 8
+    nats, (_, _, grows) = fit(e, each, age.log(), start)
+    return nats - max(fit(e, each, y.log())[0] for y in (age, age + x.start)), grows
 
 
 def over_time(x: Tokens) -> tuple[Finding | None, Finding | None]:
@@ -580,6 +636,8 @@ def over_time(x: Tokens) -> tuple[Finding | None, Finding | None]:
 
     A gap fades if what differs is an ever smaller part of the context: smoothly, so c is small. A
     change of weights is a step. A Laplace distribution of each size is fitted, as in (eq:gap-left).
+    Each prompt has a gap of its own size, and some responses end early, so the gap must fade as
+    surely if prompts of each length have a size of their own. `lacking` tells padding from it.
     """
     x = x.take(x.unsure() & (x.t > 0))      # the first token is recomputed after a prefix cache hit
     if len(x.t) < 20:
@@ -591,28 +649,20 @@ def over_time(x: Tokens) -> tuple[Finding | None, Finding | None]:
     late = (age + 8.0).log()
     late -= late.mean()
 
-    def fit(total: Tensor, *columns: Tensor) -> tuple[float, list[float]]:
-        matrix = torch.stack([torch.ones_like(total), *columns], -1)
-        beta, ratio = torch.zeros(len(columns) + 1, dtype=total.dtype), total
-        beta[0] = (total.sum() / count.sum()).log()
-        for _ in range(20):
-            ratio = total * (-matrix @ beta).exp()
-            weight = torch.maximum(ratio, count)[:, None] * matrix
-            beta += torch.linalg.solve(weight.T @ matrix + 1e-6 * torch.eye(len(beta)),
-                                       matrix.T @ (ratio - count))
-        return -(count @ matrix @ beta + ratio.sum()).item(), beta.tolist()
-    (flat, _), (fades, (_, slope)) = fit(total), fit(total, late)
-    (even, _), (bends, (_, _, curve)) = fit(common), fit(common, late, late.square())
-    straight = fit(common, late)[0]
+    (flat, _), (fades, (_, slope)) = fit(total, count), fit(total, count, late)
+    (even, _), (bends, (_, _, curve)) = fit(common, count), fit(common, count, late, late.square())
+    straight = fit(common, count, late)[0]
     best, at = -math.inf, 0
     for place in _inner(x.t):
         after = (age >= place).double()
-        nats, (_, jump, falls) = fit(common, after, ((age + 8) / (place + 8)).clamp(min=1).log())
-        more, (_, _, _, step) = fit(common, late, late.square(), after)
+        since = ((age + 8) / (place + 8)).clamp(min=1).log()
+        nats, (_, jump, falls) = fit(common, count, after, since)
+        more, (_, _, _, step) = fit(common, count, late, late.square(), after)
         nats = max(nats if jump < 0.3 and jump + falls * math.log(2) < -0.6 else -math.inf,
                    more - 3 if step < 0 else -math.inf)
         best, at = max((best, at), (nats, place))
     n, ages, ahead = len(x.t), fades - flat, best - max(even, bends)
+    nats, grows = lacking(x)
     falling = Finding("in-flight", math.exp(-max(best - even, 0) / n), f"at token {at} the gap "
                       f"falls: {ahead:.0f} nats better than any smooth change")
     fading = Finding("context", math.exp(-ages / n), "from the first token on the gap falls as "
@@ -620,8 +670,13 @@ def over_time(x: Tokens) -> tuple[Finding | None, Finding | None]:
     if beyond("step", ahead) or (ahead > 0 and slope < -0.25 and curve < -0.4 and (
             bends - straight > 6)):
         return falling, fading
-    if beyond("context, nats", ages) and beyond("context", -slope):
-        return fading, falling
+    if beyond("context, nats", min(ages, within(x))) and beyond("context", -slope):
+        padded = Finding("padding", fading.left, f"{fading.evidence}; and with the prompt's length "
+                         f"by {1 - math.exp(grows):.0%} a token, {nats:.0f} nats better than with "
+                         "any context")
+        if grows < 0 and beyond("context, nats", nats):
+            return padded, fading
+        return fading, padded if grows < 0 and nats > 3 else falling
     return None, falling if ahead > 1 else fading if ages > 3 and slope < -0.12 else None
 
 
@@ -641,9 +696,14 @@ def find_causes(x: Tokens) -> list[Finding]:
         parts = [f for f in places(x) if f.cause not in named]
         if any(f.cause == "in-flight" for f in parts):
             smooth = over_time(x)[0]            # a gap that fades has no first token
-            if smooth and smooth.cause == "context":
+            if smooth and smooth.cause in ("context", "padding"):
                 parts = [f for f in parts if f.cause != "in-flight"]
         laws = [f for law in LAWS if (f := law(x)) and f.cause not in named]
+        place = min((f for f in parts if f.cause in ("window", "in-flight")),
+                    key=lambda f: f.left, default=None)
+        if place and "penalty" not in named | {f.cause for f in laws} and (
+                weak := penalty(x, easier=2)):      # ever more tokens were seen: it looks like both
+            laws.append(weak._replace(other=place))
         if any(f.rest and len(f.rest.t) > 20 and not record(f.rest) for f in parts):
             laws = [f for f in laws if f.left != RECORD]        # few tokens made π improper
         ranked: list[Finding] = sorted(parts + laws, key=lambda f: f.left)

@@ -213,7 +213,14 @@ class Report(NamedTuple):
         first = self.causes[0] if self.causes else None
         return f"E[ρ] = {self.mean:.4f} ± {self.error:.4f}; " + (
             f"{first.cause} ({first.confidence}): {first.evidence}" if first else
-            "no cause found: what differs is within the noise of two kernels")
+            f"no cause found: {self.without_cause()}")
+
+    def without_cause(self) -> str:
+        """Say what is known without a cause: the noise of two kernels explains no E[ρ] but 1."""
+        if self.proper is not False:
+            return "what differs is within the noise of two kernels"
+        return "E[ρ] says only that log μ is not of what was drawn, or that π " + (
+            "lacks a cut that μ had" if self.mean < 1 else "adds up to more than 1")
 
     def __str__(self) -> str:
         over = self.looked_at.d().expm1()                           # ρ − 1
@@ -235,7 +242,7 @@ class Report(NamedTuple):
             copied = len(self.looked_at.mu) and not self.looked_at.d().any()
             lines.append("No cause found: " + (
                 "both columns are equal to the last digit, as if one were a copy of the other."
-                if copied else "what differs is within the noise of two kernels."))
+                if copied else f"{self.without_cause()}."))
         return "\n".join(lines)
 
 

@@ -26,7 +26,7 @@ RESCORED = 1024                 # most responses that the model scores
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0 for a healthy pair, 1 for a cause found, 2 for unreadable input."""
+    """Run the command; return 0 for a healthy pair, 1 for a fault, 2 for unreadable input."""
     parser = argparse.ArgumentParser(prog="doctor.py", description="Find why two log-probs differ.")
     parser.add_argument("dump", nargs="?", metavar="DUMP", help="JSON-lines or parquet, a response "
                         "a row; without DUMP the engine samples from --model")
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:                  # a bug: Python would exit with 1, which says a cause
         traceback.print_exc()
         return 2
-    return int(bool(report.causes))
+    return int(bool(report.causes) or report.proper is False)
 
 
 def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":

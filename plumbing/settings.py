@@ -354,7 +354,7 @@ def read_yaml(path: Path | None, overrides: list[str]) -> tuple[DictConfig, Dict
                 raise UserError(f"{source}: YAML may read {event.value} to the base 8 or 60; write "
                                 "a number without leading zeros and colons, or a text in quotes")
         given = OmegaConf.from_dotlist(overrides)
-        base = OmegaConf.load(path) if path else default_settings(given)
+        base = cast(DictConfig, OmegaConf.load(path) if path else default_settings(given))
         for key in given:
             if OmegaConf.is_list(given[key]) and OmegaConf.is_dict(base.get(key)):
                 raise UserError(f"{key} must be a section of settings, not {given[key]}")

@@ -176,7 +176,7 @@ def test_a_gap_that_fades_is_not_one_that_falls():
     g = torch.Generator().manual_seed(0)
     t = torch.arange(30).repeat(100)
     mu = -torch.rand(len(t), generator=g).double() - 0.1
-    x = causes.Tokens(mu, mu, t, t, *[t] * 8)
+    x = causes.Tokens(mu, mu, t, t, torch.zeros_like(t), *[t] * 7)      # prompts of one length
     noise = -torch.rand(len(t), generator=g).double().log()
     flat, fades = torch.ones(len(t)), 8 / (t + 8)
     falls = torch.where(t < 13, 1, 0.6 * 21 / (t + 8))
@@ -211,7 +211,18 @@ def test_a_penalty_is_judged_at_equal_log_odds():
     slope = 0.2 * odds
     assert slope[seen].mean() > 0.1 and slope[~seen].mean() < -0.1
     assert not causes.penalty(tokens(*shifted(odds, slope), seen=seen))
-    assert not causes.penalty(tokens(*shifted(odds, -apart), seen=seen))        # the other sign
+
+
+@pytest.mark.parametrize("penalty, word", [(0.4, "gain"), (-0.4, "lose")])
+def test_a_penalty_may_be_negative(penalty, word):
+    """vLLM takes a presence penalty from −2 to 2: a negative one favours what occurred before."""
+    g = torch.Generator().manual_seed(0)
+    odds, noise = torch.randn(2, 2000, generator=g, dtype=torch.float64)
+    seen = torch.rand(2000, generator=g) < 0.5
+    apart = penalty * torch.where(seen, 0.6, -0.4) + 0.1 * noise
+    found = causes.penalty(tokens(*shifted(odds, apart), seen=seen))
+    assert found and f"in the response {word} 0." in found.evidence
+    assert found.rest and not found.rest.seen.any()
 
 
 def test_a_penalty_is_of_occurrences_and_not_of_ids():
@@ -225,6 +236,32 @@ def test_a_penalty_is_of_occurrences_and_not_of_ids():
                       (torch.where(seen, 0.3, -0.2), True)):
         x = tokens(*shifted(odds, by + 0.1 * noise), seen=seen, ids=ids)
         assert bool(causes.penalty(x)) == found
+
+
+@pytest.mark.parametrize("agree, named", [(8, True), (5, False)])
+def test_a_penalty_acts_on_most_ids_in_one_direction(agree, named):
+    """A penalty is seen in eight of ten ids; where half of them lose, something else differs."""
+    g = torch.Generator().manual_seed(0)
+    odds, noise = torch.randn(2, 4000, generator=g, dtype=torch.float64)
+    ids, seen = torch.arange(4000) % 10, torch.rand(4000, generator=g) < 0.5
+    apart = torch.where(seen, 1, -1) * torch.where(ids < agree, 0.4, -0.1)
+    found = causes.penalty(tokens(*shifted(odds, apart + 0.05 * noise), seen=seen, ids=ids))
+    assert bool(found) == named
+
+
+@pytest.mark.parametrize("place, named", [(True, True), (False, False)])
+def test_what_looks_like_a_place_may_be_a_penalty(place, named):
+    """Ever more tokens were seen, so a gap that begins at a token may be a weak penalty's."""
+    g = torch.Generator().manual_seed(0)
+    odds, noise = torch.randn(2, 400, generator=g, dtype=torch.float64)
+    t, seen = torch.arange(400) % 20, torch.rand(400, generator=g) < 0.5
+    apart = torch.where(seen, 0.4, -0.4) + 0.8 * noise
+    x = tokens(*shifted(odds, apart * (t >= (5 if place else 0))), t=t, seen=seen,
+               row=torch.arange(400) // 20)
+    assert not causes.penalty(x) and causes.penalty(x, easier=2)
+    first = causes.find_causes(x)[0]
+    assert (first.cause == "penalty") == named
+    assert not named or (first.other and first.confidence == "likely")      # the place is said, too
 
 
 def test_each_token_is_in_one_pair():
@@ -318,6 +355,64 @@ def test_drawn_again_a_flip_mostly_agrees_and_dropout_never():
                          (0.2 * noise.abs() * noise + 2 * noise * rare, "flips")):
         found = causes.texture(tokens(*shifted(odds, apart), prefix=prefix))
         assert found and found.cause == cause and "drawn again" in found.evidence
+
+
+def test_a_token_drawn_again_must_scatter_by_more_than_two_kernels():
+    """Where the fault does not act on the repeated tokens, their scatter is rounding."""
+    g = torch.Generator().manual_seed(0)
+    odds, noise = torch.randn(2, 400, generator=g, dtype=torch.float64)
+    once = torch.arange(400) >= 80                      # the others are 40 tokens, each drawn twice
+    prefix = torch.where(once, torch.arange(400), torch.arange(400) // 2)
+    odds = odds[prefix]
+    for size, named in ((0.01, "weights"), (1.0, "dropout")):
+        x = tokens(*shifted(odds, noise * torch.where(once, 1.0, size)), prefix=prefix,
+                   t=torch.zeros_like(prefix))
+        found = causes.texture(x, alone=True)
+        assert found and found.cause == named, size
+
+
+def test_a_gap_fades_within_prompts():
+    """Prompts with a large gap whose responses end early make a gap that fades, but not in one."""
+    g = torch.Generator().manual_seed(0)
+    t, start = (torch.cat([y.repeat(30) for y in parts]) for parts in zip(
+        *((torch.arange(4 * k), torch.full((4 * k,), k)) for k in range(1, 11))))
+    odds = torch.randn(len(t), generator=g, dtype=torch.float64)
+    noise = -torch.rand(len(t), generator=g, dtype=torch.float64).log()
+    for size, named in ((4 / (start + 1), None), (8 / (t + 8.0), "context")):
+        x = tokens(*shifted(odds, size * noise), t=t, start=start)
+        found, _ = causes.over_time(x)
+        assert (found and found.cause) == named
+
+
+@pytest.mark.parametrize("most, named", [(16, "padding"), (math.inf, "context")])
+def test_padding_is_what_a_prompt_lacks_to_the_longest(most, named):
+    """Both fade along the response; padding ends at a length that no prompt here reaches."""
+    g = torch.Generator().manual_seed(0)
+    t, start = torch.arange(30).repeat(120), torch.tensor([4, 8, 12]).repeat_interleave(1200)
+    before = t + start + 8.0
+    size = 20 / before if most == math.inf else 2 * (most - start) / (t + most + 8.0)
+    noise = -torch.rand(len(t), generator=g).log().double()
+    x = tokens(*shifted(torch.randn(len(t), generator=g).double(), size * noise), t=t, start=start)
+    first, second = causes.over_time(x)
+    assert first and first.cause == named
+    assert named == "context" or (second and second.cause == "context")
+    assert causes.over_time(x._replace(start=torch.full_like(t, -1)))[0].cause == "context"
+
+
+@pytest.mark.parametrize("noise, found", [(0.0, []), (0.1, ["raw"])])
+def test_a_record_with_a_little_noise_is_not_of_what_was_drawn(noise, found):
+    """eq:record-sign: E[ρ] and E[log ρ] are both too large, though two kernels differ as much."""
+    g = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(50, 60, generator=g, dtype=torch.float64)
+    drawn = torch.multinomial(logits.softmax(-1), 1000, True, generator=g).T.reshape(-1, 1)
+    whole = logits.repeat(1000, 1)
+    recorded = whole + noise * torch.randn(whole.shape, generator=g, dtype=torch.float64)
+    other = whole + 0.01 * torch.randn(whole.shape, generator=g, dtype=torch.float64)
+    mu, pi = (x.log_softmax(-1).gather(-1, drawn)[:, 0]
+              for x in ((recorded, whole) if noise else (whole, other)))
+    named = causes.find_causes(tokens(mu, pi))
+    assert [f.cause for f in named] == found
+    assert all(f.confidence == "suggested" and "not of what was drawn" in f.evidence for f in named)
 
 
 def test_either_side_may_have_the_softcap():

@@ -280,18 +280,21 @@ def test_the_report_ends_with_what_the_model_says(monkeypatch, capsys):
     plain = Match("plain", None, None, 1.0, 0.0)
     rescored = Rescored(plain, plain._replace(name="hot", cause="temperature"), "train")
     monkeypatch.setattr("plumbing.consult.consult",
-                        lambda _: (types.SimpleNamespace(causes=[1]), rescored))
+                        lambda _: (types.SimpleNamespace(causes=[1], proper=True), rescored))
     assert main(["x"]) == 1
     assert capsys.readouterr().out.splitlines()[1:] == rescored.lines()
 
 
 def test_two_causes_have_the_exit_code_of_one(monkeypatch, capsys):
     """An exit code of 2 means a dump that cannot be read."""
-    report = types.SimpleNamespace(causes=[1, 2], as_json=dict)
+    report = types.SimpleNamespace(causes=[1, 2], proper=True, as_json=dict)
     monkeypatch.setattr("plumbing.consult.consult", lambda _: (report, None))
     assert main(["x", "--json"]) == 1
     report.causes = []
     assert main(["x", "--json"]) == 0
+    for proper, code in ((None, 0), (False, 1)):        # too few tokens; a fault without a name
+        report.proper = proper
+        assert main(["x", "--json"]) == code
 
 
 def test_without_a_dump_the_model_samples_and_is_in_order(tiny_model, capsys):

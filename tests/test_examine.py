@@ -43,7 +43,16 @@ def test_the_report_says_whether_pi_is_a_distribution(tokens, mean, says):
     report = doctor.Report(7, tokens, mean, 0.1, (), [], causes.Tokens.of([]))
     first, second, last = str(report).split("\n")
     assert first == f"7 responses, {tokens} tokens." and second.startswith(says)
-    assert last == "No cause found: what differs is within the noise of two kernels."
+    assert (last == "No cause found: what differs is within the noise of two kernels.") == (
+        "is NOT" not in says)
+
+
+@pytest.mark.parametrize("mean, why", [(0.2, "lacks a cut that μ had"), (2.0, "adds up to more")])
+def test_noise_is_no_reason_where_pi_is_not_a_distribution(mean, why):
+    """The verdict on π and the last sentence agree, in the report and in its short form."""
+    report = doctor.Report(7, 1000, mean, 0.1, (), [], causes.Tokens.of([]))
+    for text in (str(report).split("\n")[-1], report.in_short()):
+        assert "log μ is not of what was drawn, or that π " + why in text and "noise" not in text
 
 
 @pytest.mark.parametrize("few, said", [(9, True), (10, False)])
