@@ -91,11 +91,13 @@ def keep_memory() -> None:
     """Keep freed memory in the process, by glibc's mallopt(3).
 
     Otherwise the kernel clears every large tensor anew: a third of an update of 0.5B parameters.
+    The few largest, such as the gradient of an embedding, are given back: they would leave gaps
+    that nothing else fills.
     """
     with contextlib.suppress(OSError, AttributeError):         # another C library
-        mallopt, trim_threshold, mmap_max = ctypes.CDLL(None).mallopt, -1, -4       # of malloc.h
-        mallopt(mmap_max, 0)                   # no block is a mapping of its own
-        mallopt(trim_threshold, -1)            # and the heap never shrinks
+        mallopt, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3  # of malloc.h
+        mallopt(mmap_threshold, 2 ** 25)       # above 32 MB, glibc's most, a block is a mapping
+        mallopt(trim_threshold, -1)            # and the heap never shrinks by itself
 
 
 def trim_heap() -> None:

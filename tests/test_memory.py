@@ -122,11 +122,11 @@ FAULTS = """
 import resource, sys, torch
 from plumbing.run import keep_memory
 if sys.argv[1] == "kept": keep_memory()
-for tensor in range(12):
+for turn in range(12):
     # The first few still find their places: an aligned block leaves holes at its ends.
-    if tensor == 8:
+    if turn == 8:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.zeros(2 ** 24)
+    [torch.zeros(2 ** 22) for _ in range(8)]
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
@@ -136,9 +136,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
                     or heap() != "glibc",              # an allocator that was loaded before it
                     reason="glibc's mallopt is asked for")
 def test_what_was_freed_is_taken_again_without_the_kernel(forks, tmp_path):
-    """64 MB are 16 384 pages, which the kernel hands out anew for none of the last tensors.
+    """8 tensors of 16 MB are 32 768 pages, which the kernel hands out anew in none of four turns.
 
-    Without `keep_memory` it would do so for each of the last four.
+    Without `keep_memory` it would do so in each: glibc gives back what is free at the heap's top.
     """
     (tmp_path / "faults.py").write_text(FAULTS)
 
