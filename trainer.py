@@ -106,7 +106,7 @@ def sample(run: Run, step: int) -> tuple[Batch, dict]:
     prompts = [run.prompts[chosen[p]] for p, _ in rows]
     seeds = [seed_of(config.seed, "sample", step, *r) for r in rows]
     samples, texts = run.generate(prompts, seeds, step)
-    run.sleep_engine()
+    run.engine.sleep()
     rewards = [task.reward(task.train[chosen[p]], text) for (p, _), text in zip(rows, texts)]
 
     # Baselines need whole groups and batches: gather all ranks' N = prompts · n rows, in the order

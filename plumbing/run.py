@@ -100,16 +100,6 @@ def keep_memory() -> None:
         mallopt(trim_threshold, -1)            # and the heap never shrinks by itself
 
 
-def trim_heap() -> None:
-    """Give the system the gaps between what is in use, by glibc's malloc_trim(3).
-
-    What sampling has left there is often too small for an update's tensors, which would come on
-    top of it.
-    """
-    with contextlib.suppress(OSError, AttributeError):         # another C library
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def take_threads(parameters: int) -> None:
     """Take one thread for a tiny model, or as many as OMP_NUM_THREADS says, if torch has these.
 
@@ -322,7 +312,7 @@ class Run:
         for sentence in [*self.remarks, *self.task.remarks]:
             self.say(f"* {sentence}")
         if self.done:
-            self.sleep_engine()    # as in an update, which needs as much memory
+            self.engine.sleep()    # as in an update, which needs as much memory
             self.checkpoints.load(self)
             self.say(f"continuing after step {self.done}" + (
                 f", beyond train.steps={config.train.steps}" if self.done > config.train.steps
@@ -413,12 +403,6 @@ class Run:
                 eos_ids=self.eos_ids, **crossing)
         return samples, self.tokenizer.batch_decode([s.tokens for s in samples],
                                                     skip_special_tokens=True)
-
-    def sleep_engine(self) -> None:
-        """Let the engine give its memory back, on a CPU what its heap has free, for an update."""
-        self.engine.sleep()
-        if self.device.type == "cpu":
-            trim_heap()
 
     def push_weights(self, evaluated: bool = False) -> None:
         """Give the engine its weights for training: rounded and stale, as configured.
