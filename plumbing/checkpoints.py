@@ -9,7 +9,6 @@ import contextlib
 import functools
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -231,8 +230,8 @@ def read_metrics(path: Path) -> list[dict]:
     lines = path.read_text(errors="replace").splitlines(keepends=True)
     try:
         found = [json.loads(line) for line in lines if line.endswith("\n")]
-        if any(type(line["step"]) is not int or not math.isfinite(line.get("reward/mean", 0))
-               for line in found):
+        if any(isinstance(line["step"], bool)
+               or not isinstance(line.get("reward/mean", 0), (int, float)) for line in found):
             raise ValueError
         return [line for line in found if line["step"] > 0]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -5,6 +5,8 @@ An exhibit is a function whose docstring says what was wrong. It returns (wrong,
 hand. math/museum.py makes a card of each for the book.
 """
 
+from functools import cache
+
 import torch
 from oracle import close
 
@@ -21,13 +23,19 @@ def filed_by(module):
     return [name for name, (f, _, _) in EXHIBITS.items() if f.__module__ == module]
 
 
+@cache
+def values(name):
+    """Return what an exhibit returns, as float64: wrong, right, exact."""
+    return tuple(torch.as_tensor(x, dtype=torch.float64).detach() for x in EXHIBITS[name][0]())
+
+
 def judge(name):
     """Demand that right equals exact to rounding, and that wrong is off by more than 1 %, or NaN.
 
     It prints the exhibit's entry in the catalogue.
     """
     function, where, equation = EXHIBITS[name]
-    wrong, right, exact = (torch.as_tensor(x, dtype=torch.float64).detach() for x in function())
+    wrong, right, exact = values(name)
     error = (wrong - exact).abs().max().item()
     print(f"\n{name.replace('_', ' ')} ({equation}; {where})\n"
           f"    {function.__doc__}\n"
