@@ -154,7 +154,7 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
       is given.
     * `correction`: what `correct` returned for these rows. If None it is computed here, and its
       metrics (rollout_corr/*) are among those returned. In bypass mode it must be that of this
-      log_prob: ρ = π_θ/π_rollout changes with every update.
+      log_prob: ρ = π_θ/π_rollout changes with every update. Weights made elsewhere may be [B, 1].
     * `how`: see LossConfig. `counts`: tokens and sequences of the whole mini-batch, counted as
       `how.denominator` says.
     * `candidates`: log π_θ and log μ for `centering_loss`, which score_centering needs.
@@ -175,7 +175,7 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     if correction.mask.shape != response_mask.shape:
         raise ValueError(f"correction has {tuple(correction.mask.shape)} tokens, and these rows "
                          f"{tuple(response_mask.shape)}: take correction.rows(index)")
-    if correction.weights is not None:
+    if correction.weights is not None and correction.weights.shape != (len(response_mask), 1):
         same_shape("[B, T]", **{"correction.weights": correction.weights,
                                 "response_mask": response_mask})
     kept = summed = correction.mask.bool()

@@ -26,7 +26,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
-from adapters.dialects import KEYS, WRAPPERS, from_dialect, kl_kind
+from adapters.dialects import KEYS, OWN, WRAPPERS, from_dialect, kl_kind
 from correction import HISTORICAL, PRESETS, RolloutCorrectionConfig
 from rejection import CRITERIA, interval
 from surrogates import LOSSES, clipped_tokens
@@ -391,8 +391,8 @@ def check_keys(settings: dict[str, Any], known: dict[str, Any]) -> None:
             first, last = key.partition(".")[0], key.rpartition(".")[2]
             if (first in WRAPPERS and first not in known) or (
                     last in KEYS and first in (last, *WRAPPERS)):
-                raise UserError(f"{key} is a setting of another system: put its block under "
-                                "correction:")
+                whose = "a correction" if last in OWN else "another system"
+                raise UserError(f"{key} is a setting of {whose}: put its block under correction:")
             section = key.rpartition(".")[0]
             near = [name for name, kind in known.items() if not is_dataclass(kind)]
             if is_dataclass(known.get(section)):

@@ -355,7 +355,9 @@ def test_clips_and_temperatures_of_their_own():
 def test_weights_and_penalties_have_one_number_for_each_token():
     """One weight for each sequence, [B], would be taken along the tokens where B = T."""
     x, one = torch.zeros(2, 2), torch.ones(2, 2)
-    for weights in (torch.tensor([1.0, 0.0]), torch.ones(2, 1), torch.ones(1, 2)):
+    assert policy_loss(x, None, None, one, one, Config("sequence"),
+                       correction=Correction(torch.ones(2, 1), one))[0] == -1
+    for weights in (torch.tensor([1.0, 0.0]), torch.ones(1, 2)):
         with pytest.raises(ValueError, match="correction.weights .* must have one shape"):
             policy_loss(x, None, None, one, one, Config("sequence"),
                         correction=Correction(weights, one))

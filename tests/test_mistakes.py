@@ -78,7 +78,7 @@ def test_an_older_omegaconf_is_one_sentence(monkeypatch):
     (["train.foo=2"], ["train.foo is not a setting; did you mean train."]),
     (["loss.temperature=2"], ["loss.temperature is not a setting; did you mean loss."]),
     (["rollout.n=8"], ["rollout.n is not a setting; did you mean rollout."]),
-    (["rollout_is=token"], ["rollout_is is a setting of another system", "under correction:"]),
+    (["rollout_is=token"], ["rollout_is is a setting of a correction", "under correction:"]),
     (["loss.type=ipo"], ["loss.type is a setting of another system", "under correction:"]),
     (["train=[1]"], ["train must be a section of settings, not [1]"]),
     (["=3"], ["'' is not a setting; did you mean "]),
