@@ -118,16 +118,20 @@ def test_a_tensor_of_any_type_and_shape_is_read_as_it_was_written(tmp_path):
         assert found[name].dtype == x.dtype and torch.equal(found[name], x), name
 
 
-FAULTS = """
-import resource, sys, torch
+HELD = """
+import ctypes, sys, torch
+from bench_size import Heap
 from plumbing.run import keep_memory
 if sys.argv[1] == "kept": keep_memory()
-for turn in range(12):
-    # The first few still find their places: an aligned block leaves holes at its ends.
-    if turn == 8:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    [torch.zeros(2 ** 22) for _ in range(8)]
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+info = ctypes.CDLL(None).mallinfo2
+info.restype = Heap
+torch.empty(2 ** 22)       # from now on glibc takes such a block from the heap
+begun, held = info(), []
+while info().arena < begun.arena + 2 ** 28: held.append(torch.empty(2 ** 22))
+grown = info().arena
+held.clear()
+large = torch.empty(2 ** 28)       # more than the heap has free
+print(grown - info().arena, info().hblkhd - begun.hblkhd)
 """
 
 
@@ -135,16 +139,17 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
                     or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or "")
                     or heap() != "glibc",              # an allocator that was loaded before it
                     reason="glibc's mallopt is asked for")
-def test_what_was_freed_is_taken_again_without_the_kernel(forks, tmp_path):
-    """8 tensors of 16 MB are 32 768 pages, which the kernel hands out anew in none of four turns.
+def test_what_was_freed_stays_in_the_heap_but_for_the_largest_blocks(forks, tmp_path):
+    """Without `keep_memory` glibc gives the free 256 MB at the heap's top back to the kernel.
 
-    Without `keep_memory` it would do so in each: glibc gives back what is free at the heap's top.
+    With it, too, a tensor of 1 GB is no part of the heap.
     """
-    (tmp_path / "faults.py").write_text(FAULTS)
+    (tmp_path / "held.py").write_text(HELD)
 
-    def faults(how):
-        return int(shell([sys.executable, *forks, "faults.py", how], tmp_path).stdout)
-    assert faults("given back") > 4000 > 100 > faults("kept")
+    def held(how):
+        return map(int, shell([sys.executable, *forks, "held.py", how], tmp_path).stdout.split())
+    (shrunk, _), (kept, mapped) = held("given back"), held("kept")
+    assert shrunk >= 2 ** 27 and kept == 0 and mapped >= 2 ** 30
 
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7], [3, 4, 5, 8, 9]])      # two responses to one prompt
