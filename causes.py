@@ -208,7 +208,7 @@ def numerics(x: Tokens) -> float:
     their spread. In a healthy mixture of experts a few tokens have most of the mean gap, so
     `texture` decides by the median. Below the limit, int8 weights look the same as two kernels.
     """
-    return 0.012 + 0.015 * min(2.4, log_odds(x.mu).std().item()) ** 3
+    return 0.012 + 0.015 * min(3.0, log_odds(x.mu).std().item()) ** 3
 
 
 def pairs(x: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
