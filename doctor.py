@@ -63,6 +63,8 @@ HEALTHY = (
 )
 
 
+# Where a response has one weight, its ESS is over responses: over tokens a long one counts often.
+BY_SEQUENCE = {"rollout_is_raw_eff_sample_size": "rollout_is_raw_seq_eff_sample_size"}
 SEVERE = {"chi2_token": (10, "a severe shift: more than nine samples in ten are lost",
                          "sample anew with today's weights; no bound repairs such a batch")}
 DUMP = " Dump a step (run.dump=1), and python doctor.py names the cause."
@@ -158,7 +160,9 @@ def diagnose(metrics: Mapping[str, Any]) -> list[str]:
     if values.get("response/learned_fraction") == 0:         # the other metrics are of nothing
         return _no_lesson(values)
     found = [*_no_lesson(values), *_collapsed(values), *_improper(values), *_uncorrected(values)]
+    one_each = values.get("rollout_is_per_sequence") == 1
     for name, low, high, meaning, remedy in HEALTHY:
+        name = BY_SEQUENCE.get(name, name) if one_each else name
         value, (limit, *words) = values.get(name), SEVERE.get(name, (math.inf, meaning, remedy))
         if value is not None and value >= limit:
             meaning, remedy = words

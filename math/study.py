@@ -243,8 +243,9 @@ def summary(lines: list[dict]) -> dict:
 
 def judged(lines: list[dict]) -> str:
     """Return what `diagnose` looks at, step by step, as JSON with four digits."""
-    from doctor import HEALTHY
-    names = {row[0] for row in HEALTHY} | {"is_ratio_mean", "is_ratio_z", "kl", "kl_z"}
+    from doctor import BY_SEQUENCE, HEALTHY
+    names = {*(row[0] for row in HEALTHY), *BY_SEQUENCE.values(), "rollout_is_per_sequence",
+             "is_ratio_mean", "is_ratio_z", "kl", "kl_z"}
     steps = [{name.removeprefix("rollout_corr/"): float(f"{value:.4g}")
               for name, value in line.items()
               if name.removeprefix("rollout_corr/") in names} for line in lines]

@@ -51,8 +51,9 @@ def closing_table(lines: list[dict], before: float, after: float, n: int) -> lis
 
 
 def ess(metrics: dict) -> float:
-    """Return ESS/N of the raw weights, or, if a run has no weights, 1/(1 + χ²) of its tokens."""
-    raw = metrics.get("rollout_corr/rollout_is_raw_eff_sample_size")
+    """Return ESS/N of the raw weights, each counted once, or, if a run has no weights, 1/(1 + χ²) of its tokens."""
+    seq = "seq_" if metrics.get("rollout_corr/rollout_is_per_sequence") == 1 else ""
+    raw = metrics.get(f"rollout_corr/rollout_is_raw_{seq}eff_sample_size")
     chi2 = max(metrics.get("rollout_corr/chi2_token", math.nan), 0.0)       # nan: nothing was left
     return 1 / (1 + chi2) if raw is None else raw
 

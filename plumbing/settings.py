@@ -29,7 +29,7 @@ from packaging.version import Version
 from adapters.dialects import KEYS, OWN, WRAPPERS, from_dialect, kl_kind
 from correction import HISTORICAL, PRESETS, RolloutCorrectionConfig
 from rejection import CRITERIA, interval
-from surrogates import LOSSES, clipped_tokens
+from surrogates import LOSSES
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE_KINDS = ("jsonl", "parquet")          # of task.kind: the questions come from a file
@@ -621,7 +621,7 @@ def kl_remarks(config: Config) -> list[str]:
                      "which subtracts the mean of the penalty as well: take loss.kl_in=loss")
     if how.kl_in == "reward" and options.bypass_mode:
         found.append("loss.kl_in=reward needs π_old, so bypass mode does not save its forward pass")
-        if level is not None and options.loss.level and options.loss.holds is not clipped_tokens:
+        if level is not None and options.loss.level:
             found.append(f"loss.kl_correction={level} in the reward is only roughly right with "
                          f"{options.loss_type} in bypass mode, whose clip or gate acts on the "
                          "penalty as well: take loss.kl_in=loss")

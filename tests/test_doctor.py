@@ -45,6 +45,18 @@ def test_the_limits_of_health(name, well, ill):
     assert diagnose({name: well}) == [] and len(diagnose({name: ill})) == 1
 
 
+def test_the_ess_of_sequence_weights_is_over_sequences():
+    mask = torch.zeros(400, 1000)                       # one long response carries all the weight
+    mask[0], mask[1:, 0] = 1, 1
+    log_pi = torch.zeros(400, 1000)
+    log_pi[1:, 0] = -20
+    name, = (x for x in diagnose(correct(log_pi, torch.zeros(400, 1000), mask,
+                                         Config.decoupled_seq_is()).metrics) if "200" in x)
+    assert name.startswith("rollout_is_raw_seq_eff_sample_size is 0.0025")
+    by_tokens = correct(log_pi, torch.zeros(400, 1000), mask, Config.decoupled_token_is()).metrics
+    assert not any("200" in x for x in diagnose(by_tokens))
+
+
 def sampled(seed, rows=64, length=50, noise=0.3, temperature=1.0, keep=None):
     """Return log π and log μ of tokens that μ drew.
 

@@ -176,7 +176,7 @@ def test_in_bypass_mode_the_penalty_is_of_the_trainers_policy(run):
     assert "does not save its forward pass" in remarks(opened.config)[0]
 
 
-@pytest.mark.parametrize("loss", ["sapo", "cispo"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "sapo", "cispo"])
 def test_a_loss_whose_ratio_cannot_be_divided_out_says_so(loss, run):
     opened = run(f"correction={{bypass_mode: true, loss_type: {loss}}}", "loss.kl_coef=1",
                  "loss.kl_in=reward", "loss.kl_correction=prefix", "loss.clip_high=0.2")
