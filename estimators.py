@@ -93,7 +93,8 @@ def sequence_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) -> 
         return total
     if level == "geometric":
         return total / mask.sum(-1, keepdim=True).clamp(min=1)
-    raise ValueError(f"level must be one of {', '.join(LEVELS)}, not {level!r}")
+    raise ValueError(f"level must be one of {', '.join(LEVELS)}, not {level!r}" if level not in
+                     OF_TOKENS else f"level must be sequence or geometric, not {level!r}")
 
 
 def outside(log_rho: Tensor, lo: float | None, hi: float | None) -> tuple[Tensor, Tensor]:
@@ -130,11 +131,13 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     For one action, E_π[∇k2] = ∇KL exactly. Over a sequence it is only the per-token part of the
     gradient: how a token changes the KL of later states is missing (eq:kl-gradient).
 
-    `log_prob`, `ref_log_prob`: [B, T] → [B, T], in float32 or wider. k3 is that of −SAFETY_BOUND
-    for any lower ℓ. Raises ValueError on another kind; `full` is refused because it needs the whole
-    vocabulary of both policies.
+    `log_prob`, `ref_log_prob`: [B, T] → [B, T], in float32 or wider; detach the reference. k3 is
+    that of −SAFETY_BOUND for any lower ℓ. Where ℓ² is infinite a "+" is NaN. Raises ValueError if
+    shapes differ, and on another kind; `full` is refused because it needs the whole vocabulary of
+    both policies.
     Source: Schulman, "Approximating KL divergence" (values); Tang & Munos 2506.09477 (gradients).
     """
+    same_shape("[B, T]", log_prob=log_prob, ref_log_prob=ref_log_prob)
     base = kind.removesuffix("+")
     ell = widen(log_prob) - widen(ref_log_prob)
     if base == "k1":
@@ -193,8 +196,10 @@ def chi_square(n: Tensor, squares: Tensor) -> Tensor:
 def perplexity(log_prob: Tensor, response_mask: Tensor) -> Tensor:
     """Return exp(−mean log-prob) of each sequence.  (eq:perplexity)
 
-    [B, T] → [B]. For two policies, ppl_old/ppl_rollout = 1/(geometric mean of ρ).
+    [B, T] → [B]. For two policies, ppl_old/ppl_rollout = 1/(geometric mean of ρ). Raises ValueError
+    if shapes differ.
     """
+    same_shape("[B, T]", log_prob=log_prob, response_mask=response_mask)
     mask = response_mask.bool()
     mean = torch.where(mask, widen(log_prob), 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
     return exp_ratio(-mean, 4 * SAFETY_BOUND)           # never squared; e^80 fits in a float32
@@ -208,16 +213,16 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
 
         q = softmax(logits/τ);   μ(v) = q(v)·1[v kept] / Σ_kept q
 
-    Three cuts are made, in vLLM's order. Min-p keeps v where q(v) ≥ min_p·max q. Up to rounding it
-    keeps a tie with that bound, and always the likeliest token. Top-k keeps the k likeliest, and
-    all that tie with the last of them. Top-p keeps the fewest that hold a share p of the mass left
-    so far. Hugging Face applies min-p last, so its top-p sees more mass and keeps as many tokens or
-    more. If the trainer scores with log q while the engine samples from μ, every token is off by
-    log(mass kept).
+    Three cuts are made, in vLLM's order. Min-p keeps v where q(v) ≥ min_p·max q, and always the
+    likeliest token. Top-k keeps the k likeliest, and all that tie with the last of them. Top-p
+    keeps the fewest that hold a share p of the mass left so far. Min-p and top-p are exact up to
+    rounding. Hugging Face applies min-p last, so its top-p sees more mass and keeps as many tokens
+    or more. If the trainer scores with log q while the engine samples from μ, every token is off
+    by log(mass kept).
 
     `logits`: [..., V] → log μ [..., V] (−inf where never sampled), and the mass [...] in (0, 1],
-    both in float32 or wider. Raises ValueError for a temperature ≤ 0, a negative top_k, a top_p
-    outside (0, 1] or a min_p outside [0, 1].
+    both in float32 or wider; a NaN among the logits makes both NaN. Raises ValueError for a
+    temperature ≤ 0, a negative top_k, a top_p outside (0, 1] or a min_p outside [0, 1].
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, not {temperature!r}")
@@ -238,9 +243,10 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
         kept = torch.where(keep, ordered.exp(), 0.0)
         kept = kept / kept.sum(-1, keepdim=True)
         keep &= kept.cumsum(-1) - kept < top_p                 # the mass before this token < p
-    keep = torch.zeros_like(keep).scatter(-1, order, keep)
+    keep = torch.zeros_like(keep).scatter(-1, order, keep) | log_q.isnan()     # NaN remains NaN
     log_mass = torch.where(keep, log_q, -torch.inf).logsumexp(-1, keepdim=True)
-    return torch.where(keep, log_q - log_mass, -torch.inf), log_mass.squeeze(-1).exp()
+    mass = log_mass.squeeze(-1).exp().clamp(max=1)             # rounding may have it above 1
+    return torch.where(keep, log_q - log_mass, -torch.inf), mass
 
 
 # ------------------------------------------------------------------------------- advantages
@@ -274,7 +280,7 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
     standard deviation (n − 1), plus 1e-6. `normalize_std=False` gives Dr. GRPO's
     A_i = R_i − mean_g. Its mean includes R_i itself, so it is (n−1)/n of RLOO's: a shorter step in
     the same direction. A group of one has no baseline: A = R. With `keep` [B], only those rows make
-    up the baseline.
+    up the baseline. Mask the others: their A may be of any size.
     Source: Shao et al. 2402.03300; Liu et al. 2503.20783.
     """
     count, total = _group_sums(rewards, groups, keep)

@@ -46,7 +46,8 @@ class LossConfig:
     denominator            "fixed" counts the response mask, "kept" what rejection left
     horizon                H of seq-mean-token-sum-norm; None: T of the batch, less shared holes
 
-    Raises ValueError on an unknown aggregation or denominator, or a dual_clip that is not above 1.
+    Raises ValueError on an unknown aggregation or denominator, a dual_clip that is not above 1, a
+    negative clip, a τ that is not positive or a horizon below 1.
     """
 
     clip_low: float | None = None
@@ -63,6 +64,14 @@ class LossConfig:
         choice("denominator", self.denominator, DENOMINATORS)
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(f"dual_clip must be above 1, not {self.dual_clip!r}")
+        for name in ("clip_low", "clip_high"):
+            if (end := getattr(self, name)) is not None and not end >= 0:
+                raise ValueError(f"{name} must be at least 0, not {end!r}")
+        for name in ("tau_positive", "tau_negative"):
+            if (tau := getattr(self, name)) is not None and not tau > 0:
+                raise ValueError(f"{name} must be positive, not {tau!r}")
+        if self.horizon is not None and not self.horizon >= 1:
+            raise ValueError(f"horizon must be at least 1, not {self.horizon!r}")
 
     def numbers(self, loss: Loss) -> dict[str, float | None]:
         """Return the numbers that a loss takes: these, or its own where these are None."""
@@ -305,14 +314,17 @@ def kl_penalty(old_log_prob: Tensor, ref_log_prob: Tensor, rollout_log_prob: Ten
         token     ρ_t k_t / w_t                  the token's own: ∇KL per token, in the states of μ
         prefix    Σ_{s≥t} ρ_{1:s} k_s / w_t      all of ∇KL (eq:prefix)
 
-    ρ = π_old/π_rollout. `weights` [B, T] are the w by which the loss multiplies token t. The
-    penalty has weights of its own, so w is divided out; where w is 0 the penalty is 0. Only k1
+    ρ = π_old/π_rollout. `weights` [B, T] or [B, 1] are the w by which the loss multiplies token t.
+    The penalty has weights of its own, so w is divided out; where w is 0 the penalty is 0. Only k1
     gives the gradient of the KL here. Level None is the first part of eq:kl-gradient, on-policy.
     Raises ValueError if shapes differ.
     """
-    same_shape("[B, T]", old_log_prob=old_log_prob, ref_log_prob=ref_log_prob,
-               response_mask=response_mask, **({} if weights is None else {"weights": weights}))
     mask = response_mask.bool()
+    if weights is not None and weights.shape == (len(mask), 1):
+        weights = weights.expand_as(mask)
+    same_shape("[B, T]", old_log_prob=old_log_prob, ref_log_prob=ref_log_prob,
+               rollout_log_prob=rollout_log_prob, response_mask=response_mask,
+               **({} if weights is None else {"weights": weights}))
     kl = kl_estimate(old_log_prob.detach(), ref_log_prob.detach(), kind)                # [B, T]
     if level is not None:
         log_rho = masked_log_ratio(old_log_prob.detach(), rollout_log_prob.detach(), mask)

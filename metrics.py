@@ -80,7 +80,8 @@ class Tokens(NamedTuple):
             return Moments.of_rows(x.detach().squeeze(-1), self.n)
         x, n = widen(x.detach()), self.n.clamp(min=1)
         mean = torch.where(self.mask, x, 0.0).sum(-1) / n.to(x.dtype)
-        apart = torch.where(self.mask, x - mean[:, None], 0.0)                           # [B, T]
+        finite = self.mask & mean.isfinite()[:, None]       # ∞ − ∞ would be NaN
+        apart = torch.where(finite, x - mean[:, None], 0.0)                              # [B, T]
         mean, rest, squares, top, bottom = (column.double() for column in (
             mean, apart.sum(-1), apart.square().sum(-1), *(ends or extremes(x, self.mask))))
         return Moments(self.n, mean + rest / n, squares - rest.square() / n, top, bottom)
@@ -183,14 +184,15 @@ class Ratios(NamedTuple):
     """Hold log ρ of one batch per token, and the moments of log ρ, ρ and ρ − 1 by sequence.
 
     Rounding hides ρ − 1 in a ρ near 1, and ρ in a ρ − 1 near −1. So a sequence is summed as ρ − 1
-    if any log ρ is above −1, else as ρ, and the 1 is added to the mean or subtracted from it.
+    if any log ρ is above −1, else as ρ, and the 1 is added to the mean or subtracted from it. A
+    mean ρ below 1e-4 with a log ρ above −1 then keeps two to three digits.
     """
 
     log_rho: Tensor                                 # [B, T], 0 on padding
     tokens: Tokens
     of_log: Moments
     of_rho: Moments
-    less_one: Moments                               # of ρ − 1
+    less_one: Moments                               # of ρ − 1, but for its ends: those of ρ
 
     @classmethod
     def of(cls, log_rho: Tensor, response_mask: Tensor) -> "Ratios":
@@ -377,6 +379,7 @@ def offpolicy_metrics(train_log_prob: Tensor, rollout_log_prob: Tensor,
 
     [B, T] each → {"rollout_corr/kl", "…/k3_kl", "…/chi2_token", "…/chi2_seq", "…/ppl_ratio", …}.
     """
+    train_log_prob, rollout_log_prob = train_log_prob.detach(), rollout_log_prob.detach()
     log_rho = masked_log_ratio(train_log_prob, rollout_log_prob, response_mask)
     ratios = Ratios.of(log_rho, response_mask)
     return Statistics.of(offpolicy_quantities(ratios, rollout_log_prob)).metrics()

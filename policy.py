@@ -15,6 +15,7 @@ This file decides
 Left out are tensor and pipeline parallelism and image inputs. Models with a recurrent state
 instead of a cache of keys and values are refused.
 
+    dist.init_process_group("nccl")                                     # of one rank or more
     policy = load_policy("path/to/model", 1.0, "bfloat16", torch.device("cuda"))
     log_prob = policy(tokens, attention, width)                                           # [B, T]
 """
@@ -33,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from kernels.log_probs import TokenLogProbs
-from kernels.shapes import Shape, run_prompts, spread
+from kernels.shapes import Shape, refuse_parts, run_prompts, spread
 from plumbing.models import empty_model, read_model, use_attention
 
 
@@ -87,7 +88,10 @@ class Policy(nn.Module):
                         position_ids=places[:, p:end], use_cache=True,
                         past_key_values=before.past_key_values)
         last = spread(before.last_hidden_state[:, -1:], shape.which)                    # [B, 1, D]
-        return torch.cat([last, after.last_hidden_state], 1)
+        hidden = torch.cat([last, after.last_hidden_state], 1)
+        if hidden.requires_grad:                # the prompts' part goes to .grad, see `Apart`
+            hidden.register_hook(refuse_parts)
+        return hidden
 
     def without_adapter(self, *given: Any) -> Any:
         """Return what `forward` returns, of the model without its adapter: π_ref of a LoRA run."""

@@ -103,6 +103,16 @@ def spread(x: Tensor, which: Tensor) -> Tensor:
     return x.index_select(0, which) if x.is_cpu else x[which]
 
 
+def refuse_parts(_: Tensor) -> None:
+    """Raise RuntimeError unless loss.backward() fills every .grad; `Apart` gives no other gradient.
+
+    This is a hook on the gradient of what the policy computes of a batch.
+    """
+    if not torch.autograd._is_checkpoint_valid():              # as torch.utils.checkpoint asks
+        raise RuntimeError("the prompts' part of the gradient goes to .grad, so call "
+                           "loss.backward() instead of torch.autograd.grad")
+
+
 class Apart(torch.autograd.Function):
     """Run the backward pass of a graph by itself, once the gradients of all its outputs are there.
 
@@ -111,8 +121,7 @@ class Apart(torch.autograd.Function):
     and under FSDP a gathered one on every rank.
 
     `forward` returns the outputs without their graph. `backward` adds the prompts' gradient to
-    .grad. torch.autograd.grad would return the responses' alone, so `backward` raises a
-    RuntimeError there. It is called only if `weight` is among what is asked for.
+    .grad. torch.autograd.grad would return the responses' alone, which `refuse_parts` refuses.
     """
 
     @staticmethod
@@ -123,8 +132,5 @@ class Apart(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        if not torch.autograd._is_checkpoint_valid():          # as torch.utils.checkpoint asks
-            raise RuntimeError("the prompts' part of the gradient goes to .grad, so call "
-                               "loss.backward() instead of torch.autograd.grad")
         torch.autograd.backward(ctx.outputs, gradients)
         return None, None

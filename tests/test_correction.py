@@ -14,7 +14,7 @@ from examples import RATIOS, bound_of, chi_square_of
 from oracle import close
 from tolerances import gamma
 
-from correction import correct, importance_weights
+from correction import batch_normalize, correct, importance_weights
 from correction import RolloutCorrectionConfig as Config
 from estimators import (SAFETY_BOUND, aggregate_log_ratio, effective_sample_size, exp_ratio,
                         kl_estimate, perplexity)
@@ -192,6 +192,18 @@ def test_batch_normalised_weights_have_mean_one_at_their_own_level(batch, level)
     if own.max() <= 2 * math.exp(-SAFETY_BOUND):            # nothing but floors: left alone
         return
     assert own.mean().item() == pytest.approx(1, rel=1e-12)
+
+
+def test_weights_made_elsewhere_are_divided_by_their_mean_over_tokens_alone():
+    """eq:self-normalised: what stands on padding is not read."""
+    weights, mask = torch.tensor([[2.0, 9.0], [4.0, 4.0]]), torch.tensor([[1, 0], [1, 1]])
+    for level, mean in (("token", 10 / 3), ("sequence", 3.0)):
+        assert close(batch_normalize(weights, mask, level),
+                     torch.tensor([[2.0, 0.0], [4.0, 4.0]]) / mean)
+    with pytest.raises(ValueError, match="level cannot be 'tokens'; did you mean 'token'"):
+        batch_normalize(weights, mask, "tokens")
+    with pytest.raises(ValueError, match="weights .2, 1. and response_mask .2, 2. must have"):
+        batch_normalize(weights[:, :1], mask, "sequence")
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -15,7 +15,7 @@ from tolerances import gamma
 
 from estimators import (SAFETY_BOUND, aggregate_log_ratio, effective_sample_size, exp_ratio,
                         grpo_advantages, kl_estimate, masked_log_ratio, perplexity,
-                        reinforce_advantages, rloo_advantages)
+                        reinforce_advantages, rloo_advantages, sequence_log_ratio)
 from losses import aggregate_loss
 from metrics import offpolicy_metrics, to_host
 
@@ -273,6 +273,16 @@ def test_errors_name_the_value_and_the_choices(call):
     """eq:kl-estimators, eq:levels: an error is one sentence."""
     with pytest.raises(ValueError, match="must be one of .*, not '(k4|k1\\+\\+|batch)'"):
         call()
+
+
+def test_what_would_be_broadcast_is_refused():
+    """eq:perplexity, eq:kl-estimators: a row in the place of a batch would give other numbers."""
+    for call in (lambda: perplexity(torch.ones(2, 3), torch.ones(2, 1)),
+                 lambda: kl_estimate(torch.ones(2, 2), torch.ones(2), "k1")):
+        with pytest.raises(ValueError, match="must have one shape .B, T."):
+            call()
+    with pytest.raises(ValueError, match="level must be sequence or geometric, not 'token'"):
+        sequence_log_ratio(X, GOOD, "token")
 
 
 def test_sums_over_16_bits_are_not_of_16_bits():

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,9 @@ def test_correct_compiles_whole(monkeypatch):
     with inductor.patch({"cpp.vec_isa_ok": False}):
         compiled = torch.compile(correct, fullgraph=True)(train, rollout, mask, config, signs)
     plain = correct(train, rollout, mask, config, signs)
+    for threshold in (1.5, 2.5, (0.5, 3.0)):                # a second one is a symbol of the trace
+        torch.compile(correct, fullgraph=True, backend="eager")(
+            train, rollout, mask, replace(config, rollout_is_threshold=threshold), signs)
     torch.testing.assert_close(compiled.weights, plain.weights, rtol=1e-12, atol=1e-14)
     assert torch.equal(compiled.mask, plain.mask) and 0 < plain.mask.sum() < mask.sum()
     assert to_host(compiled.metrics) == pytest.approx(to_host(plain.metrics), rel=1e-9, abs=1e-9)

@@ -179,6 +179,10 @@ def test_prompts_and_responses_hold_no_second_copy_of_the_gradients(dtype, tmp_p
 def test_a_gradient_that_would_lack_the_prompts_part_is_refused(tiny_model):
     with process_group() as device:
         policy = load_policy(str(tiny_model), 1.0, "float32", device)
-        log_prob = policy(TOKENS, torch.ones_like(TOKENS), 2)
-        with pytest.raises(RuntimeError, match="call loss.backward.. instead of torch.autograd"):
-            torch.autograd.grad(log_prob.sum(), list(policy.parameters()))
+        *_, last = (x for name, x in policy.named_parameters() if "k_proj.weight" in name)
+        for asked in (list(policy.parameters()), [last]):
+            loss = policy(TOKENS, torch.ones_like(TOKENS), 2).sum()
+            with pytest.raises(RuntimeError, match="call loss.backward.. instead of torch.auto"):
+                torch.autograd.grad(loss, asked, retain_graph=True)
+            with pytest.raises(RuntimeError, match="call loss.backward.. instead of torch.auto"):
+                loss.backward(inputs=asked)

@@ -403,6 +403,33 @@ def test_a_ratio_of_next_to_nothing_is_not_0():
             1, rel=gamma(8))
 
 
+def test_one_infinite_log_prob_makes_infinite_metrics_and_no_nan():
+    """eq:merge: a row with log π = −∞ has an infinite mean, and no differences from it."""
+    train = torch.tensor([[-1.0, -math.inf], [-1.0, -2.0]])
+    found = to_host(offpolicy_metrics(train, torch.full((2, 2), -1.0), torch.ones(2, 2)))
+    assert found["rollout_corr/kl"] == found["rollout_corr/training_log_ppl"] == math.inf
+    assert found["rollout_corr/is_ratio_mean"] == pytest.approx(
+        (2 + math.exp(-1) + math.exp(-20)) / 4, rel=gamma(8))
+
+
+def test_a_row_of_tiny_ratios_is_summed_as_ratios_and_one_of_ratios_near_1_as_differences():
+    """eq:ess: each of two rows loses its digits if the other's way is taken."""
+    tiny, near = torch.full((1, 64), -19.0), torch.full((1, 64), 1e-6)
+    tiny[0, 0] = -1.5
+    for row, digits in ((tiny, gamma(64)), (near, gamma(64))):
+        exact = row.double().exp()
+        found = offpolicy_metrics(row, 0 * row, torch.ones(1, 64))
+        mean = found["rollout_corr/is_ratio_mean"].item()
+        assert mean == pytest.approx(exact.mean().item(), rel=digits)
+        assert mean - 1 == pytest.approx(exact.mean().item() - 1, rel=gamma(64))
+
+
+def test_metrics_of_two_policies_hold_no_graph():
+    train, rollout = (torch.full((2, 2), -1.0, requires_grad=True) for _ in range(2))
+    found = offpolicy_metrics(train, rollout, torch.ones(2, 2))
+    assert not any(x.requires_grad for x in found.values())
+
+
 def test_offpolicy_metrics_are_those_of_a_correction():
     g = torch.Generator().manual_seed(0)
     train, rollout = torch.randn(2, 5, 7, generator=g, dtype=torch.float64)

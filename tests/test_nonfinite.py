@@ -120,6 +120,7 @@ def test_a_reward_that_is_not_finite_is_no_part_of_its_groups_baseline(run, monk
         assert code == 0 and lines[0]["train/skipped_samples"] == 1
         assert lines[0]["reward/mean"] == 1 and lines[0]["grad_norm"] == 0
         assert lines[0]["reward/std"] == 0 and lines[0]["reward/groups_without_signal"] == 1
+        assert lines[0]["reward/advantage_max"] == 0        # of the rows with a reward
 
 
 def test_a_step_whose_updates_are_all_skipped_goes_on(run, monkeypatch):

@@ -92,6 +92,7 @@ def test_presets_take_the_arguments_of_verls_documents(made, expected):
     (lambda: Config.decoupled_geo_rs(-1), "rs_threshold.*positive"),
     (lambda: Config.decoupled_geo_rs("0.999_1.002"),
      "rs_threshold.*positive number, not '0.999_1.002'"),
+    (lambda: Config.bypass_pg_geo_rs((0.9, 1.1), 0.5), "leave rs_threshold_lower out"),
 ])
 def test_a_presets_wrong_argument_is_one_sentence(call, words):
     """An unknown argument is Python's TypeError; only adapters/dialects.py reads "lo_hi"."""

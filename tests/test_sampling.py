@@ -111,6 +111,16 @@ def test_sampling_errors_name_the_setting(bad):
         sampling_log_probs(torch.zeros(3), **bad)
 
 
+@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}, {}])
+def test_a_nan_remains_one_and_no_mass_is_above_1(cut):
+    """eq:sampling: −∞ would say that the token is never sampled."""
+    log_mu, mass = sampling_log_probs(torch.tensor([[0.0, math.nan, 1.0], [0.0, 1.0, 2.0]]), **cut)
+    assert log_mu[0].isnan().all() and log_mu[1].exp().sum() == pytest.approx(1, rel=1e-6)
+    assert mass[0].isnan() or not cut
+    logits = torch.randn(30, 32_000, generator=torch.Generator().manual_seed(0))
+    assert sampling_log_probs(logits, min_p=1e-30)[1].max() <= 1     # its sum of float32 is above 1
+
+
 def test_ties_with_the_kth_token_are_kept():
     """eq:sampling: ties with the kth token are kept, since a rank cannot tell them apart."""
     log_mu, mass = sampling_log_probs(f64([1.0, 2.0, 1.0, 0.0]), top_k=2)
