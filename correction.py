@@ -47,8 +47,8 @@ def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str,
     """Return min(ρ, C), or ρ·1[lo ≤ ρ ≤ hi] for a pair, at one level.  (eq:tis, eq:mis)
 
     `log_ratio`: log ρ per token, [B, T] → [B, T], detached (eq:detached), 0 on padding. C = inf is
-    plain importance sampling, up to e^SAFETY_BOUND. Truncation has the bias −E_μ[(ρ−C)₊ g]. Raises ValueError on a
-    threshold that is no bound (a C that is a tensor is not looked at), or if shapes differ.
+    plain importance sampling, up to e^SAFETY_BOUND. Truncation has the bias −E_μ[(ρ−C)₊ g]. Raises
+    ValueError on a threshold that is no bound (a tensor is not looked at), or if shapes differ.
     Sources: Ionides 2008, Yao et al. 2025 (TIS); Ring-1T 2510.18855 (IcePop: a pair at token
     level); Liu, Li et al. 2025 (MIS); Precup et al. 2000, CTPO 2605.07331 (prefix).
     """
@@ -67,9 +67,9 @@ def batch_normalize(weights: Tensor, response_mask: Tensor, level: str,
     """Divide weights by their mean, over tokens or over sequences.  (eq:self-normalised)
 
     [B, T] → [B, T], 0 on padding. The mean is over sequences where all tokens of a sequence share a
-    weight. With `group`, it is over all ranks. If it is below 1e-8 the weights are returned as they are: nearly
-    all have vanished, and dividing would turn them into ones. For w = ρ the bias is O(1/N). With
-    truncated weights the estimate tends to E_μ[wf]/E_μ[w]. Geometric and prefix weights, whose
+    weight. With `group`, it is over all ranks. If it is below 1e-8 the weights are returned as they
+    are: nearly all have vanished, and dividing would make them ones. For w = ρ the bias is O(1/N).
+    With truncated weights the estimate tends to E_μ[wf]/E_μ[w]. Geometric and prefix weights, whose
     mean is not 1, are rescaled at any N. Raises ValueError on another level, or if shapes differ.
     Source: verl PR 3980; Owen 2013, ch. 9.
     """
@@ -129,9 +129,9 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor | None, response_ma
     in decoupled mode and of the current π_θ in bypass mode. The criteria opsm and token_tv_outward
     need `advantages` [B, T]. With `group`, a torch.distributed process group, batch normalisation
     and second_moment use all its ranks. A NaN in rollout_log_prob makes NaN of every weight that it
-    is a factor of: where one is missing, put train_log_prob in its place (ρ = 1), or mask the token. Raises
-    ValueError if shapes differ, if there is no rollout_log_prob, or if a criterion lacks its
-    advantages, [B, T].
+    is a factor of: where one is missing, put train_log_prob in its place (ρ = 1), or mask the
+    token. Raises ValueError if shapes differ, if there is no rollout_log_prob, or if a criterion
+    lacks its advantages, [B, T].
     """
     if rollout_log_prob is None:
         raise ValueError("rollout_log_prob is missing: without the sampler's log-probs there is "
@@ -247,9 +247,9 @@ class RolloutCorrectionConfig:
         return self.rollout_is is not None and not self.ratio_is_the_weight
 
     # Presets have the arguments of verl's documents. `threshold` or `is_threshold` is the weights'
-    # C, for IcePop their upper bound (or a pair, whose lower end then counts). `rs_threshold` bounds
-    # the criterion: on ρ a pair, or an upper end u that means [1/u, u] unless `rs_threshold_lower`
-    # is given. `veto_threshold`: the least ρ.
+    # C, for IcePop their upper bound, or a pair. `rs_threshold` bounds the criterion: on ρ a pair,
+    # or an upper end u that means [1/u, u] unless `rs_threshold_lower` is given. `veto_threshold`:
+    # the least ρ.
 
     # Three policies, ρ = π_old/π_rollout.
 

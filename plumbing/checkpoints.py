@@ -28,7 +28,7 @@ from plumbing.models import digest_of
 from plumbing.settings import CHANGEABLE, Config, UserError, flat, without_slash
 from plumbing.shards import TensorByTensor
 
-WRITTEN = (".json", ".jinja", ".model", ".safetensors", ".txt")    # a run's files end so
+WEIGHTS = (".safetensors", ".safetensors.index.json")   # older ones must not stay beside new ones
 
 
 class Checkpoints:
@@ -170,13 +170,11 @@ def write_aside(place: Path) -> Iterator[Path]:
     """Yield a directory for all ranks to write into; rename it into its place when they are done.
 
     If that place is a link, the files are moved one by one to its target, and the link stays. What
-    a user put there stays, too.
+    a user put there stays, too, but for weights. If that is interrupted, the next call ends it.
     """
-    try:
-        linked, place = place.is_symlink(), place.resolve()
-    except RuntimeError:
-        raise UserError(f"{place} is a link to itself: remove it") from None
-    part, main = place.with_name(f".{place.name}.part"), dist.get_rank() == 0
+    linked, place = place.is_symlink(), place.resolve()
+    part, old = (place.with_name(f".{place.name}.{end}") for end in ("part", "old"))
+    main = dist.get_rank() == 0
     try:
         if main:
             shutil.rmtree(part, ignore_errors=True)
@@ -193,16 +191,26 @@ def write_aside(place: Path) -> Iterator[Path]:
                 os.replace(path, place / path.name)
             settle(place)
         elif main:
-            for path in [path for path in place.glob("*") if path.suffix not in WRITTEN]:
-                if not (part / path.name).exists():
-                    os.replace(path, part / path.name)
-            shutil.rmtree(place, ignore_errors=True)
+            if old.exists():
+                bring_back(old, place)
+            if place.exists():
+                os.replace(place, old)
             os.replace(part, place)
+            bring_back(old, place)
             settle(place.parent)
         dist.barrier()
     finally:
         if main:
             shutil.rmtree(part, ignore_errors=True)
+
+
+def bring_back(old: Path, place: Path) -> None:
+    """Move what `place` lacks from the directory that it replaced, but for weights."""
+    place.mkdir(exist_ok=True)
+    for path in old.glob("*"):
+        if not path.name.endswith(WEIGHTS) and not (place / path.name).exists():
+            os.replace(path, place / path.name)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def settle(path: Path) -> None:

@@ -117,6 +117,11 @@ def require_writable(place: Path) -> None:
     Opening a pipe waits for its other end.
     """
     for path in (place, place / "checkpoints", place / "model"):
+        try:
+            path.stat()
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise UserError(f"{path} is a link to itself: remove it") from None
         if path.exists() and not os.access(path, os.W_OK | os.X_OK):
             raise not_writable(path, os.strerror(errno.EACCES))
     for path in (*map(place.joinpath, FILES), *place.glob("checkpoints/step-*/state.json")):

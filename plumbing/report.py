@@ -51,7 +51,7 @@ def closing_table(lines: list[dict], before: float, after: float, n: int) -> lis
 
 
 def ess(metrics: dict) -> float:
-    """Return ESS/N of the raw weights, each counted once, or, if a run has no weights, 1/(1 + χ²) of its tokens."""
+    """Return ESS/N of the raw weights, or, if a run has no weights, 1/(1 + χ²) of its tokens."""
     seq = "seq_" if metrics.get("rollout_corr/rollout_is_per_sequence") == 1 else ""
     raw = metrics.get(f"rollout_corr/rollout_is_raw_{seq}eff_sample_size")
     chi2 = max(metrics.get("rollout_corr/chi2_token", math.nan), 0.0)       # nan: nothing was left

@@ -31,8 +31,9 @@ from launching import shell
 from waiting import HANG
 
 from plumbing import directory
-from plumbing.checkpoints import read_metrics
+from plumbing.checkpoints import read_metrics, write_aside
 from plumbing.directory import hold_directory, lock_file, require_writable, take_turns
+from plumbing.faults import process_group
 from plumbing.settings import UserError
 
 LONG = [*SMALL, "rollout.engine=transformers", "train.steps=100000", "train.save_every=2", "run=x"]
@@ -381,15 +382,45 @@ def test_foreign_files_and_links_are_left_alone_and_stop_nothing(run, tmp_path):
 def test_what_was_put_beside_a_model_stays(run):
     run()
     Path("runs/x/model/scores").mkdir()
-    for name in "README.md", "scores/a.md":
+    mine = "README.md", "notes.txt", "scores.json", "scores/a.md"
+    for name in mine:
         (Path("runs/x/model") / name).write_text("mine")
     stale = Path("runs/x/model/model-00002-of-00002.safetensors")
     stale.write_bytes(b"of a larger model")
     before = weights("x")
     assert run("train.steps=3")[0] == 0 and not stale.exists()
     assert any((x != before[name]).any() for name, x in weights("x").items())
-    for name in "README.md", "scores/a.md":
+    for name in mine:
         assert (Path("runs/x/model") / name).read_text() == "mine"
+    assert not Path("runs/x/.model.old").exists()
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+def test_an_interrupted_write_loses_nothing_that_a_user_put_there(at, tmp_path, monkeypatch):
+    """It is interrupted before each of the four renames; the next write ends what it began."""
+    place, renamed, replace = tmp_path / "model", [], os.replace
+    (place / "scores").mkdir(parents=True)
+    for name in "config.json", "scores/a.md", "b.txt":
+        (place / name).write_text("mine")
+
+    def interrupt(*paths):
+        renamed.append(paths)
+        if len(renamed) == at:
+            raise KeyboardInterrupt
+        replace(*paths)
+
+    def write():
+        with write_aside(place) as part:
+            (part / "config.json").write_text("new")
+    with process_group():
+        monkeypatch.setattr(os, "replace", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            write()
+        monkeypatch.setattr(os, "replace", replace)
+        write()
+    assert (place / "config.json").read_text() == "new"
+    assert (place / "scores/a.md").read_text() == (place / "b.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "finished.json",
