@@ -135,6 +135,25 @@ def require_room(model: Shapes, config: Config, ranks: int, length: int, free: f
             if sum(parts.values()) + UNSURE > free]
 
 
+def judge_host(model: Shapes, config: Config, host: float) -> list[str]:
+    """Return a remark if what policy.cpu_offload keeps exceeds the host's bytes.
+
+    That is, over all ranks of a machine, the float32 weights (twice with a whole π_ref), and
+    gradients and AdamW's two moments of those that learn.
+    """
+    reference = config.loss.kl_coef != 0 and config.policy.lora_rank is None
+    kept = 4 * ((1 + reference) * model.parameters + 3 * model.trained)
+    if not config.policy.cpu_offload or kept <= host:
+        return []
+    return [f"policy.cpu_offload=true keeps {kept / GIB:.0f} GiB of weights, gradients and moments "
+            f"in this machine's memory, by arithmetic, and it has {host / GIB:.0f}"]
+
+
+def host_memory() -> float:
+    """Return the bytes of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def says(when: str, parts: dict[str, float], free: float) -> str:
     figures = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
     return (f"by arithmetic {when} takes {sum(parts.values()) / GIB:.1f} GiB of a card, and "

@@ -45,8 +45,9 @@ class Checkpoints:
             try:
                 self.step = step_of(found[-1])
                 self.saved = json.loads((found[-1] / "state.json").read_text())
-                if self.saved["step"] != self.step:
-                    raise ValueError("the directory was renamed")
+                if self.saved["step"] != self.step or not (
+                        isinstance(self.saved["before"], float) and self.saved["engine"]):
+                    raise ValueError("it was renamed or changed")
                 self.require_same(self.saved["settings"])
             except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError,
                     RecursionError):

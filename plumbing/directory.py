@@ -112,16 +112,18 @@ def lock_file(path: Path, wait: bool = False) -> IO[str]:
 
 
 def require_writable(place: Path) -> None:
-    """Raise UserError if an existing part of the directory cannot be written, or is no file.
+    """Raise UserError if a part of the directory cannot be written, or is of another kind.
 
     Opening a pipe waits for its other end.
     """
-    for path in (place, place / "checkpoints", place / "model"):
+    for path in (place, *(place / name for name in ("checkpoints", "model", "dumps"))):
         try:
             path.stat()
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise UserError(f"{path} is a link to itself: remove it") from None
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path} is not a directory: move it away")
         if path.exists() and not os.access(path, os.W_OK | os.X_OK):
             raise not_writable(path, os.strerror(errno.EACCES))
     for path in (*map(place.joinpath, FILES), *place.glob("checkpoints/step-*/state.json")):

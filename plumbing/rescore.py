@@ -64,9 +64,11 @@ class Rescored(NamedTuple):
     def lines(self) -> list[str]:
         """Return a line for log π, one for log μ, and one for each cause."""
         sides = [("log π", "trainer", self.train), ("log μ", "sampler", self.rollout)]
+        doubt = "is --model the model of this dump?"
         return [*(f"{symbol} is {m.name:40} " + (
-            f"{m.left:6.1%} of the gap left (next: {m.next[0]}, {m.next[1]:.1%})" if m.cause else
-            f"the {who} is innocent") for symbol, who, m in sides),
+            f"the {who} is innocent" if m.cause is None else doubt if m.cause == "unknown" else
+            f"{m.left:6.1%} of the gap left (next: {m.next[0]}, {m.next[1]:.1%})")
+            for symbol, who, m in sides),
             *(f"Cause: {m.cause}, at the {who}" for _, who, m in sides if m.cause)]
 
     def as_json(self) -> dict[str, Any]:
@@ -199,7 +201,8 @@ def rescore(path: str, older: Sequence[str], responses: Iterable[Response]) -> R
     if rollout.cause is None and proper and (π - μ)[mask].sum() > 0:
         rollout = train._replace(name=f"plain, before {train.name}", cause="raw")
         train = train._replace(cause=None)
-    if (rollout.name, rollout.parameter) == (train.name, train.parameter):
+    alike = (rollout.name, rollout.parameter) == (train.name, train.parameter)
+    if alike and train.cause != "unknown":
         rollout, train = rollout._replace(cause=None), train._replace(cause=None)
     sides = [side for side, m in (("rollout", rollout), ("train", train)) if m.cause]
     return Rescored(rollout, train, "both" if len(sides) > 1 else (sides or ["none"])[0])

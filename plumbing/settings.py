@@ -63,8 +63,8 @@ class TaskConfig:
     eval_path: str | None = setting(
         None, "a file of held-out questions; null: eval_size rows of `path`")
     eval_size: int | None = setting(
-        None, "number of held-out problems, one sample each; null: 1024, but at most a tenth of "
-        "the rows of a file without eval_path", 1)
+        None, "number of held-out problems, one sample each; null: 1024, but at most half of "
+        "what task.size makes, or a tenth of the rows of a file without eval_path", 1)
     on_bad_row: Literal["raise", "skip"] = setting(
         "raise", "on unusable rows and prompts that are too long: end the run, or leave them out")
     instruction: str = setting("", "text appended to every question")
@@ -355,6 +355,8 @@ def read_yaml(path: Path | None, overrides: list[str]) -> tuple[DictConfig, Dict
                                 "a number without leading zeros and colons, or a text in quotes")
         given = OmegaConf.from_dotlist(overrides)
         base = cast(DictConfig, OmegaConf.load(path) if path else default_settings(given))
+        if unsaid := sorted(OmegaConf.missing_keys(base) | OmegaConf.missing_keys(given)):
+            raise UserError(f"{unsaid[0]} cannot be '???', which OmegaConf reads as no value")
         for key in given:
             if OmegaConf.is_list(given[key]) and OmegaConf.is_dict(base.get(key)):
                 raise UserError(f"{key} must be a section of settings, not {given[key]}")
@@ -389,9 +391,10 @@ def check_keys(settings: dict[str, Any], known: dict[str, Any]) -> None:
     for key, value in settings.items():
         if key not in known and not key.startswith("correction."):
             first, last = key.partition(".")[0], key.rpartition(".")[2]
-            if (first in WRAPPERS and first not in known) or (
-                    last in KEYS and first in (last, *WRAPPERS)):
-                whose = "a correction" if last in OWN else "another system"
+            if (last in KEYS and first in (last, *WRAPPERS)) or (
+                    key in WRAPPERS or "correction." in key):
+                ours = last in OWN and (first == last or first in known)
+                whose = "a correction" if ours else "another system"
                 raise UserError(f"{key} is a setting of {whose}: put its block under correction:")
             section = key.rpartition(".")[0]
             near = [name for name, kind in known.items() if not is_dataclass(kind)]
@@ -403,7 +406,8 @@ def check_keys(settings: dict[str, Any], known: dict[str, Any]) -> None:
         kind = known.get(key)
         if key == "correction" and value not in ({}, None):
             raise UserError(f"correction must be {describe(kind)}, not {value!r}")
-        if (is_dataclass(kind) and value != {}) or (kind is bool and not isinstance(value, bool)):
+        if (is_dataclass(kind) and value != {}) or (
+                kind in (bool, bool | None) and not isinstance(value, (bool, NoneType))):
             raise UserError(f"{key} must be {describe(kind)}, not {value!r}")
         if key in TEXTS and not isinstance(value, (str, NoneType)):
             raise UserError(f"{key} must be text, and {value!r} is read as a number or another "

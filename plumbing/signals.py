@@ -2,7 +2,8 @@
 
 This file decides: while Python still imports, the process ends immediately. After `listen` a
 signal is raised as `Ended`, so that the engine is closed. SIGTERM first lets the step in progress
-end and be saved, within train.grace seconds. A second signal ends the process without waiting.
+end and be saved, within train.grace seconds; another SIGTERM changes nothing then, since a launcher
+may send two. After `Ended` was raised, any signal ends the process without waiting.
 
 It imports no other file of this repository, since trainer.py imports it first.
 """

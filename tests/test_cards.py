@@ -26,8 +26,8 @@ sys.path[:0] = [str(ROOT / "math")]
 import tables
 
 from plumbing import cards, engines, faults, run as run_module
-from plumbing.cards import (GIB, Shapes, memory, memory_metrics, require_room, smallest_engine,
-                            update_flops)
+from plumbing.cards import (GIB, Shapes, judge_host, memory, memory_metrics, require_room,
+                            smallest_engine, update_flops)
 from plumbing.models import add_adapter
 from plumbing.settings import UserError, load_config
 
@@ -182,6 +182,17 @@ def test_gsm8k_fits_24_gb_and_a_model_three_times_as_large_does_not():
                        "more ranks than 1"):
         judge("1.5B", settings(), 24)
     assert judge("1.5B", settings(), 24, ranks=8) == []
+
+
+def test_an_offload_that_exceeds_the_hosts_memory_is_said():
+    config, model = settings("gsm8k-24gb"), tables.qwen("1.5B")
+    kept = 16 * model.parameters                            # weights, gradients, two moments
+    assert judge_host(model, config, kept) == []
+    said, = judge_host(model, config, kept - 1)
+    assert f"keeps {kept / GIB:.0f} GiB of weights, gradients and moments" in said
+    assert judge_host(model, settings("gsm8k-24gb", "policy.cpu_offload=false"), 0) == []
+    both, = judge_host(model, settings("gsm8k-24gb", "loss.kl_coef=0.1"), 0)        # π_ref, too
+    assert f"keeps {20 * model.parameters / GIB:.0f} GiB" in both
 
 
 def test_the_configuration_for_24_gb_fits_and_states_its_figures():

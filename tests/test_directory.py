@@ -301,7 +301,8 @@ def test_a_place_that_cannot_be_written_is_found_before_anything_is_loaded(
     monkeypatch.setattr("plumbing.run.make_task", lambda *_: pytest.fail("loaded"))
     code, lines = run()
     said = capsys.readouterr().err
-    assert (code == 2 and lines == [] and "cannot be written" in said and "runs/x" in said
+    what = "is not a directory: move it away" if place == "runs" else "cannot be written"
+    assert (code == 2 and lines == [] and what in said and "runs/x" in said
             and said.count("\n") == 1), said
 
 
@@ -429,6 +430,13 @@ def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(name, tmp_pat
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     os.mkfifo(tmp_path / name)
     with pytest.raises(UserError, match=f"{name} is not a file: move it away"):
+        require_writable(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "model", "dumps"])
+def test_a_file_in_the_place_of_a_directory_is_named(name, tmp_path):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(UserError, match=f"{name} is not a directory: move it away"):
         require_writable(tmp_path)
 
 

@@ -75,6 +75,28 @@ def test_a_row_that_takes_too_long_is_ended(reported):
     assert status == 1 and table[-1] == "| padding | FAILED: not done after 0 minutes |"
 
 
+def test_a_full_disk_that_swallows_the_last_words_is_said(reported, monkeypatch):
+    usage = gpu_report.shutil.disk_usage
+    found = iter([usage("."), usage(".")._replace(free=0)])
+    monkeypatch.setattr(gpu_report.shutil, "disk_usage", lambda _: next(found))
+    monkeypatch.setattr("test_gpu_report.BROKEN", BROKEN.replace("a line of a traceback", ""))
+    _, table, _ = reported(PADDING, "padding", "os._exit(1)")
+    assert re.search(r"FAILED: no word, and \S+ is full .status 1. \|$", table[-1])
+
+
+def test_a_report_that_is_ended_ends_its_row(reported, monkeypatch):
+    started, popen = [], gpu_report.subprocess.Popen
+
+    def interrupt(_):
+        raise SystemExit(143)
+    monkeypatch.setattr(gpu_report.subprocess, "Popen",
+                        lambda *args, **given: started.append(popen(*args, **given)) or started[-1])
+    monkeypatch.setattr(gpu_report.time, "sleep", interrupt)
+    with pytest.raises(SystemExit):
+        reported(PADDING, "padding", "time.sleep(600)")
+    assert len(started) == 1 and started[0].poll() == -9
+
+
 def test_without_a_fault_the_status_is_0(reported):
     status, table, _ = reported(PADDING, "none")
     assert status == 0 and table[1:] == ["| padding | begins |"]

@@ -20,7 +20,7 @@ from plumbing import tasks
 from plumbing.faults import process_group
 from plumbing.run import Run
 from plumbing.settings import TaskConfig, UserError, correction_of, load_config
-from rollout import KEPT, TransformersEngine
+from rollout import KEPT
 
 
 def test_an_older_omegaconf_is_one_sentence(monkeypatch):
@@ -131,11 +131,14 @@ def test_a_named_engine_that_is_missing_is_refused_before_a_demo_model_is_taught
 
 
 def test_a_temperature_that_vllm_does_not_take_is_one_sentence(run, monkeypatch, capsys):
-    """rollout.engine=auto may have taken vLLM, which raises in the first sampling."""
-    monkeypatch.setattr(TransformersEngine, "name", "vllm")
-    assert run("rollout.temperature=3")[0] == 2
-    assert "rollout.temperature must be at most 2 for vLLM, not 3.0" in capsys.readouterr().err
-    assert run("rollout.temperature=2", name="y")[0] == 0
+    """rollout.engine=auto would take vLLM, which raises in the first sampling."""
+    monkeypatch.setattr("plumbing.run.find_spec", lambda _: True)
+    with monkeypatch.context() as patch:
+        patch.setattr("plumbing.run.make_task", lambda *_: 1 / 0)
+        assert run("rollout.temperature=3", "rollout.engine=auto")[0] == 2
+    assert ("rollout.temperature must be at most 2 for vLLM, not 3.0, or set "
+            "rollout.engine=transformers") in capsys.readouterr().err
+    assert run("rollout.temperature=3", "rollout.engine=transformers", name="y")[0] == 0
 
 
 @pytest.mark.parametrize("name", ["007", "1e3", "1.10", "20261126_1", "1_0", "yes", "on", "x"])

@@ -146,6 +146,17 @@ def test_dropout_is_told_from_a_fault_that_nothing_explains(drawn):
     assert (found.guilty, found.train.cause) == ("train", "unknown")
 
 
+def test_the_model_of_another_step_makes_no_side_innocent(drawn, tmp_path):
+    """Both columns are of weights that --model does not have."""
+    model, path, prompts, tokens = drawn
+    torch.manual_seed(0)
+    noise = [0.3 * torch.randn(len(x)) for x in tokens]
+    both = [x + e for x, e in zip(score(model, prompts, tokens), noise)]
+    found = rescore(path, [], dump(prompts, tokens, both, both))
+    assert found.rollout.cause == found.train.cause == "unknown"
+    assert all(line.endswith("is --model the model of this dump?") for line in found.lines()[:2])
+
+
 @pytest.mark.parametrize("given", [dict(top_k=5), dict(top_p=0.8)])
 def test_a_cut_is_found_though_noise_decides_who_is_at_its_edge(given, drawn):
     _, path, _, _ = drawn

@@ -90,6 +90,15 @@ def test_a_checkpoint_that_does_not_say_its_data_model_or_moments_is_continued(r
     assert code == 0 and logging.root.isEnabledFor(logging.WARNING)
 
 
+@pytest.mark.parametrize("key, value", [("before", "x"), ("before", None), ("engine", None)])
+def test_a_changed_state_is_damage(key, value, run, capsys):
+    run()
+    path = Path("runs/x/checkpoints/step-000002/state.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    assert run("train.steps=3")[0] == 2
+    assert "step-000002 is damaged, or no checkpoint of this program" in capsys.readouterr().err
+
+
 def test_the_millionth_step_comes_after_the_one_before_it(tmp_path):
     """Names of six digits and of seven are not in the order of their letters."""
     kept = checkpoints.Checkpoints(tmp_path, load_config([]))

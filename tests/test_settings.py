@@ -160,9 +160,22 @@ def test_a_loss_has_its_own_numbers_unless_others_are_given(name):
     assert loss_of(config).numbers(taught) == taught.own
 
 
+@pytest.mark.parametrize("given, words", [
+    ("train.steps=???", "train.steps cannot be '[?]{3}', which OmegaConf reads as no value"),
+    ("rollout.quantize_bits=???", "rollout.quantize_bits cannot be"),
+    ("rollout.enforce_eager=5", "rollout.enforce_eager must be true or false or null, not 5"),
+    ("trainer.steps=4", "trainer.steps is not a setting; did you mean train.steps"),
+    ("algorithm.rollout_correction.rollout_is=token", "of another system: put its block under"),
+    ("rollout.rollout_is=token", "of a correction: put its block under")])
+def test_what_omegaconf_or_another_system_would_take_is_refused(given, words):
+    with pytest.raises(UserError, match=words):
+        load_config([given])
+
+
 @pytest.mark.parametrize("correction, said", [
     ("preset: decoupled_token_is", False), ("preset: decoupled_token_icepop", True),
-    ("preset: decoupled_geo_rs", True), ("preset: bypass_pg_token_icepop", True)])
+    ("preset: decoupled_geo_rs", True), ("preset: bypass_pg_token_icepop", True),
+    ("rollout_is: token, rollout_is_threshold: [0.5, 2], bypass_mode: true", False)])
 def test_a_penalty_that_is_rejected_with_its_token_is_named(correction, said):
     """eq:kl-gradient: where the mask or the weight is 0, the KL in the reward is lost."""
     given = [f"correction={{{correction}}}", "loss.kl_coef=1", "loss.kl_in=reward"]

@@ -147,7 +147,7 @@ def test_gspo_with_advantages_of_tokens_is_each_tokens_own():
 def test_sixteen_bits_are_widened_before_they_are_subtracted(name):
     """eq:gspo: in bfloat16 the difference itself would be off by more than GSPO's clip."""
     row = LOSSES[name]
-    lp, old = torch.tensor([[[-2.3, -1.0]], [[-2.29, -0.013]]], dtype=torch.bfloat16)
+    lp, old = torch.tensor([[[-2.3, -0.2]], [[-2.29, -0.013]]], dtype=torch.bfloat16)
     given = {"old_log_prob": old, "advantages": torch.ones(1, 2), "response_mask": torch.ones(1, 2)}
     narrow = row.function(lp, *(given[name] for name in row.takes))
     given["old_log_prob"] = old.float()

@@ -16,6 +16,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -426,17 +427,20 @@ def attempt(name: str, of: Row, count: int, directory: str) -> str:
             started.append(subprocess.Popen(
                 [*PROGRAM, "--row", name], cwd=directory, stderr=stderr,
                 env={**os.environ, **{key: str(value) for key, value in of_rank.items()}}))
-    while None in (codes := [p.poll() for p in started]) and not any(codes) and (
-            time.monotonic() < until):
-        time.sleep(0.05)
-    for process in started:                # the others would wait for a rank that has failed
-        process.kill()
-        process.wait()
+    try:
+        while None in (codes := [p.poll() for p in started]) and not any(codes) and (
+                time.monotonic() < until):
+            time.sleep(0.05)
+    finally:
+        for process in started:            # the others would wait for a rank that has failed
+            process.kill()
+            process.wait()
     words = [path.read_text(errors="replace") for path in said]
     sys.stderr.write("".join(words))
     for code, text in zip(codes, words):
         if code:
-            lines = text.strip().splitlines() or ["no word"]
+            full = "" if shutil.disk_usage(directory).free else f", and {directory} is full"
+            lines = text.strip().splitlines() or [f"no word{full}"]
             # CUDA's errors go on for four lines after the one that says what it is.
             errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit): ", line)]
             return f"{(errors or lines)[-1].strip()} (status {code})"
@@ -484,4 +488,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))        # `attempt` ends its row
     sys.exit(main(sys.argv[1:]))
