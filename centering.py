@@ -49,7 +49,7 @@ def centering_loss(log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tenso
     `log_prob`, `rollout_log_prob`: [B, T, K], of K candidates v of each token; log μ is −∞ where
     there are fewer. The mean is exact if the candidates hold all of μ. Otherwise the remaining mass
     of μ and of π_θ is treated as one extra token. token_tv* always keeps that token, which is exact
-    while it has at most δ under both policies.
+    with C = ∞ while it has at most δ under both policies.
     Source: 2609.20807.
     """
     log_prob, rollout_log_prob = widen(log_prob), widen(rollout_log_prob.detach())

@@ -133,7 +133,8 @@ def token_tv_outward(seen: Evidence, bound: Any) -> Verdict:
 def second_moment(seen: Evidence, bound: Any) -> Verdict:
     """Reject the largest (log ρ)² until the mean of the others is ≤ δ.  (eq:second-moment)
 
-    The mean is over the batch, and over all ranks of the group. Source: M2PO 2510.01161.
+    The mean is over the batch, and over all ranks of the group. Source: M2PO 2510.01161, in AReaL's
+    form; the paper judges only tokens with A log ρ > 0.
     """
     square = seen.log_rho.square().float()
     limit = second_moment_limit(square, seen.mask, bound, seen.group)

@@ -1324,7 +1324,7 @@ def study_64_summary():
                      for regime in ("int4_fast", "staleness_4"))
     seeds = len(runs("study-64")["int4_fast"]["naive"])
     return f"""\
-*Held-out accuracy averaged over steps 5 to 40, {seeds} seeds a preset: with four-bit weights in the engine (left)
+*Held-out accuracy averaged over steps 5 to 40, {seeds} seeds a preset (± standard deviation): with four-bit weights (left)
 `disabled` reaches {rounded['naive']}, `{token}` {rounded[token]}, `{seq}` {rounded[seq]}, and equal weights
 on both sides {rounded['matched']}. `{bypass}`, which takes π_rollout for π_old, falls to {rounded[bypass]}, but reaches
 {late[bypass]} where weights are four steps stale (right; `disabled` {late['naive']}, `{token}` {late[token]}).*"""  # noqa: E501

@@ -175,6 +175,12 @@ def pretended(tiny_model, forks, tmp_path_factory):
         "said": said, "runs": directory / "runs"}
 
 
+def test_the_appendix_counts_the_configurations():
+    assert len(CASES) + len(TWO_RANKS) + len(OFFLOADED) == 22 and len(TWO_RANKS) == 1
+    said = " ".join((Path(__file__).parent.parent / "math/appendix-settings.md").read_text().split())
+    assert "runs in twenty-two configurations, two of them on two ranks" in said
+
+
 @pytest.mark.parametrize("case", [*CASES, *TWO_RANKS, *OFFLOADED])
 def test_the_trainer_runs_on_an_accelerator(case, pretended):
     code = 2 if case == "nan raise" else 0
