@@ -279,8 +279,8 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
     `rewards`: [B]; `groups`: [B], equal for samples of one prompt → [B]. std_g is the sample
     standard deviation (n − 1), plus 1e-6. `normalize_std=False` gives Dr. GRPO's
     A_i = R_i − mean_g. Its mean includes R_i itself, so it is (n−1)/n of RLOO's: a shorter step, in
-    the same direction if all groups have one size. A group of one has no baseline: A = R. With `keep` [B], only those rows make
-    up the baseline. Mask the others: their A may be of any size.
+    the same direction if all groups have one size. A group of one has no baseline: A = R. With
+    `keep` [B], only those rows make up the baseline. Mask the others: their A may be of any size.
     Source: Shao et al. 2402.03300; Liu et al. 2503.20783.
     """
     count, total = _group_sums(rewards, groups, keep)

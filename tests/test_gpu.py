@@ -177,8 +177,8 @@ def pretended(tiny_model, forks, tmp_path_factory):
 
 def test_the_appendix_counts_the_configurations():
     assert len(CASES) + len(TWO_RANKS) + len(OFFLOADED) == 22 and len(TWO_RANKS) == 1
-    said = " ".join((Path(__file__).parent.parent / "math/appendix-settings.md").read_text().split())
-    assert "runs in twenty-two configurations, two of them on two ranks" in said
+    said = (Path(__file__).parent.parent / "math/appendix-settings.md").read_text().split()
+    assert "runs in twenty-two configurations, two of them on two ranks" in " ".join(said)
 
 
 @pytest.mark.parametrize("case", [*CASES, *TWO_RANKS, *OFFLOADED])
