@@ -518,6 +518,7 @@ def slope_of(x: Tokens, sure: bool = True) -> Finding | None:
         evidence += (f"; {len(i)} pairs of tokens after one prefix: Δ log π = {factor.item():.3f} "
                      f"· Δ log μ, {left:.0%} of the gap left")
         enough = min(_mean(line), _mean(bent)) < numerics(x)
+        fits = fits and (enough or left < 0.7 or not sure)      # else weights explain more
         if fits and gain > 1.5:                         # two more numbers
             bends = beyond("softcap", gain)
             cause, other = ("softcap", cause) if bends else (cause, "softcap")
@@ -672,7 +673,7 @@ def over_time(x: Tokens) -> tuple[Finding | None, Finding | None]:
         return falling, fading
     if beyond("context, nats", min(ages, within(x))) and beyond("context", -slope):
         padded = Finding("padding", fading.left, f"{fading.evidence}; and with the prompt's length "
-                         f"by {1 - math.exp(grows):.0%} a token, {nats:.0f} nats better than with "
+                         f"by {1 - math.exp(grows):.1%} a token, {nats:.0f} nats better than with "
                          "any context")
         if grows < 0 and beyond("context, nats", nats):
             return padded, fading

@@ -1,9 +1,9 @@
 """Count how often doctor.py names the planted cause, on models that its rules never saw.
 
 The rules of causes.py were written while looking at the dumps of the split `written` and at those
-of earlier judgements: seeds from 5000, 9000, 13000 and 17000. They are judged on the split
-`judged`: other architectures, seeds from 21000. These were judged once, after the rules had been
-committed. math/doctor-rates.txt is the output.
+of earlier judgements: seeds from 5000, 9000, 13000, 17000, 21000 and 27000. They are judged on the
+split `judged`: other architectures, seeds from 31000. These were judged once, after the rules had
+been committed. math/doctor-rates.txt is the output.
 
     python math/doctor_rates.py --cache DIR [--split judged] [--write math/doctor-rates.txt]
 
@@ -37,15 +37,12 @@ from causes import log_odds
 
 SPLITS = {"written": ("Qwen2", "Llama", "Mixtral", "Olmo2"),
           "judged": ("Gemma2", "Qwen2Moe", "Mistral", "Qwen3")}
-FIRST_SEED = {"written": 0, "judged": 21000}
+FIRST_SEED = {"written": 0, "judged": 31000}
 JUDGED = """\
-Judged once, on dumps with seeds from 21000, made by models that the rules had not seen. The rules
-were committed before. They were written on the split `written` and on the misses of four earlier
-judgements. The last of these (seeds from 17000) found 89.2 % first at 128 rows and 79.7 % at 32.
-Before this judgement the plants were changed, too: top-k cuts as much mass as top-p of the same
-severity (it had hardly cut any), and a gap that two kernels of the same model hide is raised.
-A law for log π = −∞ came later. One of these dumps has such tokens, the pair raw+weights-1, and the
-law now names `cut` there. No other line changes by it.
+Judged once, on dumps with seeds from 31000, made by models that the rules had not seen. The rules
+were committed before. They were written on the split `written` and on the misses of six earlier
+judgements. Chapter 16 has the last two of these, with seeds from 21000 and 27000, and what one rule
+that followed from this judgement changes.
 """
 LIMITED = """\
 How far values lie from the limits of causes.py that were set by hand, at 128 rows. A cause may be

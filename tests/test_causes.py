@@ -428,6 +428,18 @@ def test_either_side_may_have_the_softcap():
         assert abs(causes.bend(tokens(mu, warm), index, index + 1, 0.01)[0]) < 1e-6
 
 
+@pytest.mark.parametrize("noise, named", [(0.02, True), (0.8, True), (1.3, False)])
+def test_a_law_that_leaves_most_of_the_gap_is_no_first_cause(noise, named):
+    """eq:same-prefix: 200 pairs with a slope of 2 save far more than ten nats in each row."""
+    g = torch.Generator().manual_seed(1)
+    mu = torch.nn.functional.logsigmoid(2 * torch.randn(400, generator=g).double())
+    pi = (2 * mu - 1 + noise * torch.randn(400, generator=g).double()).clamp(max=0)
+    x = tokens(mu, pi, prefix=torch.arange(400) // 2, ids=torch.arange(400) % 2)
+    assert (causes.slope_of(x) is not None) == named
+    weak = causes.slope_of(x, sure=False)               # as a second cause it may be said
+    assert weak is not None and -200 * math.log(weak.left) > 40
+
+
 def test_every_limit_set_by_hand_is_held_against_two_splits():
     """math/doctor-rates.txt has a row for each limit and split, with the limit as it is."""
     table = (Path(__file__).parent.parent / "math/doctor-rates.txt").read_text()
