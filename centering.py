@@ -28,11 +28,11 @@ def candidate_tables(tables: Sequence[tuple[Tensor, Tensor]], mask: Tensor
                      ) -> tuple[Tensor, Tensor]:
     """Return ids and log μ of each token's candidates, padded with 0 and −∞: [B, T, K] twice.
 
-    `tables` has ids and log μ [|y|, K'] for each row of `mask` [B, T], the likeliest first; K is
-    the most that any token has.
+    `tables` has ids and log μ [|y|, K'] for each row of `mask`, bool [B, T], the likeliest first,
+    with one K' for all rows. K is the most that any token has.
     """
     given = [torch.cat(x) for x in zip(*tables)]                              # [tokens, K'] twice
-    most = int((given[1] > -math.inf).sum(-1).max())
+    most = max([0, *(given[1] > -math.inf).sum(-1).tolist()])
     ids, log_mu = (x.new_full((*mask.shape, most), fill) for x, fill in zip(given, (0, -math.inf)))
     ids[mask], log_mu[mask] = (x[:, :most] for x in given)
     return ids, log_mu

@@ -399,6 +399,15 @@ def test_padding_is_what_a_prompt_lacks_to_the_longest(most, named):
     assert causes.over_time(x._replace(start=torch.full_like(t, -1)))[0].cause == "context"
 
 
+def test_the_noise_of_two_kernels_grows_with_logits_up_to_a_spread_of_3():
+    """Beyond that a larger gap needs an explanation, as rare as such logits are."""
+    for spread, limit in ((1.0, 0.027), (2.0, 0.132), (2.7, 0.30725), (3.0, 0.417), (5.0, 0.417)):
+        odds = torch.tensor([-1.0, 1.0]).double().repeat(50)
+        odds *= spread / odds.std()
+        x = tokens(torch.nn.functional.logsigmoid(odds), torch.zeros(100).double())
+        assert causes.numerics(x) == pytest.approx(limit, rel=0.05)
+
+
 @pytest.mark.parametrize("noise, found", [(0.0, []), (0.1, ["raw"])])
 def test_a_record_with_a_little_noise_is_not_of_what_was_drawn(noise, found):
     """eq:record-sign: E[ρ] and E[log ρ] are both too large, though two kernels differ as much."""

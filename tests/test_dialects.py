@@ -346,6 +346,8 @@ def test_the_key_that_is_wrong_is_the_one_that_is_named(block, words):
 
 def test_skyrls_lower_end_of_0_alone_rejects_nothing():
     assert from_dialect({"outlier_token_is_threshold_low": 0.0}) == Config()
+    with pytest.raises(ValueError, match="outlier_token_is_threshold_low .*not False"):
+        from_dialect({"outlier_token_is_threshold_low": False})
 
 
 # --------------------------------------------------------------------- names of the KL's estimators
