@@ -32,7 +32,8 @@ def candidate_tables(tables: Sequence[tuple[Tensor, Tensor]], mask: Tensor
     with one K' for all rows. K is the most that any token has.
     """
     given = [torch.cat(x) for x in zip(*tables)]                              # [tokens, K'] twice
-    most = max([0, *(given[1] > -math.inf).sum(-1).tolist()])
+    held = (given[1] > -math.inf).sum(-1)
+    most = int(held.max()) if len(held) else 0
     ids, log_mu = (x.new_full((*mask.shape, most), fill) for x, fill in zip(given, (0, -math.inf)))
     ids[mask], log_mu[mask] = (x[:, :most] for x in given)
     return ids, log_mu

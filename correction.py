@@ -390,6 +390,8 @@ class RolloutCorrectionConfig:
 def _bounds(upper: Bound, lower: float | None = None, key: str = "rs_threshold") -> Pair:
     """Return a pair as it is, a number as [lower, upper], or as [1/upper, upper]."""
     if is_list(upper):
+        if lower is not None and key == "rs_threshold":
+            raise ValueError(f"{key} {upper!r} has a lower end: leave {key}_lower out")
         low, high = upper
         return low, high
     high = number(f"{key}, unless it is a pair [lo, hi],", upper)
@@ -398,8 +400,6 @@ def _bounds(upper: Bound, lower: float | None = None, key: str = "rs_threshold")
 
 def _geometric(upper: Bound, lower: float | None = None,
                veto: float | None = None) -> dict[str, Pair]:
-    if is_list(upper) and lower is not None:
-        raise ValueError(f"rs_threshold {upper!r} has a lower end: leave rs_threshold_lower out")
     return {"seq_mean_k1": _bounds(upper, lower)} | (
         {} if veto is None else {"seq_max_k1": (veto, None)})
 

@@ -185,7 +185,8 @@ class Run:
             raise UserError("policy.path must name a model for task.kind=jsonl or parquet: the "
                             "demo model knows digits and brackets only")
         self.path = config.policy.path or make_demo_model(config, self.task)
-        require_place(self.path)
+        if config.policy.path:
+            require_place(self.path)
         adapter = functools.partial(add_adapter, policy=config.policy,
                                     seed=seed_of(config.seed, "adapter"))
         try:
@@ -197,7 +198,9 @@ class Run:
             words = " ".join(str(error).split())[:300]
             named = isinstance(error, (LookupError, ArithmeticError))      # whose text is a key
             reason = explain(error) or (f"{type(error).__name__} {words}" if named else words)
-            raise UserError(f"policy.path={self.path} cannot be loaded: {reason}") from None
+            what = f"policy.path={self.path}" if config.policy.path else (
+                f"the demo model {self.path} (delete it, and it is taught again)")
+            raise UserError(f"{what} cannot be loaded: {reason}") from None
         self.optimizer = torch.optim.AdamW(
             [p for p in self.policy.parameters() if p.requires_grad], lr=config.train.lr,
             fused=True, weight_decay=config.train.weight_decay)

@@ -130,6 +130,15 @@ def test_a_named_engine_that_is_missing_is_refused_before_a_demo_model_is_taught
         load_config(["rollout.engine=vllm", "rollout.temperature=3"])
 
 
+def test_a_damaged_demo_model_says_how_it_is_taught_again(tmp_path, monkeypatch):
+    (tmp_path / "damaged").mkdir()
+    monkeypatch.setattr("plumbing.run.make_demo_model", lambda *_: str(tmp_path / "damaged"))
+    opened = object.__new__(Run)
+    opened.config, opened.remarks = load_config(["task.size=1"]), []
+    with pytest.raises(UserError, match="damaged .delete it, and it is taught again. cannot be lo"):
+        opened.open()
+
+
 def test_a_temperature_that_vllm_does_not_take_is_one_sentence(run, monkeypatch, capsys):
     """rollout.engine=auto would take vLLM, which raises in the first sampling."""
     monkeypatch.setattr("plumbing.run.find_spec", lambda _: True)
