@@ -335,8 +335,8 @@ def quantize_weights(named_tensors: Iterable[NamedTensor], bits: int | None
 
     One step = max|w| / (2^(bits-1) - 1) per output channel (all indices but the last). The grid is
     symmetric, with at most 2^bits - 1 levels and an error of at most step/2, besides the rounding
-    to the weight's dtype. Embeddings are rounded
-    like other matrices. Vectors (norms, biases) are not, and nothing is if bits is None.
+    to the weight's dtype. Embeddings are rounded like other matrices. Vectors (norms, biases) are
+    not, and nothing is if bits is None.
     """
     if bits is not None and bits not in range(2, 17):
         raise ValueError(f"rollout.quantize_bits={bits} must be null or a number from 2 to 16.")
