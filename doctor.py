@@ -63,7 +63,8 @@ HEALTHY = (
 )
 
 
-# Where a response has one weight, its ESS is over responses: over tokens a long one counts often.
+# Where a response has one weight, the ESS is over responses: over tokens a long one counts often.
+# Means and shares stay those of tokens, which are what the loss sums.
 BY_SEQUENCE = {"rollout_is_raw_eff_sample_size": "rollout_is_raw_seq_eff_sample_size"}
 SEVERE = {"chi2_token": (10, "a severe shift: more than nine samples in ten are lost",
                          "sample anew with today's weights; no bound repairs such a batch")}

@@ -323,8 +323,7 @@ def kl_penalty(old_log_prob: Tensor, ref_log_prob: Tensor, rollout_log_prob: Ten
     if weights is not None and weights.shape == (len(mask), 1):
         weights = weights.expand_as(mask)
     same_shape("[B, T]", old_log_prob=old_log_prob, ref_log_prob=ref_log_prob,
-               rollout_log_prob=rollout_log_prob, response_mask=response_mask,
-               **({} if weights is None else {"weights": weights}))
+               response_mask=response_mask, **({} if weights is None else {"weights": weights}))
     kl = kl_estimate(old_log_prob.detach(), ref_log_prob.detach(), kind)                # [B, T]
     if level is not None:
         log_rho = masked_log_ratio(old_log_prob.detach(), rollout_log_prob.detach(), mask)

@@ -135,14 +135,14 @@ def require_room(model: Shapes, config: Config, ranks: int, length: int, free: f
             if sum(parts.values()) + UNSURE > free]
 
 
-def judge_host(model: Shapes, config: Config, host: float) -> list[str]:
+def judge_host(model: Shapes, config: Config, share: float, host: float) -> list[str]:
     """Return a remark if what policy.cpu_offload keeps exceeds the host's bytes.
 
-    That is, over all ranks of a machine, the float32 weights (twice with a whole π_ref), and
-    gradients and AdamW's two moments of those that learn.
+    That is this machine's share of the float32 weights (twice with a whole π_ref), and of gradients
+    and AdamW's two moments of those that learn.
     """
     reference = config.loss.kl_coef != 0 and config.policy.lora_rank is None
-    kept = 4 * ((1 + reference) * model.parameters + 3 * model.trained)
+    kept = share * 4 * ((1 + reference) * model.parameters + 3 * model.trained)
     if not config.policy.cpu_offload or kept <= host:
         return []
     return [f"policy.cpu_offload=true keeps {kept / GIB:.0f} GiB of weights, gradients and moments "

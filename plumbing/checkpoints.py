@@ -28,7 +28,8 @@ from plumbing.models import digest_of
 from plumbing.settings import CHANGEABLE, Config, UserError, flat, without_slash
 from plumbing.shards import TensorByTensor
 
-WEIGHTS = (".safetensors", ".safetensors.index.json")   # older ones must not stay beside new ones
+# Older ones must not stay beside new ones: they would be read instead.
+WEIGHTS = (".safetensors", ".safetensors.index.json", "adapter_config.json")
 
 
 class Checkpoints:
@@ -188,8 +189,12 @@ def write_aside(place: Path) -> Iterator[Path]:
                 settle(path)
         if main and linked:
             place.mkdir(exist_ok=True)
-            for path in part.iterdir():
-                os.replace(path, place / path.name)
+            new = {path.name for path in part.iterdir()}
+            for name in new:
+                os.replace(part / name, place / name)
+            for path in place.iterdir():
+                if path.name.endswith(WEIGHTS) and path.name not in new:
+                    path.unlink()
             settle(place)
         elif main:
             if old.exists():

@@ -236,7 +236,8 @@ class Run:
             self.remarks += require_room(
                 self.shapes, config, dist.get_world_size(), longest, *room,
                 vllm=config.rollout.engine in ("auto", "vllm") and bool(find_spec("vllm")))
-        self.remarks += judge_host(self.shapes, config, host_memory())
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        self.remarks += judge_host(self.shapes, config, here / dist.get_world_size(), host_memory())
         load = functools.partial(
             load_policy, self.path, config.rollout.temperature, config.policy.dtype, self.device,
             cpu_offload=config.policy.cpu_offload,

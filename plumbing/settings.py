@@ -391,8 +391,10 @@ def check_keys(settings: dict[str, Any], known: dict[str, Any]) -> None:
     for key, value in settings.items():
         if key not in known and not key.startswith("correction."):
             first, last = key.partition(".")[0], key.rpartition(".")[2]
-            if (last in KEYS and first in (last, *WRAPPERS)) or (
-                    key in WRAPPERS or "correction." in key):
+            block = [k for k in settings if k.partition(".")[0] == first]
+            foreign = first in WRAPPERS and first not in known and any(
+                k.rpartition(".")[2] in KEYS or "correction." in k for k in block)
+            if foreign or key in WRAPPERS or (last in KEYS and first in (last, *WRAPPERS)):
                 ours = last in OWN and (first == last or first in known)
                 whose = "a correction" if ours else "another system"
                 raise UserError(f"{key} is a setting of {whose}: put its block under correction:")

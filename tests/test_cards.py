@@ -187,11 +187,11 @@ def test_gsm8k_fits_24_gb_and_a_model_three_times_as_large_does_not():
 def test_an_offload_that_exceeds_the_hosts_memory_is_said():
     config, model = settings("gsm8k-24gb"), tables.qwen("1.5B")
     kept = 16 * model.parameters                            # weights, gradients, two moments
-    assert judge_host(model, config, kept) == []
-    said, = judge_host(model, config, kept - 1)
+    assert judge_host(model, config, 1, kept) == judge_host(model, config, 1 / 2, kept / 2) == []
+    said, = judge_host(model, config, 1, kept - 1)
     assert f"keeps {kept / GIB:.0f} GiB of weights, gradients and moments" in said
-    assert judge_host(model, settings("gsm8k-24gb", "policy.cpu_offload=false"), 0) == []
-    both, = judge_host(model, settings("gsm8k-24gb", "loss.kl_coef=0.1"), 0)        # π_ref, too
+    assert judge_host(model, settings("gsm8k-24gb", "policy.cpu_offload=false"), 1, 0) == []
+    both, = judge_host(model, settings("gsm8k-24gb", "loss.kl_coef=0.1"), 1, 0)        # π_ref, too
     assert f"keeps {20 * model.parameters / GIB:.0f} GiB" in both
 
 

@@ -386,10 +386,12 @@ def test_what_was_put_beside_a_model_stays(run):
     mine = "README.md", "notes.txt", "scores.json", "scores/a.md"
     for name in mine:
         (Path("runs/x/model") / name).write_text("mine")
-    stale = Path("runs/x/model/model-00002-of-00002.safetensors")
-    stale.write_bytes(b"of a larger model")
+    stale = [Path("runs/x/model", name) for name in (
+        "model-00002-of-00002.safetensors", "model.safetensors.index.json", "adapter_config.json")]
+    for path in stale:
+        path.write_bytes(b"of another model")
     before = weights("x")
-    assert run("train.steps=3")[0] == 0 and not stale.exists()
+    assert run("train.steps=3")[0] == 0 and not any(path.exists() for path in stale)
     assert any((x != before[name]).any() for name, x in weights("x").items())
     for name in mine:
         assert (Path("runs/x/model") / name).read_text() == "mine"

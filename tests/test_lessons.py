@@ -181,6 +181,9 @@ def test_the_closing_table_has_the_first_step_before_the_last():
 def test_effective_samples_of_unequal_or_unmeasured_policies():
     """χ² of two equal policies may be rounded to below 0, and ESS/N is no more than 1."""
     assert [ess({"rollout_corr/chi2_token": x}) for x in (-1e-9, 3)] == [1, 0.25]
+    both = {"rollout_corr/rollout_is_raw_eff_sample_size": 0.7,
+            "rollout_corr/rollout_is_raw_seq_eff_sample_size": 0.1}
+    assert [ess(both | {"rollout_corr/rollout_is_per_sequence": x}) for x in (0, 1)] == [0.7, 0.1]
     assert math.isnan(ess({})) and math.isnan(ess({"rollout_corr/chi2_token": math.nan}))
 
 

@@ -144,6 +144,7 @@ def test_dropout_is_told_from_a_fault_that_nothing_explains(drawn):
     noise = [x + 0.3 * torch.randn_like(x) for x in plain]
     found = rescore(path, [], dump(prompts, tokens, plain, noise))
     assert (found.guilty, found.train.cause) == ("train", "unknown")
+    assert "is --model" not in "".join(found.lines())
 
 
 def test_the_model_of_another_step_makes_no_side_innocent(drawn, tmp_path):

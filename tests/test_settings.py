@@ -166,7 +166,9 @@ def test_a_loss_has_its_own_numbers_unless_others_are_given(name):
     ("rollout.enforce_eager=5", "rollout.enforce_eager must be true or false or null, not 5"),
     ("trainer.steps=4", "trainer.steps is not a setting; did you mean train.steps"),
     ("algorithm.rollout_correction.rollout_is=token", "of another system: put its block under"),
-    ("rollout.rollout_is=token", "of a correction: put its block under")])
+    ("rollout.rollout_is=token", "of a correction: put its block under"),
+    ("algorithm={adv_estimator: grpo, rollout_correction: {rollout_is: token}}",
+     "algorithm.adv_estimator is a setting of another system: put its block under")])
 def test_what_omegaconf_or_another_system_would_take_is_refused(given, words):
     with pytest.raises(UserError, match=words):
         load_config([given])
