@@ -174,6 +174,8 @@ def write_aside(place: Path) -> Iterator[Path]:
     If that place is a link, the files are moved one by one to its target, and the link stays. What
     a user put there stays, too, but for weights. If that is interrupted, the next call ends it.
     """
+    if os.path.realpath(place) == os.path.abspath(place) and place.is_symlink():
+        raise UserError(f"{place} is a link to itself: remove it")
     linked, place = place.is_symlink(), place.resolve()
     part, old = (place.with_name(f".{place.name}.{end}") for end in ("part", "old"))
     main = dist.get_rank() == 0

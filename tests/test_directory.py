@@ -398,6 +398,25 @@ def test_what_was_put_beside_a_model_stays(run):
     assert not Path("runs/x/.model.old").exists()
 
 
+def test_a_checkpoint_that_is_a_link_to_itself_is_one_sentence(tmp_path):
+    (tmp_path / "step-000002").symlink_to("step-000002")
+    with process_group(), pytest.raises(UserError, match="is a link to itself: remove it"):
+        with write_aside(tmp_path / "step-000002"):
+            pass
+
+
+def test_older_weights_do_not_stay_in_the_target_of_a_link(tmp_path):
+    """transformers would read model.safetensors, whatever the new index says."""
+    (tmp_path / "model").symlink_to(tmp_path / "there")
+    (tmp_path / "there").mkdir()
+    for name in "model.safetensors", "README.md":
+        (tmp_path / "there" / name).write_text("mine")
+    with process_group(), write_aside(tmp_path / "model") as part:
+        (part / "model-00001-of-00001.safetensors").write_text("new")
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {
+        "README.md", "model-00001-of-00001.safetensors"}
+
+
 @pytest.mark.parametrize("at", range(1, 5))
 def test_an_interrupted_write_loses_nothing_that_a_user_put_there(at, tmp_path, monkeypatch):
     """It is interrupted before each of the four renames; the next write ends what it began."""
