@@ -235,7 +235,7 @@ def test_who_waits_for_its_turn_says_for_whom(locks, tmp_path, capsys):
         assert (first, second, last) == (fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_EX, "barrier")
         assert not file.closed
         found = path.read_text()
-        assert found.startswith(f"process {os.getpid()} on ") and "process 7" not in found
+        assert found.startswith(f"process {os.getpid()} on ") and "process 7 on" not in found
     assert file.closed
     calls = locks(rank=1)
     calls.clear()
