@@ -48,7 +48,7 @@ def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str,
 
     `log_ratio`: log ρ per token, [B, T] → [B, T], detached (eq:detached), 0 on padding. C = inf is
     plain importance sampling, up to e^SAFETY_BOUND. Truncation has the bias −E_μ[(ρ−C)₊ g]. Raises
-    ValueError on a threshold that is no bound (a tensor is not looked at), or if shapes differ.
+    ValueError on an invalid threshold (a tensor is not checked), or if shapes differ.
     Sources: Ionides 2008, Yao et al. 2025 (TIS); Ring-1T 2510.18855 (IcePop: a pair at token
     level); Liu, Li et al. 2025 (MIS); Precup et al. 2000, CTPO 2605.07331 (prefix).
     """

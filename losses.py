@@ -44,7 +44,7 @@ class LossConfig:
     tau_negative           SAPO's τ for all other A
     aggregation            from tokens to a scalar, see `aggregate_loss`
     denominator            "fixed" counts the response mask, "kept" what rejection left
-    horizon                H of seq-mean-token-sum-norm; None: T of the batch, less shared holes
+    horizon                H of seq-mean-token-sum-norm; None: see `aggregate_loss`
 
     Raises ValueError on an unknown aggregation or denominator, a dual_clip that is not above 1, a
     negative clip, a τ that is not positive or a horizon below 1.
@@ -108,11 +108,12 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
     `values`, `mask`: [B, T]; `mask` says which terms are summed. `denominator_mask` (default: mask)
     says what |y_i| and N count, so that rejection need not change the size of the step. N counts
     non-empty sequences. In rows where denominator_mask is empty and `mask` is not, |y_i| counts
-    `mask`. Holes in a mask, such as a tool's tokens, count nowhere (eq:tool-length): H is by
-    default T less the holes that all rows share (`width_without_holes`); better give the sampler's
-    limit. `counts` are the counts of the whole mini-batch, over ranks and micro-batches; with them
-    (and a `horizon`) the results of the parts add up to that of the whole. With nothing to sum the
-    result is 0, graph attached. Raises ValueError on another mode, or if shapes differ.
+    `mask`. Zeros inside a response, such as a tool's tokens, are holes and count nowhere
+    (eq:tool-length): H is by default T less the holes that all rows share (`width_without_holes`);
+    better give the sampler's limit. `counts` are the counts of the whole mini-batch, over ranks and
+    micro-batches; with them (and a `horizon`) the results of the parts add up to that of the whole.
+    With nothing to sum the result is 0, graph attached. Raises ValueError on another mode, or if
+    shapes differ.
     """
     choice("mode", mode, AGGREGATIONS)
     mask = mask.bool()
@@ -170,9 +171,9 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     The metrics loss/ratio, loss/approx_kl and loss/clip_fraction are means over the kept tokens of
     these rows; with `counts` they are sums, which `loss_means` makes means. A clip around π_rollout
     is also reported as loss/bypass_clip_fraction, which `diagnose` judges. If everything is
-    rejected the loss is 0, graph attached. A NaN of one token makes the ρ of its prefix or sequence
-    NaN, at these levels and in GSPO: reject it by a criterion of sequences. Raises ValueError if a
-    tensor is missing or shapes differ.
+    rejected the loss is 0, graph attached. One log-prob that is NaN makes the ρ of its
+    sequence NaN (prefix: from there on), and GSPO's r: reject the sequence by a seq_* criterion.
+    Raises ValueError if a tensor is missing or shapes differ.
     """
     log_prob, train_log_prob, anchor_log_prob, rollout_log_prob, advantages = _roles(
         log_prob, old_log_prob, rollout_log_prob, advantages, response_mask, config, correction)

@@ -326,8 +326,8 @@ def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[s
     `log_ratio` (log ρ), `response_mask`, `advantages`, `rollout_log_prob`: [B, T]. `criteria` maps
     the name of a row of CRITERIA to its bound. Each criterion looks at the original mask, and a
     value equal to its bound is kept. With `group`, a criterion of the batch looks at all its ranks.
-    Raises ValueError on an unknown criterion, a bound that is none, or where a criterion needs a
-    tensor that is not given, or has another shape.
+    Raises ValueError on an unknown criterion, an invalid bound, or where a criterion needs a tensor
+    that is not given, or has another shape.
     """
     criteria = read_criteria(criteria)
     same_shape("[B, T]", log_ratio=log_ratio, response_mask=response_mask)

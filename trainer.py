@@ -12,8 +12,8 @@ This file decides
 Left out are tensor parallelism, value functions, rewards other than right or wrong, rollouts of
 several turns with tools (math/10-turns-and-tools.md), and replayed routes (math/11-routes.md).
 
-    python trainer.py [FILE.yaml] [section.key=value …]    # default: configs/demo.yaml; and for
-                                                           # questions of a file configs/gsm8k.yaml
+    python trainer.py [FILE.yaml] [section.key=value …]    # default: configs/demo.yaml, and with
+                                                           # task.kind=jsonl or parquet gsm8k.yaml
     torchrun --nproc-per-node 2 trainer.py correction.preset=bypass_pg_is rollout.engine=vllm
 """
 

@@ -1225,7 +1225,7 @@ def study_64_warned():
             lines.append([f"`{name}`" if "," not in name
                           else "`k3_kl`, with nothing that corrects it", *counts])
     silent = [name for name, counts in counted.items() if not any(counts)]
-    for known, cell in ((True, 0), (False, "in no run")):
+    for known, cell in ((True, 0), (False, "not recorded")):
         if group := [f"`{name}`" for name in silent if (name in recorded) == known]:
             lines.append([", ".join(group), cell, cell, cell])
     lines.append(["any sentence",
@@ -1405,7 +1405,7 @@ def advice_rows():
          f"four bits: {mean_area('int4_fast', seq)} against {mean_area('int4_fast', 'naive')}"],
         ["a few steps stale, small learning rate", f"`{bypass}`, the cheapest",
          f"four steps: {mean_area(late, bypass)} against {mean_area(late, 'naive')}"],
-        ["many steps stale", "a smaller learning rate, then any of these presets",
+        ["many steps stale", "a smaller learning rate, then any of the three",
          f"eight steps, equal rates: {min(small):.2f} against "
          f"{mean_final('staleness_8', 'small_steps')}"],
         ["coarse and stale", f"`{seq}`",
@@ -1413,8 +1413,8 @@ def advice_rows():
         ["on time and finely rounded", f"`{token}`, a small gain",
          f"six bits: {mean_area('int6', token)} against {mean_area('int6', 'naive')}"]]
     return markdown(["your situation", "take", "accuracy, against `disabled`"], rows) + (
-        "\n\nAccuracy is averaged over training, with 64-token answers; in the row of eight steps "
-        "it is the last, with nine tokens.")
+        "\n\nAccuracy is the mean over training, with answers of 64 tokens; for eight steps it is "
+        "the final one, with nine tokens.")
 
 
 CORRECTIONS = ["decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip"]
