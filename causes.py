@@ -677,7 +677,8 @@ def over_time(x: Tokens) -> tuple[Finding | None, Finding | None]:
                          "any context")
         if grows < 0 and beyond("context, nats", nats):
             return padded, fading
-        return fading, padded if grows < 0 and nats > 3 else falling
+        return fading, (padded if grows < 0 and nats > 3 else
+                        falling if ahead > -math.inf else None)     # −∞: it falls nowhere
     return None, falling if ahead > 1 else fading if ages > 3 and slope < -0.12 else None
 
 

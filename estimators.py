@@ -283,6 +283,7 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
     `keep` [B], only those rows make up the baseline. Mask the others: their A may be of any size.
     Source: Shao et al. 2402.03300; Liu et al. 2503.20783.
     """
+    rewards = rewards + 0.0             # also of bools
     count, total = _group_sums(rewards, groups, keep)
     mean = torch.where(count > 1, total / count.clamp(min=1), 0.0)
     advantages = rewards - mean
@@ -290,7 +291,7 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
         _, squares = _group_sums(advantages.square(), groups, keep)
         std = (squares / (count - 1).clamp(min=1)).sqrt()
         advantages = torch.where(count > 1, advantages / (std + 1e-6), advantages)
-    return advantages.to(torch.result_type(rewards, 1.0))
+    return advantages.to(rewards.dtype)
 
 
 def rloo_advantages(rewards: Tensor, groups: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -300,11 +301,12 @@ def rloo_advantages(rewards: Tensor, groups: Tensor, keep: Tensor | None = None)
     With `keep` [B], only those rows count as others. Source: Kool et al. 2019; Ahmadian et al.
     2402.14740.
     """
+    rewards = rewards + 0.0
     count, total = _group_sums(rewards, groups, keep)
     own = torch.ones_like(rewards, dtype=torch.bool) if keep is None else keep.bool()
     others = total - torch.where(own, rewards, 0.0)
     advantages = rewards - others / (count - own.double()).clamp(min=1)
-    return advantages.to(torch.result_type(rewards, 1.0))
+    return advantages.to(rewards.dtype)
 
 
 def reinforce_advantages(rewards: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -312,5 +314,6 @@ def reinforce_advantages(rewards: Tensor, keep: Tensor | None = None) -> Tensor:
 
     `rewards`: [B] → [B]. With `keep` [B], the mean is over those rows. Source: Williams 1992.
     """
+    rewards = rewards + 0.0
     count, total = _group_sums(rewards, torch.zeros_like(rewards), keep)
-    return (rewards - total / count.clamp(min=1)).to(torch.result_type(rewards, 1.0))
+    return (rewards - total / count.clamp(min=1)).to(rewards.dtype)

@@ -46,6 +46,7 @@ class LossConfig:
     denominator            "fixed" counts the response mask, "kept" what rejection left
     horizon                H of seq-mean-token-sum-norm; None: see `aggregate_loss`
 
+    A number that a loss does not take is ignored.
     Raises ValueError on an unknown aggregation or denominator, a dual_clip that is not above 1, a
     negative clip, a τ that is not positive or a horizon below 1.
     """
@@ -219,7 +220,8 @@ def _roles(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob: Tens
     if rollout_log_prob is None and (config.bypass_mode or corrects):
         raise ValueError("rollout_log_prob is missing")
     rows = len(response_mask)
-    if advantages is not None and advantages.shape in ((rows,), (rows, 1)):
+    if response_mask.ndim == 2 and advantages is not None and (
+            advantages.shape in ((rows,), (rows, 1))):
         advantages = advantages.reshape(-1, 1).expand_as(response_mask)
 
     def on_responses(name: str, x: Tensor | None) -> Tensor:

@@ -369,7 +369,7 @@ def start(config: Config) -> None:
 
 def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
-        print(f"{__doc__}\n{help_text()}")
+        signals.show(f"{__doc__}\n{help_text()}")
         return 0
     with report_errors() as outcome:
         signals.listen()

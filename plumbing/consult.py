@@ -7,7 +7,6 @@
 import argparse
 import itertools
 import json
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from adapters.dumps import read
 from causes import Finding
 from doctor import Report, examine
 from plumbing.settings import ENGINES, UserError
+from plumbing.signals import show
 
 if TYPE_CHECKING:
     from plumbing.rescore import Rescored
@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "a row; without DUMP the engine samples from --model")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--figure", metavar="FILE.png", help="draw the dump above known causes")
-    parser.add_argument("--model", metavar="DIR", help="the trainer's model: it rescores the dump")
+    parser.add_argument("--model", metavar="DIR", help="the trainer's model, a Hugging Face directory: it rescores "
+                        "the dump. It must be of the dump's step; checkpoints/ are none")
     parser.add_argument("--older", metavar="DIR", nargs="+", default=[],
                         help="its older checkpoints, newest first")
     parser.add_argument("--engine", default="auto", choices=ENGINES,
@@ -51,19 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         more = {"model": rescored.as_json()} if rescored and given.json else {}
         text = json.dumps(report.as_json() | more, ensure_ascii=False) if given.json else "\n".join(
             [str(report), *(rescored.lines() if rescored else [])])
-        try:
-            print(text, flush=True)
-        except BrokenPipeError:        # as by `| head -1`; Python would complain at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        show(text)
     except (OSError, ValueError, UserError) as error:
         why = f"{error.filename} cannot be read: {error.strerror}" if isinstance(
             error, OSError) and error.filename else error
+        if isinstance(error, IsADirectoryError):
+            why = f"{error.filename} is a directory: give a file of it, such as a run's dumps/step-000001.jsonl"
         print(f"doctor.py: {why}", file=sys.stderr)
         return 2
     except Exception:                  # a bug: Python would exit with 1, which says a cause
         traceback.print_exc()
         return 2
-    return int(bool(report.causes) or report.proper is False)
+    guilty = rescored is not None and rescored.guilty != "none"
+    return int(bool(report.causes) or report.proper is False or guilty)
 
 
 def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":

@@ -64,10 +64,11 @@ class Rescored(NamedTuple):
     def lines(self) -> list[str]:
         """Return a line for log π, one for log μ, and one for each cause."""
         sides = [("log π", "trainer", self.train), ("log μ", "sampler", self.rollout)]
-        neither = self.rollout.cause == self.train.cause == "unknown"
+        causes = [self.rollout.cause, self.train.cause]
+        strange = "unknown" in causes and None not in causes       # neither column is the model's
         return [*(f"{symbol} is {m.name:40} " + (
             f"the {who} is innocent" if m.cause is None else
-            "is --model the model of this dump?" if neither else
+            "is --model the model of this dump?" if strange and m.cause == "unknown" else
             f"{m.left:6.1%} of the gap left (next: {m.next[0]}, {m.next[1]:.1%})")
             for symbol, who, m in sides),
             *(f"Cause: {m.cause}, at the {who}" for _, who, m in sides if m.cause)]

@@ -11,6 +11,7 @@ It imports no other file of this repository, since trainer.py imports it first.
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from signal import SIGALRM, SIGHUP, SIGINT, SIGTERM
 from typing import Any
@@ -44,6 +45,14 @@ class Received:
     told_to_end = False            # SIGTERM came: the step in progress is the last
     failed = False                 # the run has said why it ended
     grace = 0.0                    # seconds that a step has after SIGTERM; 0: none is in progress
+
+
+def show(text: str) -> None:
+    """Print a text whole; a reader that has gone, as in `| head -1`, is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:        # Python would complain at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def catch() -> None:

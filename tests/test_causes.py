@@ -384,6 +384,15 @@ def test_a_gap_fades_within_prompts():
         assert (found and found.cause) == named
 
 
+def test_a_fall_that_is_at_no_token_is_not_named():
+    """Six tokens leave no place for a step, and −∞ nats are no evidence."""
+    g, t = torch.Generator().manual_seed(0), torch.arange(6).repeat(666)
+    noise = -torch.rand(len(t), generator=g, dtype=torch.float64).log()
+    odds = torch.randn(len(t), generator=g, dtype=torch.float64)
+    first, second = causes.over_time(tokens(*shifted(odds, 8 / (t + 8.0) * noise), t=t))
+    assert first and first.cause == "context" and second is None
+
+
 @pytest.mark.parametrize("most, named", [(16, "padding"), (math.inf, "context")])
 def test_padding_is_what_a_prompt_lacks_to_the_longest(most, named):
     """Both fade along the response; padding ends at a length that no prompt here reaches."""

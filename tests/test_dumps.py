@@ -158,6 +158,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, capsys):
     assert main([str(tmp_path / "none.jsonl")]) == 2
     assert capsys.readouterr().err.endswith("cannot be read: No such file or directory\n")
     assert main([str(tmp_path)]) == 2
+    assert f"{tmp_path} is a directory: give a file of it" in capsys.readouterr().err
     assert main(["--model", str(tmp_path)]) == 2
     assert "--model" in capsys.readouterr().err.splitlines()[-1]
     with pytest.raises(SystemExit):
@@ -296,6 +297,15 @@ def test_two_causes_have_the_exit_code_of_one(monkeypatch, capsys):
     assert main(["x", "--json"]) == 0
     for proper, code in ((None, 0), (False, 1)):        # too few tokens; a fault without a name
         report.proper = proper
+        assert main(["x", "--json"]) == code
+
+
+def test_a_side_that_only_the_model_finds_guilty_is_a_fault(monkeypatch, capsys):
+    """The dump alone shows nothing, and what the model finds has no name."""
+    for guilty, code in (("none", 0), ("train", 1)):
+        monkeypatch.setattr("plumbing.consult.consult", lambda _, guilty=guilty: (
+            types.SimpleNamespace(causes=[], proper=True, as_json=dict),
+            types.SimpleNamespace(guilty=guilty, as_json=dict)))
         assert main(["x", "--json"]) == code
 
 

@@ -203,6 +203,13 @@ def test_rejected_rows_are_not_in_the_baseline():
     assert reinforce_advantages(r, keep)[0] == 0                    # its mean is its own reward
 
 
+def test_a_right_answer_may_be_true():
+    """Rewards of bools, as `answer == truth` gives them, are those of 0 and 1."""
+    right, groups = torch.tensor([True, False, True, True]), torch.tensor([0, 0, 1, 1])
+    for method in (grpo_advantages, rloo_advantages, lambda r, _: reinforce_advantages(r)):
+        assert close(method(right, groups), method(right.float(), groups))
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 def test_advantages_with_keep_by_hand(dtype):
     """eq:baseline: with keep, only kept rows make the mean and the deviation."""

@@ -384,3 +384,10 @@ def test_the_core_needs_no_omegaconf():
     """eq:correction: the core runs in a trainer with another omegaconf, or with none."""
     absent = "import sys; sys.modules.update(omegaconf=None, yaml=None, transformers=None)"
     subprocess.run([sys.executable, "-c", f"{absent}; {CORE}"], cwd=ROOT, check=True)
+
+
+def test_a_packed_batch_is_refused():
+    """One row for all responses has another shape than [B, T], also where A has one of [B]."""
+    x = torch.full((7,), -1.0)
+    with pytest.raises(ValueError, match=r"response_mask \(7,\)"):
+        policy_loss(x, x, x, torch.ones(7), torch.ones(7), Config.disabled())

@@ -155,7 +155,12 @@ def test_the_model_of_another_step_makes_no_side_innocent(drawn, tmp_path):
     both = [x + e for x, e in zip(score(model, prompts, tokens), noise)]
     found = rescore(path, [], dump(prompts, tokens, both, both))
     assert found.rollout.cause == found.train.cause == "unknown"
-    assert all(line.endswith("is --model the model of this dump?") for line in found.lines()[:2])
+    asked = "is --model the model of this dump?"
+    assert all(line.endswith(asked) for line in found.lines()[:2])
+    late = [x.roll(1) for x in score(model, prompts, tokens)]
+    found = rescore(path, [], dump(prompts, tokens, late, both))
+    assert (found.rollout.cause, found.train.cause) == ("shift", "unknown")
+    assert [line.endswith(asked) for line in found.lines()[:2]] == [True, False]
 
 
 @pytest.mark.parametrize("given", [dict(top_k=5), dict(top_p=0.8)])

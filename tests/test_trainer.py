@@ -6,8 +6,10 @@ finite by test_nonfinite.py, and what users get wrong by test_mistakes.py.
 
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -295,6 +297,16 @@ def test_finished_model_reloads_and_reproduces_the_accuracy(run):
     texts = [tokenizer.decode(s.tokens, skip_special_tokens=True) for s in samples]
     assert texts == [a["response"] for a in saved]
     assert sum(len(text) % 2 for text in texts) / 32 == lines[-1]["eval/accuracy"]
+
+
+def test_a_reader_of_the_help_may_go_early(forks):
+    """As `| head -1` does."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as end:
+        found = subprocess.run([sys.executable, *forks, ROOT / "trainer.py", "--help"], stdout=end,
+                               stderr=subprocess.PIPE, text=True)
+    assert (found.returncode, found.stderr) == (0, "")
 
 
 def test_help_lists_every_setting_with_its_default_and_meaning(capsys):
