@@ -32,10 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "a row; without DUMP the engine samples from --model")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--figure", metavar="FILE.png", help="draw the dump above known causes")
-    parser.add_argument("--model", metavar="DIR", help="the trainer's model, a Hugging Face directory: it rescores "
-                        "the dump. It must be of the dump's step; checkpoints/ are none")
+    parser.add_argument("--model", metavar="DIR", help="the trainer's model at the dump's step, in "
+                        "Hugging Face's format: it rescores the dump")
     parser.add_argument("--older", metavar="DIR", nargs="+", default=[],
-                        help="its older checkpoints, newest first")
+                        help="its older weights, in the same format, newest first")
     parser.add_argument("--engine", default="auto", choices=ENGINES,
                         help="what samples if there is no DUMP")
     given = parser.parse_args(argv)
@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         why = f"{error.filename} cannot be read: {error.strerror}" if isinstance(
             error, OSError) and error.filename else error
         if isinstance(error, IsADirectoryError):
-            why = f"{error.filename} is a directory: give a file of it, such as a run's dumps/step-000001.jsonl"
+            why = (f"{error.filename} is a directory: give a file of it, such as a run's "
+                   "dumps/step-000001.jsonl")
         print(f"doctor.py: {why}", file=sys.stderr)
         return 2
     except Exception:                  # a bug: Python would exit with 1, which says a cause
