@@ -195,6 +195,29 @@ def test_an_offload_that_exceeds_the_hosts_memory_is_said():
     assert f"keeps {20 * model.parameters / GIB:.0f} GiB" in both
 
 
+def test_what_an_adapter_keeps_on_the_host_is_one_copy_of_the_weights_and_its_own_moments():
+    config = settings("gsm8k-lora-24gb", "policy.cpu_offload=true", "loss.kl_coef=0.1")
+    model = tables.qwen("1.5B", config.policy)               # π_ref is the model without it
+    kept = 4 * model.parameters + 12 * model.trained
+    assert judge_host(model, config, 1, kept) == []
+    said, = judge_host(model, config, 1, kept - 1)
+    assert f"keeps {kept / GIB:.0f} GiB" in said
+
+
+def test_a_run_on_one_of_two_machines_keeps_half_on_its_host(run, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(run_module, "host_memory", lambda: 7.0)
+    monkeypatch.setattr(run_module, "judge_host", lambda *of: asked.append(of[2:]) or ["full"])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert run()[0] == 0 and asked == [(2.0, 7.0)] and "* full" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux tells its memory there")
+def test_the_hosts_memory_is_all_that_it_has():
+    whole, = re.findall(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())
+    assert cards.host_memory() == 1024 * int(whole)
+
+
 def test_the_configuration_for_24_gb_fits_and_states_its_figures():
     config, model = settings("gsm8k-24gb"), tables.qwen("1.5B")
     assert config.policy.path == "Qwen/Qwen2.5-1.5B-Instruct" and judge("1.5B", config, 24) == []

@@ -551,3 +551,14 @@ def test_what_pi_alone_excludes_is_a_cut(cut, only):
     hot = (x.mu / 0.7).where(~rare, causes.NEVER)               # and a fault of all other tokens
     first, second = causes.find_causes(x._replace(pi=hot))[:2]
     assert (first.cause, first.confidence) == ("cut", "likely") and second.cause == "temperature"
+
+
+def test_a_policy_that_is_no_distribution_blames_no_sampler():
+    """eq:record-sign: with E[ρ] > 1 and E[log ρ] < 0, π sums to more than 1."""
+    g = torch.Generator().manual_seed(0)
+    mu, d = torch.randn(2, 40_000, generator=g, dtype=torch.float64)
+    d = 0.1 * (d - d.mean()) - 1e-4
+    mu = 2 * mu.clamp(-1.5, 1.5) - 4
+    x = tokens(mu, mu + d)
+    assert d.exp().mean() > 1 and causes.texture(x) is None
+    assert causes.texture(tokens(mu, mu + d + 2e-4)).cause == "raw"       # E[log ρ] > 0

@@ -459,6 +459,18 @@ def test_a_file_in_the_place_of_a_directory_is_named(name, tmp_path):
     (tmp_path / name).write_text("mine")
     with pytest.raises(UserError, match=f"{name} is not a directory: move it away"):
         require_writable(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to(name)
+    with pytest.raises(UserError, match=f"{name} is a link to itself: remove it"):
+        require_writable(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "finished.json", "curves.png",
+                                  "eval.jsonl"])
+def test_a_directory_in_the_place_of_a_file_is_named(name, tmp_path):
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=f"{name} is not a file: move it away"):
+        require_writable(tmp_path)
 
 
 def test_a_link_to_itself_is_one_sentence(run, capsys):

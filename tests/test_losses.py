@@ -222,7 +222,8 @@ def test_half_precision_is_widened_before_the_ratio():
     ({"clip_high": -1}, "clip_high must be at least 0, not -1"),
     ({"tau_positive": 0}, "tau_positive must be positive, not 0"),
     ({"tau_negative": -1.0}, "tau_negative must be positive, not -1.0"),
-    ({"horizon": 0}, "horizon must be at least 1, not 0")])
+    ({"horizon": 0}, "horizon must be at least 1, not 0"),
+    ({"horizon": 0.5}, "horizon must be at least 1, not 0.5")])
 def test_a_wrong_option_is_one_sentence(options, words):
     """eq:aggregation: an error has the option's name, its value, and the nearest allowed word."""
     with pytest.raises(ValueError, match=re.escape(words)):
@@ -369,6 +370,8 @@ def test_weights_and_penalties_have_one_number_for_each_token():
                         correction=Correction(weights, one))
         with pytest.raises(ValueError, match="weights .* must have one shape"):
             kl_penalty(x, x, x, one, level="token", weights=weights)
+    with pytest.raises(ValueError, match="weights .1, 1. must have one shape"):
+        kl_penalty(x, x, x, one, level="token", weights=torch.ones(1, 1))
     with pytest.raises(ValueError, match="ref_log_prob .2,.*response_mask .2, 2. must have"):
         kl_penalty(x, x[0], x, one)
     ref, twice = torch.full((2, 2), -1.0), torch.full((2, 1), 2.0)

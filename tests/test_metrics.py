@@ -472,3 +472,11 @@ def test_metrics_reach_the_host_as_they_were():
     """A count of 2²⁴ + 1 is no float32, and what is no tensor stays as it is, in its place."""
     found = to_host({"count": torch.tensor(2 ** 24 + 1), "mean": torch.tensor(0.5), "seconds": 1.5})
     assert list(found.items()) == [("count", 2 ** 24 + 1), ("mean", 0.5), ("seconds", 1.5)]
+
+
+def test_ratios_that_are_all_small_keep_their_digits():
+    """Near e⁻⁸ they are summed as ratios: in ρ − 1 float32 would keep four digits of them."""
+    row = torch.full((1, 64), -8.0)
+    row[0, ::2] = -8.5
+    found = offpolicy_metrics(row, 0 * row, torch.ones(1, 64))["rollout_corr/is_ratio_mean"].item()
+    assert found == pytest.approx(row.double().exp().mean().item(), rel=gamma(64))

@@ -190,7 +190,8 @@ def test_a_checkpoint_with_nan_is_damaged(part, run, capsys):
             in capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("keep, said", [((0, 1), False), ((0, 0, 1), True), ((1,), True)])
+@pytest.mark.parametrize("keep, said", [
+    ((0, 1), False), ((0, 0, 1), True), ((1,), True), ((0,), True)])
 def test_metrics_that_lack_or_repeat_a_step_are_told(keep, said, run, capsys):
     run()
     lines = Path("runs/x/metrics.jsonl").read_text().splitlines(keepends=True)

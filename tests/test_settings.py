@@ -174,6 +174,12 @@ def test_what_omegaconf_or_another_system_would_take_is_refused(given, words):
         load_config([given])
 
 
+def test_no_value_in_a_file_is_refused_as_well(tmp_path):
+    (tmp_path / "a.yaml").write_text("train:\n  steps: ???\n")
+    with pytest.raises(UserError, match="train.steps cannot be '[?]{3}'"):
+        load_config([str(tmp_path / "a.yaml")])
+
+
 @pytest.mark.parametrize("correction, said", [
     ("preset: decoupled_token_is", False), ("preset: decoupled_token_icepop", True),
     ("preset: decoupled_geo_rs", True), ("preset: bypass_pg_token_icepop", True),

@@ -407,7 +407,7 @@ ROWS = {                                   # cheapest first
     "gsm8k": Row(smoke, 22, 6, dict(name="gsm8k", shape=SHAPE)),
     "gsm8k-lora-24gb": Row(smoke, 22, 6, dict(name="gsm8k-lora-24gb", shape=LARGER,
                                               prompts=16), LIKE_GSM8K),
-    "gsm8k-24gb": Row(smoke, 22, 6, dict(name="gsm8k-24gb", shape=LARGER, prompts=16), LIKE_GSM8K),
+    "gsm8k-24gb": Row(smoke, 22, 6, dict(name="gsm8k-24gb", shape=LARGER, prompts=32), LIKE_GSM8K),
 }
 OF_RANKS = {"machine": ROWS["machine"], "ranks": Row(ranks, 20, 5)}
 
