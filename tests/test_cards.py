@@ -204,7 +204,7 @@ def test_what_an_adapter_keeps_on_the_host_is_one_copy_of_the_weights_and_its_ow
     assert f"keeps {kept / GIB:.0f} GiB" in said
 
 
-def test_a_run_on_one_of_two_machines_keeps_half_on_its_host(run, monkeypatch, capsys):
+def test_a_run_judges_the_share_of_its_ranks_that_is_on_its_host(run, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(run_module, "host_memory", lambda: 7.0)
     monkeypatch.setattr(run_module, "judge_host", lambda *of: asked.append(of[2:]) or ["full"])
