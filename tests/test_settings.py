@@ -191,3 +191,8 @@ def test_a_penalty_that_is_rejected_with_its_token_is_named(correction, said):
         found = remarks(load_config([*given, f"loss.kl_correction={level}"]))
         assert any("leaves out the tokens that are rejected" in x for x in found) == said
     assert not any("leaves out" in x for x in remarks(load_config(given)))
+
+
+def test_a_penalty_without_a_ratio_has_no_remark_on_the_ratios_level():
+    given = ["loss.kl_coef=0.1", "loss.kl_in=reward", "correction.preset=bypass_ppo_clip"]
+    assert not any("loss.kl_correction=" in x for x in remarks(load_config(given)))
