@@ -299,6 +299,13 @@ def test_finished_model_reloads_and_reproduces_the_accuracy(run):
     assert sum(len(text) % 2 for text in texts) / 32 == lines[-1]["eval/accuracy"]
 
 
+def test_a_preset_with_another_value_is_called_changed(run, capsys):
+    for more, said in (([], "decoupled_token_is\n"),
+                       (["correction.rollout_is_threshold=3"], "decoupled_token_is, changed\n")):
+        assert run("train.steps=1", *more, name=f"x{len(more)}")[0] == 0
+        assert f"correction {said}" in capsys.readouterr().err
+
+
 def test_a_reader_of_the_help_may_go_early(forks):
     """As `| head -1` does."""
     reading, writing = os.pipe()
