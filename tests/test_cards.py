@@ -239,6 +239,16 @@ def test_the_adapters_configuration_for_24_gb_fits_and_states_its_figures():
     assert stated(name) == [round(x, 1) for x in (*bytes_of, model.trained / 1e6)]
 
 
+def test_the_arithmetic_beside_the_h100s_peak_is_that_of_its_card():
+    config, share = settings("gsm8k-lora-24gb"), 0.5 * 79.2 * GIB
+    assert config.rollout.gpu_memory_utilization == 0.5
+    found = memory(tables.qwen("1.5B", config.policy), config, 1, LENGTH, share)
+    update, sampling = (sum(x.values()) / GIB for x in found)
+    assert (f"by arithmetic {sampling:.1f} while it samples, {share / GIB:.1f} of them vLLM's, and "
+            f"{update:.1f} in an update of rows of {LENGTH} tokens"
+            in (ROOT / "math/appendix-measured.md").read_text())
+
+
 def test_under_an_adapter_its_own_weights_have_gradients_and_moments():
     """Counts are those of real tensors, FLOPs those of the products that torch counts."""
     config = settings("gsm8k", "policy.lora_rank=4", "policy.lora_targets=all-linear",
