@@ -776,7 +776,8 @@ CAUSES = {
               "fewer steps of delay: rollout.staleness here, the asynchronous level elsewhere; or "
               "token weights (correction.preset=decoupled_token_is)"),
     "weights": ("the weights differ: stale, rounded, partly synchronised, or another adapter",
-                "python doctor.py DUMP --model DIR tells which; until then token weights "
+                "sync all weights before a rollout, unrounded; python doctor.py DUMP --model DIR "
+                "tells which differ; until then token weights "
                 "(correction.preset=decoupled_token_is)"),
     "numerics": ("the noise of two kernels", "nothing"),
 }
