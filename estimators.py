@@ -254,8 +254,8 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
 def _group_sums(values: Tensor, groups: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return how many rows of each row's group are kept, and the sum of their values.
 
-    Both are [B] in float64: of equal rewards a rounded mean leaves a rest, which a deviation near 0
-    would make an advantage.
+    Both are [B] in float64: a rounded mean differs a little from equal rewards, and divided by a
+    deviation near 0 that would be an advantage.
     """
     same_shape("[B], one number for each response", rewards=values, groups=groups,
                **({} if keep is None else {"keep": keep}))

@@ -183,9 +183,9 @@ class Grounds(NamedTuple):
 class Ratios(NamedTuple):
     """Hold log ρ of one batch per token, and the moments of log ρ, ρ and ρ − 1 by sequence.
 
-    Rounding hides ρ − 1 in a ρ near 1, and ρ in a ρ − 1 near −1. So a sequence is summed as ρ − 1
-    if any log ρ is above −1, else as ρ, and the 1 is added to the mean or subtracted from it. Where
-    one log ρ is above −1 and the mean ρ is below 1e-4, that mean keeps two to three digits.
+    In float32 a ρ near 1 has lost the digits of ρ − 1, and a ρ − 1 near −1 those of ρ. So each
+    sequence sums ρ − 1 if any log ρ is above −1, else ρ; the other mean differs by 1. Where one
+    log ρ is above −1 and the mean ρ is below 1e-4, the mean ρ keeps two to three digits.
     """
 
     log_rho: Tensor                                 # [B, T], 0 on padding

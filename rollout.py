@@ -5,8 +5,8 @@ This file decides
   top-k and top-p, normalised in float32 over what is kept. The kept ids go with each token, so that
   π_old and π_θ can be normalised over the same set. The model's generation_config.json is ignored,
   and penalties are off.
-* Each sample has its own seed. On a CPU a sample depends on prompt, seed and weights and, but for
-  the rounding of log μ, not on its batch. A GPU's kernels round differently for another batch
+* Each sample has its own seed. On a CPU prompt, seed and weights determine a sample; its batch
+  changes the rounding of log μ alone. A GPU's kernels round differently for another batch
   size, so now and then another token is drawn; its recorded log μ is right all the same. On an
   H100 one of 8 responses of 128 tokens was the same alone and among 64.
 * Weights enter the running engine in place, by Hugging Face name, and every one has to arrive.

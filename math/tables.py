@@ -1405,8 +1405,8 @@ def advice_rows():
          f"four bits: {mean_area('int4_fast', seq)} against {mean_area('int4_fast', 'naive')}"],
         ["a few steps stale, small learning rate", f"`{bypass}`, the cheapest",
          f"four steps: {mean_area(late, bypass)} against {mean_area(late, 'naive')}"],
-        ["many steps stale", "a smaller learning rate, then any of the three",
-         f"eight steps, equal rates: {min(small):.2f} against "
+        ["many steps stale", "a smaller learning rate, then any preset here",
+         f"eight steps, at that rate: {min(small):.2f} against "
          f"{mean_final('staleness_8', 'small_steps')}"],
         ["coarse and stale", f"`{seq}`",
          f"four bits, four steps: {mean_area(both, seq)} against {mean_area(both, 'naive')}"],

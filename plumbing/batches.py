@@ -93,7 +93,7 @@ def micro_batches(batch: Batch, config: Config, together: bool = False) -> list[
 def within_budget(order: Tensor, batch: Batch, most: int, together: int) -> list[Tensor]:
     """Split rows into parts of at most `most` tokens, padding included; a longer row runs alone.
 
-    FSDP needs as many forward passes on every rank, so ranks with fewer parts halve their largest.
+    FSDP needs equally many forward passes on every rank, so ranks with fewer parts halve their largest.
     Each rank has the same number of rows, and no part is empty.
     """
     start = batch.tokens.shape[1] - batch.response_mask.shape[1]

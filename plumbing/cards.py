@@ -72,7 +72,7 @@ def memory(model: Shapes, config: Config, ranks: int, length: int, vllm_bytes: f
 
     FSDP2 divides float32 weights, gradients and AdamW's two moments among the ranks. It keeps the
     root gathered, and each layer together with the next, in the policy's dtype of d bytes. The root
-    and one layer also have gathered gradients, of d and again of 4 bytes a number. For the backward
+    and one layer also have gathered gradients, in two copies: d bytes and 4 a number. For the backward
     pass a layer of Llama or Qwen2 keeps, for each token, d bytes times: four MLP widths, four
     hidden and attention widths, a row of the mask; and two hidden widths in float32. Weights under
     an adapter (LoRA) have no gradients and no moments; they are π_ref.

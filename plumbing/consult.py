@@ -99,7 +99,7 @@ def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
 def explained(rescored: "Rescored", suggested: list[Finding]) -> list[Finding]:
     """Return the model's findings on the faulty columns, or the dump's if a column is unknown.
 
-    If both columns depart from the model in one way, it may be neither's: then nothing is certain.
+    If both columns depart from the model alike, it may be the wrong model: nothing is certain then.
     """
     columns = {"log μ": rescored.rollout, "log π": rescored.train}
     if any(match.cause == "unknown" for match in columns.values()):

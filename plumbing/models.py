@@ -200,7 +200,7 @@ def use_attention(model: transformers.PreTrainedModel) -> None:
         model.set_attn_implementation("sdpa_unseen")
 
 
-# What one rule of splitting or joining takes otherwise than another.
+# A text on which tokenizers' rules of splitting and joining differ.
 PROBE = ("What is 12 plus 345, or 1234567? a  b\tc\n\nfoo\r\n\n  x DON'T don't x_y=z; (1.5e-3) "
          "\u00e9 e\u0301 \u4f60\u597d \u03a9 \U0001f600 # end \n ")
 

@@ -5,8 +5,8 @@ columns of a dump are matched to these scores. This file decides
 * A hypothesis h is judged by the share of the gap to the plain model that it leaves,
   Σ(recorded − h)² / Σ(recorded − plain)². Both are log-odds: there, noise of the logits has the
   same size for every token.
-* A hypothesis with n values to search pays for them: its likelihood must be n² times as high,
-  a choice.
+* A hypothesis with n values to search pays for them: its likelihood must be n² times as high
+  (the square is our choice).
 * The effect of bfloat16 is measured on this model, and is no fault.
 
     found = rescore("path/to/model", ["one/update/older", "two/updates/older"], responses)

@@ -205,7 +205,8 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     correction: dict[str, Any] = field(default_factory=dict, metadata={
-        "meaning": "preset: NAME and fields of RolloutCorrectionConfig, or a verl or SkyRL block"})
+        "meaning": "preset: NAME and fields of RolloutCorrectionConfig, or a verl or SkyRL block; "
+                   "left out: decoupled_token_is"})
     loss: LossSettings = field(default_factory=LossSettings)
     train: TrainConfig = field(default_factory=TrainConfig)
 
