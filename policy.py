@@ -169,6 +169,17 @@ def shard(policy: Policy, dtype: str, device: torch.device, cpu_offload: bool) -
     fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=where)
 
 
+def set_aside(policy: Policy, sums: dict[Tensor, Tensor]) -> None:
+    """Add the gradient of every weight to `sums`, and leave none.
+
+    FSDP2 brings a gradient to the host without waiting only if no other is there to add it to.
+    """
+    for weight in policy.parameters():
+        if weight.grad is not None:
+            sums[weight] = sums[weight].add_(weight.grad) if weight in sums else weight.grad
+            weight.grad = None
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor that may be sharded; every rank must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

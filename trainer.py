@@ -46,7 +46,7 @@ from plumbing.faults import report_errors
 from plumbing.run import Run, open_run
 from plumbing.settings import Config, correction_of, help_text, kl_of, load_config
 from plumbing.tasks import seed_of
-from policy import Policy, full_tensor
+from policy import Policy, full_tensor, set_aside
 from rollout import Sample as Sample      # re-exported
 
 
@@ -252,7 +252,7 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
     counts = whole = global_counts(batch.response_mask)
     if correction is not None and how.denominator == "kept":
         counts = global_counts(correction.mask)
-    sums, corrections = defaultdict[str, Any](float), []
+    sums, corrections, gradients = defaultdict[str, Any](float), [], dict[Tensor, Tensor]()
     for rows in micro_batches(batch, config, together=not config.policy.gradient_checkpointing):
         [there] = to_device(batch.response_mask.device, rows)
         part = batch.rows(rows, there)
@@ -271,9 +271,13 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
             if how.kl_in == "loss":
                 loss = loss + how.kl_coef * kl
         (loss * dist.get_world_size()).backward()   # FSDP averages over ranks; these are summands
+        if config.policy.cpu_offload:
+            set_aside(policy, gradients)
         metrics["learning"] = tokens_to_learn_from(corrections[-1], options)
         for name, value in metrics.items():
             sums[name] = sums[name] + value
+    for weight, gradient in gradients.items():
+        weight.grad = gradient
     totals = torch.stack(list(sums.values()))
     dist.all_reduce(totals)
     norm: Any = nn.utils.clip_grad_norm_(policy.parameters(), config.train.max_grad_norm)

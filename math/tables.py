@@ -41,7 +41,7 @@ from rejection import interval as read_interval
 from surrogates import LOSSES
 from estimators import LEVELS, kl_estimate, masked_log_ratio
 from losses import LossConfig, kl_loss, policy_loss, reinforce_loss
-from plumbing.cards import GIB, Shapes, memory, require_room, smallest_engine
+from plumbing.cards import GIB, Shapes, host_bytes, memory, require_room, smallest_engine
 from plumbing.models import add_adapter
 from plumbing.settings import PolicyConfig, UserError, documented, load_config
 from doctor import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED, diagnose
@@ -587,7 +587,7 @@ def cards():
         model, updates = qwen(size), []
         for config.policy.cpu_offload, ranks in ((False, 1), (False, 8), (True, 1)):
             updates.append(sum(memory(model, config, ranks, length, 1)[0].values()))
-        of = [*updates, smallest_engine(model, config, length), 16 * model.parameters]
+        of = [*updates, smallest_engine(model, config, length), host_bytes(model, config)]
         rows.append([f"Qwen2.5-{size}", f"{model.parameters / 1e9:.2f}",
                      *(f"{x / GIB:.1f}" for x in of),
                      *(fits(model, x * GIB) for x in (24, 48, 80))])

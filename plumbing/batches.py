@@ -93,8 +93,8 @@ def micro_batches(batch: Batch, config: Config, together: bool = False) -> list[
 def within_budget(order: Tensor, batch: Batch, most: int, together: int) -> list[Tensor]:
     """Split rows into parts of at most `most` tokens, padding included; a longer row runs alone.
 
-    FSDP needs equally many forward passes on every rank, so ranks with fewer parts halve their largest.
-    Each rank has the same number of rows, and no part is empty.
+    FSDP needs equally many forward passes on every rank, so ranks with fewer parts halve their
+    largest. Each rank has the same number of rows, and no part is empty.
     """
     start = batch.tokens.shape[1] - batch.response_mask.shape[1]
     spans = torch.stack([x.sum(-1) for x in batch.attention.tensor_split([start], 1)], -1)  # [B, 2]

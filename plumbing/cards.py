@@ -12,6 +12,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,8 @@ class Shapes(NamedTuple):
     inner: int                         # width of the MLP
     attended: int                      # heads × their width
     cached: int                        # numbers that a token leaves in the cache
+    pinned: int                        # bytes of all weights, and of those that learn, in float32
+    pinned_trained: int                # and pinned memory: torch rounds each up to a power of two
 
     @staticmethod
     def of(model: Any) -> "Shapes":
@@ -54,13 +57,18 @@ class Shapes(NamedTuple):
         def multiplied(p: Any) -> int:             # packed experts: [experts, out, in]
             some = getattr(config, "num_experts_per_tok", None) if p.dim() == 3 else None
             return p.numel() * (p.dim() > 1) if some is None else p.numel() * some // len(p)
+
+        def in_pinned_memory(weights: Iterable[Any]) -> int:
+            return sum(1 << (4 * p.numel() - 1).bit_length() for p in weights)
+        trained = [p for p in model.parameters() if p.requires_grad]
         return Shapes(
-            parameters, sum(p.numel() for p in model.parameters() if p.requires_grad),
+            parameters, sum(p.numel() for p in trained),
             config.num_hidden_layers, max(sizes), parameters - sum(sizes),
             sum(multiplied(p) for layer in layers for p in layer.parameters()),
             config.vocab_size * hidden, hidden,
             getattr(config, "intermediate_size", None) or 4 * hidden, heads * width,
-            2 * config.num_hidden_layers * of_cache * width)
+            2 * config.num_hidden_layers * of_cache * width,
+            in_pinned_memory(model.parameters()), in_pinned_memory(trained))
 
 
 def memory(model: Shapes, config: Config, ranks: int, length: int, vllm_bytes: float
@@ -72,10 +80,10 @@ def memory(model: Shapes, config: Config, ranks: int, length: int, vllm_bytes: f
 
     FSDP2 divides float32 weights, gradients and AdamW's two moments among the ranks. It keeps the
     root gathered, and each layer together with the next, in the policy's dtype of d bytes. The root
-    and one layer also have gathered gradients, in two copies: d bytes and 4 a number. For the backward
-    pass a layer of Llama or Qwen2 keeps, for each token, d bytes times: four MLP widths, four
-    hidden and attention widths, a row of the mask; and two hidden widths in float32. Weights under
-    an adapter (LoRA) have no gradients and no moments; they are π_ref.
+    and one layer also have gathered gradients, in two copies: d bytes and 4 a number. For the
+    backward pass a layer of Llama or Qwen2 keeps, for each token, d bytes times: four MLP widths,
+    four hidden and attention widths, a row of the mask; and two hidden widths in float32. Weights
+    under an adapter (LoRA) have no gradients and no moments; they are π_ref.
     """
     policy, train, d = config.policy, config.train, DTYPES[config.policy.dtype].itemsize
     own, learns = (0 if policy.cpu_offload else 4 * x / ranks
@@ -135,14 +143,19 @@ def require_room(model: Shapes, config: Config, ranks: int, length: int, free: f
             if sum(parts.values()) + UNSURE > free]
 
 
-def judge_host(model: Shapes, config: Config, share: float, host: float) -> list[str]:
-    """Return a remark if what policy.cpu_offload keeps exceeds the host's bytes.
+def host_bytes(model: Shapes, config: Config) -> int:
+    """Return the bytes that policy.cpu_offload keeps on the hosts, in float32.
 
-    That is this machine's share of the float32 weights (twice with a whole π_ref), and of gradients
-    and AdamW's two moments of those that learn.
+    In pinned memory: the weights (twice with a whole π_ref), and of those that learn a
+    micro-batch's gradients and the sum so far. Elsewhere: AdamW's two moments.
     """
     reference = config.loss.kl_coef != 0 and config.policy.lora_rank is None
-    kept = share * 4 * ((1 + reference) * model.parameters + 3 * model.trained)
+    return (1 + reference) * model.pinned + 2 * model.pinned_trained + 8 * model.trained
+
+
+def judge_host(model: Shapes, config: Config, share: float, host: float) -> list[str]:
+    """Return a remark if this machine's share of `host_bytes` exceeds its memory."""
+    kept = share * host_bytes(model, config)
     if not config.policy.cpu_offload or kept <= host:
         return []
     return [f"policy.cpu_offload=true keeps {kept / GIB:.0f} GiB of weights, gradients and moments "

@@ -76,6 +76,10 @@ def open_run(config: Config) -> Iterator["Run | None"]:
                 run.restore()
                 gc.freeze()        # else a collection walks through all loaded libraries: 0.2 s
                 yield run
+            except BaseException:
+                with contextlib.suppress(Exception):   # what failed is said, not what it broke
+                    run.close()
+                raise
             finally:
                 gc.unfreeze()
                 run.close()        # before the process group: vLLM needs it to shut down
@@ -541,8 +545,9 @@ class Run:
 
     def close(self) -> None:
         if self.engine is not None:
-            with end_after(self.config.rollout.timeout, self.engine.name):
-                self.engine.close()
+            engine, self.engine = self.engine, None            # once, even if it fails
+            with end_after(self.config.rollout.timeout, engine.name):
+                engine.close()
 
 
 def ends_of(path: str, model: Any, tokenizer: Any) -> list[int]:

@@ -3,6 +3,7 @@
 `python tools/gpu_report.py` compares one update with a card; nothing here does.
 """
 
+import math
 import os
 import re
 import sys
@@ -25,9 +26,10 @@ from waiting import HANG
 sys.path[:0] = [str(ROOT / "math")]
 import tables
 
+import trainer
 from plumbing import cards, engines, faults, run as run_module
-from plumbing.cards import (GIB, Shapes, judge_host, memory, memory_metrics, require_room,
-                            smallest_engine, update_flops)
+from plumbing.cards import (GIB, Shapes, host_bytes, judge_host, memory, memory_metrics,
+                            require_room, smallest_engine, update_flops)
 from plumbing.models import add_adapter
 from plumbing.settings import UserError, load_config
 
@@ -184,21 +186,31 @@ def test_gsm8k_fits_24_gb_and_a_model_three_times_as_large_does_not():
     assert judge("1.5B", settings(), 24, ranks=8) == []
 
 
+def test_what_is_offloaded_is_in_blocks_of_powers_of_two_but_for_the_moments():
+    """So torch pins memory: CachingHostAllocator.h, PowerOf2Ceil."""
+    model = small(Qwen2Config, 1)
+    blocks = sum(2 ** math.ceil(math.log2(4 * x.numel())) for x in model.parameters())
+    parameters = sum(x.numel() for x in model.parameters())
+    assert 4 * parameters < blocks                         # some size is no power of two
+    assert host_bytes(Shapes.of(model), settings("gsm8k-24gb")) == 3 * blocks + 8 * parameters
+
+
 def test_an_offload_that_exceeds_the_hosts_memory_is_said():
     config, model = settings("gsm8k-24gb"), tables.qwen("1.5B")
-    kept = 16 * model.parameters                            # weights, gradients, two moments
+    kept = host_bytes(model, config)
     assert judge_host(model, config, 1, kept) == judge_host(model, config, 1 / 2, kept / 2) == []
     said, = judge_host(model, config, 1, kept - 1)
     assert f"keeps {kept / GIB:.0f} GiB of weights, gradients and moments" in said
     assert judge_host(model, settings("gsm8k-24gb", "policy.cpu_offload=false"), 1, 0) == []
     both, = judge_host(model, settings("gsm8k-24gb", "loss.kl_coef=0.1"), 1, 0)        # π_ref, too
-    assert f"keeps {20 * model.parameters / GIB:.0f} GiB" in both
+    assert f"keeps {(kept + model.pinned) / GIB:.0f} GiB" in both
 
 
 def test_what_an_adapter_keeps_on_the_host_is_one_copy_of_the_weights_and_its_own_moments():
     config = settings("gsm8k-lora-24gb", "policy.cpu_offload=true", "loss.kl_coef=0.1")
     model = tables.qwen("1.5B", config.policy)               # π_ref is the model without it
-    kept = 4 * model.parameters + 12 * model.trained
+    kept = model.pinned + 2 * model.pinned_trained + 8 * model.trained
+    assert 4 * model.trained <= model.pinned_trained < 8 * model.trained
     assert judge_host(model, config, 1, kept) == []
     said, = judge_host(model, config, 1, kept - 1)
     assert f"keeps {kept / GIB:.0f} GiB" in said
@@ -224,7 +236,7 @@ def test_the_configuration_for_24_gb_fits_and_states_its_figures():
     share = config.rollout.gpu_memory_utilization * 24 * GIB
     update, sampling = memory(model, config, 1, LENGTH, share)
     without, _ = memory(model, settings("gsm8k-24gb", "policy.cpu_offload=false"), 1, LENGTH, share)
-    bytes_of = [*(sum(x.values()) for x in (update, sampling, without)), 16 * model.parameters]
+    bytes_of = [*(sum(x.values()) for x in (update, sampling, without)), host_bytes(model, config)]
     assert stated("gsm8k-24gb") == [round(x / GIB, 1) for x in bytes_of]
 
 
@@ -464,10 +476,10 @@ def test_a_peak_leaves_out_what_a_sleeping_engine_has_given_back(monkeypatch):
 def test_offloaded_a_run_ends_with_the_same_bits_and_goes_on(run):
     """The memory of a CPU is the same one. Both runs have FSDP2, which bfloat16 asks for.
 
-    Without FSDP2 a last digit differs: it adds up what embeddings and last norm learn from prompts
-    and from responses, and from micro-batches, in another order.
+    Without checkpointing a last digit differs, since prompts and responses have a backward pass
+    each: four gradients of two micro-batches are added in another order.
     """
-    settings = ("loss.kl_coef=0.1", "policy.dtype=bfloat16")
+    settings = ("loss.kl_coef=0.1", "policy.dtype=bfloat16", "policy.gradient_checkpointing=true")
     offloaded = (*settings, "policy.cpu_offload=true", "train.save_every=1")
     _, lines = run(*settings, "train.steps=3", name="here")
     run(*offloaded, name="there")
@@ -475,6 +487,23 @@ def test_offloaded_a_run_ends_with_the_same_bits_and_goes_on(run):
     assert code == 0 and steady(others)[2] == {**steady(lines)[2], "eval/accuracy":
                                                others[2]["eval/accuracy"]}
     assert all(torch.equal(x, weights("there")[name]) for name, x in weights("here").items())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_offloaded_no_backward_pass_begins_where_a_gradient_lies(offload, run, monkeypatch):
+    """FSDP2 would wait for each weight, to add the new gradient to it."""
+    found, real_update, real_backward = [], trainer.update, torch.Tensor.backward
+
+    def update(run, *given):
+        def backward(loss):
+            found.append(any(x.grad is not None for x in run.policy.parameters()))
+            real_backward(loss)
+        monkeypatch.setattr(torch.Tensor, "backward", backward)
+        return real_update(run, *given)
+    monkeypatch.setattr(trainer, "update", update)
+    code, _ = run("policy.dtype=bfloat16", "train.steps=1", "policy.gradient_checkpointing=true",
+                  f"policy.cpu_offload={offload}".lower())
+    assert code == 0 and found == [False, not offload] * 2     # two updates of two micro-batches
 
 
 def test_offloaded_a_run_ends_alike_on_an_accelerator(tiny_model, forks, tmp_path):

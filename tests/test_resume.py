@@ -21,6 +21,7 @@ from torch.distributed import checkpoint as dcp
 from tolerances import gamma
 from waiting import HANG, until
 
+import trainer
 from plumbing import checkpoints
 from plumbing.run import Run
 from plumbing.settings import TrainConfig, UserError, load_config
@@ -188,6 +189,19 @@ def test_a_checkpoint_with_nan_is_damaged(part, run, capsys):
     assert run("train.save_every=1", "train.steps=3")[0] == 2
     assert ("step-000002 is damaged, or no checkpoint of this program: move it away"
             in capsys.readouterr().err)
+
+
+def test_a_failure_is_said_although_the_engine_then_fails_to_close(run, monkeypatch, capsys):
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def close(self):
+        raise RuntimeError("CUDA Error: invalid argument")
+    monkeypatch.setattr(trainer, "update", out_of_memory)
+    monkeypatch.setattr(TransformersEngine, "close", close)
+    assert run()[0] == 1
+    said = capsys.readouterr().err
+    assert MEMORY in said.strip().splitlines()[-1] and "invalid argument" not in said
 
 
 @pytest.mark.parametrize("keep, said", [
