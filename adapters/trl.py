@@ -42,12 +42,13 @@ def dump(batch: dict[str, Any], path: str) -> None:
     """Append what `_generate_and_score_completions` returned to a dump for doctor.py.
 
     Call it there in a subclass of the trainer. Log-probs of both sides are there with use_vllm and
-    vllm_importance_sampling_correction; without them it raises ValueError. Of rows that
-    mask_truncated_completions masks no token is written.
+    vllm_importance_sampling_correction, or with a rollout_func and num_iterations above 1; else it
+    raises ValueError. Of rows that mask_truncated_completions masks no token is written.
     """
     if missing := {"sampling_per_token_logps", "old_per_token_logps"} - set(batch):
         raise ValueError(f"this batch has no {' and no '.join(sorted(missing))}: a dump needs "
-                         "use_vllm=True and vllm_importance_sampling_correction=True")
+                         "use_vllm=True and vllm_importance_sampling_correction=True, or a "
+                         "rollout_func with log-probs and num_iterations above 1")
     mask = batch["completion_mask"] * batch.get("tool_mask", 1)
     append(path, rows_of(batch["prompt_ids"], batch["prompt_mask"], batch["completion_ids"],
                          batch["completion_mask"], mask, batch["sampling_per_token_logps"],
@@ -103,6 +104,9 @@ class PolicyLossGRPOTrainer(GRPOTrainer):       # pyright: ignore[reportGeneralT
             "off_policy_mask_threshold": self.off_policy_mask_threshold is not None,
             "router_aux_loss_coef": self.aux_loss_enabled,
             "delta below 1 + epsilon_high": (self.args.delta or 9e9) < 1 + self.epsilon_high,
+            "epsilon_high below 1 under cispo": own == "cispo" and self.epsilon_high < 1,
+            "use_vllm=False without a rollout_func": correction != RolloutCorrectionConfig() and (
+                not self.use_vllm and self.rollout_func is None),
             "rollout_is_batch_normalize": correction.rollout_is_batch_normalize,
             **{f"rollout_rs {name}": CRITERIA[name].of == "batch"
                for name in correction.rollout_rs},

@@ -13,13 +13,15 @@ whatever loss_type says, and never calls this file. So three settings are needed
 
 This repository must be on the PYTHONPATH of the workers. Without the third setting the copy is
 verl's default, which is refused in both modes, since such a worker cannot tell the modes apart.
-What needs the whole batch where a worker sees a part of it is refused by name, and so is what needs
-candidate tokens. The block's loss_type chooses the loss, which may be gspo, cispo and sapo as well.
-Means are over what rejection left ("kept"), as everywhere in verl. actor/pg_clipfrac counts the
-tokens of the dual clip, too, for which verl has a second metric.
+What needs the whole batch where a worker sees a part of it is refused by name. So are what needs
+candidate tokens, and what verl's driver would not do in decoupled mode. The block's loss_type
+chooses the loss, which may be gspo, cispo and sapo as well. Means are over what rejection left
+("kept"), as everywhere in verl. actor/pg_clipfrac counts the tokens of the dual clip, too, for
+which verl has a second metric.
 """
 
 import warnings
+from dataclasses import fields
 from typing import Any
 
 # pyright: reportMissingImports=false
@@ -44,6 +46,9 @@ def three_policies(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor,
     """Return (loss, metrics) for verl's arguments, [B, T].  (eq:decoupled-ppo, eq:bypass)"""
     block = carried(config.policy_loss.rollout_correction)
     bypass, clipped = block.bypass_mode, block.loss_type == "ppo_clip"
+    if block.rollout_is and not bypass and rollout_is_weights is None:
+        raise ValueError("rollout_is is set, but verl's driver made no weights: it needs "
+                         "actor_rollout_ref.rollout.calculate_log_probs=true")
     clip_low, clip_high = (config.clip_ratio if end is None else end
                            for end in (config.clip_ratio_low, config.clip_ratio_high))
     counts = whole_counts(config.global_batch_info, loss_agg_mode)
@@ -102,7 +107,8 @@ def carried(block: Any) -> RolloutCorrectionConfig:
             "worker does not know bypass_mode and loss_type of algorithm.rollout_correction and "
             "would train with PPO's clip whatever they are: add '+actor_rollout_ref.actor."
             "policy_loss.rollout_correction=${algorithm.rollout_correction}'")
-    ours = from_dialect(block)
+    ours, given = from_dialect(block), {key for key in block if block[key] is not None}
+    unread = sorted(given - {f.name for f in fields(VerlBlock)} - {"_target_"})
     refused = {
         "rollout_is_batch_normalize in bypass mode: the mean weight is of the whole batch, and a "
         "worker sees a micro-batch; set it to false, or use bypass_mode=false, where verl's driver "
@@ -111,7 +117,11 @@ def carried(block: Any) -> RolloutCorrectionConfig:
            "use criteria of tokens or sequences": CRITERIA[name].of == "batch"
            for name in ours.rollout_rs},
         "score_centering: it needs candidate tokens, which verl does not bring to a worker; set it "
-        "to false": ours.score_centering}
+        "to false": ours.score_centering,
+        "preset, which the block's own defaults would overrule: write its keys out":
+            "preset" in given,
+        f"{', '.join(unread)} in decoupled mode, where verl 0.9.1's driver corrects and reads its "
+        "own keys alone: write those out": unread and not block.get("bypass_mode")}
     for sentence, asked in refused.items():
         if asked:
             raise ValueError(f"adapters.verl does not carry {sentence}")

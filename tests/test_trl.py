@@ -463,7 +463,9 @@ def test_training_ends_with_trls_weights(trainer, loss, mode):
     ({"top_entropy_quantile": 0.5}, "top_entropy_quantile"),
     ({"off_policy_mask_threshold": 0.1}, "off_policy_mask_threshold"),
     ({"importance_sampling_level": "sequence"}, "importance_sampling_level"),
-    ({"loss_type": "vespo"}, "loss_type vespo"), ({"delta": 1.1}, "delta below 1 . epsilon_high")])
+    ({"loss_type": "vespo"}, "loss_type vespo"), ({"delta": 1.1}, "delta below 1 . epsilon_high"),
+    ({"loss_type": "cispo"}, "epsilon_high below 1 under cispo"),
+    ({"use_vllm": False}, "use_vllm=False without a rollout_func")])
 def test_what_the_loss_does_not_carry_is_named(trainer, settings, words):
     """eq:correction: a setting that the loss does not carry is named rather than ignored."""
     from adapters.trl import PolicyLossGRPOTrainer

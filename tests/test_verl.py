@@ -266,7 +266,8 @@ def test_the_third_override_must_be_there(block):
     log_prob, old, _, advantages, mask = batch(0)
     block = [f"{BLOCK}.{setting}" for setting in block]
     loss, _ = adapters.verl.three_policies(old, log_prob, advantages, mask,
-                                           config=as_the_worker_has_it(*SETTINGS, *block))
+                                           config=as_the_worker_has_it(*SETTINGS, *block),
+                                           rollout_is_weights=torch.ones_like(old))
     assert loss != 0
     with pytest.raises(ValueError, match=r"would train with PPO's clip .* add "
                                          r"'\+actor_rollout_ref\.actor\."
@@ -274,6 +275,34 @@ def test_the_third_override_must_be_there(block):
                                          r"\$\{algorithm\.rollout_correction\}'$"):
         adapters.verl.three_policies(old, log_prob, advantages, mask,
                                      config=as_the_worker_has_it(*SETTINGS[:2], *block))
+
+
+@pytest.mark.parametrize("block, said", [
+    (("+{}.preset=decoupled_seq_is",), "preset, which .* defaults would overrule: write its keys"),
+    (("{}.bypass_mode=true", "+{}.preset=bypass_pg_is"), "preset, which .* would overrule"),
+    (("{}.rollout_is=sequence", "+{}.bypass_old_logprob_for_rollout=true",
+      "+{}.use_policy_gradient=true"),
+     "bypass_old_logprob_for_rollout, use_policy_gradient in decoupled mode"),
+    (("+{}.rollout_token_veto_threshold=1e-4",), "rollout_token_veto_threshold in decoupled mode")])
+def test_what_verls_driver_would_not_do_is_refused(block, said):
+    """eq:correction: it corrects in decoupled mode, by its own keys, and skips others in silence.
+
+    Nor can the adapter do what a key asks that the block's defaults contradict.
+    """
+    import adapters.verl
+    config = as_the_worker_has_it(*SETTINGS, *(setting.format(BLOCK) for setting in block))
+    with pytest.raises(ValueError, match=f"adapters.verl does not carry {said}"):
+        adapters.verl.carried(config.policy_loss.rollout_correction)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_that_verls_driver_did_not_make_are_missed(level):
+    """Without calculate_log_probs it trains uncorrected, whatever rollout_is asks for."""
+    import adapters.verl
+    log_prob, old, _, advantages, mask = batch(0)
+    config = as_the_worker_has_it(*SETTINGS, f"{BLOCK}.rollout_is={level}")
+    with pytest.raises(ValueError, match="driver made no weights: it needs .*calculate_log_probs"):
+        adapters.verl.three_policies(old, log_prob, advantages, mask, config=config)
 
 
 def test_verl_itself_leaves_the_loss_to_the_user():
