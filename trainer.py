@@ -9,8 +9,8 @@ This file decides
 * Everything random is drawn from (seed, purpose, step, index). A killed run therefore continues as
   if it had not been killed, on any number of ranks, and no random state is saved. On a CPU it ends
   with the same bits; a GPU's atomic additions come in any order.
-Left out are tensor parallelism, value functions, rewards other than right or wrong, rollouts of
-several turns with tools (math/10-turns-and-tools.md), and replayed routes (math/11-routes.md).
+Left out are tensor parallelism, value functions, reward models, rollouts of several turns with
+tools (math/10-turns-and-tools.md), and replayed routes (math/11-routes.md).
 
     python trainer.py [FILE.yaml] [section.key=value …]    # default: configs/demo.yaml, and with
                                                            # task.kind=jsonl or parquet gsm8k.yaml
@@ -333,12 +333,11 @@ def average(updates: list[Update]) -> dict[str, Tensor | float]:
 def set_learning_rate(run: Run, step: int) -> None:
     """Warm the learning rate up, then keep it or let it fall, by half a cosine."""
     train = run.config.train
-    scale = min(1.0, step / (train.warmup_steps + 1))
-    if train.schedule == "cosine":
-        left = (train.steps - step + 1) / max(1, train.steps - train.warmup_steps)
-        scale *= 0.5 - 0.5 * math.cos(math.pi * min(1.0, left))
+    warm = min(1.0, step / (train.warmup_steps + 1))
+    left = min(1.0, (train.steps - step + 1) / max(1, train.steps - train.warmup_steps))
+    falls = {"constant": 1.0, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[train.schedule]
     for group in run.optimizer.param_groups:
-        group["lr"] = train.lr * scale
+        group["lr"] = train.lr * (warm * falls)
 
 
 class Evaluation(NamedTuple):
@@ -347,7 +346,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(run: Run) -> Evaluation:
-    """Measure exact-match accuracy on one sample per held-out problem, always with the same seeds.
+    """Measure the share of held-out problems with reward 1, by one sample each, of fixed seeds.
 
     The engine gets the policy's weights (in its dtype), neither rounded nor stale, and samples at
     the training temperature and cut: what is measured is what is trained. A reward that is not
@@ -360,7 +359,7 @@ def evaluate(run: Run) -> Evaluation:
     answers = [{"question": p.question, "answer": p.answer, "response": text,
                 "reward": reward if math.isfinite(reward := run.task.reward(p, text)) else 0.0}
                for p, text in zip((run.task.held_out[i] for i in own), texts)]
-    right = torch.tensor(float(sum(a["reward"] for a in answers)))
+    right = torch.tensor(float(sum(a["reward"] == 1 for a in answers)))
     dist.all_reduce(right)
     return Evaluation(right.item() / len(run.task.held_out), answers)
 

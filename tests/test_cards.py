@@ -426,7 +426,8 @@ def test_the_metrics_of_a_step_say_how_fast_and_large_it_is_and_change_nothing(r
     _, lines = run(name="measured")
     for line in lines:
         assert line["memory/peak_mb"] >= line["memory/rss_mb"] and 0 < line["time/mfu"] < 1
-        assert line["tokens_per_second"] > 0
+        assert line["tokens_per_second"] * line["time/step"] == pytest.approx(
+            line["response/tokens"])
     peak = lines[1]["memory/peak_mb"]
     assert peak >= lines[0]["memory/peak_mb"]
     assert memory_metrics(torch.device("cpu"), 2 * peak)["memory/peak_mb"] == 2 * peak
@@ -438,6 +439,17 @@ def test_the_metrics_of_a_step_say_how_fast_and_large_it_is_and_change_nothing(r
     prompt = (flops / 6 - model.head * others[0]["response/tokens"]) / model.matrices - (
         others[0]["response/tokens"])
     assert prompt == pytest.approx(round(prompt), rel=1e-9) and prompt >= 4    # tokens of 4 prompts
+
+
+def test_the_share_of_the_speed_is_of_all_ranks_cards(monkeypatch):
+    run: Any = run_module.Run.__new__(run_module.Run)
+    vars(run).update(device=torch.device("cpu"), most=0.0, times={"time/update": 2.0}, rate=1.0,
+                     best=0.0, skipped={}, accuracy=0.0, began=0.0, main=False,
+                     optimizer=SimpleNamespace(param_groups=[{"lr": 1.0}]))
+    monkeypatch.setattr(run_module.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(run_module.Run, "flops", lambda *_: 8.0)
+    run.log(1, {"reward/mean": 0.0, "response/tokens": 1})
+    assert run.times["time/mfu"] == 1
 
 
 def test_the_rate_is_that_of_the_fastest_product(monkeypatch):

@@ -34,6 +34,7 @@ from plumbing import directory
 from plumbing.checkpoints import read_metrics, write_aside
 from plumbing.directory import hold_directory, lock_file, require_writable, take_turns
 from plumbing.faults import process_group
+from plumbing.models import digest_of
 from plumbing.settings import UserError
 
 LONG = [*SMALL, "rollout.engine=transformers", "train.steps=100000", "train.save_every=2", "run=x"]
@@ -488,6 +489,16 @@ def test_a_link_to_a_checkpoint_is_continued_and_stays(run, tmp_path):
     assert code == 0 and [line["step"] for line in lines] == [1, 2, 3, 4]
     assert sorted(os.listdir("runs/x/checkpoints")) == ["step-000002", "step-000004"]
     assert (tmp_path / "moved/state.json").exists()
+
+
+@pytest.mark.parametrize("at", [0, 5 * 2 ** 20, 9 * 2 ** 20 - 1])
+def test_of_a_large_file_of_weights_the_ends_and_the_middle_are_read(at, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    file, whole = tmp_path / "model.safetensors", bytearray(9 * 2 ** 20)
+    file.write_bytes(whole)
+    before, whole[at] = digest_of(str(tmp_path)), 1
+    file.write_bytes(whole)
+    assert digest_of(str(tmp_path)) != before
 
 
 @pytest.mark.parametrize("share", [0.5, 1])

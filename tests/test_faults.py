@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -128,6 +129,13 @@ def drive(faults, arguments, cwd, forks):
     (cwd / "driver.py").write_text(DRIVER)
     result = shell([sys.executable, *forks, "driver.py", json.dumps(faults), *arguments], cwd)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_call_that_has_ended_is_watched_no_longer():
+    with faults.end_after(600, "transformers"):
+        [watch] = [x for x in threading.enumerate() if isinstance(x, threading.Timer)]
+    watch.join(5)
+    assert not watch.is_alive()
 
 
 @pytest.mark.parametrize("case, settings", [

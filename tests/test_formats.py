@@ -7,7 +7,7 @@ import plants
 import pytest
 from test_causes import planted
 
-from adapters.dumps import Response, read, response
+from adapters.dumps import WHOLE, Response, read, response
 from plumbing.consult import main
 
 
@@ -44,6 +44,12 @@ def test_parquet(tmp_path):
     parquet.write_table(arrow.Table.from_pylist([row(), row()]), tmp_path / "x.parquet")
     first, second = read(tmp_path / "x.parquet")
     assert first == response(1, row()) and second.line == 2
+    parquet.write_table(arrow.Table.from_pylist([row()] * 600), tmp_path / "x.parquet")
+    assert [r.line for r in read(tmp_path / "x.parquet")] == [*range(1, 601)]
+
+
+def test_every_format_has_a_row_here():
+    assert all(any(names[0] in row for row in (PRIME, NEMO)) for names in WHOLE)
 
 
 @pytest.mark.parametrize("text, says", [

@@ -1,6 +1,7 @@
 """An adapter is peft's: its log-probs and gradients, what an engine gets of it, what is kept."""
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -279,3 +280,12 @@ def test_what_an_adapter_does_not_go_with_is_said(run, capsys, tmp_path):
     capsys.readouterr()
     code, _ = run(*EXACT, f"policy.path={tmp_path}/runs/adapter/model", name="y")
     assert code == 2 and "is an adapter, not a model: train" in capsys.readouterr().err
+
+
+def test_an_adapter_keeps_float32_and_the_merged_model_its_sources_dtype(run, tiny_model, tmp_path):
+    source = shutil.copytree(tiny_model, tmp_path / "source")
+    AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(source)
+    run("policy.lora_rank=4", "policy.lora_save_merged=true", f"policy.path={source}",
+        "train.steps=1")
+    for name, dtype in (("model/adapter_model", torch.float32), ("merged/model", torch.bfloat16)):
+        assert {x.dtype for x in load_file(f"runs/x/{name}.safetensors").values()} == {dtype}

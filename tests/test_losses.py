@@ -20,7 +20,8 @@ from correction import Correction, correct
 from correction import RolloutCorrectionConfig as Config
 from doctor import diagnose
 from estimators import aggregate_log_ratio
-from losses import AGGREGATIONS, LossConfig, kl_loss, kl_penalty, policy_loss
+from losses import (AGGREGATIONS, LossConfig, count, kl_loss, kl_penalty, loss_means,
+                    policy_loss)
 from surrogates import cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss, sapo_loss
 
 
@@ -297,6 +298,18 @@ def test_weights_and_mask_made_elsewhere_need_no_rollout_log_prob(loss_type):
     computed = policy_loss(lp, old, mu, advantages, mask, config)
     computed = computed[0], {name: x for name, x in computed[1].items() if name in given[1]}
     assert same(given, computed, lp) and len(given[1]) == 4
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_metrics_of_a_batch_twice_are_those_of_it_once(loss_type):
+    """eq:aggregation: a sum over kept tokens that nothing divides would be twice as large."""
+    given, config = batch(9), Config("token", 1.2, loss_type=loss_type)
+
+    def metrics(lp, old, mu, advantages, mask):
+        _, sums = policy_loss(lp, old, mu, advantages, mask, config, counts=count(mask))
+        return {name: x for name, x in loss_means(sums).items() if name.startswith("loss/")}
+    once, twice = metrics(*given), metrics(*(x.repeat(2, 1) for x in given))
+    assert len(once) >= 4 and all(close(once[name], twice[name]) for name in once)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

@@ -7,17 +7,19 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from conftest import weights
 from safetensors.torch import load_file
 
+import trainer
 from plumbing import tasks
 from plumbing.batches import pad
 from plumbing.faults import process_group
-from plumbing.settings import load_config
+from plumbing.run import Run
+from plumbing.settings import AdvantageConfig, load_config
 from policy import Policy
 from rollout import Sample, TransformersEngine
 from trainer import without_nonfinite
@@ -114,13 +116,31 @@ def test_a_reward_that_is_not_finite_is_no_part_of_its_groups_baseline(run, monk
     calls = []
     monkeypatch.setattr(tasks.Task, "reward", lambda *_: calls.append(1) or (
         math.nan if len(calls) == 8 + 3 else 1.0))
-    for kind in "grpo", "rloo", "reinforce":
+    for kind in get_args(get_type_hints(AdvantageConfig)["kind"]):
         calls.clear()
         code, lines = run("train.on_nonfinite=skip", f"advantage.kind={kind}", name=kind)
         assert code == 0 and lines[0]["train/skipped_samples"] == 1
         assert lines[0]["reward/mean"] == 1 and lines[0]["grad_norm"] == 0
         assert lines[0]["reward/std"] == 0 and lines[0]["reward/groups_without_signal"] == 1
         assert lines[0]["reward/advantage_max"] == 0        # of the rows with a reward
+
+
+def test_the_token_and_the_prompt_that_are_named_are_the_rows_own():
+    run: Any = Run.__new__(Run)
+    run.tokenizer = SimpleNamespace(decode=lambda ids: str(ids.tolist()))
+    samples = [Sample([3, 4], [-1.0, -2.0], True), Sample([6, 7, 8], [-1.0, -1.0, -math.inf], True)]
+    with process_group() as device:
+        batch = pad([[5, 5, 5], [9, 2]], samples, torch.zeros(2), device)
+        assert run.nonfinite_rows(batch, {"π_rollout": batch.rollout_log_prob}) == [
+            "π_rollout has the log-prob -inf for token 3, '8', after the prompt '[9, 2]'"]
+
+
+def test_an_update_is_skipped_for_a_metric_alone(run, monkeypatch):
+    loss = trainer.policy_loss
+    monkeypatch.setattr(trainer, "policy_loss", lambda *given, **more: (
+        (found := loss(*given, **more))[0], found[1] | {"loss/ratio": torch.tensor(math.inf)}))
+    code, (line,) = run("train.on_nonfinite=skip", "train.steps=1")
+    assert code == 0 and line["train/skipped_updates"] == 2
 
 
 def test_a_step_whose_updates_are_all_skipped_goes_on(run, monkeypatch):

@@ -34,6 +34,7 @@ def broken(owner, name):
             if fault == "bug": raise ValueError("a bug of rank 1")
             if fault == "memory": raise torch.OutOfMemoryError("CUDA out of memory.")
             if fault == "hang": signal.pause()
+            if fault == "nan": return real(*args, **kwargs) * torch.nan
         return real(*args, **kwargs)
     setattr(owner, name, call)
 run.plot = lambda *_: None             # curves and speed are no ranks' business
@@ -178,6 +179,13 @@ def test_one_rank_that_fails_ends_all_of_them_with_one_message(fault, said, trai
     assert output.count(said) == 1, output
     assert output.count("trainer.py: ") == (fault != "bug"), output
     assert (train.runs / fault / "checkpoints/step-000002/state.json").exists()
+
+
+def test_what_one_rank_cannot_use_all_leave_out(train):
+    """Otherwise one of them would wait for the others in the gathering of what is said."""
+    said = train(2, "run=nan", "train.steps=5", "train.on_nonfinite=skip", fault="nan")
+    assert said.count("π_old has the log-prob nan") == 1, said
+    assert sum(line.get("train/skipped_samples", 0) for line in curve(train.runs / "nan")) == 16
 
 
 PROGRAM = """

@@ -138,6 +138,12 @@ def test_a_run_that_ended_before_its_model_was_written_writes_it(run, monkeypatc
     code, _ = run("train.steps=4", "train.lr=0.01")
     assert code == 0 and json.loads(Path("runs/x/finished.json").read_text())["step"] == 4
     assert all(torch.equal(x, weights("x")[name]) for name, x in weights("whole").items())
+    answers, whole = (Path(f"runs/{name}/eval.jsonl").read_text() for name in ("x", "whole"))
+    assert answers == whole and whole.count("\n") == 8        # it was evaluated at its end, too
+    for path in (Path("runs/x/finished.json"), *Path("runs/x/model").iterdir()):
+        path.unlink()
+    assert run("train.steps=2", "train.lr=0.01")[0] == 0       # fewer steps than were taken
+    assert json.loads(Path("runs/x/finished.json").read_text())["step"] == 4
 
 
 MEMORY = "out of memory: lower "

@@ -60,11 +60,18 @@ def test_padding_is_not_kept_and_does_not_matter(name, junk):
 @every_criterion
 def test_a_log_ratio_that_is_not_a_number_is_rejected(name):
     """eq:rejection: NaN is within no bound; where sequences are judged, its sequence goes, too."""
-    train = torch.where(torch.arange(LP.numel()).view(LP.shape) == 0, math.nan, LP)
+    long, train = int(MASK.all(-1).nonzero()[0]), LP.clone()
+    train[long, 0], others = math.nan, torch.arange(len(LP)) != long
     for advantages in (DOWN, 0 * DOWN, -DOWN):
         kept = kept_by(name, train, LP, MASK, advantages, reach=1e6).mask
-        assert not kept[0, :None if CRITERIA[name].of == "sequence" else 1].any()
-        assert torch.equal(kept[1:], MASK[1:])
+        assert not kept[long, :None if CRITERIA[name].of == "sequence" else 1].any()
+        assert torch.equal(kept[others], MASK[others])
+
+
+@every_criterion
+def test_a_statistic_has_the_shape_of_what_is_judged(name):
+    verdict = kept_by(name, LP, MU_LP).grounds.verdicts[name][2]
+    assert (verdict.statistic.shape[-1] == 1) == (CRITERIA[name].of == "sequence")
 
 
 @pytest.mark.parametrize("name", [name for name, row in CRITERIA.items() if row.read is interval])
@@ -119,6 +126,25 @@ def slopes(row, old, numbers):                          # of its terms in log π
 def test_the_first_gradient_is_that_of_reinforce(name):
     """eq:reinforce: at π_θ = π_old the slope in log π_θ is −A, with one A for a sequence."""
     assert close(slopes(LOSSES[name], LP, LOSSES[name].own), -A * MASK)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_row_states_the_level_of_its_ratio(name):
+    """eq:levels, eq:double-count: None has no ratio; at geometric one token moves the others."""
+    row, moved = LOSSES[name], OLD_LP + 1e-4 * torch.tensor([1.0, 0.0, 0.0])
+    given = {"old_log_prob": OLD_LP, "advantages": A, "response_mask": MASK}
+    here, there = (row.function(x, *(given[t] for t in row.takes), **row.own)[MASK[:, 1], 1]
+                   for x in (OLD_LP, moved))
+    assert (row.level is None) == ("old_log_prob" not in row.takes)
+    assert torch.equal(here, there) == (row.level != "geometric")
+
+
+@pytest.mark.parametrize("name", [name for name, row in LOSSES.items() if row.level])
+def test_only_what_a_clip_holds_loses_its_gradient(name):
+    old = LP + 2 * (OLD_LP - LP)
+    near = MASK & (A != 0) & ((LP - old).exp() < 2)             # a smooth loss is flat far away
+    stops = near & (slopes(LOSSES[name], old, LOSSES[name].own) == 0)
+    assert LOSSES[name].holds or not stops.any()
 
 
 @pytest.mark.parametrize("name", LOSSES)

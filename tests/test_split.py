@@ -13,7 +13,7 @@ import torch
 import transformers
 from launching import shell, torchrun
 from tolerances import gamma, norm, of_sum
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import trainer
 from estimators import sampling_log_probs
@@ -375,6 +375,9 @@ def test_a_rank_alone_has_fsdp_only_to_cast_or_to_move(dtype, offload, tiny_mode
     with process_group() as device:
         policy = load_policy(str(tiny_model), 1.0, dtype, device, cpu_offload=offload)
         assert isinstance(policy, FSDPModule) == (dtype == "bfloat16" or offload)
+        if isinstance(policy, FSDPModule):                      # sums over ranks are in float32
+            how = policy._get_fsdp_state()._mp_policy
+            assert how == MixedPrecisionPolicy(getattr(torch, dtype), torch.float32)
         reference = load_policy(str(tiny_model), 1.0, dtype, device, frozen=True,
                                 gradient_checkpointing=True)
         assert reference.model.is_gradient_checkpointing        # the path that π_θ takes

@@ -9,7 +9,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from plumbing.models import read_tokenizer
-from plumbing.run import check_ends
+from plumbing.run import check_ends, ends_of
 
 
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama"])
@@ -82,3 +82,11 @@ def test_why_a_model_does_not_load_is_said_whole(setting, words, run, tiny_model
     assert run(f"policy.path={model}")[0] == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert re.search(f"^trainer.py: policy.path={model} cannot be loaded: .*{words}", last)
+
+
+@pytest.mark.parametrize("ends, expected", [(9, [1, 9]), ([10, 9], [1, 9, 10]), (None, [1])])
+def test_any_end_of_model_or_tokenizer_ends_a_response(ends, expected, tiny_model, tmp_path):
+    tokenizer, _ = read_tokenizer(str(tiny_model))
+    config = transformers.AutoConfig.from_pretrained(tiny_model)
+    transformers.GenerationConfig(eos_token_id=ends).save_pretrained(tmp_path)
+    assert ends_of(str(tmp_path), config, tokenizer) == expected

@@ -248,12 +248,41 @@ def test_learning_is_no_mismatch(run):
                for line in lines)
 
 
+def test_every_sample_of_a_run_has_a_seed_of_its_own(run, monkeypatch):
+    """Two samples of one seed would be drawn with the same noise."""
+    seeds, generate = [], rollout.TransformersEngine.generate
+    monkeypatch.setattr(rollout.TransformersEngine, "generate", lambda self, prompts, own, **how: (
+        seeds.extend(own) or generate(self, prompts, own, **how)))
+    run()
+    assert len({seed % 2 ** 32 for seed in seeds}) == 2 * 16 + 8     # an evaluation's come again
+
+
+def test_what_is_set_reaches_the_clip_and_the_optimizer(run, monkeypatch):
+    given, clip, update = [], torch.nn.utils.clip_grad_norm_, trainer.update
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, most: (
+        given.append(most) or clip(parameters, most)))
+    monkeypatch.setattr(trainer, "update", lambda run, *of: given.append(
+        run.optimizer.param_groups[0]["weight_decay"]) or update(run, *of))
+    run("train.max_grad_norm=0.25", "train.weight_decay=0.5", "train.steps=1")
+    assert given == [0.5, 0.25] * 2 and Config().train.weight_decay == 0     # torch's own is 0.01
+
+
+def test_evaluations_are_where_they_are_due_and_accuracy_counts_whole_rewards(run, monkeypatch):
+    monkeypatch.setattr(tasks.Task, "reward", lambda *_: 0.3)
+    _, lines = run("train.steps=5", "train.eval_every=3")
+    assert [x["step"] for x in lines if "eval/accuracy" in x] == [1, 3, 5]      # 1: before it
+    assert all(x["reward/mean"] == pytest.approx(0.3) for x in lines)
+    assert {x.get("eval/accuracy", 0.0) for x in lines} == {0.0}
+
+
 NOTHING = "correction={rollout_rs: {seq_max_k1: [1e9, null]}}"
+CENTERED = ("correction={score_centering: true, bypass_mode: true, loss_type: reinforce, "
+            "rollout_rs: {token_k1: [1e9, null]}}")
 
 
 @pytest.mark.parametrize("given, empty", [
     ([NOTHING], 2), (["correction.preset=decoupled_token_is"], 0),
-    ([NOTHING, "loss.kl_coef=0.1"], 0)])
+    ([NOTHING, "loss.kl_coef=0.1"], 0), ([CENTERED, "rollout.candidates=4"], 0)])
 def test_mini_batches_without_a_survivor_are_counted_and_named(given, empty, run, capsys):
     code, lines = run(*given, "train.weight_decay=1")
     assert code == 0 and [line["train/empty_updates"] for line in lines] == [empty] * 2

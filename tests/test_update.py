@@ -6,7 +6,7 @@ chapter 8's table that the settings name. A mini-batch with a gradient of 0 take
 
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import trainer
 from plumbing.faults import process_group
-from plumbing.settings import correction_of, load_config, remarks
+from plumbing.settings import TrainConfig, correction_of, load_config, remarks
 
 PI = Policy(3, 3, seed=0)
 MU, REF = PI.perturbed(1, 0.5), PI.perturbed(3, 0.5)
@@ -268,6 +268,18 @@ def test_a_mini_batch_without_a_difference_in_reward_takes_no_step(run):
     """All advantages are 0, but tokens are kept: that is no empty update."""
     assert updated(run("correction={preset: decoupled_token_is}"), NOTHING) == (0, 0)
     assert updated(run("correction={preset: bypass_pg_is}"), NOTHING) == (0, 0)
+
+
+@pytest.mark.parametrize("schedule", get_args(get_type_hints(TrainConfig)["schedule"]))
+def test_every_schedule_but_the_constant_one_moves(schedule):
+    rates, run = [], SimpleNamespace(
+        config=load_config([f"train.schedule={schedule}", "train.steps=5", "train.lr=1"]),
+        optimizer=SimpleNamespace(param_groups=[{}]))
+    run.config.train.warmup_steps = 0
+    for step in range(1, 6):
+        trainer.set_learning_rate(run, step)
+        rates.append(run.optimizer.param_groups[0]["lr"])
+    assert rates[0] == 1 and (len(set(rates)) == 1) == (schedule == "constant")
 
 
 @pytest.mark.parametrize("steps, warmup, rates", [

@@ -297,7 +297,7 @@ def test_what_verls_driver_would_not_do_is_refused(block, said):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_that_verls_driver_did_not_make_are_missed(level):
-    """Without calculate_log_probs it trains uncorrected, whatever rollout_is asks for."""
+    """verl trains uncorrected without calculate_log_probs, whatever rollout_is asks for."""
     import adapters.verl
     log_prob, old, _, advantages, mask = batch(0)
     config = as_the_worker_has_it(*SETTINGS, f"{BLOCK}.rollout_is={level}")
