@@ -98,7 +98,7 @@ class PolicyLossGRPOTrainer(GRPOTrainer):       # pyright: ignore[reportGeneralT
         _refuse(self, {
             f"loss_type {own}": own not in AGGREGATION,
             f"loss_type {asked} under {own}": named and asked not in ("ppo_clip", own),
-            "importance_sampling_level": self.importance_sampling_level != "token",     # use gspo
+            "importance_sampling_level": self.importance_sampling_level != "token",     # it is gspo
             "beta": self.beta != 0, "top_entropy_quantile": self.top_entropy_quantile < 1,
             "an entropy bonus": self._entropy_bonus_enabled,
             "off_policy_mask_threshold": self.off_policy_mask_threshold is not None,
