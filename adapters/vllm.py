@@ -48,6 +48,10 @@ class VllmEngine:
             self.layout = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
         self.request, lora = None, {}  # vLLM's request for the last adapter
         if adapter is not None:
+            experts = ("num_experts", "num_local_experts", "n_routed_experts")
+            if not self.on_gpu and any(hasattr(self.layout.config, name) for name in experts):
+                raise ValueError("vLLM for CPU has no code for an adapter beside experts: set "
+                                 "rollout.adapter=merged")
             adapter(self.layout)
             rank = self.layout.peft_config["default"].r
             from vllm.config.lora import MaxLoRARanks
@@ -231,7 +235,7 @@ def as_guest() -> Iterator[None]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 yield
-        except BaseException:
+        except Exception:
             held.seek(0)
             os.write(stderr, held.read())
             raise

@@ -52,7 +52,7 @@ def make_engine(
             import_vllm(device)
         except ImportError as error:
             if kind == "vllm":
-                raise RuntimeError(f"rollout.engine=vllm: {error}") from None
+                raise RuntimeError(str(error)) from None
             if find_spec("vllm"):  # warn if it is broken, not if it is absent
                 warnings.warn(f"rollout.engine=auto takes transformers: {error}", stacklevel=2)
         else:

@@ -186,8 +186,7 @@ def end_after(seconds: float, name: str) -> Iterator[None]:
         if first_to_fail(apart=True):
             os.write(stderr, f"trainer.py: rollout.engine={name} has not answered for "
                      f"rollout.timeout={seconds:g} seconds, in {at.name} "
-                     f"({at.filename}:{at.lineno}): the same command continues from the last "
-                     "checkpoint\n".encode())
+                     f"({at.filename}:{at.lineno}): {Received.where()}\n".encode())
         os._exit(1)
 
     watch = threading.Timer(seconds, end)

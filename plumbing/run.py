@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import time
 import warnings
@@ -265,9 +266,9 @@ class Run:
                     min_p=rollout.min_p, say=self.say,
                     adapter=adapter if apart else None, candidates=(
                         rollout.candidates if correction_of(self.config).score_centering else 0))
-        except Exception as error:         # vLLM's are of many types
-            raise UserError(f"rollout.engine={rollout.engine} does not start: "
-                            f"{explain(error) or error}") from None
+        except Exception as error:         # vLLM's are of many types, some with pydantic's frame
+            words = explain(error) or re.sub(r"(?s)^.*?Value error, | \[type=.*", "", str(error))
+            raise UserError(f"rollout.engine={rollout.engine} does not start: {words}") from None
         self.sync = WeightSync(self.engine, rollout.staleness, rollout.quantize_bits,
                                rollout.dtype)
 
@@ -533,7 +534,11 @@ class Run:
         kept = {key: x.to("cpu", dtype) for key, x in weights if self.main}
         with write_aside(self.directory / name) as path:
             if self.main:
+                # As it came: save_pretrained would refuse a temperature without do_sample.
+                own = model.generation_config
+                model.generation_config = transformers.GenerationConfig()
                 model.save_pretrained(path, state_dict=kept)
+                own.to_json_file(path / "generation_config.json", keys_to_pop=["compile_config"])
                 if not (path / "adapter_config.json").exists():
                     model.config.dtype = dtype
                     model.config.save_pretrained(path)

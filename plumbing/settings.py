@@ -564,6 +564,9 @@ def remarks(config: Config) -> list[str]:
     if rollout.recompute_cache and not rollout.update_every:
         found.append("rollout.recompute_cache=true has no effect: rollout.update_every is null, "
                      "so weights stay for a response")
+    if rollout.top_k == 1:
+        found.append("rollout.top_k=1 keeps one token, which has the log-prob 0 whatever the "
+                     "weights are, so nothing can be learned")
     if config.rollout.samples == 1 and kind != "reinforce":
         found.append(f"rollout.samples=1 leaves advantage.kind={kind} no baseline, which is made "
                      "of a group's other samples: every advantage is the reward itself; take "

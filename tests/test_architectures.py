@@ -165,15 +165,15 @@ def change_what_is_the_trainers():
 def test_the_start_of_vllm_leaves_nothing_behind(monkeypatch, capfd):
     """What it prints is shown where it fails, and at any other level than ERROR."""
     before = states()
-    for level, fails, shown in (("ERROR", False, ""), ("ERROR", True, "a warning\n"),
-                                ("INFO", False, "a warning\n")):
+    for level, fails, shown in (("ERROR", None, ""), ("ERROR", MemoryError, "a warning\n"),
+                                ("ERROR", KeyboardInterrupt, ""), ("INFO", None, "a warning\n")):
         monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
         try:
             with as_guest():
                 change_what_is_the_trainers()
                 if fails:
-                    raise MemoryError
-        except MemoryError:
+                    raise fails
+        except (MemoryError, KeyboardInterrupt):
             assert fails
         assert states() == before and capfd.readouterr().err == shown
         os.write(2, b"and then")

@@ -7,16 +7,18 @@ from typing import Literal
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import MixtralConfig
 
 import rollout
 import trainer
 from kernels.shapes import Shape, pad_rows, to_device
-from adapters.vllm import import_vllm
+from adapters.vllm import VllmEngine, import_vllm
 from plumbing.engines import make_engine
 from plumbing.faults import process_group
 from plumbing.models import add_adapter
 from plumbing.settings import PolicyConfig
 from policy import load_policy
+from rollout import Cut
 
 
 @pytest.mark.parametrize("maker, backends", [("cuda", "cpu:gloo,cuda:nccl"),
@@ -240,10 +242,38 @@ def test_a_vllm_for_another_device_is_not_taken(vllm, device, words, tiny_model,
     monkeypatch.setattr("plumbing.engines.find_spec", lambda name: True)
     monkeypatch.setattr("plumbing.engines.TransformersEngine", lambda path, **settings: "its place")
     asked = dict(dtype="float32", max_model_len=64, device=device)
-    with pytest.raises(RuntimeError, match=f"rollout.engine=vllm: vLLM is built for {words}; inst"):
+    with pytest.raises(RuntimeError, match=f"^vLLM is built for {words}; inst"):
         make_engine("vllm", tiny_model, **asked)
     with pytest.warns(UserWarning, match=f"auto takes transformers: vLLM is built for {words}"):
         assert make_engine("auto", tiny_model, **asked) == "its place"
+
+
+PYDANTIC = ("1 validation error for ModelConfig\n  Value error, The model type 'gemma2' does not "
+            "support float16. [type=value_error, input_value=ArgsKwargs((), {'model': ...})]\n"
+            "    For further information visit https://errors.pydantic.dev/2.11/v/value_error")
+
+
+@pytest.mark.parametrize("error, said", [
+    (ValueError(PYDANTIC), "The model type 'gemma2' does not support float16."),
+    (RuntimeError("vLLM does not import (no); install it."),
+     "vLLM does not import (no); install it.")])
+def test_an_engine_that_does_not_start_says_why_once(error, said, run, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise error
+    monkeypatch.setattr("plumbing.run.make_engine", fail)
+    assert run()[0] == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"trainer.py: rollout.engine=transformers does not start: {said}"
+
+
+def test_vllm_on_a_cpu_has_no_adapter_beside_experts(monkeypatch, tmp_path):
+    monkeypatch.setattr("adapters.vllm.import_vllm", lambda device: (None, None))
+    MixtralConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                  num_attention_heads=2, num_local_experts=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="beside experts: set rollout.adapter=merged$"):
+        VllmEngine(tmp_path, dtype="float32", max_model_len=8, gpu_memory_utilization=0.4,
+                   enforce_eager=None, device="cpu", batch_size=1, cut=Cut.of(1, None, 0, 9),
+                   candidates=0, adapter=lambda model: model)
 
 
 def test_a_vllm_that_fails_with_any_error_does_not_import(monkeypatch):

@@ -103,6 +103,13 @@ def test_groups_of_one_have_no_baseline_and_it_is_said(kind, samples, said):
         "baseline is the batch's mean"] * said
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_cut_that_keeps_one_token_is_said_to_teach_nothing(top_k):
+    found = remarks(load_config([f"rollout.top_k={top_k}"]))
+    assert found == ["rollout.top_k=1 keeps one token, which has the log-prob 0 whatever the "
+                     "weights are, so nothing can be learned"] * (top_k == 1)
+
+
 @pytest.mark.parametrize("loss, key, said", [
     ("ppo_clip", "clip_low", False), ("gspo", "dual_clip", False), ("cispo", "dual_clip", True),
     ("sapo", "clip_high", True), ("ppo_clip", "tau_positive", True),

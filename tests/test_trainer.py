@@ -248,6 +248,17 @@ def test_learning_is_no_mismatch(run):
                for line in lines)
 
 
+def test_a_generation_config_that_transformers_would_not_write_is_written(
+        run, tiny_model, tmp_path):
+    """A temperature without do_sample, as some models have, was refused after the last step."""
+    path, given = tmp_path / "source", {"eos_token_id": 1, "temperature": 0.9}
+    shutil.copytree(tiny_model, path)
+    (path / "generation_config.json").write_text(json.dumps(given))
+    assert run(f"policy.path={path}", "train.steps=1")[0] == 0
+    found = json.loads(Path("runs/x/model/generation_config.json").read_text())
+    assert given.items() <= found.items() and Path("runs/x/model/model.safetensors").exists()
+
+
 def test_every_sample_of_a_run_has_a_seed_of_its_own(run, monkeypatch):
     """Two samples of one seed would be drawn with the same noise."""
     seeds, generate = [], rollout.TransformersEngine.generate
