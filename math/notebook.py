@@ -290,16 +290,17 @@ for name, config in PRESETS.items():
 # Responses of language models are longer than three tokens. The product of many ρ varies
 # more and more, and few samples carry all the weight.
 #
-# Suppose the ratios are independent, and ρ of one token has the variance 0.02. How many
-# of 256 samples are effectively left?
+# Suppose the ratios are independent, and ρ of one token has the variance 0.02. Which share
+# of very many samples is effectively left?
 
 # %% tags=["exact"]
 for tokens in (3, 9, 64, 256, 1024):
-    print(f"{tokens:5} tokens: {256 / 1.02**tokens:8.1f} effective samples of 256")
+    print(f"{tokens:5} tokens: {1 / 1.02**tokens:7.2%} of the samples")
 
 # %% [markdown] tags=["exact"]
-# At 256 tokens 1.6 samples of 256 are left. That is why products have a limit, and why long
-# responses often take a token's own ρ, with its bias.
+# At 256 tokens that is one sample of 159. A batch always reports at least one, so a small
+# one looks better than it is. That is why products have a limit, and why long responses often
+# take a token's own ρ, with its bias.
 
 # %% [markdown]
 # ## 6. Train with and without

@@ -158,7 +158,7 @@ def clip_around_a_damaged_sampler():
 
 @exhibit("verl 0.9.1: https://github.com/verl-project/verl/pull/6377", "eq:rejection")
 def k1_bounds_on_minus_log_rho():
-    """“0.6_1.4” was compared with −log ρ, which rejects ρ = 0.65 and keeps ρ = 1.6."""
+    """log 0.6 and log 1.4 were compared with −log ρ: ρ = 0.65 goes and ρ = 1.6 stays."""
     rho, lo, hi = f64([[0.65, 1.6, 1.0]]), 0.6, 1.4
     k1 = -rho.log()
     config = Config(rollout_rs={"token_k1": (lo, hi)})
