@@ -85,7 +85,7 @@ class Tokens(NamedTuple):
         for i, r in enumerate(responses):
             prompt = () if r.prompt_ids is None else tuple(r.prompt_ids)
             prefix, start = hash((i, "?") if r.prompt_ids is None else prompt), len(prompt)
-            before: set[int] = set()
+            before, known = set[int](), set(prompt)
             for t, v in enumerate(r.token_ids):
                 if r.mask[t]:
                     rows.append((
@@ -94,7 +94,7 @@ class Tokens(NamedTuple):
                         min(0.0, max(LOWEST, r.train_log_probs[t])), i, t,
                         -1 if r.prompt_ids is None else start, v,
                         v == end and t == len(r.token_ids) - 1,
-                        numbers.setdefault(prefix, len(numbers)), v in before, v in prompt,
+                        numbers.setdefault(prefix, len(numbers)), v in before, v in known,
                         r.versions[t] if r.versions else 0,
                         r.entropy[t] if r.entropy else math.nan))
                 before.add(v)
@@ -459,16 +459,18 @@ def record(x: Tokens) -> Finding | None:
     evidence += f"; log ρ {'≤' if z < 0 else '≥'} 0 on {sign:.1%} of the tokens"
     i, j, _, _ = pairs(x)
     rest = x._replace(mu=(x.mu + d.median()).clamp(max=0)), _mean(d[i] - d[j]) < numerics(x)
-    spread, excess = math.inf, _z(-x.pi - h) * (1 if z < 0 else -1)
+    spread, own, excess = math.inf, 0.0, _z(-x.pi - h) * (1 if z < 0 else -1)
     if (some := h > 0.02).sum() > 80:               # eight parts of rising entropy: mean d / mean H
-        parts = zip(*(y[some][h[some].argsort()].chunk(8) for y in (d, h)))
-        spread = torch.stack([a.mean() / b.mean() for a, b in parts]).abs().log().std().item()
+        a, b = (torch.stack([part.mean() for part in y[some][h[some].argsort()].chunk(8)])
+                for y in (d, h))
+        spread, own = ((a / b).abs().log().std().item(), a.abs().log().std().item())
     kept = Finding("cut" if z < 0 else "raw", RECORD, evidence, *rest)
     divided = Finding("temperature", RECORD, f"{evidence}; as a multiple of the entropy it varies "
                       f"by {spread:.0%} only, and π's surprisal is {excess:.0f} standard errors "
                       "beyond the entropy: divided by τ after the softmax", *rest)
     flat = beyond("division", 1 / max(spread, 1e-9))
-    if flat and (excess > 5 or (spread < 0.15 and excess > -5)):
+    # Where the entropy is even, d is so, too, whatever the cause: the quotient must be more even.
+    if flat and (excess > 5 or (spread < min(0.15, own / 2) and excess > -5)):
         return divided._replace(other=kept if excess < 5 and spread > 0.1 else None)
     return kept._replace(other=divided if flat and excess > -5 else None)
 
@@ -670,7 +672,7 @@ def over_time(x: Tokens) -> tuple[Finding | None, Finding | None]:
                      f"(t + 8)^{slope:.2f}: {ages:.0f} nats better than one size")
     if beyond("step", ahead) or (ahead > 0 and slope < -0.25 and curve < -0.4 and (
             bends - straight > 6)):
-        return falling, fading
+        return falling, fading if slope < 0 else None
     if beyond("context, nats", min(ages, within(x))) and beyond("context", -slope):
         padded = Finding("padding", fading.left, f"{fading.evidence}; and with the prompt's length "
                          f"by {1 - math.exp(grows):.1%} a token, {nats:.0f} nats better than with "
@@ -691,6 +693,7 @@ def find_causes(x: Tokens) -> list[Finding]:
     never = barred(x)                   # its few −∞ would decide all others
     found = [never] if never else list[Finding]()
     x = never.rest if never and never.rest else x
+    chosen = False          # by what was drawn: without end tokens E[ρ] is not 1 of proper sides
     while len(found) < 3 and len(x.t) > 20:
         named = {f.cause for f in found}
         named |= RECORDS if {f.cause for f in found if f is not never} & RECORDS else set()
@@ -706,18 +709,20 @@ def find_causes(x: Tokens) -> list[Finding]:
         if place and "penalty" not in named | {f.cause for f in laws} and (
                 weak := penalty(x, easier=2)):      # ever more tokens were seen: it looks like both
             laws.append(weak._replace(other=place))
-        if any(f.rest and len(f.rest.t) > 20 and not record(f.rest) for f in parts):
+        if chosen or any(f.rest and len(f.rest.t) > 20 and not record(f.rest) for f in parts):
             laws = [f for f in laws if f.left != RECORD]        # few tokens made π improper
         ranked: list[Finding] = sorted(parts + laws, key=lambda f: f.left)
         first = ranked[0] if ranked else None
         if first is None and not (found and found[-1].enough):
             first = texture(x)
+            first = None if chosen and first and first.cause in RECORDS else first
         if first is None or first.cause in named:
             break
         near = [f for f in ranked[1:2] if RECORD < first.left > f.left ** 2]    # half of its nats
         found.append(first._replace(other=first.other or (near[0] if near else None)))
         if first.rest is None:
             break
+        chosen = chosen or (first.cause == "eos" and not beyond("E[ρ]", abs(_z_of_rho(x.d()))))
         x = first.rest
     listed: dict[str, Finding] = {}
     for f in found:

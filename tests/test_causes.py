@@ -417,6 +417,41 @@ def test_the_noise_of_two_kernels_grows_with_logits_up_to_a_spread_of_3():
         assert causes.numerics(x) == pytest.approx(limit, rel=0.05)
 
 
+def test_an_end_token_that_differs_alone_makes_the_others_no_wrong_record():
+    """eq:martingale: without it E[ρ] is (1 − π_end)/(1 − μ_end), and both sides are right there.
+
+    The end token's logit is less by 1 on one side. Both sides are softmaxes, and μ is what drew.
+    """
+    g, rows = torch.Generator().manual_seed(0), []
+    for i in range(256):
+        logits = torch.randn(24, 40, generator=g).double()
+        mu, pi = (x.log_softmax(-1) for x in (logits, logits - (torch.arange(40) == 1).double()))
+        drawn = torch.multinomial(mu.exp(), 1, generator=g)
+        n = next((t for t in range(24) if drawn[t] == 1), 23) + 1
+        of_drawn = (x.gather(-1, drawn)[:n, 0].tolist() for x in (mu, pi))
+        entropy = -(pi.exp() * pi).sum(-1)[:n]
+        rows.append(Response(i + 1, drawn[:n, 0].tolist(), *of_drawn, [5, i], [True] * n,
+                             entropy.tolist(), None))
+    report = doctor.examine(rows)
+    assert report.proper and names(report)[0] == "eos"
+    assert not {*names(report)} & causes.RECORDS, str(report)
+
+
+def test_an_even_entropy_does_not_make_a_missing_cut_a_temperature():
+    """eq:unnormalised: log ρ is as even as the entropy then, and as its quotient.
+
+    The record is of before top-p 0.8, and π replays the cut.
+    """
+    g = torch.Generator().manual_seed(0)
+    raw = torch.randn(128 * 24, 2000, generator=g).double().log_softmax(-1)
+    pi, _ = sampling_log_probs(raw, top_p=0.8)
+    drawn = torch.multinomial(pi.exp(), 1, generator=g)
+    entropy = -(pi.exp() * pi.clamp(min=-80)).sum(-1)
+    x = tokens(*(y.gather(-1, drawn)[:, 0] for y in (raw, pi)))._replace(entropy=entropy)
+    first, second = causes.find_causes(x)
+    assert (first.cause, first.confidence, second.cause) == ("raw", "likely", "temperature")
+
+
 @pytest.mark.parametrize("noise, found", [(0.0, []), (0.1, ["raw"])])
 def test_a_record_with_a_little_noise_is_not_of_what_was_drawn(noise, found):
     """eq:record-sign: E[ρ] and E[log ρ] are both too large, though two kernels differ as much."""
