@@ -299,8 +299,8 @@ for tokens in (3, 9, 64, 256, 1024):
 
 # %% [markdown] tags=["exact"]
 # At 256 tokens that is one sample of 159. A batch always reports at least one, so a small
-# one looks better than it is. That is why products have a limit, and why long responses often
-# take a token's own ρ, with its bias.
+# one looks better than it is. That is why products have a limit, and why long responses
+# often take a token's own ρ, with its bias.
 
 # %% [markdown]
 # ## 6. Train with and without

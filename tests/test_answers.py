@@ -51,7 +51,11 @@ NOT_FORTY_TWO = [
     "42\u00a043", "42 km/h/s", "$42 apples", r"4\,2", "42 cm^4", "42 cm⁴",
     *(f"42 {word}" for word in (
         "thou", "mille", "tausend", "millones", "quadruple", "tenfold", "neg", "mod", "wrong",
-        "incorrect", "false", "less", "more", "inverse", "log", "root", "doz", "lac", "myriad"))]
+        "incorrect", "false", "less", "more", "inverse", "log", "root", "doz", "lac", "myriad",
+        "thirteen", "fourteen", "fifteen", "fives", "six", "seven", "eight", "nine", "eleven",
+        "twelve", "twenty", "quarter", "zero", "tenths", "score", "gross", "lakh", "crore",
+        "cubed", "factorial", "minus", "over", "under", "above", "below", "point", "mln",
+        "tripled", "none", "nil", "fewer", "exp"))]
 
 
 def test_ways_to_write_a_number_are_equal_and_no_other_is():

@@ -424,3 +424,19 @@ def test_a_demo_model_that_must_be_taught_is_announced_by_the_first_rank(
         monkeypatch.setattr(tasks.Path, "exists", lambda _: True)
         assert (tasks.make_demo_model(config, task).startswith("runs/.demo/")
                 and capsys.readouterr().err == "")
+
+
+def test_a_demo_model_has_a_name_of_its_own_for_each_task_and_seed(tmp_path, monkeypatch):
+    """Otherwise one that was taught the held-out problems of another would be taken."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tasks, "teach", lambda path, *_: path.mkdir(parents=True))
+    names = []
+    for given in ([], ["task.size=1"], ["task.eval_size=9"], ["seed=1"]):
+        config = load_config(given)
+        with process_group():
+            names.append(tasks.make_demo_model(config, tasks.make_task(config.task, config.seed)))
+    assert len(set(names)) == 4
+    with process_group():
+        other = load_config(["seed=2"])               # the same task, taught from another seed
+        names += [tasks.make_demo_model(other, tasks.make_task(config.task, 1))]
+    assert len(set(names)) == 5

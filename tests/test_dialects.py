@@ -104,6 +104,12 @@ def no_warning():
      Config(rollout_rs={"seq_mean_k1": (0.8, 1.25)})),
     ({"off_policy_correction": {"tis_ratio_type": "sequence", "sequence_mask_metric": "geometric"}},
      Config("sequence", 5.0, rollout_rs={"seq_mean_k1": (0.99, 1.01)})),
+    ({"tis_ratio_type": "token", "sequence_mask_metric": "product"},
+     Config("token", 2.0, rollout_rs={"seq_sum_k1": (0.5, 2.0)})),
+    ({"rollout_is": "token", "rollout_is_threshold": "1_4", "rollout_is_batch_normalize": True},
+     Config("token", (1.0, 4.0), True)),
+    ({"rollout_is_level": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True,
+      "rollout_is_veto_threshold": None}, Config("token", 2.0, True)),
     ({"outlier_token_is_threshold_low": 1e-4}, Config(rollout_rs=VETO)),
     ({"outlier_token_is_threshold_low": 1e-4, "outlier_token_is_threshold_high": 100,
       "token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0},
@@ -250,6 +256,8 @@ IPO = dict(bypass_mode=True, loss_type="reinforce")
     ({"loss": {"type": "icepop"}}, Config("token", (0.2, 5.0), **IPO)),
     ({"loss": {"type": "icepop", "ratio_low": 0.5, "ratio_high": 2.0}},
      Config("token", (0.5, 2.0), **IPO)),
+    ({"loss": {"type": "default"}},
+     Config("token", math.inf, rollout_rs={"token_tv_outward": 0.2}, **IPO)),
     ({"loss": {"type": "default", "dppo_mask_low": 0.1, "dppo_mask_high": 0.1}},
      Config("token", math.inf, rollout_rs={"token_tv_outward": 0.1}, **IPO))])
 def test_prime_rls_block_is_read(block, expected):

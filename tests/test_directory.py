@@ -501,6 +501,17 @@ def test_of_a_large_file_of_weights_the_ends_and_the_middle_are_read(at, tmp_pat
     assert digest_of(str(tmp_path)) != before
 
 
+def test_every_file_of_weights_is_read(tmp_path):
+    """A large model has several."""
+    (tmp_path / "config.json").write_text("{}")
+    found = set[str]()
+    for n in range(4):                          # of two files neither, the first, the second, both
+        for i in range(2):
+            (tmp_path / f"model-0000{i}-of-00002.safetensors").write_bytes(bytes([n >> i & 1]))
+        found.add(digest_of(str(tmp_path)))
+    assert len(found) == 4
+
+
 @pytest.mark.parametrize("share", [0.5, 1])
 def test_another_model_is_no_continuation(share, run, tiny_model, tmp_path, capsys):
     """The weights under an adapter, π_ref and the tokenizer come from policy.path every time."""

@@ -184,3 +184,11 @@ def test_a_mismatch_that_nothing_corrects_is_named():
 def test_a_severe_shift_has_a_sentence_of_its_own(chi2, word):
     sentence, = diagnose({"chi2_token": chi2})
     assert word in sentence and ("sample anew" in sentence) == (chi2 >= 10)
+
+
+@pytest.mark.parametrize("name, value", [
+    ("is_ratio_max", math.inf), ("log_ppl_diff_min", -math.inf), ("is_ratio_max", math.nan),
+    ("k3_kl", math.inf), ("k3_kl", math.nan)])
+def test_what_is_not_finite_is_said_once_of_any_metric(name, value):
+    [sentence] = diagnose({name: value})
+    assert sentence.startswith(f"{name} is {value}")

@@ -9,6 +9,7 @@ moments between its first step and its end. Its exit code is 1 if one run ends d
 """
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -265,3 +266,13 @@ def test_ranks_wait_for_each_other_as_long_as_an_engine_may_take(patience, secon
     with pytest.raises(InterruptedError), faults.process_group(patience):
         pass
     assert given == [seconds]
+
+
+@pytest.mark.parametrize("cores, ranks, threads", [(8, 2, 4), (3, 2, 1), (1, 2, 1)])
+def test_ranks_of_one_machine_share_its_cores(cores, ranks, threads, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    before = torch.get_num_threads()
+    with faults.process_group():
+        assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == before

@@ -353,8 +353,16 @@ def test_a_tiny_model_takes_one_thread_or_what_is_asked_for(
     assert found == {taken} and torch.get_num_threads() == 3
 
 
-def test_teaching_a_demo_model_gives_the_run_its_threads_back(three_threads, tmp_path):
-    task = tasks.make_task(load_config([]).task, 0)
+def test_teaching_a_demo_model_gives_the_run_its_threads_back(
+        three_threads, tmp_path, monkeypatch):
+    """One thread teaches it, and its positions begin behind the padding."""
+    task, forward = tasks.make_task(load_config([]).task, 0), transformers.LlamaForCausalLM.forward
+
+    def look(*model, **given):
+        assert torch.get_num_threads() == 1
+        assert (given["position_ids"].amax(1) == given["attention_mask"].sum(1) - 1).all()
+        return forward(*model, **given)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", look)
     with process_group():
         tasks.teach(tmp_path / "model", task, 0, "0123456789+=>", 0.4, 1, 4, 1e-3)
         assert torch.get_num_threads() == 3

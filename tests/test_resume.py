@@ -156,6 +156,7 @@ ALONE = ("is damaged, or no checkpoint of this program, and there is none before
     (OSError(errno.EIO, "Input/output error"), "[Errno 5] Input/output error"),
     (OSError(errno.EDQUOT, "Disk quota exceeded"), "the disk or its quota is full"),
     (OSError(errno.EFBIG, "File too large"), "or a limit on the size of files is met"),
+    (RuntimeError("I/O error: … (os error 122)"), "the disk or its quota is full"),
     (RuntimeError("Connection reset by peer"), "another rank has ended without a word"),
     (RuntimeError("Timed out waiting 6000ms for send operation"), "another rank has not answered"),
     (FileNotFoundError("rank-00001.safetensors"), ALONE), (ValueError("no"), ALONE)])

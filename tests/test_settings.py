@@ -151,9 +151,10 @@ def test_a_number_that_the_loss_does_not_take_is_named(loss, key, said):
      ["train.warmup_steps=3 is not over after train.steps=3, so the learning rate never reaches "
       "train.lr", "rollout.staleness=3 is as large as train.steps=3, so the engine keeps the first "
       "weights"]),
-    (["policy.lora_alpha=3"],
-     ["policy.lora_alpha has no effect: policy.lora_rank is null, so the whole model is "
-      "trained"])])
+    (["train.lr=0"], ["train.lr=0 moves nothing"]),
+    (["policy.lora_alpha=3", "policy.lora_save_merged=true"],
+     [f"policy.{key} has no effect: policy.lora_rank is null, so the whole model is trained"
+      for key in ("lora_alpha", "lora_save_merged")])])
 def test_a_setting_that_another_one_switches_off_is_named(given, said):
     assert remarks(load_config(given)) == said
 

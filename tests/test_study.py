@@ -1,6 +1,7 @@
 """The study of chapter 15 has this task and these declarations."""
 
 import collections
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -279,6 +280,47 @@ def test_the_area_is_by_trapezoids_and_a_table_keeps_its_columns(tmp_path):
     old = [{"seed": "1", "final_accuracy": "0.5"}]
     study.write(tmp_path / "x.csv", [*old, {"seed": 2, "final_accuracy": 0.6, "area": 0.4}])
     assert study.read(tmp_path / "x.csv") == [*old, {"seed": "2", "final_accuracy": "0.6"}]
+
+
+def test_a_line_of_a_study_is_its_runs_metrics():
+    """Means over steps, medians of χ², crossings of means of five; step 1 is before any update."""
+    lines = [{"step": i, "reward/mean": 0.6 if i < 3 else 0.8 if i < 9 else 0.5,
+              "grad_norm": 1.0 + (i > 4) * 2, "response/tokens": 10,
+              "loss/clip_fraction": 0.1 * (i == 2), "train/empty_updates": 1,
+              **({"eval/accuracy": {1: 0.7, 5: 0.8, 10: 0.5}[i]} if i in (1, 5, 10) else {}),
+              **{f"rollout_corr/{name}": x for name, x in (
+                  ("chi2_seq", 7.0 if i > 4 else -0.1), ("chi2_token", 9.0 if i == 1 else 1.0),
+                  ("k3_kl", 0.05 if i > 5 else 0.0), ("rollout_rs_masked_fraction", 0.25),
+                  ("rollout_is_eff_sample_size", 0.75))}} for i in range(1, 11)]
+    assert study.summary(lines) == {
+        "final_accuracy": "0.5", "best_accuracy": "0.8", "first_accuracy": "0.7",
+        "steps_to_0.8": 5, "max_grad_norm": "3", "ess_raw": "0.475", "ess_applied": "0.75",
+        "k3": "0.025", "chi2_seq": "7", "kept": "0.75", "drop_step": 10, "warned_ess": 7,
+        "warned_k3": 8, "warned_grad_norm": 7, "tokens": 100, "area": "0.65",
+        "curve": "0.8000 0.5000", "chi2_token": "1", "clip_fraction": "0.01", "empty_updates": 10}
+
+
+def test_the_shares_beyond_the_clip_are_those_of_the_first_update():
+    """π_θ/μ is 0.7, 1.3 and 1 in the first update, and 2 in the next, which changes nothing."""
+    fake = SimpleNamespace(policy_loss=lambda *_: "loss")
+    found, mask = study.watch(fake), torch.tensor([[True, True, True, True, False]])
+    a, mu = torch.tensor([[1.0, -1, 1, -1, 1]]), torch.zeros(1, 5)
+    for ratio in ([0.7, 0.7, 1.3, 1.0, 1.3], [2.0] * 5):
+        assert fake.policy_loss(torch.tensor([ratio]).log(), None, mu, a, mask) == "loss"
+    assert found == {"below_negative": "0.25", "below_positive": "0.25", "above_negative": "0",
+                     "above_positive": "0.25"}
+
+
+@pytest.mark.parametrize("method, weights", [
+    ("prefix_is", [1.5, 2.0, 0.9]), ("mixture_is", [(1.5 + 4) / 2, (2 + 4) / 2, (0.3 + 4) / 2])])
+def test_a_planted_weight_is_the_products_or_the_mean_capped_at_2(method, weights):
+    found = dataclasses.make_dataclass("Found", ["weights"])(torch.tensor([[4.0, 4, 4, 0]]))
+    fake = SimpleNamespace(policy_loss=None, train=None, sample=None, correct=lambda *_: found)
+    study.plant(method, fake)
+    old = torch.tensor([[1.5, 2.0 if method == "prefix_is" else 2.5, 0.3, 9.0]]).double().log()
+    mask = torch.tensor([[True, True, True, False]])
+    assert fake.correct(old, torch.zeros(1, 4).double(), mask).weights.tolist() == [
+        pytest.approx([*weights, 0.0], rel=1e-7)]      # 0.3 is one of float32
 
 
 def cells(arm, areas, final=0.5):

@@ -117,8 +117,10 @@ def test_sapo_is_verls(seed):
 
 def test_dual_clip_is_verls():
     """eq:dual-clip: clip_ratio_c bounds the loss of A < 0 with PPO's clip, and no other loss."""
-    for case, c in (("nothing", 1.2), ("nothing", 3.0), ("gspo", 1.001)):
-        (theirs, expected, _), (mine, found, _) = compare(case, "token-mean", 0, {}, clip_ratio_c=c)
+    for case, c, seed in (("nothing", 1.2, 0), ("nothing", 3.0, 0),
+                          *(("gspo", 1.001, seed) for seed in range(5))):
+        (theirs, expected, _), (mine, found, _) = compare(
+            case, "token-mean", seed, {}, clip_ratio_c=c)
         assert abs(theirs - mine) <= VERL and torch.allclose(found, expected, rtol=VERL, atol=VERL)
     tight, loose = (compare(case, "token-mean", 0, {}, clip_ratio_c=c)[1][0] for case, c in
                     (("nothing", 1.01), ("nothing", 3.0)))
