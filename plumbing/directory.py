@@ -89,9 +89,12 @@ def lock_file(path: Path, wait: bool = False) -> IO[str]:
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("a+")
+            # No link is followed: what it leads to would be overwritten.
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+            file = os.fdopen(os.open(path, flags, 0o666), "a+")
         except OSError as error:
-            raise not_writable(path.parent, error.strerror) from None
+            why = f"{path.name} is a link there" if path.is_symlink() else error.strerror
+            raise not_writable(path.parent, why) from None
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:

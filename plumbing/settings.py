@@ -341,8 +341,6 @@ def read_yaml(path: Path | None, overrides: list[str]) -> tuple[DictConfig, Dict
         texts = [*([read_text(path)] if path else []), *(o.partition("=")[2] for o in overrides)]
         if len("".join(texts)) > 2 ** 14:
             raise UserError(f"{source} have more than {2 ** 14} characters")
-        if "${" in "".join(texts):
-            raise UserError(f"{source}: '${{…}}' is not replaced here; write the value itself")
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         events = [event for text in texts for event in yaml.parse(text, loader)]
         if any(isinstance(event, yaml.AliasEvent) or len(getattr(event, "value", "") or "") > 3000
@@ -350,6 +348,8 @@ def read_yaml(path: Path | None, overrides: list[str]) -> tuple[DictConfig, Dict
             raise UserError(f"{source}: '*name' is not replaced here, and a value has at most 3000 "
                             "characters; write the value itself")
         for event in events:
+            if "${" in (getattr(event, "value", "") or ""):    # also if $ was written as "\x24"
+                raise UserError(f"{source}: '${{…}}' is not replaced here; write the value itself")
             if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and re.fullmatch(
                     r"[-+]?(0[\d_]+|\d[\d_]*(:\d+)+(\.\d*)?)", event.value):
                 raise UserError(f"{source}: YAML may read {event.value} to the base 8 or 60; write "

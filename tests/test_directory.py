@@ -474,6 +474,14 @@ def test_a_directory_in_the_place_of_a_file_is_named(name, tmp_path):
         require_writable(tmp_path)
 
 
+def test_what_a_lock_that_is_a_link_leads_to_is_not_written(run, tmp_path, capsys):
+    (tmp_path / "theirs").write_text("precious")
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/.lock").symlink_to(tmp_path / "theirs")
+    assert run()[0] == 2 and "written: .lock is a link there" in capsys.readouterr().err
+    assert (tmp_path / "theirs").read_text() == "precious"
+
+
 def test_a_link_to_itself_is_one_sentence(run, capsys):
     Path("runs/x").mkdir(parents=True)
     Path("runs/x/model").symlink_to("model")

@@ -103,6 +103,17 @@ def test_groups_of_one_have_no_baseline_and_it_is_said(kind, samples, said):
         "baseline is the batch's mean"] * said
 
 
+@pytest.mark.parametrize("value", [
+    "${oc.env:HOME}", r'"\x24{oc.env:HOME}"', r'"\u0024{oc.env:HOME}"', '"$\\\n  {oc.env:HOME}"',
+    r'{"\x24{oc.env:HOME}": 1}'])
+def test_nothing_is_replaced_however_a_dollar_is_written(value, tmp_path):
+    """OmegaConf would put in a variable of the environment, and a bomb of them would hang."""
+    (tmp_path / "x.yaml").write_text(f"run: {value}")
+    for given in (str(tmp_path / "x.yaml"), f"train.schedule={value}"):
+        with pytest.raises(UserError, match=r"'\$\{…\}' is not replaced here"):
+            load_config([given])
+
+
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_a_cut_that_keeps_one_token_is_said_to_teach_nothing(top_k):
     found = remarks(load_config([f"rollout.top_k={top_k}"]))
