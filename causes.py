@@ -463,7 +463,7 @@ def record(x: Tokens) -> Finding | None:
     if (some := h > 0.02).sum() > 80:               # eight parts of rising entropy: mean d / mean H
         a, b = (torch.stack([part.mean() for part in y[some][h[some].argsort()].chunk(8)])
                 for y in (d, h))
-        spread, own = ((a / b).abs().log().std().item(), a.abs().log().std().item())
+        spread, own = (x.abs().log().std().item() for x in (a / b, a))
     kept = Finding("cut" if z < 0 else "raw", RECORD, evidence, *rest)
     divided = Finding("temperature", RECORD, f"{evidence}; as a multiple of the entropy it varies "
                       f"by {spread:.0%} only, and π's surprisal is {excess:.0f} standard errors "
@@ -693,7 +693,7 @@ def find_causes(x: Tokens) -> list[Finding]:
     never = barred(x)                   # its few −∞ would decide all others
     found = [never] if never else list[Finding]()
     x = never.rest if never and never.rest else x
-    chosen = False          # by what was drawn: without end tokens E[ρ] is not 1 of proper sides
+    chosen = False          # end tokens are out: what was drawn chose the rest, whose E[ρ] is not 1
     while len(found) < 3 and len(x.t) > 20:
         named = {f.cause for f in found}
         named |= RECORDS if {f.cause for f in found if f is not never} & RECORDS else set()

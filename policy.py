@@ -172,7 +172,8 @@ def shard(policy: Policy, dtype: str, device: torch.device, cpu_offload: bool) -
 def set_aside(policy: Policy, sums: dict[Tensor, Tensor]) -> None:
     """Add the gradient of every weight to `sums`, and leave none.
 
-    FSDP2 brings a gradient to the host without waiting only if no other is there to add it to.
+    Of offloaded weights FSDP2 brings a gradient to the host without waiting only if no other is
+    there to add it to.
     """
     for weight in policy.parameters():
         if weight.grad is not None:

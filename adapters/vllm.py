@@ -48,8 +48,9 @@ class VllmEngine:
             self.layout = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
         self.request, lora = None, {}  # vLLM's request for the last adapter
         if adapter is not None:
-            experts = ("num_experts", "num_local_experts", "n_routed_experts")
-            if not self.on_gpu and any(hasattr(self.layout.config, name) for name in experts):
+            text, experts = self.layout.config.get_text_config(), (
+                "num_experts", "num_local_experts", "n_routed_experts")
+            if not self.on_gpu and any(getattr(text, name, None) for name in experts):
                 raise ValueError("vLLM for CPU has no code for an adapter beside experts: set "
                                  "rollout.adapter=merged")
             adapter(self.layout)
