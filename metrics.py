@@ -170,13 +170,16 @@ class Grounds(NamedTuple):
     verdicts: Verdicts
     level: str | None = None                        # of the weights; None: no weights
     threshold: Any = None                           # C, or a pair
+    count_below: float | None = None                # ρ that counts as low; None: 1/C, or lo
     weights: Tensor | None = None                   # [B, T]; None: nothing multiplies the loss
     normalized: bool = False
+    applied: bool = True                            # False: weights and criteria are only measured
 
     @property
     def configuration(self) -> tuple[Any, ...]:
         """Return what must be equal for metrics to merge."""
-        return (self.level, self.threshold, self.weights is None, self.normalized,
+        return (self.level, self.threshold, self.count_below, self.weights is None,
+                self.normalized, self.applied,
                 *((name, bound) for name, (_, bound, _) in self.verdicts.items()))
 
 
@@ -284,14 +287,17 @@ def weight_quantities(ratios: Ratios, grounds: Grounds) -> list[Quantity]:
     """Summarise weights before normalisation (rollout_is_*), and their ρ (rollout_is_raw_*).
 
     If no weights are applied, only ρ is summarised. With a single threshold C, ρ outside [1/C, C]
-    is counted. rollout_is_per_sequence is 1 where a sequence has one weight, 0 where each token
-    has its own.
+    is counted; `count_below` takes the place of the lower end. rollout_is_ratio_fraction_* counts
+    sequences at sequence level, and tokens at geometric level, as verl's does:
+    rollout_is_seq_fraction_* counts sequences at both. rollout_is_per_sequence is 1 where a
+    sequence has one weight, 0 where each token has its own.
     """
     level, weights, threshold = grounds.level, grounds.weights, grounds.threshold
     if level is None:
         return []
     tokens, pair = ratios.tokens, isinstance(threshold, tuple)
-    bounds = threshold if pair else (1 / threshold, threshold)
+    low, high = threshold if pair else (1 / threshold, threshold)
+    bounds = (low if grounds.count_below is None else grounds.count_below, high)
     by_prefix = {"rollout_is_raw": None} | ({} if weights is None else {"rollout_is": weights})
     found = ratio_quantities(ratios, level, bounds, level != "sequence", by_prefix)
     if weights is None:

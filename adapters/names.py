@@ -17,6 +17,10 @@ PREFIX = "rollout_corr/"
 
 # Each table maps their names to ours.
 VERL = {"rollout_is_oob_ratio": "rollout_is_masked_fraction"}
+# verl 0.6.0 puts mismatch_ before the names of what it measures without weights.
+OF_POLICIES = ("kl", "k3_kl", "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl",
+               "log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min",
+               "ppl_ratio")
 SKYRL = {"token_mask_ratio": "rollout_rs_token_k1_masked_fraction"} | {
     f"{theirs}_{ratio}_ratio": f"rollout_rs_{ours}_{name}"
     for theirs, ours in (("outlier_seq", "seq_max_k1"), ("product_sequence_mask", "seq_sum_k1"),
@@ -63,6 +67,24 @@ def verl_06(metrics: Mapping[str, Tensor | float]) -> Metrics:
         table |= {f"rollout_rs_{name}": f"{criterion}_{name}".removeprefix(PREFIX)
                   for name in ("masked_fraction", "seq_masked_fraction")}
     return _named(metrics, table)
+
+
+def mismatch(metrics: Mapping[str, Tensor | float]) -> Metrics:
+    """Add verl 0.6.0's own names: mismatch/rollout_is_mean, …, mismatch/mismatch_kl, ….
+
+    Their values are those of `verl_06`, with its differences. What verl's mode mask zeroes is
+    rejection here, so mismatch/rollout_is_masked_fraction is that of the criterion which bounds ρ.
+    """
+    theirs: Metrics = {}
+    for name, value in verl_06(metrics).items():
+        name = name.removeprefix(PREFIX)
+        if name in OF_POLICIES:
+            theirs[f"mismatch/mismatch_{name}"] = value
+        elif name.startswith("rollout_is_") and not name.startswith("rollout_is_raw_"):
+            theirs[f"mismatch/{name}"] = value
+        elif name in ("rollout_rs_masked_fraction", "rollout_rs_seq_masked_fraction"):
+            theirs.setdefault(f"mismatch/{name.replace('_rs_', '_is_')}", value)
+    return {**metrics, **theirs}
 
 
 def skyrl(metrics: Mapping[str, Tensor | float]) -> Metrics:

@@ -279,7 +279,8 @@ def by_hand(train, rollout, mask, config, advantages):
     for name, bound in config.rollout_rs.items():
         metrics, gone = of_criterion(name, bound, logs, listed(advantages), listed(rollout))
         found |= metrics
-        kept = [[k and not g for k, g in zip(*rows)] for rows in zip(kept, gone)]
+        if not config.metrics_only:
+            kept = [[k and not g for k, g in zip(*rows)] for rows in zip(kept, gone)]
     veto = (config.rollout_rs.get("seq_max_k1") or (None,))[0]
     vetoed = [[veto is not None and x < math.log(veto) for x in row] for row in logs]
     gone = [[not k for k in row] for row in kept]
@@ -302,7 +303,11 @@ def weights_by_hand(logs, config):
     else:
         applied = [[min(exp(x), bound) for x in row] for row in logs]
     bounds = bound if isinstance(bound, tuple) else (1 / bound, bound)
+    if config.rollout_is_count_below is not None:
+        bounds = config.rollout_is_count_below, bounds[1]
     found = of_ratio(["rollout_is_raw", "rollout_is"], logs, applied, bounds, level == "sequence")
+    if config.metrics_only:
+        return {name: value for name, value in found.items() if name.startswith("rollout_is_raw")}
     found["rollout_is_per_sequence"] = float(bool(logs) and level in ("sequence", "geometric"))
     if isinstance(bound, tuple):
         found |= {"rollout_is_masked_fraction": share(zeroed),
@@ -329,7 +334,9 @@ def drawn(rng):
     criteria = {name: pair() if name.endswith("k1") else rng.uniform(1e-3, 3)
                 for name in rng.sample(KNOWN, rng.randint(0, 4))}
     config = Config(rng.choice([None, "token", "prefix", "sequence", "geometric"]),
-                    rng.choice([0.05, 0.7, 2.0, pair()]), rng.random() < 0.5, criteria)
+                    rng.choice([0.05, 0.7, 2.0, pair()]), rng.random() < 0.5, criteria,
+                    metrics_only=rng.random() < 0.2,
+                    rollout_is_count_below=rng.choice([None, 0.0, 0.3]))
     return train, rollout, mask, config, signs
 
 

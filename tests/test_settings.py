@@ -127,18 +127,22 @@ def test_a_cut_that_keeps_one_token_is_said_to_teach_nothing(top_k):
     ("ppo_clip", "tau_negative", True), ("sapo", "tau_negative", False)])
 def test_a_number_that_the_loss_does_not_take_is_named(loss, key, said):
     value = 2 if key == "dual_clip" else 1
-    found = remarks(load_config([f"correction.loss_type={loss}", f"loss.{key}={value}"]))
+    found = remarks(load_config([f"correction.loss_type={loss}", f"loss.{key}={value}",
+                                 "loss.aggregation=seq-mean-token-mean"]))
     assert found == [f"loss.{key} has no effect: correction.loss_type={loss} has no such "
                      "number"] * said
 
 
+NOTHING = "correction: these keys correct nothing: neither weights nor rejection nor bypass mode"
+
+
 @pytest.mark.parametrize("given, said", [
     (["correction.rollout_is=null", "correction.rollout_is_threshold=3"],
-     ["correction.rollout_is_threshold has no effect: correction.rollout_is is null, so there are "
-      "no weights"]),
-    (["correction={rollout_is: null, rollout_is_batch_normalize: true}"],
-     ["correction.rollout_is_batch_normalize has no effect: correction.rollout_is is null, so "
+     [NOTHING, "correction.rollout_is_threshold has no effect: correction.rollout_is is null, so "
       "there are no weights"]),
+    (["correction={rollout_is: null, rollout_is_batch_normalize: true}"],
+     [NOTHING, "correction.rollout_is_batch_normalize has no effect: correction.rollout_is is "
+      "null, so there are no weights"]),
     (["train.micro_batch_size=8", "train.micro_batch_tokens=99"],
      ["train.micro_batch_size has no effect: train.micro_batch_tokens is set"]),
     (["correction.rollout_is_threshold=3"], []),                    # of the demo's preset
