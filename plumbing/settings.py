@@ -556,10 +556,11 @@ def remarks(config: Config) -> list[str]:
         warnings.simplefilter("always")
         options = from_dialect(config.correction)
     found += [f"correction: {warning.message}" for warning in said]
-    if set(config.correction) - {"preset"} and not options.corrects:
-        found.append("correction: these keys correct nothing: " + (
-            "weights and criteria are measured, and not applied" if options.metrics_only else
-            "neither weights nor rejection nor bypass mode"))
+    if options.metrics_only:
+        found.append("correction: weights and criteria are measured, and none of them is applied")
+    elif set(config.correction) - {"preset"} and not options.corrects:
+        found.append("correction: these keys correct nothing: they ask for neither weights nor "
+                     "rejection nor bypass mode")
     train, rollout = config.train, config.rollout
     if train.lr == 0:
         found.append("train.lr=0 moves nothing")

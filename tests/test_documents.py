@@ -181,8 +181,10 @@ def test_a_run_says_what_a_block_was_taken_for(tmp_path):
     assert in_own_keys(config) == ("{rollout_is: token, rollout_is_threshold: 2.0, bypass_mode: "
                                    "false, loss_type: ppo_clip, rollout_rs: {seq_max_k1: [0.0001, "
                                    "null]}, metrics_only: true}")
-    assert ("correction: these keys correct nothing: weights and criteria are measured, and not "
-            "applied") in remarks(config)
+    assert ("correction: weights and criteria are measured, and none of them is applied"
+            ) in remarks(config)
+    nothing = load_config(["correction={rollout_is: null, rollout_is_threshold: 2.0}"])
+    assert "correction: these keys correct nothing: they ask" in " ".join(remarks(nothing))
     assert not [x for x in remarks(load_config(["correction.preset=disabled"])) if "nothing" in x]
 
 

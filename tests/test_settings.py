@@ -133,7 +133,8 @@ def test_a_number_that_the_loss_does_not_take_is_named(loss, key, said):
                      "number"] * said
 
 
-NOTHING = "correction: these keys correct nothing: neither weights nor rejection nor bypass mode"
+NOTHING = ("correction: these keys correct nothing: they ask for neither weights nor rejection nor "
+           "bypass mode")
 
 
 @pytest.mark.parametrize("given, said", [
