@@ -47,8 +47,9 @@ def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str,
     """Return min(ρ, C), or ρ·1[lo ≤ ρ ≤ hi] for a pair, at one level.  (eq:tis, eq:mis)
 
     `log_ratio`: log ρ per token, [B, T] → [B, T], detached (eq:detached), 0 on padding. C = inf is
-    plain importance sampling, up to e^SAFETY_BOUND. Truncation has the bias −E_μ[(ρ−C)₊ g]. Raises
-    ValueError on an invalid threshold (a tensor is not checked), or if shapes differ.
+    plain importance sampling, up to e^SAFETY_BOUND: E_μ[ρ f] = E_π[f] for whole responses, if μ can
+    draw whatever π can (replay its cut). Truncation has the bias −E_μ[(ρ−C)₊ g]. Raises ValueError
+    on an invalid threshold (a tensor is not checked), or if shapes differ.
     Sources: Ionides 2008, Yao et al. 2025 (TIS); Ring-1T 2510.18855 (IcePop: a pair at token
     level); Liu, Li et al. 2025 (MIS); Precup et al. 2000, CTPO 2605.07331 (prefix).
     """

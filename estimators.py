@@ -188,7 +188,8 @@ def chi_square(n: Tensor, squares: Tensor) -> Tensor:
     """Return χ²(π‖μ) = E_μ[ρ²] − 1, the variance of the weights, from samples of μ.  (eq:chi2)
 
     `n`, `squares`: the number of samples and their Σρ², of any one shape. The result is 0 where
-    n = 0. Pass float64: beside the 1, a χ² of 1e-6 drowns in float32.
+    n = 0, and may be negative if μ alone was cut. Pass float64: beside the 1, a χ² of 1e-6 drowns
+    in float32.
     """
     return torch.where(n > 0, squares / n.clamp(min=1) - 1, 0.0)
 

@@ -417,7 +417,7 @@ FORMULAS = {
     "k3_kl": "mean ρ − 1 − log ρ: KL(μ‖π) by k3",
     "chi2_token": "mean ρ_t² − 1",
     "chi2_seq": "mean (Πρ)² − 1",
-    "is_ratio_mean": "mean ρ_t, 1 in expectation",
+    "is_ratio_mean": "mean ρ_t, 1 in expectation if μ can draw whatever π can",
     "is_ratio_z": "Σ(ρ_t − 1)/√Σ(ρ_t − 1)²: how many standard errors `is_ratio_mean` is from 1",
     "is_ratio_std": "standard deviation of ρ_t (N − 1)",
     "is_ratio_max": "largest ρ_t",

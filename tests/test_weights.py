@@ -48,7 +48,7 @@ def test_constant_baseline_moves_the_variance_alone(baseline):
 
 @pytest.mark.parametrize("threshold", [PLAIN, 1e9, (None, 1e9), (1e-9, None)])
 def test_untruncated_sequence_weights_are_unbiased(threshold):
-    """eq:off-policy: E_μ[ρ ∇log π A] = ∇J holds for the full product ρ, whatever μ is."""
+    """eq:off-policy: E_μ[ρ ∇log π A] = ∇J for the full product ρ and any μ that can draw all."""
     for mu in (MU, OLD, REF):
         assert close(moments(reinforce("sequence", threshold), mu=mu).mean, -grad_J(PI, R))
 
