@@ -109,7 +109,7 @@ def outside(log_rho: Tensor, lo: float | None, hi: float | None) -> tuple[Tensor
 
 def extremes(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest and smallest x of each row, ∓∞ if it is empty: [B] twice.  (eq:merge)"""
-    if not mask.shape[-1]:
+    if not x.shape[-1]:
         nothing = x.new_full(x.shape[:-1], math.inf)
         return -nothing, nothing
     return torch.where(mask, x, -math.inf).amax(-1), torch.where(mask, x, math.inf).amin(-1)

@@ -275,9 +275,11 @@ def ratio_quantities(ratios: Ratios, level: str, bounds: Any, by_token: bool,
     """
     tokens, log_rho, rho, less_one = ratios.tokens, ratios.log_rho, ratios.of_rho, ratios.less_one
     if level != "token":
-        aggregate = aggregate_log_ratio if level in OF_TOKENS else sequence_log_ratio
+        aggregate, there = aggregate_log_ratio, tokens.mask
+        if level not in OF_TOKENS:
+            aggregate, there = sequence_log_ratio, tokens.n[:, None] > 0
         log_rho = aggregate(log_rho, tokens.mask, level)                       # [B, T] or [B, 1]
-        rho, less_one = moments_of_ratio(log_rho, tokens, extremes(log_rho, tokens.mask))
+        rho, less_one = moments_of_ratio(log_rho, tokens, extremes(log_rho, there))
     found: list[Quantity] = []
     for prefix, weights in by_prefix.items():
         if weights is not None and level not in OF_TOKENS:                    # one weight a row
