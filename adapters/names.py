@@ -8,6 +8,7 @@ cannot be merged exactly, such as verl 0.6.0's percentiles, are left out.
     metrics = skyrl(to_host(correct(old_log_prob, rollout_log_prob, mask, config).metrics))
 """
 
+import math
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -90,13 +91,19 @@ def mismatch(metrics: Mapping[str, Tensor | float]) -> Metrics:
 def skyrl(metrics: Mapping[str, Tensor | float]) -> Metrics:
     """Return the metrics as SkyRL logs them; its tis_… names say what has one weight.
 
+    It has no weights of prefixes and of geometric means, so these get no tis_… name. They are told
+    by the second moment of their ρ, which is neither 1 + chi2_token nor 1 + chi2_seq.
     SkyRL measures a criterion on what the ones before it left. Here each is measured on all tokens.
     Its is_ratio_min, _max and _std are over padding too, which counts as 0 there.
     """
-    one = metrics.get(f"{PREFIX}rollout_is_per_sequence", 0.0) > 0
-    kind = "seq" if one else "token"
-    return _named(metrics, SKYRL | {
-        f"tis_{kind}_clip_high_ratio": "rollout_is_ratio_fraction_high"})
+    kind, of = "token", ""
+    if metrics.get(f"{PREFIX}rollout_is_per_sequence", 0.0) > 0:
+        kind, of = "seq", "seq_"
+    mean, ess, chi2 = (float(metrics.get(PREFIX + name, 0.0)) for name in (
+        f"rollout_is_raw_{of}mean", f"rollout_is_raw_{of}eff_sample_size", f"chi2_{kind}"))
+    its_own = math.isclose(mean ** 2, ess * (1 + chi2), rel_tol=1e-4)        # E[ρ²] = mean²/ESS
+    return _named(metrics, SKYRL | ({
+        f"tis_{kind}_clip_high_ratio": "rollout_is_ratio_fraction_high"} if its_own else {}))
 
 
 def _named(metrics: Mapping[str, Tensor | float], table: Mapping[str, str]) -> Metrics:

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 from examples import MU, PI, REF, MASK, SUM, batch, by_loops, every_aggregation
-from oracle import close, estimator_moments, exact_gradient, f64, kl, token_kl
+from oracle import close, estimator_moments, exact_gradient, f64, kl, scores, token_kl
+from tolerances import gamma
 
+from estimators import kl_estimate
 from losses import Counts, count, kl_loss, kl_penalty, kl_ratio
 
 
@@ -44,6 +46,72 @@ def test_kl_ratio_makes_every_kind_unbiased_on_samples_of_another_policy(kind, l
     whole = level == "prefix" and kind in ("k1", "k3")
     target = exact_gradient(PI, kl(PI, REF) if whole else token_kl(PI, REF, visits))
     assert close(found, target)
+
+
+def test_a_ratio_times_k3_has_the_product_rules_gradient_in_two_parts():
+    """eq:kl-ratio, eq:prefix: ∇(ρ_{1:t} k3) = ρ_{1:t}(ℓ_t g_t + k3 Σ_{s<t} g_s), sample by sample.
+
+    So it is with any ratio that keeps its graph: that of one token has the first part alone.
+    """
+    lp, mu_lp, ref = PI.log_probs(), MU.log_probs().detach(), REF.log_probs().detach()
+    ell, each = (lp - ref).detach(), scores(PI)
+    k3 = torch.expm1(-ell) + ell
+    before = each.cumsum(1) - each
+    for level in ("token", "prefix"):
+        ratio = kl_ratio(lp, mu_lp, MASK, "k3", level)
+        weight = (ratio.detach() * MASK)[..., None]
+        parts = weight * (ell[..., None] * each + (level == "prefix") * k3[..., None] * before)
+        found = estimator_moments(PI, MU, lambda i: kl_loss(
+            lp[i], ref[i], MASK[i], "k3", SUM, ratio=ratio[i]))
+        by_the_product_rule = estimator_moments(PI, MU, lambda i: (
+            ratio[i] * kl_estimate(lp[i], ref[i], "k3") * MASK[i]).sum())
+        assert close(found.gradients, parts.sum(1))
+        assert close(found.gradients, by_the_product_rule.gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_token_far_below_the_reference_has_its_own_gradient_and_the_prefix_a_limited_share(dtype):
+    """eq:prefix: ℓ = (0.5, −19); the first token sees k3 = e^19 up to ε^{−1/2}."""
+    ref = torch.tensor([[-1.5, -2.0]], dtype=dtype)
+    log_prob = torch.tensor([[-1.0, -21.0]], dtype=dtype, requires_grad=True)
+    ratio = kl_ratio(log_prob, log_prob.detach(), torch.ones(1, 2), "k3", "prefix")
+    loss = kl_loss(log_prob, ref, torch.ones(1, 2), "k3", "token-sum", ratio=ratio)
+    first, last = torch.autograd.grad(loss, log_prob)[0][0].tolist()
+    exact, limit = math.exp(19) - 1 - 19, torch.finfo(dtype).eps ** -0.5
+    assert last == pytest.approx(-19, rel=2 * limit * torch.finfo(dtype).eps / 19)
+    assert first == pytest.approx(0.5 + min(exact, limit), rel=gamma(40, dtype))
+    assert loss.item() == pytest.approx(exact + math.expm1(-0.5) + 0.5, rel=gamma(40, dtype))
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k1+", "k3+"])
+def test_a_token_that_the_policy_cannot_draw_adds_nothing_beside_its_ratio(kind):
+    """eq:kl-ratio: ρℓ is 0 at π_θ = 0; neither value nor gradient is a NaN, and the others stay."""
+    log_mu, ref, mask = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-0.5, -1.5]]), torch.ones(1, 2)
+    for level in ("token", "prefix"):
+        losses, slopes = [], []
+        for of_first in (-math.inf, -1e4):
+            log_prob = torch.tensor([[-0.75, of_first]], requires_grad=True)
+            loss = kl_loss(log_prob, ref, mask, kind, "token-sum",
+                           ratio=kl_ratio(log_prob, log_mu, mask, kind, level))
+            losses.append(loss)
+            slopes.append(torch.autograd.grad(loss, log_prob)[0])
+        assert torch.equal(*losses) and torch.equal(*slopes) and slopes[0][0, 0] != 0
+        penalty = kl_penalty(torch.tensor([[-0.75, -math.inf]]), ref, log_mu, mask, kind, level)
+        assert penalty[0, 1] == 0 and penalty.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3+"])
+def test_a_penalty_is_the_ratio_times_the_estimate_below_any_bound(kind, dtype):
+    """eq:kl-gradient: ρ is 0 in the limit and never e^−20 instead; above e^20 it is clamped."""
+    for log_rho in (-60.0, -20.125, -19.875, 0.5, 19.875, 20.125):
+        for ell in (-20.125, -19.875, -3.0, 2.0, 20.125):
+            old, mask = torch.tensor([[-70.0]], dtype=dtype), torch.ones(1, 1)
+            found = kl_penalty(old, old - ell, old - log_rho, mask, kind, "token").item()
+            limited = max(ell, -20)                       # where k3 is clamped
+            value = {"k1": ell, "k2": ell * ell / 2}.get(kind, math.expm1(-limited) + limited)
+            right = math.exp(min(log_rho, 20)) * value
+            assert found == pytest.approx(right, rel=gamma(40, dtype))
 
 
 @pytest.mark.parametrize("level, sampler", [(None, PI), ("token", MU), ("prefix", MU)])
