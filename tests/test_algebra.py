@@ -6,6 +6,7 @@ points and compared with what the core computes there in float64, to 1e-12.
 
 import math
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 import sympy
@@ -151,7 +152,7 @@ def test_a_ratio_that_is_counted_twice(point):
 
 @certifies("sympy")
 def test_normalised_weights_have_a_bias_of_one_over_n():
-    """eq:self-normalised: to second order it is −E_μ[ρ²(f − E_π f)]/N; N times it tends to that."""
+    """eq:self-normalised: to second order the bias is −E_μ[ρ²(f − E_π f)]/N; N·bias tends there."""
     F, a, b, s, t = sympy.symbols("F a b s t")          # s = E_μ[ρ²], t = E_μ[ρ² f]
     x = sympy.Symbol("x")                               # of the size of a and b
     second = sympy.series((F + a * x) / (1 + b * x), x, 0, 3).removeO().coeff(x, 2)
@@ -167,7 +168,7 @@ def test_normalised_weights_have_a_bias_of_one_over_n():
         return n * (sum(math.comb(n, k) * m ** k * (1 - m) ** (n - k) * k * up
                         / (k * up + (n - k) * down) for k in range(n + 1)) - p)
     off = [times_bias(n) - limit for n in (80, 160, 320)]
-    assert all(1.9 < one / two < 2.1 for one, two in zip(off, off[1:]))
+    assert all(1.9 < one / two < 2.1 for one, two in pairwise(off))
 
     found = 0.0
     for k in range(6):                                  # the six kinds of batches of five
@@ -187,11 +188,11 @@ CLIP = sympy.Max(Q(4, 5), sympy.Min(R, Q(6, 5)))
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("r", RATIOS)
 def test_where_a_clip_takes_the_gradient(r, sign):
-    """eq:ppo-clip, eq:dual-clip: ∂L/∂log π = −rA, or 0 beyond the end that A points to and c."""
+    """eq:ppo-clip, eq:dual-clip: ∂L/∂log π = −rA, or 0 beyond the end that A points to, or c."""
     a, c = sign * Q(3, 2), 3
     ppo = -sympy.Min(R * a, CLIP * a)
     for term, dual in ((ppo, None), (sympy.Min(ppo, -c * a) if a < 0 else ppo, float(c))):
-        gone = r > Q(6, 5) if a > 0 else r < Q(4, 5) or dual is not None and r > c
+        gone = r > Q(6, 5) if a > 0 else r < Q(4, 5) or (dual is not None and r > c)
         exact = (R * diff(term, R)).subs(R, r).doit()
         assert exact == (0 if gone else -r * a)
         old, lp = f64([[-1.0]]), f64([[float(r)]]).log() - 1
@@ -382,6 +383,21 @@ def test_a_division_after_the_softmax_leaves_an_entropy():
     for v in p:
         gap = log(v) / tau - log(v ** (1 / tau) / total) - log(total)
         assert simplify(sympy.expand_log(gap, force=True)) == 0
+
+
+@certifies("sympy")
+def test_a_cut_removes_the_largest_surprisals():
+    """eq:tail: H(π) − E_μ[−log π] = (1 − Z)(S − E_μ[−log π]) ≥ 0, with S that of what is cut."""
+    p = sympy.symbols("p1:4", positive=True)
+    first, a, b = sympy.symbols("first a b", nonnegative=True)
+    surprisal = (first, first + a, first + a + b)           # in order: what is cut has the largest
+
+    def mean(kept):
+        return sum(p[v] * surprisal[v] for v in kept) / sum(p[v] for v in kept)
+    for k in (1, 2):
+        gap, Z = mean(range(3)) - mean(range(k)), sum(p[:k]) / sum(p)
+        assert simplify(gap - (1 - Z) * (mean(range(k, 3)) - mean(range(k)))) == 0
+        assert sympy.factor(gap).is_nonnegative
 
 
 # ---------------------------------------------------------------------------------- a clip around μ

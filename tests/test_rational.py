@@ -66,7 +66,7 @@ def called_exact(column):
 @pytest.mark.parametrize("name, column", [
     ("near", "Δ = 0.05"), ("far", "Δ = 0.5"), ("later", "later")])
 def test_the_presets_that_are_called_exact_are_and_no_other(name, column):
-    """eq:correction: −E_μ[∇loss] = ∇J for any reward where chapter 7 has a bold 0 for a preset."""
+    """eq:correction: a preset has −E_μ[∇loss] = ∇J, for any reward, just where chapter 7 has 0."""
     world, claimed, found = WORLDS[name], called_exact(column), {}
     for preset, config in CONFIGS.items():
         of_preset = parts(config, world)
@@ -146,7 +146,7 @@ def test_at_one_token_every_level_is_the_ratio():
 
 @certifies("rational")
 def test_the_mean_of_each_weight():
-    """eq:levels, eq:prefix: E_μ[Πρ] = 1; per token ρ_t has 1 and ρ_{1:t} E_π|y|/E_μ|y|.
+    """eq:levels, eq:prefix, eq:martingale: E_μ[Πρ] = E_μ[ρ_t | h] = 1; ρ_{1:t} has E_π|y|/E_μ|y|.
 
     A geometric mean has neither: where |y| varies, its mean may be above 1 or below.
     """
@@ -159,6 +159,7 @@ def test_the_mean_of_each_weight():
                     for p in (world.mu, world.theta))
     assert mean("token", sum) == of_mu and mean("prefix", sum) == of_pi != of_mu
     assert mean("sequence", min) == 1 != mean("geometric", min)
+    assert all(sum(m * (p / m) for p, m in zip(world.old[h], world.mu[h])) == 1 for h in STATES)
 
 
 @certifies("rational")
@@ -186,7 +187,7 @@ def test_prefix_weights_are_exact_for_advantages_of_the_past(place):
 @certifies("rational")
 @pytest.mark.parametrize("cap", [0.5, 1.0, 1.5, 2.0, 5.0])
 def test_the_bias_of_truncation_and_of_masking(cap):
-    """eq:tis, eq:mis: it is −E_π[s Σ A g], s = (1 − C/ρ)₊ at a cap and 1[not kept] at a mask."""
+    """eq:tis, eq:mis: the bias is −E_π[s Σ A g], s = (1 − C/ρ)₊ at a cap, 1[not kept] at a mask."""
     world = WORLDS["far"]
 
     def lost(share):
@@ -297,7 +298,7 @@ def normalised(weights):
 
 @certifies("float64")
 def test_the_code_computes_pairs_to_the_fractions():
-    """eq:self-normalised, eq:baseline: normalised weights and RLOO, over all pairs, likewise."""
+    """eq:self-normalised, eq:baseline: in pairs the code's weights and baseline are fractions."""
     world = WORLDS["far"]
     weights = {y: factors(reinforce("sequence", 2.0), of_tokens(PI, y), of_tokens(FAR, y))[0]
                for y in RESPONSES}
@@ -344,10 +345,11 @@ def weighted(x, y, level):
 
 @certifies("rational")
 def test_the_gradient_of_the_kl_place_by_place():
-    """eq:kl-gradient, eq:kl-ratio, eq:prefix: equal in the factor of each log-ratio ℓ(v, h).
+    """eq:kl-gradient, eq:kl-ratio, eq:prefix: E[ℓ_t g_t] is ∇KL per token, E[Σ_{s≥t} ℓ_s g_t] all.
 
-    E_π[ℓ g], the gradient of k2 and of each "+", is ∇KL per token, not all of ∇KL; k1 in the reward
-    is all of it. On samples of μ a token's ratio has the states of μ, a prefix those of π.
+    They are equal in the factor of each log-ratio ℓ(v, h), so for any logarithms. The first is the
+    gradient of k2 and of each "+", the second that of k1 in the reward. On samples of μ a token's
+    ratio has the states of μ, a prefix those of π.
     """
     whole = rows(PI, lambda y, ell: [sum(ell)] * len(y))            # ∇Σ_y π(y) Σ_t ℓ_t, E[∇ℓ] = 0
     assert rows(PI, lambda y, ell: to_go(ell)) == whole
@@ -370,7 +372,7 @@ def test_the_gradient_of_k3_is_the_other_directions():
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3+"])
 @pytest.mark.parametrize("level", ["token", "prefix"])
 def test_the_code_has_the_kls_factors(kind, level):
-    """eq:kl-ratio, eq:prefix: `kl_loss` with `kl_ratio` is those factors times log π/π_ref."""
+    """eq:kl-ratio, eq:prefix: `kl_loss` with `kl_ratio` has the fractions times log π/π_ref."""
     theta, mu, ref = map(in_float64, (PI, FAR, REF))
     lp, mu_lp, ref_lp = theta.log_probs(), mu.log_probs().detach(), ref.log_probs().detach()
     often = len(lp) * mu.probs().detach()[:, None]
