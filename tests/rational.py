@@ -184,7 +184,7 @@ def keeps(name: str, bound, p: Vector, m: Vector, sign: int) -> list[bool]:
         whole = {"seq_sum": (prod(rho), bound), "seq_mean": (prod(rho), bound, n)}
         each = [inside(*whole.get(of, (x, bound))) for x in rho]
         return [all(each)] * n if of == "seq_max" else each
-    k = [math.log(x) ** 2 / 2 if kind == "k2" else float(x - 1) - math.log(x) for x in rho]
+    k = [{"k2": math.log(x) ** 2 / 2, "k3": float(x - 1) - math.log(x)}[kind] for x in rho]
     if of == "token":
         return [at_most(x, bound) for x in k]
     return [at_most({"seq_sum": sum(k), "seq_mean": sum(k) / n, "seq_max": max(k)}[of], bound)] * n
