@@ -28,6 +28,7 @@ import torch
 import yaml
 from oracle import J, Policy, exact_gradient, expectation, kl, rewards, token_kl
 
+import certified
 import versions
 import routes
 import merging
@@ -1465,6 +1466,7 @@ TABLES = {"doctor-rates": lambda: rates("doctor-rates.txt", 0),
           "study-vllm": lambda: study("vllm_bf16_staleness_8"), "study-rounding": study_rounding,
           "study-frontier": study_frontier,
           "study-predictions": predictions, "study-grid": study_grid, "study-warnings": warnings,
+          "certified": lambda: markdown(*certified.table()),
           "batch-size": batch_size, "presets": presets, "criteria": criteria,
           "losses": losses, "kl-table": kl_table,
           "prices-presets": lambda: prices(exact_and_presets()),

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from certified import certifies
 from examples import batch, by_loops, config_of, every_aggregation, every_denominator, every_mode
 from oracle import close
 
@@ -15,6 +16,7 @@ KEPT = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
 VALUES = torch.arange(1.0, 17.0, dtype=torch.float64).reshape(4, 4)
 
 
+@certifies("float64")
 @every_aggregation
 @pytest.mark.parametrize("mask, counted", [
     (GRID, None), (KEPT, None), (KEPT, GRID), (KEPT.bool(), GRID.double())])
@@ -25,6 +27,7 @@ def test_aggregation_against_loops(how, mask, counted, horizon):
     assert close(loss, by_loops(VALUES, mask, how, mask if counted is None else counted, horizon))
 
 
+@certifies("float64")
 @pytest.mark.parametrize("how, weights", [
     ("token-mean", [1 / 7, 1 / 7, 1 / 7]), ("token-sum", [1, 1, 1]),
     ("seq-mean-token-sum", [1 / 3, 1 / 3, 1 / 3]),
@@ -49,6 +52,7 @@ def test_counts():
 SPLITS = ([[0, 1, 2, 3, 4, 5]], [[0], [1, 2, 3], [4, 5]], [[5, 0], [3], [1, 4], [2]])
 
 
+@certifies("float64")
 @every_mode
 @every_denominator
 @every_aggregation

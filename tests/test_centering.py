@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from certified import certifies
 from examples import MASK, PI, R, SUM, reinforce
 from oracle import (Policy, close, estimator_moments, exact_gradient, f64, grad_J, rewards)
 
@@ -41,6 +42,7 @@ CENTERED = [reinforce(None, 2.0), reinforce("token", 0.9), reinforce("token", (0
             reinforce("token", 2.0, rollout_rs={"token_tv_outward": 0.05, "token_k3": 0.2})]
 
 
+@certifies("float64")
 @pytest.mark.parametrize("config", CENTERED, ids=str)
 def test_a_constant_advantage_moves_nothing_once_scores_are_centered(config):
     """eq:score-centering: E_μ[w g − E_μ[w g | s]] = 0 holds in every state.
@@ -130,6 +132,7 @@ def test_rounding_is_no_token_that_an_exact_weight_makes_large():
     assert ((found - exact).abs() < 0.01 * exact.abs()).all()
 
 
+@certifies("float64")
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("config", CENTERED, ids=str)
 def test_the_centered_gradient_is_its_formula(config, centered):
@@ -146,10 +149,11 @@ def test_centering_subtracts_the_mean_of_whatever_is_done_to_a_sampled_token():
     assert close(mean_gradient(config, R), by_hand(config, R, True))
 
 
+@certifies("float64")
 @pytest.mark.parametrize("name", ["token_tv", "token_tv_outward"])
 @pytest.mark.parametrize("bound", [0.02, 0.1, 0.3])
 def test_ipo_and_dppo_are_their_formulas(name, bound):
-    """The gradient is E_μ[Σ ρ A 1[kept] g], token by token, and the bound masks a part of it."""
+    """eq:total-variation: the gradient is E_μ[Σ ρ A 1[kept] g], and a bound masks a part of it."""
     config, advantages = reinforce("token", math.inf, rollout_rs={name: bound}), R - R.mean()
     found = mean_gradient(config, advantages, None)
     assert close(found, by_hand(config, advantages, False))
@@ -161,6 +165,7 @@ def test_ipo_and_dppo_are_their_formulas(name, bound):
 
 # --------------------------------------------------------------------- what no candidate stands for
 
+@certifies("float64")
 @pytest.mark.parametrize("level", [None, "token"])
 def test_what_no_candidate_stands_for_is_taken_in_proportion(level):
     """eq:score-centering: few candidates are exact if the rest of μ is in proportion to π's."""

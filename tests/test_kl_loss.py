@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from certified import certifies
 from examples import MU, PI, REF, MASK, SUM, batch, by_loops, every_aggregation
 from oracle import close, estimator_moments, exact_gradient, f64, kl, scores, token_kl
 from tolerances import gamma
@@ -20,20 +21,22 @@ def kl_moments(kind, mu=PI, ratio=None):
         lp[i], ref[i], MASK[i], kind, SUM, ratio=None if ratio is None else ratio[i]))
 
 
+@certifies("float64")
 @pytest.mark.parametrize("kind, mu, ratio, target", [
     *((kind, PI, None, (PI, REF, PI)) for kind in ("k2", "k1+", "k2+", "k3+", "abs+")),
     ("k3", PI, None, (REF, PI, PI)), ("k3", MU, "detached", (REF, PI, MU)),
     *((kind, MU, "detached", (PI, REF, MU)) for kind in ("k2", "k1+", "k3+")),
     *((kind, MU, "live", (PI, REF, MU)) for kind in ("k1", "k3"))])
 def test_kl_loss_gradients(kind, mu, ratio, target):
-    """eq:kl-gradient, eq:kl-ratio: the gradient is that of a per-token KL(p‖q) under `visits`."""
+    """eq:kl-gradient, eq:kl-ratio: k2, "+", ρ·k3 give ∇KL(π‖ref) per token; k3 KL(ref‖π)'s."""
     assert close(kl_moments(kind, mu, ratio).mean, exact_gradient(PI, token_kl(*target)))
 
 
+@certifies("float64")
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs+", "k1+", "k2+", "k3+"])
 @pytest.mark.parametrize("level", ["token", "prefix"])
 def test_kl_ratio_makes_every_kind_unbiased_on_samples_of_another_policy(kind, level):
-    """eq:kl-ratio, eq:prefix: per token in the states of μ, or of π_θ by the product before it.
+    """eq:kl-ratio, eq:prefix: `kl_ratio` gives ∇KL per token in μ's states, by prefix in π's.
 
     Only k1 and k3, which keep the ratio's graph, follow with prefix products how the states change.
     """
@@ -114,9 +117,10 @@ def test_a_penalty_is_the_ratio_times_the_estimate_below_any_bound(kind, dtype):
             assert found == pytest.approx(right, rel=gamma(40, dtype))
 
 
+@certifies("float64")
 @pytest.mark.parametrize("level, sampler", [(None, PI), ("token", MU), ("prefix", MU)])
 def test_k1_in_the_reward_has_the_gradient_of_the_kl(level, sampler):
-    """eq:kl-gradient, eq:prefix: on-policy without a level, else on samples of another policy."""
+    """eq:kl-gradient, eq:prefix: k1 in the reward is ∇KL, by prefix ratios on samples of μ."""
     lp, mu_lp, ref = PI.log_probs(), sampler.log_probs().detach(), REF.log_probs().detach()
     penalty = kl_penalty(lp, ref, mu_lp, MASK, "k1", level)
     found = estimator_moments(PI, sampler, lambda i: (penalty[i] * lp[i] * MASK[i]).sum()).mean
@@ -142,6 +146,7 @@ def test_a_penalty_with_weights_of_its_own_has_those_of_the_loss_divided_out(lev
     assert (divided[~MASK] == 0).all()
 
 
+@certifies("float64")
 def test_kl_loss_of_k1_has_no_gradient_and_ratio_times_k2_the_wrong_one():
     """eq:kl-gradient, eq:kl-ratio: E_π[∇k1] = 0; ratio·k2 with the ratio's graph is wrong."""
     assert close(kl_moments("k1").mean, torch.zeros(PI.logits.numel()))

@@ -10,6 +10,7 @@ import random
 
 import pytest
 import torch
+from certified import certifies
 from examples import GOOD, KNOWN, X
 from oracle import (close, f64)
 from tolerances import NO_SPREAD, gamma
@@ -41,6 +42,7 @@ def reduced(x):
             "ess": x.sum() ** 2 / (n * x.square().sum())}
 
 
+@certifies("float64")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("pieces", [1, 2, 5])
 def test_statistics_merge_exactly(dtype, pieces):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from certified import certifies
 from oracle import (close, f64)
 
 from estimators import sampling_log_probs
@@ -25,6 +26,7 @@ def slow_sampling(logits, temperature, top_k, top_p, min_p):
     return [math.log(q[v] / mass) if v in kept else -math.inf for v in range(len(q))], mass
 
 
+@certifies("float64")
 @pytest.mark.parametrize("temperature, top_k, top_p, min_p", list(itertools.product(
     (0.5, 1.0, 3.0), (0, 1, 3, 99), (0.3, 0.8, 1.0), (0.0, 0.05, 0.25, 0.6))))
 def test_sampling_distribution_against_lists(temperature, top_k, top_p, min_p):
@@ -94,6 +96,7 @@ def test_without_top_p_no_token_is_dropped():
     assert close(log_mu, logits.log_softmax(-1)) and mass == 1
 
 
+@certifies("float64")
 def test_scoring_with_the_raw_softmax_is_off_by_the_mass():
     """eq:sampling: log q − log μ = log(mass) on every kept token."""
     logits = f64([[2.0, 1.0, 0.0, -1.0]])
