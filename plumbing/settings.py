@@ -583,6 +583,15 @@ def remarks(config: Config) -> list[str]:
     if rollout.top_k == 1:
         found.append("rollout.top_k=1 keeps one token, which has the log-prob 0 whatever the "
                      "weights are, so nothing can be learned")
+    options = correction_of(config)
+    cut = rollout.top_p < 1 or rollout.min_p > 0 or (rollout.top_k or 0) > 0    # candidates are all
+    for name, bound in options.rollout_rs.items():
+        moved = "rollout_log_prob" in CRITERIA[name].needs
+        if options.score_centering and moved and not cut and (rollout.candidates + 1) * bound < 1:
+            found.append(f"rollout.candidates={rollout.candidates} is too few for correction."
+                         f"rollout_rs.{name}={bound:g}: other tokens have up to 1/"
+                         f"{rollout.candidates + 1} of μ each, and score centering keeps them all; "
+                         f"take at least {math.ceil(1 / bound) - 1} (chapter 7)")
     if config.rollout.samples == 1 and kind != "reinforce":
         found.append(f"rollout.samples=1 leaves advantage.kind={kind} no baseline, which is made "
                      "of a group's other samples: every advantage is the reward itself; take "

@@ -202,6 +202,32 @@ def test_whole_rewards_have_fractions_for_advantages():
         assert close(whole, method(torch.tensor([1.0, 1.0, 2.0]), torch.zeros(3)), 0)
 
 
+def test_whole_rewards_above_what_float32_counts_keep_their_difference():
+    """eq:baseline: 2²⁴ + 1 is no float32; advantages are of the size of the differences."""
+    rewards, groups = torch.tensor([2 ** 24 + 1, 2 ** 24]), torch.zeros(2)
+    for found in (grpo_advantages(rewards, groups, False), reinforce_advantages(rewards)):
+        assert found.tolist() == [0.5, -0.5] and found.dtype == torch.float32
+    assert rloo_advantages(rewards, groups).tolist() == [1, -1]
+    assert grpo_advantages(rewards, groups).tolist() == pytest.approx(
+        [math.sqrt(0.5), -math.sqrt(0.5)], rel=2e-6)                # the deviation has 1e-6 added
+
+
+@pytest.mark.parametrize("size", [1e-170, 1e-5, 3.0, 1e155, 1e307])
+def test_a_deviation_has_the_size_of_its_rewards(size):
+    """eq:baseline: the squares of 1e155 are infinite and those of 1e-170 are 0; each group alone.
+
+    A group of another size changes nothing.
+    """
+    rewards = f64([size, -size, 0.5 * size, 1.0, 2.0, 1e200, -1e200])
+    groups = torch.tensor([0, 0, 0, 1, 1, 2, 2])
+    found = grpo_advantages(rewards, groups)
+    of_unit = f64([1.0, -1.0, 0.5])
+    deviation = of_unit.std()                                       # of one of size 1
+    exact = (of_unit - of_unit.mean()) / (deviation + 1e-6 / size)
+    assert found[:3].tolist() == pytest.approx(exact.tolist(), rel=1e-12)
+    assert torch.equal(found[3:5], grpo_advantages(rewards[3:5], groups[3:5]))
+
+
 def test_rejected_rows_are_not_in_the_baseline():
     """eq:baseline: with keep, a rejected reward of 100 leaves an advantage at 1.0, not −49.5."""
     r, groups, keep = f64([1.0, 100.0]), torch.zeros(2), torch.tensor([True, False])

@@ -253,6 +253,18 @@ def named(function, **metrics):
     return {name.removeprefix("rollout_corr/rollout_"): x for name, x in function(ours).items()}
 
 
+@pytest.mark.parametrize("level, theirs", [
+    ("token", ["tis_token_clip_high_ratio"]), ("sequence", ["tis_seq_clip_high_ratio"]),
+    ("prefix", []), ("geometric", [])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("spread, length", [(0.5, 3), (0.02, 500), (3.0, 40)])
+def test_skyrl_has_no_weights_of_prefixes_and_means(spread, length, dtype, level, theirs):
+    log_rho = spread * torch.randn(16, length, generator=torch.Generator().manual_seed(0))
+    log_rho, mask = log_rho.to(dtype), torch.ones(16, length)
+    found = names.skyrl(correct(log_rho, 0 * log_rho, mask, Config(level, 1.5)).metrics)
+    assert [name.removeprefix("rollout_corr/") for name in found if "tis_" in name] == theirs
+
+
 def test_of_several_criteria_verl_06_has_the_first():
     found = named(names.verl_06, rs_token_k1_rho_mean=1.0, rs_token_k1_masked_fraction=0.1,
                   rs_token_k1_seq_masked_fraction=0.2, rs_seq_sum_k1_rho_mean=2.0,

@@ -285,6 +285,21 @@ def test_a_rank_alone_finds_the_limit_by_halving_too(monkeypatch):
     assert rejection_mask(far, torch.ones(1, 2), {"second_moment": math.inf}, group="ranks").all()
 
 
+@pytest.mark.parametrize("group", [None, "ranks"])
+@pytest.mark.parametrize("mask, bound, limit", [
+    ([1, 1, 1], math.inf, math.inf), ([1, 1, 0], math.inf, 0.25), ([1, 0, 0], 1e30, 0.25),
+    ([1, 1, 1], 1e30, 0.25), ([0, 0, 1], math.inf, math.inf), ([0, 0, 1], 1.0, 0.0),
+    ([0, 0, 0], math.inf, 0.0)])
+def test_an_infinite_square_is_kept_by_an_infinite_bound_alone(
+        mask, bound, limit, group, monkeypatch):
+    """eq:second-moment: in one process as over ranks; padding is no value, infinite or not."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    log_rho, mask = torch.tensor([[0.5, 0.25, math.inf, -math.inf]]), torch.tensor([[*mask, 0]])
+    assert second_moment_limit(log_rho.square(), mask, bound, group) == limit
+    kept = rejection_mask(log_rho, mask, {"second_moment": bound}, group=group)
+    assert kept.tolist() == (mask.bool() & (log_rho.square() <= limit)).tolist()
+
+
 def test_what_is_logged_of_the_second_moment_is_the_largest_term_that_stays():
     """eq:second-moment: the logged bound is the largest kept term, the same on every rank.
 

@@ -135,6 +135,8 @@ def test_a_number_that_the_loss_does_not_take_is_named(loss, key, said):
 
 NOTHING = ("correction: these keys correct nothing: they ask for neither weights nor rejection nor "
            "bypass mode")
+CENTERED = ("correction={bypass_mode: true, loss_type: reinforce, score_centering: true, "
+            "rollout_rs: {token_tv: %s}}")
 
 
 @pytest.mark.parametrize("given, said", [
@@ -168,6 +170,14 @@ NOTHING = ("correction: these keys correct nothing: they ask for neither weights
       "train.lr", "rollout.staleness=3 is as large as train.steps=3, so the engine keeps the first "
       "weights"]),
     (["train.lr=0"], ["train.lr=0 moves nothing"]),
+    ([CENTERED % 0.1, "rollout.candidates=9"], []), ([CENTERED % 0.1, "rollout.candidates=8"], [
+        "rollout.candidates=8 is too few for correction.rollout_rs.token_tv=0.1: other tokens have "
+        "up to 1/9 of μ each, and score centering keeps them all; take at least 9 (chapter 7)"]),
+    ([CENTERED % 0.1, "rollout.candidates=8", "rollout.top_k=5"], []),
+    ([CENTERED % 0.01], [
+        "rollout.candidates=64 is too few for correction.rollout_rs.token_tv=0.01: other tokens "
+        "have up to 1/65 of μ each, and score centering keeps them all; take at least 99 "
+        "(chapter 7)"]),
     (["policy.lora_alpha=3", "policy.lora_save_merged=true"],
      [f"policy.{key} has no effect: policy.lora_rank is null, so the whole model is trained"
       for key in ("lora_alpha", "lora_save_merged")])])
