@@ -16,6 +16,7 @@ Derivation: math/16-what-is-wrong.md.
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +85,7 @@ class Tokens(NamedTuple):
         over: list[tuple[float, float]] = []
         longest = max((len(r.token_ids) for r in responses), default=0)
         ends = Counter(r.token_ids[-1] for r in responses if 0 < len(r.token_ids) < longest)
-        end = max(ends, key=lambda v: ends[v], default=None)
+        end = max(ends, key=lambda v: (ends[v], -v), default=None)
         for i, r in enumerate(responses):
             prompt = () if r.prompt_ids is None else tuple(r.prompt_ids)
             prefix, start = hash((i, "?") if r.prompt_ids is None else prompt), len(prompt)
@@ -738,8 +739,26 @@ LAWS = (grid, shift, penalty, record, slope_of, calibration)
 RECORDS = {"temperature", "softcap", "raw", "cut"}      # after one of these, another is its residue
 
 
+def sorted_rows(x: Tokens) -> Tokens:
+    """Return the tokens with the responses in an order that they have by their content alone.
+
+    A dump's own order would decide which draws are compared, and in which order numbers add up.
+    """
+    columns = (x.t, x.ids, x.mu, x.pi, x.version, x.entropy.nan_to_num(-1))
+    content, row = [*zip(*(column.tolist() for column in columns))], x.row.tolist()
+    rows = [[*places] for _, places in groupby(range(len(row)), row.__getitem__)]
+    rows.sort(key=lambda places: [content[n] for n in places])
+    return x.take(torch.tensor([n for places in rows for n in places], dtype=torch.long))
+
+
+def by_share(found: list[Finding]) -> list[Finding]:
+    """Sort by the share left; where nine digits are equal, by the order of CAUSES, not rounding."""
+    return sorted(found, key=lambda f: (float(f"{f.left:.9g}"), [*CAUSES].index(f.cause)))
+
+
 def find_causes(x: Tokens) -> list[Finding]:
     """Return at most three causes: what explains most of the gap, then what explains the rest."""
+    x = sorted_rows(x)
     never = barred(x)                   # its few −∞ would decide all others
     found = [never] if never else list[Finding]()
     x = never.rest if never and never.rest else x
@@ -761,7 +780,7 @@ def find_causes(x: Tokens) -> list[Finding]:
             laws.append(weak._replace(other=place))
         if chosen or any(f.rest and len(f.rest.t) > 20 and not record(f.rest) for f in parts):
             laws = [f for f in laws if f.left != RECORD]        # few tokens made π improper
-        ranked: list[Finding] = sorted(parts + laws, key=lambda f: f.left)
+        ranked = by_share(parts + laws)
         first = ranked[0] if ranked else None
         if first is None and not (found and found[-1].enough):
             first = texture(x)

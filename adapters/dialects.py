@@ -59,7 +59,8 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
     """
     block, sections = {}, set[str]()
     _flatten(mapping, block, sections)
-    theirs = "loss" in sections or not set(block) <= set(OWN)
+    theirs = "loss" in sections or not set(block) <= set(OWN) or isinstance(
+        block.get("rollout_rs"), str)
     if block.get("preset", "") is None and theirs:
         del block["preset"]                 # it was switched off, for a block of another system
     keys = set(block) - {"calculate_log_probs", "_target_"}     # _target_: verl's dataclass has it
@@ -95,11 +96,38 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         # read as the arguments of verl's function, which has no such switch.
         block.setdefault("rollout_is", False)
     config = read(block)
-    corrects = config.rollout_is or config.rollout_rs or config.bypass_mode
-    if block.get("calculate_log_probs") is False and corrects:
+    _warn_of_bounds(config)
+    if block.get("calculate_log_probs") is False and config != RolloutCorrectionConfig():
         raise ValueError("calculate_log_probs is false, but a correction needs the rollout's "
                          "log-probs")
     return config
+
+
+def _warn_of_bounds(config: RolloutCorrectionConfig):
+    """Warn of bounds that exclude ρ = 1, where both policies agree."""
+    bounds: dict[str, Any] = {
+        f"rollout_rs.{name}": bound for name, bound in config.rollout_rs.items()
+        if CRITERIA[name].read is interval}
+    if config.rollout_is is not None:
+        bounds["rollout_is_threshold"] = config.rollout_is_threshold
+    for key, bound in bounds.items():
+        low, high = bound if isinstance(bound, tuple) else (None, bound)
+        if (low is not None and low > 1) or (high is not None and high < 1):
+            shown = f"[{low}, {high}]" if isinstance(bound, tuple) else f"{high:g}"
+            warnings.warn(f"{key}={shown} leaves out ρ = 1, so it acts on tokens on which both "
+                          "policies agree; a pair such as verl's 0.5_5 must stand in quotes, "
+                          "because YAML reads it as the number 0.55", stacklevel=3)
+
+
+def own_keys(config: RolloutCorrectionConfig) -> dict[str, Any]:
+    """Return a configuration in this project's keys, those alone that differ from the default.
+
+    `from_dialect` reads them back as the same configuration. {} corrects nothing.
+    """
+    given = {of.name: getattr(config, of.name) for of in fields(config)}
+    given["rollout_rs"] = dict(given["rollout_rs"])
+    default = RolloutCorrectionConfig()
+    return {key: value for key, value in given.items() if value != getattr(default, key)}
 
 
 def kl_kind(name: str) -> str:
@@ -145,27 +173,30 @@ def _from_verl_tis(block: Mapping) -> RolloutCorrectionConfig:
 def _from_verl_060(block: Mapping) -> RolloutCorrectionConfig:
     """Read verl 0.6.0's block: one level, one mode, and a veto unless it is null.
 
-    In mode mask (at first called clip) its code zeroes weights outside [lower, upper]. The second
+    rollout_is: false measures the weights and applies none. In mode truncate the lower bound
+    only counts. In mode mask (at first called clip) its code zeroes weights outside it. The second
     example of PR 3984's migration guide has weights plus rejection for it. The product of weight
     and mask is the same, but rejected tokens leave the denominator `kept` and appear in the
     metrics.
     """
     upper, lower = block.get("rollout_is_threshold"), block.get("rollout_is_threshold_lower")
+    applies = flag("rollout_is", block.get("rollout_is", True))
     level, mode = block.get("rollout_is_level", "token"), block.get("rollout_is_mode", "truncate")
     veto = block.get("rollout_is_veto_threshold", 1e-4)
     choice("rollout_is_level", level, tuple(K1_OF_LEVEL))
     choice("rollout_is_mode", mode, ("truncate", "clip", "mask"))
     normalize = flag("rollout_is_batch_normalize", block.get("rollout_is_batch_normalize", False))
-    if upper is None or not flag("rollout_is", block.get("rollout_is", True)):
-        return RolloutCorrectionConfig()                            # off, or metrics only
+    if upper is None:
+        return RolloutCorrectionConfig()                            # off, and nothing is measured
     threshold, criteria = number("rollout_is_threshold", upper), {}
+    low, _ = _with_zero("rollout_is_threshold_lower", 1 / threshold if lower is None else lower,
+                        threshold)
     if mode != "truncate":
-        lower = 1 / threshold if lower is None else lower
-        pair = _with_zero("rollout_is_threshold_lower", lower, threshold)
-        criteria[K1_OF_LEVEL[level]] = pair
+        criteria[K1_OF_LEVEL[level]] = (low, threshold)
     if veto is not None:
         criteria["seq_max_k1"] = (number("rollout_is_veto_threshold", veto), None)
-    return RolloutCorrectionConfig(level, threshold, normalize, criteria)
+    return RolloutCorrectionConfig(level, threshold, normalize, criteria, metrics_only=not applies,
+                                   rollout_is_count_below=None if lower is None else low or 0.0)
 
 
 def _from_verl(block: Mapping) -> RolloutCorrectionConfig:
@@ -216,7 +247,7 @@ def _verl_rejection(block: Mapping) -> dict[str, Any]:
                              "must be a bound, such as 2.0")
         if given in K1_OF_LEVEL:
             upper = number("rollout_rs_threshold", bound)
-            lower = 1 / upper if lower is None else lower
+            lower = _reciprocal("rollout_rs_threshold", upper) if lower is None else lower
             pair = _with_zero("rollout_rs_threshold_lower", lower, upper)
             criteria[K1_OF_LEVEL[given]] = pair
         elif lower is not None:
@@ -254,13 +285,21 @@ def _on_rho(text: str) -> tuple[float | None, float]:
     key = "rollout_rs_threshold"
     if "_" not in text and number(key, text) == math.inf:
         raise ValueError(f"{key} {text!r} bounds nothing: leave that criterion out")
-    lo, hi = text.split("_", 1) if "_" in text else (1 / number(key, text), text)
+    lo, hi = text.split("_", 1) if "_" in text else (_reciprocal(key, number(key, text)), text)
     lo, hi = cast(tuple[float, float], interval(key, (lo, hi)))        # neither end is open
     if not math.isclose(lo * hi, 1, rel_tol=1e-9):
         warnings.warn(f"{key} {text!r}: verl 0.9 bounds 1/ρ with it, which on ρ is [{1 / hi:.6g}, "
                       f"{1 / lo:.6g}]; write rollout_rs as a mapping to bound ρ itself",
                       stacklevel=2)
     return 1 / hi or None, 1 / lo                       # hi may be inf
+
+
+def _reciprocal(key: str, upper: float) -> float:
+    """Return the lower end 1/u that goes with an upper end u alone."""
+    if upper < 1:
+        raise ValueError(f"{key} {upper:g} is below 1, so [1/u, u] is empty; a pair such as "
+                         "'0.5_5' must stand in quotes, since YAML reads it as the number 0.55")
+    return 1 / upper
 
 
 def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
@@ -278,6 +317,10 @@ def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
     low, high = get("outlier_token_is_threshold_low"), get("outlier_token_is_threshold_high")
     if high is not None or (low is not None and (isinstance(low, bool) or low != 0)):
         criteria["seq_max_k1"] = _with_zero("outlier_token_is_threshold_low", low, high)
+        if level is None and metric is None:
+            warnings.warn("outlier_token_is_threshold_low and _high act by themselves here, as in "
+                          "SkyRL 0.3 and 0.4; in its pull request 849 they acted only beside "
+                          "tis_ratio_type or sequence_mask_metric", stacklevel=2)
     low, high = get("token_mask_is_threshold_low"), get("token_mask_is_threshold_high")
     if low is not None and high is not None:
         criteria["token_k1"] = _with_zero("token_mask_is_threshold_low", low, high)

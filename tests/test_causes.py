@@ -1,5 +1,6 @@
 """doctor.py names the cause of a gap from a dump, on plants of tests/plants.py.
 
+Plants are of models that are made here, so each stands clear of the limits: see margins.py.
 math/doctor_rates.py counts how often it is right, on models that its rules never saw.
 """
 
@@ -7,10 +8,12 @@ import functools
 import math
 from pathlib import Path
 
+from certified import certifies
 import plants
 import sides
 import pytest
 import torch
+from margins import stands_clear
 from oracle import Policy, close, expectation, kl
 
 import causes
@@ -31,8 +34,8 @@ def responses(rows):
 
 
 @functools.cache
-def planted(cause, architecture="Qwen2", variant=None, second=None, noise=False, seed=3):
-    rows = plants.plant(model(architecture), cause, seed, 0.7, variant, noise, second, groups=10)
+def planted(cause, architecture="Qwen2", variant=None, second=None, severity=0.7):
+    rows = plants.plant(model(architecture), cause, 3, severity, variant, False, second, groups=10)
     return responses(rows)
 
 
@@ -49,11 +52,13 @@ CASES = [
     ("bf16-log-softmax", "trainer"), ("stale", "two"), ("weights", "int4")]
 
 
+@pytest.mark.made_here
 @pytest.mark.parametrize("i, cause, variant", [(i, *case) for i, case in enumerate(CASES)])
 def test_each_cause_is_named_first(i, cause, variant):
     architecture = {"flips": "Mixtral", "context": "Qwen2"}.get(cause, MODELS[i % 3])
-    report = doctor.examine(planted(cause, architecture, variant))
-    assert names(report)[:1] == [cause], str(report)
+    rows = planted(cause, architecture, variant)
+    report = doctor.examine(rows)
+    assert stands_clear(lambda: names(doctor.examine(rows))[:1]) == [cause], str(report)
     first = report.as_json()["causes"][0]
     assert list(first) == ["cause", "confidence", "evidence", "remedy"] and first["evidence"]
     assert report.proper is False or cause != "cut"
@@ -64,25 +69,38 @@ def test_every_name_has_a_plant_and_a_remedy():
     assert set(causes.CAUSES) == {cause for cause, _ in CASES} | {"numerics"}
 
 
-@pytest.mark.parametrize("architecture", MODELS)
-@pytest.mark.parametrize("variant", ["same", "bf16-sampler"])
+@pytest.mark.made_here
+@pytest.mark.parametrize("architecture, variant", [
+    ("Qwen2", "same"), ("Mixtral", "same"), ("Gemma2", "same"), ("Qwen2", "bf16-sampler"),
+    ("Gemma2", "bf16-sampler")])
 def test_a_healthy_pair_raises_no_alarm(architecture, variant):
-    """A mixture of experts routes some tokens differently in 16 bits, which may be suggested.
+    rows = planted("healthy", architecture, variant)
+    assert stands_clear(lambda: names(doctor.examine(rows))) == []
+    assert doctor.examine(rows).proper
 
-    How many these are depends on the processor's own rounding, too. No other cause may be named.
+
+@pytest.mark.parametrize("share, found", [(0.015, []), (0.06, [("flips", "suggested")])])
+def test_of_a_healthy_mixture_of_experts_flips_are_suggested_at_most(share, found):
+    """In 16 bits it routes some tokens differently; all others agree as two kernels do.
+
+    How many they are in a model that is made here would depend on the processor's rounding.
     """
-    report = doctor.examine(planted("healthy", architecture, variant))
-    routed = [("flips", "suggested")] * (architecture == "Mixtral" and variant == "bf16-sampler")
-    found = [(one["cause"], one["confidence"]) for one in report.as_json()["causes"]]
-    assert report.proper and found in ([], routed), str(report)
+    g = torch.Generator().manual_seed(0)
+    odds, noise = 2 * torch.randn(2, 2000, generator=g, dtype=torch.float64)
+    routed = 0.5 * noise * (torch.rand(2000, generator=g) < share)
+    t = torch.arange(2000) % 20
+    x = tokens(*shifted(odds, 0.01 * noise + routed), t=t, row=torch.arange(2000) // 20)
+    assert stands_clear(lambda: [(f.cause, f.confidence) for f in causes.find_causes(x)]) == found
 
 
-@pytest.mark.parametrize("first, second", [
-    ("shift", "temperature"), ("tool", "temperature"), ("window", "temperature"),
-    ("retokenised", "temperature")])
-def test_the_first_cause_is_repaired_and_the_rest_diagnosed(first, second):
-    found = names(doctor.examine(planted(first, "Qwen2", None, second)))
-    assert {first, second} <= set(found)
+@pytest.mark.made_here
+@pytest.mark.parametrize("first, second, severity", [
+    ("shift", "temperature", 0.5), ("tool", "temperature", 0.7), ("window", "temperature", 0.7),
+    ("retokenised", "temperature", 0.7)])
+def test_the_first_cause_is_repaired_and_the_rest_diagnosed(first, second, severity):
+    rows = planted(first, "Qwen2", None, second, severity)
+    both = {first, second}
+    assert stands_clear(lambda: both & {*names(doctor.examine(rows))}) == both
 
 
 def test_no_weight_is_offered_where_mass_is_lost():
@@ -91,6 +109,7 @@ def test_no_weight_is_offered_where_mass_is_lost():
 
 # ------------------------------------------------------------------------------- the laws
 
+@certifies("float64")
 def test_left_is_what_two_sizes_save():
     """eq:gap-left: two sizes leave a known share if a tenth of the tokens have all of the gap."""
     e = torch.cat([torch.ones(10), torch.zeros(90)]).double()
@@ -100,6 +119,7 @@ def test_left_is_what_two_sizes_save():
     assert causes.gap_left(e, torch.ones_like(dirty)) == pytest.approx(1, rel=1e-12)
 
 
+@certifies("float64")
 def test_a_temperature_is_a_slope_of_differences_after_one_prefix():
     """eq:same-prefix: log π(v) − log π(w) is τ (log μ(v) − log μ(w)) for all of five tokens."""
     logits = torch.tensor([1.0, 0.3, -2, 0.7, 4], dtype=torch.float64)
@@ -107,6 +127,7 @@ def test_a_temperature_is_a_slope_of_differences_after_one_prefix():
     torch.testing.assert_close(pi - pi[0], 0.7 * (mu - mu[0]), rtol=1e-12, atol=1e-12)
 
 
+@certifies("float64")
 def test_dividing_after_the_softmax_leaves_an_entropy_of_renyi():
     """eq:unnormalised: log Σp^{1/τ} is (1 − 1/τ)·H_{1/τ}(p), with H_a = log Σp^a / (1 − a)."""
     p, tau = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64), 0.8
@@ -134,6 +155,7 @@ def both(pi, mu):
     return (torch.where(PI.mask, policy.log_probs().detach(), 0.0) for policy in (pi, mu))
 
 
+@certifies("float64")
 def test_log_odds_hold_the_whole_error_of_a_logit():
     """eq:log-odds: logit p(v) is z_v − log Σ_{w≠v} e^{z_w}, but for 1e-3 that keeps it finite."""
     z = PI.logits.detach()
@@ -144,6 +166,7 @@ def test_log_odds_hold_the_whole_error_of_a_logit():
     assert ((causes.log_odds(p.log()) - (z - others)).abs() <= 1.001e-3 / (1 - p)).all()
 
 
+@certifies("float64")
 def test_the_sign_of_the_mean_tells_a_wrong_record():
     """eq:record-sign: E_p[log ρ] = KL(p‖μ) − KL(p‖π) is below 0 if p is μ, above 0 if p is π."""
     pi, mu = both(PI, MU)
@@ -153,6 +176,7 @@ def test_the_sign_of_the_mean_tells_a_wrong_record():
     assert expectation(MU, (pi - mu).sum(-1)) < -1e-3 < 1e-3 < expectation(PI, (pi - mu).sum(-1))
 
 
+@certifies("float64")
 def test_a_temperature_is_a_slope_of_log_odds_but_for_an_entropy():
     """eq:temperature-slope: logit π(v) = τ logit μ(v) − (1 − τ) H_τ(μ without v)."""
     z, tau = PI.logits.detach(), 0.7
@@ -163,6 +187,7 @@ def test_a_temperature_is_a_slope_of_log_odds_but_for_an_entropy():
     assert close(odds[0], tau * odds[1] - (1 - tau) * renyi)
 
 
+@certifies("float64")
 def test_surprisal_has_the_mean_entropy_where_pi_was_drawn():
     """eq:calibration: E[−log π − H(π)] is 0 in every state for samples of π, and not for others."""
     pi, mu = (policy.step_log_probs().detach() for policy in (PI, MU))
@@ -513,6 +538,7 @@ def test_after_a_cut_surprisal_is_below_the_entropy_and_after_a_division_above_i
         assert ((mu * -pi).sum(-1) > -(pi.exp() * pi).sum(-1)).all()
 
 
+@pytest.mark.made_here
 def test_what_explains_the_gap_almost_as_well_is_named_second():
     """A slope of the log-odds is a raw record as well, until E[ρ] or E[1/ρ] excludes one."""
     g = torch.Generator().manual_seed(0)

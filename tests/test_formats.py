@@ -80,6 +80,7 @@ def dump(path, found):
                    "train_log_probs": r.train_log_probs} for r in found], path)
 
 
+@pytest.mark.made_here
 def test_exit_statuses_and_json(tmp_path, capsys):
     """Prompts and entropy may be missing; the report says what that costs."""
     path = tmp_path / "dump.jsonl"
