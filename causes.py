@@ -522,7 +522,7 @@ def record(x: Tokens) -> Finding | None:
         return divided._replace(other=None if sure else kept)
     if z > 0 and flat and (excess > 5 or (spread < min(0.15, own / 2) and excess > -5)):
         return divided._replace(other=kept if excess < 5 and spread > 0.1 else None)
-    unsure = surely > -SURE if z < 0 else flat and excess > -5
+    unsure = surely > -2 * SURE if z < 0 else flat and excess > -5
     return kept._replace(other=divided if unsure else None)
 
 
