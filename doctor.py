@@ -202,8 +202,8 @@ class Lost(NamedTuple):
         rows = (f"whole rows of them, {self.whole} of {responses}" if self.whole == self.responses
                 else f"in {self.responses} of {responses} responses, "
                 f"{f'{self.whole} of them' if self.whole else 'none'} whole")
-        return (f"{self.tokens} of {tokens + self.tokens} sampled tokens have no finite log-prob: "
-                f"{rows}")
+        return (f"{self.tokens} of {tokens + self.tokens} sampled tokens are left out, because "
+                f"they have no finite log-prob: {rows}")
 
 
 class Report(NamedTuple):
