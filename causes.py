@@ -25,7 +25,7 @@ from torch import Tensor
 FLOOR = 0.01            # logits: a smaller gap needs no explanation, unless other tokens agree
 RECORD = 1e-4           # share left by a wrong record, whose law is not about sizes
 TEN_NATS = math.exp(-10)            # a likelihood ratio that is not chance
-SURE = 2.0              # standard errors by which a mean must be nearer to one law than to another
+SURE = 1.0              # standard errors by which a mean must be nearer to one law than to another
 LOWEST = -40.0          # stands for any lower log π
 NEVER = LOWEST - 1      # stands for log π = −∞
 ROUNDING = 1e-4         # of E[ρ]: float32 alone may move it by so much
@@ -491,16 +491,17 @@ def record(x: Tokens) -> Finding | None:
     d, h = x.d(), x.entropy
     z, lean = _z_of_rho(d), (d.mean() / d.var().clamp(min=1e-12)).item()
     evidence = f"E[ρ] = {d.exp().mean().item():.4f}, {abs(z):.0f} standard errors from 1"
-    if not beyond("E[ρ]", abs(z)):
+    tail = beyond("tail", _z(x.mu + h)) and beyond("E[ρ]", -z) and lean >= -0.8 and d.mean() > -3
+    heavy = 2 * abs(z) < _z((-d).expm1())           # a few tokens decide E[ρ]
+    leans = beyond("E[ρ]", abs(z)) and not heavy and z * lean >= 0 and (
+        beyond("raw", lean) if z > 0 else beyond("cut", -lean))
+    if not (tail or leans):
         return None
     surely, of = division(x)
-    if beyond("tail", _z(x.mu + h)) and z < 0 and lean >= -0.8 and d.mean() > -3 and (
-            surely < SURE):
+    if tail and not surely > 0:
         return Finding("cut", 0.99, f"{evidence}; E[−log μ − H] = {(-x.mu - h).mean().item():+.3f},"
                        f" {-_z(-x.mu - h):.0f} standard errors below 0", x)
-    heavy = 2 * abs(z) < _z((-d).expm1())           # a few tokens decide E[ρ]
-    if heavy or z * lean < 0 or not (beyond("raw", lean) if z > 0 else beyond("cut", -lean)):
-        return None
+    left = RECORD if leans else 0.99
     sign = _share(d < 1e-5) if z < 0 else _share(d > -1e-5)
     evidence += f"; log ρ {'≤' if z < 0 else '≥'} 0 on {sign:.1%} of the tokens"
     i, j, _, _ = pairs(x)
@@ -510,19 +511,19 @@ def record(x: Tokens) -> Finding | None:
         a, b = (torch.stack([part.mean() for part in y[some][h[some].argsort()].chunk(8)])
                 for y in (d, h))
         spread, own = (x.abs().log().std().item() for x in (a / b, a))
-    kept = Finding("cut" if z < 0 else "raw", RECORD, evidence, *rest)
-    divided = Finding("temperature", RECORD, f"{evidence}; the entropy is as of {of} after a "
-                      "division by τ after the softmax", *rest)
-    if surely > SURE and (z < 0 or abs(excess) > 5):
-        return divided
+    kept = Finding("cut" if z < 0 else "raw", left, evidence, *rest)
     # Where the entropy is even, d is so, too, whatever the cause: the quotient must be more even.
-    flat = beyond("division", 1 / max(spread, 1e-9)) and not surely < -SURE
-    divided = Finding("temperature", RECORD, f"{evidence}; as a multiple of the entropy it varies "
-                      f"by {spread:.0%} only, and π's surprisal is {excess:.0f} standard errors "
-                      "beyond the entropy: divided by τ after the softmax", *rest)
-    if flat and (excess > 5 or (spread < min(0.15, own / 2) and excess > -5)):
+    flat = beyond("division", 1 / max(spread, 1e-9))
+    even = f"; as a multiple of the entropy it varies by {spread:.0%} only" * flat
+    divided = Finding("temperature", left, f"{evidence}{even}; divided by τ after the softmax, "
+                      f"with an entropy as of {of}", *rest)
+    if (surely > 0 or excess > 5) if z < 0 else (surely > SURE and abs(excess) > 5):
+        sure = surely > SURE or excess > 5 or spread <= 0.1
+        return divided._replace(other=None if sure else kept)
+    if z > 0 and flat and (excess > 5 or (spread < min(0.15, own / 2) and excess > -5)):
         return divided._replace(other=kept if excess < 5 and spread > 0.1 else None)
-    return kept._replace(other=divided if flat and excess > -5 else None)
+    unsure = surely > -SURE if z < 0 else flat and excess > -5
+    return kept._replace(other=divided if unsure else None)
 
 
 def bend(x: Tokens, i: Tensor, j: Tensor, least: float) -> tuple[float, Tensor]:

@@ -7,8 +7,8 @@ columns of a dump are matched to these scores. This file decides
   same size for every token.
 * A hypothesis with n values to search pays for them: its likelihood must be n² times as high
   (the square is our choice).
-* The effect of bfloat16 is measured on this model, and is no fault. But if rounding the weights does
-  more than the kernels do, the engine's grid may swallow the updates, and that is one.
+* The effect of bfloat16 is measured on this model, and is no fault. But if rounding the weights
+  does more than the kernels do, the engine's grid may swallow the updates, and that is one.
 
     found = rescore("path/to/model", ["one/update/older", "two/updates/older"], responses)
     print(*found.lines(), found.as_json(), sep="\\n")
@@ -39,7 +39,7 @@ HARMLESS = 0.05        # share left by the plain model in bfloat16: its own kern
 EXPLAINED = 0.35       # share left: right rows, but for dropout, left up to 0.06, and up to 0.19
                        # where noise was on top of the fault
 FLOORS = 4             # times bfloat16's squared noise: less is noise
-DRAWN = 10             # nats by which the mean of dropout must be likelier than the plain model
+SURE = 10              # nats by which a fault must be likelier than what is no fault
 ARRIVED = 0.5          # of the trainer's move: if the engine has made less, most of it is lost
 
 
@@ -170,6 +170,17 @@ def match(s: Scorer, recorded: Tensor, mask: Tensor,
     return found
 
 
+def likeliest(fits: Iterable[Match]) -> list[Match]:
+    """Sort matches by their cost, but what is no fault before any fault that is not SURE.
+
+    Beside the rounding of another kernel some row always fits a little better than none.
+    """
+    ranked = sorted(fits, key=lambda m: m.cost)
+    innocent = next(m for m in ranked if m.cause is None)
+    sure = ranked[0].cost < innocent.cost - SURE
+    return ranked if sure else [innocent, *(m for m in ranked if m is not innocent)]
+
+
 def judge(s: Scorer, recorded: Tensor, mask: Tensor) -> Match:
     """Return which hypothesis a column [N] is.
 
@@ -186,16 +197,15 @@ def judge(s: Scorer, recorded: Tensor, mask: Tensor) -> Match:
         earned = mask.sum().item() / 2 * math.log(share)
         fits += [m._replace(left=m.left * share, cost=m.cost + earned)
                  for m in match(s.noisy, recorded, mask, small) if m.left < 0.9]
-    best, *others = sorted(fits, key=lambda m: m.cost)
+    best, *others = likeliest(fits)
     if best.row == STALE and s.swallows and squares(recorded, noisy, mask) < FLOORS * max(
             best.left * gap, squares(noisy, s.coarse, mask)):       # a sync would bring no more
         best, others = next(m for m in fits if m.row == HALF), [best]
     other = next((m for m in others if m.name != best.name), best)
     best = best._replace(rest=best.left * gap, next=(other.name, other.left))
-    mean_of_dropout = best.cause == "dropout" and best.cost < -DRAWN
     if best.left > 0.1 and torch.equal(recorded[mask], recorded[mask].bfloat16().float()):
         return best._replace(name=IN_16_BITS, cause="bf16-log-softmax", parameter=None, row="")
-    if best.left < EXPLAINED or mean_of_dropout or (best.left < 0.9 and best.rest < noise):
+    if best.left < EXPLAINED or best.cause == "dropout" or (best.left < 0.9 and best.rest < noise):
         return best
     best = best._replace(parameter=None, left=1.0, rest=gap, row="",
                          next=(best.name, best.left))

@@ -19,6 +19,10 @@ import pytest
 from book_pages import book, browser, open_page  # noqa: F401 - fixtures
 from launching import serving
 
+if draw := os.environ.get("THREE_POLICIES_PERTURB"):
+    from perturbed import perturb
+    perturb(int(draw))
+
 CHARACTERS = "0123456789+-*/=?() abcd"
 LONGEST = ["demo", "lora", "ranks", "math", "page", "book", "rescore", "trainer", "update", "gpu",
            "contributing", "split", "signals", "directory", "faults", "causes", "resume",

@@ -1,5 +1,6 @@
 """doctor.py names the cause of a gap from a dump, on plants of tests/plants.py.
 
+Plants are of models that are made here, so each stands clear of the limits: see margins.py.
 math/doctor_rates.py counts how often it is right, on models that its rules never saw.
 """
 
@@ -12,6 +13,7 @@ import plants
 import sides
 import pytest
 import torch
+from margins import stands_clear
 from oracle import Policy, close, expectation, kl
 
 import causes
@@ -32,8 +34,8 @@ def responses(rows):
 
 
 @functools.cache
-def planted(cause, architecture="Qwen2", variant=None, second=None, noise=False, seed=3):
-    rows = plants.plant(model(architecture), cause, seed, 0.7, variant, noise, second, groups=10)
+def planted(cause, architecture="Qwen2", variant=None, second=None, severity=0.7):
+    rows = plants.plant(model(architecture), cause, 3, severity, variant, False, second, groups=10)
     return responses(rows)
 
 
@@ -50,10 +52,12 @@ CASES = [
     ("bf16-log-softmax", "trainer"), ("stale", "two"), ("weights", "int4")]
 
 
+@pytest.mark.made_here
 @pytest.mark.parametrize("i, cause, variant", [(i, *case) for i, case in enumerate(CASES)])
 def test_each_cause_is_named_first(i, cause, variant):
     architecture = {"flips": "Mixtral", "context": "Qwen2"}.get(cause, MODELS[i % 3])
-    report = doctor.examine(planted(cause, architecture, variant))
+    rows = planted(cause, architecture, variant)
+    report = stands_clear(lambda: doctor.examine(rows), lambda report: names(report)[:1])
     assert names(report)[:1] == [cause], str(report)
     first = report.as_json()["causes"][0]
     assert list(first) == ["cause", "confidence", "evidence", "remedy"] and first["evidence"]
@@ -65,25 +69,40 @@ def test_every_name_has_a_plant_and_a_remedy():
     assert set(causes.CAUSES) == {cause for cause, _ in CASES} | {"numerics"}
 
 
-@pytest.mark.parametrize("architecture", MODELS)
-@pytest.mark.parametrize("variant", ["same", "bf16-sampler"])
+@pytest.mark.made_here
+@pytest.mark.parametrize("architecture, variant", [
+    ("Qwen2", "same"), ("Mixtral", "same"), ("Gemma2", "same"), ("Qwen2", "bf16-sampler"),
+    ("Gemma2", "bf16-sampler")])
 def test_a_healthy_pair_raises_no_alarm(architecture, variant):
-    """A mixture of experts routes some tokens differently in 16 bits, which may be suggested.
+    rows = planted("healthy", architecture, variant)
+    report = stands_clear(lambda: doctor.examine(rows), names)
+    assert report.proper and not report.causes, str(report)
 
-    How many these are depends on the processor's own rounding, too. No other cause may be named.
+
+@pytest.mark.parametrize("share, found", [(0.015, []), (0.06, [("flips", "suggested")])])
+def test_of_a_healthy_mixture_of_experts_flips_are_suggested_at_most(share, found):
+    """In 16 bits it routes some tokens differently; all others agree as two kernels do.
+
+    How many they are in a model that is made here would depend on the processor's rounding.
     """
-    report = doctor.examine(planted("healthy", architecture, variant))
-    routed = [("flips", "suggested")] * (architecture == "Mixtral" and variant == "bf16-sampler")
-    found = [(one["cause"], one["confidence"]) for one in report.as_json()["causes"]]
-    assert report.proper and found in ([], routed), str(report)
+    g = torch.Generator().manual_seed(0)
+    odds, noise = 2 * torch.randn(2, 2000, generator=g, dtype=torch.float64)
+    routed = 0.5 * noise * (torch.rand(2000, generator=g) < share)
+    t = torch.arange(2000) % 20
+    x = tokens(*shifted(odds, 0.01 * noise + routed), t=t, row=torch.arange(2000) // 20)
+    named = stands_clear(lambda: causes.find_causes(x), lambda named: [f.cause for f in named])
+    assert [(f.cause, f.confidence) for f in named] == found
 
 
-@pytest.mark.parametrize("first, second", [
-    ("shift", "temperature"), ("tool", "temperature"), ("window", "temperature"),
-    ("retokenised", "temperature")])
-def test_the_first_cause_is_repaired_and_the_rest_diagnosed(first, second):
-    found = names(doctor.examine(planted(first, "Qwen2", None, second)))
-    assert {first, second} <= set(found)
+@pytest.mark.made_here
+@pytest.mark.parametrize("first, second, severity", [
+    ("shift", "temperature", 0.5), ("tool", "temperature", 0.7), ("window", "temperature", 0.7),
+    ("retokenised", "temperature", 0.7)])
+def test_the_first_cause_is_repaired_and_the_rest_diagnosed(first, second, severity):
+    rows = planted(first, "Qwen2", None, second, severity)
+    both = {first, second}
+    report = stands_clear(lambda: doctor.examine(rows), lambda report: both & {*names(report)})
+    assert both <= {*names(report)}, str(report)
 
 
 def test_no_weight_is_offered_where_mass_is_lost():
@@ -521,6 +540,7 @@ def test_after_a_cut_surprisal_is_below_the_entropy_and_after_a_division_above_i
         assert ((mu * -pi).sum(-1) > -(pi.exp() * pi).sum(-1)).all()
 
 
+@pytest.mark.made_here
 def test_what_explains_the_gap_almost_as_well_is_named_second():
     """A slope of the log-odds is a raw record as well, until E[ρ] or E[1/ρ] excludes one."""
     g = torch.Generator().manual_seed(0)

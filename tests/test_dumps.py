@@ -312,12 +312,14 @@ def test_a_side_that_only_the_model_finds_guilty_is_a_fault(monkeypatch, capsys)
         assert main(["x", "--json"]) == code
 
 
+@pytest.mark.made_here
 def test_without_a_dump_the_model_samples_and_is_in_order(tiny_model, capsys):
     assert main(["--model", str(tiny_model), "--engine", "transformers", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["causes"] == [] and told["model"]["guilty"] == "none" and told["tokens"] == 32 * 40
 
 
+@pytest.mark.made_here
 def test_the_model_names_the_guilty_side_of_a_dump(tiny_model, tmp_path, capsys):
     from plumbing.rescore import random_prompts, sample_and_score
     found = sample_and_score(str(tiny_model), "transformers", random_prompts(str(tiny_model)),

@@ -189,6 +189,7 @@ def test_play_keeps_the_keyboards_focus(book, open_page):
 
 # ------------------------------------------------------------------------------------- the quiz
 
+@pytest.mark.made_here
 def test_the_quizs_answers_are_the_doctors():
     import record_quiz
     dumps = json.loads((ROOT / "math/book/quiz.json").read_text())

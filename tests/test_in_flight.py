@@ -70,6 +70,7 @@ def bound(log_probs):
     return gamma(40) * (1 + 2 * LARGEST + log_probs.abs().max().item())
 
 
+@pytest.mark.made_here
 @pytest.mark.parametrize("recompute", [False, True])
 def test_every_token_is_recorded_as_it_was_drawn(recompute, engine, versions, tiny_model):
     (_, old), (_, new) = versions
@@ -130,6 +131,7 @@ def test_a_run_says_which_weights_drew_a_token(run, tmp_path):
     assert all(json.loads(line)["weight_version"][0] == 1 for line in text.splitlines())
 
 
+@pytest.mark.made_here
 def test_newest_weights_with_a_new_cache_sample_from_the_policy_itself(run, tmp_path):
     """ρ = 1 for tokens of the newest version, if and only if the cache is computed again."""
     worst = {}

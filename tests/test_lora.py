@@ -147,6 +147,7 @@ def test_merged_weights_are_the_sum(policy, tiny_model):
         assert found.dtype == torch.bfloat16 and (found != right).float().mean() < 0.001   # ties
 
 
+@pytest.mark.made_here
 @pytest.mark.parametrize("how", ["merged", "apart"])
 def test_engines_sample_from_the_adapted_model(engine_name, how, policy, tiny_model):
     """Each engine gets two adapters, the second in the place of the first."""
@@ -252,6 +253,7 @@ def test_a_checkpoint_has_the_adapter_alone(how, run, tmp_path):
     assert waiting and all((".lora_" in name) == (how == "apart") for name in waiting)
 
 
+@pytest.mark.made_here
 def test_an_exact_engine_samples_from_the_policy_while_the_adapter_moves(run):
     rounding = torch.finfo(torch.float32).eps       # of ρ: of equal policies, all there is in k3
     for how in "merged", "apart":

@@ -158,6 +158,7 @@ def is_right(answer):
     return len(answer["response"]) == 2 and set(word) <= set("()") and word in words(len(word), 4)
 
 
+@pytest.mark.made_here
 def test_brackets_are_answered_and_checked(brackets):
     answers = brackets("x", "rollout.engine=transformers", "task.eval_size=700")
     assert ([a["reward"] for a in answers] == [is_right(a) for a in answers]
@@ -170,6 +171,7 @@ def test_brackets_with_vllm(brackets, vllm_required):
             and any(map(is_right, answers)))
 
 
+@pytest.mark.made_here
 def test_one_evaluator_judges_all_arms_in_float32(brackets):
     exact, coarse = (["rollout.engine=transformers", "train.lr=0"],
                      ["rollout.dtype=bfloat16", "task.eval_size=512"])
