@@ -207,7 +207,9 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
         weights = correction.weights
         terms = torch.where(weights == 0, 0.0, terms * weights)      # 0 · ∞, if log π_θ is −∞
     if config.score_centering:          # the mean is subtracted from rejected tokens too
-        if candidates is None or any(x.shape[:2] != valid.shape for x in candidates):
+        if candidates is None or len(candidates) != 2 or (
+                candidates[0].shape != candidates[1].shape
+                or candidates[0].shape[:2] != valid.shape):
             raise ValueError("score_centering needs candidates, two tensors [B, T, K]")
         centering = centering_loss(*candidates, advantages, valid, config)
         terms, summed = torch.where(kept, terms, 0.0) + centering, valid

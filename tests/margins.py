@@ -14,11 +14,11 @@ import causes
 CLEAR = 1.25            # values move by up to 1.006 with the weights' last bits (perturbed.py)
 
 
-def stands_clear(judge: Callable[[], Any]) -> Any:
-    """Return what `judge` says, and assert that it says so with any one limit moved by CLEAR.
+def stands_clear(examine: Callable[[], Any], verdict: Callable[[Any], Any]) -> Any:
+    """Return what `examine` does, and assert the verdict on it with any one limit moved by CLEAR.
 
-    Only a limit that some value came so near to is moved. The nearest is printed, whether it
-    decides or not: pytest -rP shows that, or a failure.
+    Only a limit that some value came so near to is moved. The nearest are printed, whether they
+    decide or not: pytest -rP shows that, or a failure.
     """
     ratios: dict[str, float] = {}
 
@@ -28,13 +28,15 @@ def stands_clear(judge: Callable[[], Any]) -> Any:
             ratios[name] = ratio
         return value > causes.LIMITS[name]
     with patch.object(causes, "beyond", listen):
-        verdict = judge()
-    order = sorted(ratios, key=lambda name: abs(math.log(ratios[name])))
+        found = examine()
+    said, order = verdict(found), sorted(ratios, key=lambda name: abs(math.log(ratios[name])))
     near = [name for name in order if 1 / CLEAR <= ratios[name] <= CLEAR]
-    print(f"{verdict}: of {len(ratios)} limits {len(near)} are within a factor of {CLEAR}; "
-          f"values over limits: {', '.join(f'{name} {ratios[name]:.2f}' for name in order[:4])}")
+    nearest = ", ".join(f"{name} {ratios[name]:.2f}" for name in order[:4])
+    print(f"{said}: {len(near)} of {len(ratios)} values are within a factor of {CLEAR} of their "
+          f"limits. The nearest, over their limits: {nearest}")
     for name in near:
-        beyond = 1.001 * CLEAR if ratios[name] > 1 else 0.999 / CLEAR
-        with patch.dict(causes.LIMITS, {name: causes.LIMITS[name] * beyond}):
-            assert judge() == verdict, f"`{name}` × {beyond:.2f} changes {verdict} to {judge()}"
-    return verdict
+        by = 1.001 * CLEAR if ratios[name] > 1 else 0.999 / CLEAR
+        with patch.dict(causes.LIMITS, {name: by * causes.LIMITS[name]}):
+            moved = verdict(examine())
+        assert moved == said, f"`{name}` × {by:.2f} changes {said} to {moved}"
+    return found
