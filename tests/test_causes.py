@@ -81,7 +81,7 @@ def test_a_healthy_pair_raises_no_alarm(architecture, variant):
 
 @pytest.mark.parametrize("share, found", [(0.015, []), (0.06, [("flips", "suggested")])])
 def test_of_a_healthy_mixture_of_experts_flips_are_suggested_at_most(share, found):
-    """In 16 bits it routes some tokens differently; all others agree as two kernels do.
+    """It routes some tokens differently in 16 bits; all others agree as two kernels do.
 
     How many they are in a model that is made here would depend on the processor's rounding.
     """
