@@ -253,7 +253,7 @@ def test_log_probs_slightly_above_0_are_read_and_called_16_bits(above, named):
     rows = [row(rollout_log_probs=[a, a - 2.0, a - 1.0],
                 train_log_probs=[above, a - 2.0001, a - 1.0001]) for a in mu]
     report = doctor.examine(response(i, x) for i, x in enumerate(rows))
-    assert [f.cause for f in report.causes][:1] == ["bf16-log-softmax"] * named
+    assert ([f.cause for f in report.causes][:1] == ["bf16-log-softmax"]) == named
     assert (f"by up to {above:.3f}" in str(report)) == named
     with pytest.raises(ValueError, match="above 0, 0.13, which is no log-prob: logits in 16 bits"):
         response(1, row(train_log_probs=[0.13, -2.0, -1.0]))
