@@ -11,7 +11,19 @@ from unittest.mock import patch
 
 import causes
 
-CLEAR = 1.25            # values move by up to 1.006 with the weights' last bits (perturbed.py)
+CLEAR = 1.25            # the weights' last bits (perturbed.py) move such a value by up to 1.07
+
+
+def watched(examine: Callable[[], Any]) -> tuple[Any, dict[str, list[float]]]:
+    """Return what `examine` does, and the values over their limits that were held against them."""
+    ratios: dict[str, list[float]] = {}
+
+    def listen(name: str, value: float) -> bool:
+        if value > 0:                                   # not NaN either: too few tokens
+            ratios.setdefault(name, []).append(value / causes.LIMITS[name])
+        return value > causes.LIMITS[name]
+    with patch.object(causes, "beyond", listen):
+        return examine(), ratios
 
 
 def stands_clear(examine: Callable[[], Any], verdict: Callable[[Any], Any]) -> Any:
@@ -20,23 +32,29 @@ def stands_clear(examine: Callable[[], Any], verdict: Callable[[Any], Any]) -> A
     Only a limit that some value came so near to is moved. The nearest are printed, whether they
     decide or not: pytest -rP shows that, or a failure.
     """
-    ratios: dict[str, float] = {}
-
-    def listen(name: str, value: float) -> bool:
-        ratio = value / causes.LIMITS[name]
-        if ratio > 0 and abs(math.log(ratio)) < abs(math.log(ratios.get(name, math.inf))):
-            ratios[name] = ratio
-        return value > causes.LIMITS[name]
-    with patch.object(causes, "beyond", listen):
-        found = examine()
-    said, order = verdict(found), sorted(ratios, key=lambda name: abs(math.log(ratios[name])))
-    near = [name for name in order if 1 / CLEAR <= ratios[name] <= CLEAR]
-    nearest = ", ".join(f"{name} {ratios[name]:.2f}" for name in order[:4])
-    print(f"{said}: {len(near)} of {len(ratios)} values are within a factor of {CLEAR} of their "
-          f"limits. The nearest, over their limits: {nearest}")
+    def distance(ratio: float) -> float:
+        return abs(math.log(ratio))
+    found, ratios = watched(examine)
+    nearest = {name: min(values, key=distance) for name, values in ratios.items()}
+    said, order = verdict(found), sorted(nearest, key=lambda name: distance(nearest[name]))
+    near = [name for name in order if 1 / CLEAR <= nearest[name] <= CLEAR]
+    print(f"{said}: {len(near)} of {len(order)} values are within a factor of {CLEAR} of their "
+          f"limits. The nearest, over their limits: "
+          f"{', '.join(f'{name} {nearest[name]:.2f}' for name in order[:4])}")
     for name in near:
-        by = 1.001 * CLEAR if ratios[name] > 1 else 0.999 / CLEAR
+        by = 1.001 * CLEAR if nearest[name] > 1 else 0.999 / CLEAR
         with patch.dict(causes.LIMITS, {name: by * causes.LIMITS[name]}):
             moved = verdict(examine())
         assert moved == said, f"`{name}` × {by:.2f} changes {said} to {moved}"
+    return found
+
+
+def stays_below(examine: Callable[[], Any]) -> Any:
+    """Return what `examine` does, and assert that each value is below its limit by CLEAR."""
+    found, ratios = watched(examine)
+    highest = {name: max(values) for name, values in ratios.items()}
+    order = sorted(highest, key=highest.__getitem__, reverse=True)
+    said = ", ".join(f"{name} {highest[name]:.2f}" for name in order[:4])
+    print(f"the highest values over their limits: {said}")
+    assert highest[order[0]] < 1 / CLEAR, said
     return found
