@@ -202,8 +202,8 @@ class Lost(NamedTuple):
         rows = (f"whole rows of them, {self.whole} of {responses}" if self.whole == self.responses
                 else f"in {self.responses} of {responses} responses, "
                 f"{f'{self.whole} of them' if self.whole else 'none'} whole")
-        return (f"{self.tokens} of {tokens + self.tokens} sampled tokens are left out, because "
-                f"they have no finite log-prob: {rows}")
+        return (f"{self.tokens} of {tokens + self.tokens} sampled tokens have no finite log-prob "
+                f"and are left out: {rows}")
 
 
 class Report(NamedTuple):
@@ -286,7 +286,7 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         lines = [f"{self.responses} responses, {self.tokens} tokens.",
                  *([f"{self.lost.says(self.tokens, self.responses)}. Look at the engine's output "
-                    "first; what follows is of the other tokens."] * bool(self.lost.tokens)),
+                    "first."] * bool(self.lost.tokens)),
                  *(f"Without {name}: {cost}." for name, cost in COSTS if name in self.missing),
                  self.verdict()]
         others = {f.other.cause for f in self.causes if f.other}

@@ -8,7 +8,7 @@ from certified import certifies
 
 import causes
 import doctor
-from adapters.dumps import ABOVE, response, rows_of
+from adapters.dumps import response
 
 
 def row(**changes):
@@ -235,45 +235,3 @@ def test_a_response_that_is_larger_than_the_limit_stays_whole(monkeypatch):
     monkeypatch.setattr(doctor, "LIMIT", 2)
     report = doctor.examine([response(1, row())])
     assert len(report.looked_at.mu) == report.tokens == 3
-
-
-@certifies("float64")
-def test_a_logit_in_bfloat16_moves_a_log_prob_above_0_by_an_eighth_at_most():
-    """eq:sixteen-bits: every bfloat16 below 64 is at most 2⁻² from the next, so half is 2⁻³."""
-    numbers = torch.arange(0x4280, dtype=torch.int16).view(torch.bfloat16).double()      # 0 … 64
-    assert numbers[0] == 0 and numbers[-1] < 64 <= numbers[-1] + 0.25
-    assert numbers.diff().max() == 2 ** -2
-    assert 2 ** -3 < ABOVE < 1.02 * 2 ** -3
-
-
-@pytest.mark.parametrize("above, named", [(0.124, True), (0.03, True), (1e-6, False)])
-def test_log_probs_slightly_above_0_are_read_and_called_16_bits(above, named):
-    """eq:sixteen-bits: float32 may be above 0 by its own rounding, which is no cause."""
-    mu = [-0.012345678 - i / 777 for i in range(40)]                 # no numbers of 16 bits
-    rows = [row(rollout_log_probs=[a, a - 2.0, a - 1.0],
-                train_log_probs=[above, a - 2.0001, a - 1.0001]) for a in mu]
-    report = doctor.examine(response(i, x) for i, x in enumerate(rows))
-    assert ([f.cause for f in report.causes][:1] == ["bf16-log-softmax"]) == named
-    assert (f"by up to {above:.3f}" in str(report)) == named
-    with pytest.raises(ValueError, match="above 0, 0.13, which is no log-prob: logits in 16 bits"):
-        response(1, row(train_log_probs=[0.13, -2.0, -1.0]))
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_tokens_without_a_finite_log_prob_are_counted_and_whole_rows_said(whole):
-    """A row in four: all of its tokens, or its first. log π = −∞ is a number that tells a cause."""
-    ids, mask = torch.arange(2, 50).view(16, 3), torch.ones(16, 3)
-    mu, pi = (x * torch.ones(16, 3) for x in (-1.0, -1.01))
-    mu[::4, :3 if whole else 1] = math.nan
-    rows = rows_of(ids, mask, ids, mask, mask, mu, pi)
-    report = doctor.examine(response(i, x) for i, x in enumerate(rows))
-    lost = 12 if whole else 4
-    said = (f"{lost} of 48 sampled tokens are left out, because they have no finite log-prob: " + (
-        "whole rows of them, 4 of 16" if whole else "in 4 of 16 responses, none whole"))
-    assert said in str(report) and said in report.in_short() and report.faulty
-    assert report.as_json()["not_finite"] == {
-        "tokens": lost, "responses": 4, "whole": 4 if whole else 0}
-    mu[::4] = -1.0
-    whole_dump = doctor.examine(response(i, x) for i, x in enumerate(
-        rows_of(ids, mask, ids, mask, mask, mu, pi)))
-    assert "left out" not in str(whole_dump) and "not_finite" not in whole_dump.as_json()
