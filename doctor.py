@@ -306,6 +306,7 @@ class Report(NamedTuple):
 def examine(dump: Iterable[Any]) -> Report:
     """Read responses (adapters.dumps.Response) once: E[ρ] is of all, the causes of a part.
 
+    (eq:affirmed)
     The part has at most LIMIT tokens, in whole groups of equal prompts, chosen by a hash of the
     prompt. So memory is bounded, and tokens after one prefix stay together. Of a group that is
     larger by itself, only a part stays.

@@ -326,7 +326,8 @@ def test_weights_that_would_count_twice_are_not_called_applied_and_it_is_said(lo
     result = correct(RATIOS.log(), RATIOS.log() * 0, torch.ones(2, 3), config)
     named = [name for name in result.metrics if "rollout_is_" in name and "_is_raw_" not in name]
     assert set(named) == {"rollout_corr/rollout_is_catastrophic_token_fraction",
-                          "rollout_corr/rollout_is_veto_fraction"}
+                          "rollout_corr/rollout_is_veto_fraction",
+                          "rollout_corr/rollout_is_per_sequence"}
     assert result.metrics["rollout_corr/rollout_is_raw_max"] == 4
     with warnings.catch_warnings():
         warnings.simplefilter("error")
