@@ -98,7 +98,8 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         # verl's configuration has rollout_is: false by default. A block outside any section is
         # read as the arguments of verl's function, which has no such switch.
         block.setdefault("rollout_is", False)
-    config = replace(read(block), **of_any)
+    config = read(block)
+    config = replace(config, **of_any) if of_any else config
     _warn_of_bounds(config)
     if block.get("calculate_log_probs") is False and config != RolloutCorrectionConfig():
         raise ValueError("calculate_log_probs is false, but a correction needs the rollout's "
