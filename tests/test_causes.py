@@ -73,7 +73,7 @@ def test_every_name_has_a_plant_and_a_remedy():
     ("Qwen2", "same"), ("Mixtral", "same"), ("Gemma2", "same"), ("Gemma2", "bf16-sampler"),
     ("Llama", "bf16-sampler")])
 def test_a_healthy_pair_raises_no_alarm(architecture, variant):
-    """Qwen2 in bfloat16 is at an edge: in one draw of nine its gap seems to fade with the tokens."""
+    """Qwen2 in bfloat16 is at an edge: in one draw of nine its gap seemed to fade with time."""
     rows = planted("healthy", architecture, variant)
     report = stays_below(lambda: doctor.examine(rows))
     assert report.proper and not report.causes, str(report)
