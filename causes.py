@@ -25,6 +25,7 @@ from torch import Tensor
 FLOOR = 0.01            # logits: a smaller gap needs no explanation, unless other tokens agree
 RECORD = 1e-4           # share left by a wrong record, whose law is not about sizes
 TEN_NATS = math.exp(-10)            # a likelihood ratio that is not chance
+SURE = 1.0              # standard errors by which a mean must be nearer to one law than to another
 LOWEST = -40.0          # stands for any lower log π
 NEVER = LOWEST - 1      # stands for log π = −∞
 ROUNDING = 1e-4         # of E[ρ]: float32 alone may move it by so much
@@ -74,12 +75,14 @@ class Tokens(NamedTuple):
     known: Tensor                       # bool: it occurs in the prompt
     version: Tensor                     # of the weights that drew it
     entropy: Tensor                     # of π, NaN where not known
+    over: Tensor = torch.zeros(0, 2)    # [N, 2]: how far log μ and log π were above 0; or nothing
 
     @classmethod
     def of(cls, responses: Sequence[Any]) -> "Tokens":
         """Make the columns from responses as adapters/dumps.py reads them."""
         rows: list[tuple[Any, ...]] = []
         numbers: dict[int, int] = {}
+        over: list[tuple[float, float]] = []
         longest = max((len(r.token_ids) for r in responses), default=0)
         ends = Counter(r.token_ids[-1] for r in responses if 0 < len(r.token_ids) < longest)
         end = max(ends, key=lambda v: (ends[v], -v), default=None)
@@ -89,6 +92,7 @@ class Tokens(NamedTuple):
             before, known = set[int](), set(prompt)
             for t, v in enumerate(r.token_ids):
                 if r.mask[t]:
+                    over.append((max(0.0, r.rollout_log_probs[t]), max(0.0, r.train_log_probs[t])))
                     rows.append((
                         min(0.0, r.rollout_log_probs[t]),
                         NEVER if r.train_log_probs[t] == -math.inf else
@@ -103,7 +107,8 @@ class Tokens(NamedTuple):
         kinds = [torch.float64] * 2 + [torch.long] * 4 + [torch.bool, torch.long] + [
             torch.bool] * 2 + [torch.long, torch.float64]
         columns = zip(*rows) if rows else [()] * len(kinds)
-        return cls(*(torch.tensor(x, dtype=kind) for x, kind in zip(columns, kinds)))
+        return cls(*(torch.tensor(x, dtype=kind) for x, kind in zip(columns, kinds)),
+                   over=torch.tensor(over, dtype=torch.float64).reshape(-1, 2))
 
     def d(self) -> Tensor:
         """Return log ρ: [N]."""
@@ -123,7 +128,8 @@ class Tokens(NamedTuple):
 
     def take(self, keep: Tensor) -> "Tokens":
         """Return the tokens that a mask or an index selects."""
-        return Tokens(*(x[keep] for x in self))
+        *columns, over = self
+        return Tokens(*(x[keep] for x in columns), over=over[keep] if len(over) else over)
 
 
 class Finding(NamedTuple):
@@ -335,8 +341,16 @@ def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
 # --- what form the gap has
 
 def grid(x: Tokens) -> Finding | None:
-    """Test whether 99 % of a column's log-probs fit in 16 bits: then it was computed in 16 bits."""
-    for name, column in (("log μ", x.mu), ("log π", x.pi)):
+    """Test whether 99 % of a column's log-probs fit in 16 bits: then it was computed in 16 bits.
+
+    Or whether some are above 0 by more than float32 rounds: then the logits were in 16 bits, and
+    the log-sum that was subtracted was not of these rounded logits.  (eq:sixteen-bits)
+    """
+    for (name, column), over in zip((("log μ", x.mu), ("log π", x.pi)), x.over.unbind(-1)):
+        if (above := over > ROUNDING).sum() >= 3:
+            return Finding("bf16-log-softmax", 0.0, f"{name} is above 0 on {_share(above):.1%} of "
+                           f"the tokens, by up to {over.max().item():.3f}, as no log-prob is: the "
+                           "logits were in 16 bits", x, True)
         values = column[(column < -1e-4) & (column > LOWEST)].float()
         for kind in (torch.bfloat16, torch.float16):
             share = _share(values == values.to(kind).float())
@@ -436,26 +450,58 @@ def _of_each_id(ids: Tensor, old: Tensor, e: Tensor) -> tuple[float, float]:
             1.0 if many.sum() < 5 else _share(apart[many] > 0))
 
 
+def division(x: Tokens) -> tuple[float, str]:
+    """Return how surely log π was divided by τ after the softmax, and what its `entropy` is of.
+
+    If log π = log p/τ, the column `entropy` may be that of p, of π or of μ, and each has a mean of
+    0:  (eq:which-entropy)
+
+        p's     E_μ[ω(−τ log π − H)], where ω = π^τ/μ, and τ is what makes E_μ[ω] = 1
+        π's     E_μ[ρ(−log π) − H], where H = −Σ π log π, and Σπ is not 1
+        μ's     E_μ[−log μ − H]
+
+    If μ was cut instead, all three are at most −log 2 · |E[ρ] − 1|. So the one that is nearest to 0
+    decides: the result is by how many standard errors it is nearer to 0 than to half of |E[ρ] − 1|,
+    below 0 if it is not. It is NaN without entropy.
+    """
+    rho, h, low, high = x.d().exp(), x.entropy, 0.1, 10.0
+    for _ in range(50):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if (middle * x.pi - x.mu).exp().mean() > 1 else (low, middle)
+    omega, half = (low * x.pi - x.mu).exp(), (rho.mean() - 1).abs() / 2
+    found: list[tuple[float, str]] = []
+    for of, excess in ((f"undivided logits (τ = {low:.3f})", omega * (-low * x.pi - h)),
+                       ("the divided π", -rho * x.pi - h), ("the sampler", -x.mu - h)):
+        error = excess.std() / math.sqrt(max(1, len(excess)))
+        found.append((((half - excess.mean().abs()) / error.clamp(min=1e-12)).item(), of))
+    return max(found)
+
+
 def record(x: Tokens) -> Finding | None:
     """Test whether π is no distribution over what μ sampled, while log ρ has one sign.
 
-    (eq:martingale, eq:record-sign, eq:unnormalised, eq:tail)
+    (eq:martingale, eq:record-sign, eq:unnormalised, eq:tail, eq:which-entropy)
 
     Then something was cut, or the record is wrong. If μ alone is cut, log ρ is the log of the mass
     kept; if the record leaves the cut out, log ρ is minus that. Dividing by τ after the softmax
     leaves log Σp^{1/τ} = (1 − 1/τ)·H_{1/τ}, where H is Rényi's entropy. A cut takes
-    the least likely tokens, so that E[−log π] ≤ H(π). A division with τ < 1 has E[−log π] > H(π).
+    the least likely tokens, so that E[−log π] ≤ H(π). If it replays the cut, π is what was drawn,
+    and E[−log π] = H(π). A division obeys one of `division`'s laws.
     """
     d, h = x.d(), x.entropy
     z, lean = _z_of_rho(d), (d.mean() / d.var().clamp(min=1e-12)).item()
     evidence = f"E[ρ] = {d.exp().mean().item():.4f}, {abs(z):.0f} standard errors from 1"
-    if beyond("tail", _z(x.mu + h)) and beyond("E[ρ]", -z) and lean >= -0.8 and d.mean() > -3:
+    tail = beyond("tail", _z(x.mu + h)) and beyond("E[ρ]", -z) and lean >= -0.8 and d.mean() > -3
+    heavy = 2 * abs(z) < _z((-d).expm1())           # a few tokens decide E[ρ]
+    leans = beyond("E[ρ]", abs(z)) and not heavy and z * lean >= 0 and (
+        beyond("raw", lean) if z > 0 else beyond("cut", -lean))
+    if not (tail or leans):
+        return None
+    surely, of = division(x)
+    if tail and not surely > 0:
         return Finding("cut", 0.99, f"{evidence}; E[−log μ − H] = {(-x.mu - h).mean().item():+.3f},"
                        f" {-_z(-x.mu - h):.0f} standard errors below 0", x)
-    heavy = 2 * abs(z) < _z((-d).expm1())           # a few tokens decide E[ρ]
-    if not beyond("E[ρ]", abs(z)) or heavy or z * lean < 0 or not (
-            beyond("raw", lean) if z > 0 else beyond("cut", -lean)):
-        return None
+    left = RECORD if leans else 0.99
     sign = _share(d < 1e-5) if z < 0 else _share(d > -1e-5)
     evidence += f"; log ρ {'≤' if z < 0 else '≥'} 0 on {sign:.1%} of the tokens"
     i, j, _, _ = pairs(x)
@@ -465,15 +511,19 @@ def record(x: Tokens) -> Finding | None:
         a, b = (torch.stack([part.mean() for part in y[some][h[some].argsort()].chunk(8)])
                 for y in (d, h))
         spread, own = (x.abs().log().std().item() for x in (a / b, a))
-    kept = Finding("cut" if z < 0 else "raw", RECORD, evidence, *rest)
-    divided = Finding("temperature", RECORD, f"{evidence}; as a multiple of the entropy it varies "
-                      f"by {spread:.0%} only, and π's surprisal is {excess:.0f} standard errors "
-                      "beyond the entropy: divided by τ after the softmax", *rest)
-    flat = beyond("division", 1 / max(spread, 1e-9))
+    kept = Finding("cut" if z < 0 else "raw", left, evidence, *rest)
     # Where the entropy is even, d is so, too, whatever the cause: the quotient must be more even.
-    if flat and (excess > 5 or (spread < min(0.15, own / 2) and excess > -5)):
+    flat = beyond("division", 1 / max(spread, 1e-9))
+    even = f"; as a multiple of the entropy it varies by {spread:.0%} only" * flat
+    divided = Finding("temperature", left, f"{evidence}{even}; divided by τ after the softmax, "
+                      f"with an entropy as of {of}", *rest)
+    if (surely > 0 or excess > 5) if z < 0 else (surely > SURE and abs(excess) > 5):
+        sure = surely > SURE or excess > 5 or spread <= 0.1
+        return divided._replace(other=None if sure else kept)
+    if z > 0 and flat and (excess > 5 or (spread < min(0.15, own / 2) and excess > -5)):
         return divided._replace(other=kept if excess < 5 and spread > 0.1 else None)
-    return kept._replace(other=divided if flat and excess > -5 else None)
+    unsure = surely > -2 * SURE if z < 0 else flat and excess > -5
+    return kept._replace(other=divided if unsure else None)
 
 
 def bend(x: Tokens, i: Tensor, j: Tensor, least: float) -> tuple[float, Tensor]:
@@ -803,5 +853,10 @@ CAUSES = {
                 "sync all weights before a rollout, unrounded; python doctor.py DUMP --model DIR "
                 "tells which differ; until then token weights "
                 "(correction.preset=decoupled_token_is)"),
+    "below-grid": ("the update is below the engine's grid: rounding to 16 bits takes it away",
+                   "train in the engine's precision, so that both sides hold one set of weights, "
+                   "or run the engine in float32; else larger steps between two syncs, by train.lr "
+                   "or more updates. Engines round to the nearest number, never stochastically, "
+                   "so another sync of the same weights brings nothing"),
     "numerics": ("the noise of two kernels", "nothing"),
 }

@@ -49,16 +49,18 @@ def centering_loss(log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tenso
 
     `log_prob`, `rollout_log_prob`: [B, T, K], of K candidates v of each token; log μ is −∞ where
     there are fewer. The mean is exact if the candidates hold all of μ. Otherwise the remaining mass
-    of μ and of π_θ is treated as one extra token. token_tv* always keeps that token, which is exact
-    with C = ∞ while it has at most δ under both policies.
+    of μ and of π_θ is treated as one extra token. token_tv* always keeps that token: with C = ∞
+    that is exact if each of the tokens it stands for is within δ. With K ≥ 1/δ − 1 candidates, the
+    likeliest, μ has at most δ on any other, so it takes a π_θ above δ to leave a drift.
     Source: 2609.20807.
     """
     log_prob, rollout_log_prob = widen(log_prob), widen(rollout_log_prob.detach())
     known = (rollout_log_prob > -math.inf) & response_mask.bool()[..., None]           # [B, T, K]
     p, mu = (torch.where(known, x, -math.inf).exp() for x in (log_prob, rollout_log_prob))
     rest, mu_rest = (1 - x.sum(-1, keepdim=True) for x in (p, mu))
-    mu_rest = torch.where(mu_rest > 100 * torch.finfo(mu.dtype).eps, mu_rest, 0.0)     # rounding
-    log_p = torch.cat([torch.where(known, log_prob, 0.0), rest.clamp(min=1e-6).log()], -1)
+    eps = torch.finfo(mu.dtype).eps                         # below a few ε a rest is rounding
+    mu_rest = torch.where(mu_rest > 100 * eps, mu_rest, 0.0)
+    log_p = torch.cat([torch.where(known, log_prob, 0.0), rest.clamp(min=8 * eps).log()], -1)
     mu = torch.cat([mu, mu_rest], -1)
     asked = mu.flatten(1) > 0                                             # [B, T·(K + 1)]
     log_mu = torch.where(asked, mu.flatten(1), 1.0).log()
@@ -73,5 +75,5 @@ def centering_loss(log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tenso
     if config.rollout_is is not None:
         of_ratio = importance_weights(log_rho, asked, "token", config.rollout_is_threshold)
         weights = torch.where(weights, of_ratio.view_as(mu), 0.0)
-    log_p = torch.where(weights > 0, log_p, 0.0)            # what is rejected may be −∞
-    return (advantages * mu * weights * log_p).sum(-1)
+    factor = advantages * mu * weights
+    return (factor * torch.where(factor == 0, 0.0, log_p)).sum(-1)      # 0 · −∞ would be NaN

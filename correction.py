@@ -47,8 +47,9 @@ def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str,
     """Return min(ρ, C), or ρ·1[lo ≤ ρ ≤ hi] for a pair, at one level.  (eq:tis, eq:mis)
 
     `log_ratio`: log ρ per token, [B, T] → [B, T], detached (eq:detached), 0 on padding. C = inf is
-    plain importance sampling, up to e^SAFETY_BOUND. Truncation has the bias −E_μ[(ρ−C)₊ g]. Raises
-    ValueError on an invalid threshold (a tensor is not checked), or if shapes differ.
+    plain importance sampling, up to e^SAFETY_BOUND: E_μ[ρ f] = E_π[f] for whole responses, if μ can
+    draw whatever π can (replay its cut). Truncation has the bias −E_μ[(ρ−C)₊ g]. Raises ValueError
+    on an invalid threshold (a tensor is not checked), or if shapes differ.
     Sources: Ionides 2008, Yao et al. 2025 (TIS); Ring-1T 2510.18855 (IcePop: a pair at token
     level); Liu, Li et al. 2025 (MIS); Precup et al. 2000, CTPO 2605.07331 (prefix).
     """
@@ -93,7 +94,7 @@ def batch_normalize(weights: Tensor, response_mask: Tensor, level: str,
 class Correction:
     """Hold what `correct` decided; it unpacks into weights, mask, metrics.
 
-    weights  [B, T], detached, 0 on padding; None when rollout_is is None
+    weights  [B, T], detached, 0 on padding; None when rollout_is is None, or under metrics_only
     mask     [B, T], response_mask without the rejected tokens, in its dtype
     grounds  what the decision rests on; None if weights and mask were made elsewhere
     metrics  {"rollout_corr/…": 0-dim tensor} on the device, measured on access; {} without grounds
@@ -128,10 +129,11 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor | None, response_ma
     `train_log_prob`, `rollout_log_prob`, `response_mask`: [B, T]. `train_log_prob` is that of π_old
     in decoupled mode and of the current π_θ in bypass mode. The criteria opsm and token_tv_outward
     need `advantages` [B, T]. With `group`, a torch.distributed process group, batch normalisation
-    and second_moment use all its ranks. A NaN in rollout_log_prob makes NaN of every weight that it
-    is a factor of: where one is missing, put train_log_prob in its place (ρ = 1), or mask the
-    token. Raises ValueError if shapes differ, if there is no rollout_log_prob, or if a criterion
-    lacks its advantages, [B, T].
+    and second_moment use all its ranks. With `config.metrics_only` everything is measured and
+    nothing applied: there are no weights, and the mask is the one given. A NaN in rollout_log_prob
+    makes NaN of every weight that it is a factor of: where one is missing, put train_log_prob in
+    its place (ρ = 1), or mask the token. Raises ValueError if shapes differ, if there is no
+    rollout_log_prob, or if a criterion lacks its advantages, [B, T].
     """
     if rollout_log_prob is None:
         raise ValueError("rollout_log_prob is missing: without the sampler's log-probs there is "
@@ -144,18 +146,23 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor | None, response_ma
 
     log_rho = masked_log_ratio(train_log_prob.detach(), rollout_log_prob, response_mask)  # [B, T]
     weights = truncated = None
-    if level is not None:
+    if level is not None and not config.metrics_only:
         weights = truncated = importance_weights(log_rho, response_mask, level,
                                                  config.rollout_is_threshold)            # [B, T]
         if config.rollout_is_batch_normalize:
             weights = batch_normalize(truncated, response_mask, level, group)
+
     seen = Evidence(log_rho, response_mask.bool(), advantages, rollout_log_prob, group)
     verdicts = judge_all(seen, config.rollout_rs)
-    kept = keep_all_agree(seen.mask, verdicts)                                           # [B, T]
-    mask = response_mask * kept if verdicts else response_mask
+    kept, mask = seen.mask, response_mask
+    if verdicts and not config.metrics_only:
+        kept = keep_all_agree(seen.mask, verdicts)                                       # [B, T]
+        mask = response_mask * kept
+
     return Correction(weights, mask, Grounds(
-        seen, kept, verdicts, level, config.rollout_is_threshold,
-        truncated if config.applies_weights else None, config.rollout_is_batch_normalize))
+        seen, kept, verdicts, level, config.rollout_is_threshold, config.rollout_is_count_below,
+        truncated if config.applies_weights else None, config.rollout_is_batch_normalize,
+        not config.metrics_only))
 
 
 # ----------------------------------------------------------------------------------- configuration
@@ -168,6 +175,9 @@ class RolloutCorrectionConfig:
                                 "geometric"
     rollout_is_threshold        a number C truncates, min(ρ, C) (eq:tis); a pair [lo, hi] sets
                                 weights outside it to 0 (eq:mis)
+    rollout_is_count_below      metrics count ρ below it as low; None: below 1/C, or below lo. It
+                                changes no weight: configurations that differ in it are equal,
+                                though their metrics cannot be merged
     rollout_is_batch_normalize  divide by the mean weight, after truncation (eq:self-normalised)
     rollout_rs                  {criterion: bound}; a token must pass all (eq:rejection). Criteria
                                 of k1 take a pair that bounds ρ itself, the others an upper bound,
@@ -176,6 +186,9 @@ class RolloutCorrectionConfig:
     loss_type                   a row of LOSSES; reinforce in bypass mode only
     score_centering             subtract E_{v∼μ}[w(v) ∇log π(v)] (eq:score-centering); needs
                                 reinforce, with weights and criteria of tokens
+    metrics_only                measure weights and criteria, and apply neither: rollout_is_raw_*
+                                describes ρ at the level asked for, and rollout_rs_CRITERION_* what
+                                each criterion would reject
 
     In bypass mode only reinforce takes the weights. The other losses already have the ratio
     π_θ/π_rollout, and a weight would count it twice (eq:double-count). If rollout_is is set all
@@ -189,8 +202,23 @@ class RolloutCorrectionConfig:
     bypass_mode: bool = False
     loss_type: str = "ppo_clip"
     score_centering: bool = False
+    metrics_only: bool = False
+    rollout_is_count_below: float | None = field(default=None, compare=False)
+
+    def __new__(cls, *given: Any, **named: Any):
+        for key in named:
+            if key not in cls.__dataclass_fields__:
+                raise TypeError(
+                    f"RolloutCorrectionConfig has no argument {key!r}; it has "
+                    f"{', '.join(cls.__dataclass_fields__)}; from_dialect({{…}}) of "
+                    "adapters/dialects.py reads the keys of verl and SkyRL")
+        return super().__new__(cls)
 
     def __post_init__(self):
+        level: Any = self.rollout_is                    # as a configuration file has it
+        if level is False:
+            raise ValueError("rollout_is cannot be False: write null for no weights; to measure "
+                             "without applying, name a level and set metrics_only: true")
         if self.rollout_is is not None:
             choice("rollout_is", self.rollout_is, LEVELS)
         flag("rollout_is_batch_normalize", self.rollout_is_batch_normalize)
@@ -202,15 +230,22 @@ class RolloutCorrectionConfig:
         bound = self.rollout_is_threshold
         read = interval if is_list(bound) else number
         object.__setattr__(self, "rollout_is_threshold", read("rollout_is_threshold", bound))
+        low: Any = self.rollout_is_count_below
+        if low is not None:                             # 0: nothing counts as low
+            zero = type(low) in (int, float) and low == 0
+            object.__setattr__(self, "rollout_is_count_below",
+                               0.0 if zero else number("rollout_is_count_below", low))
         given: Any = self.rollout_rs                    # as a configuration file has it
         criteria: Mapping[str, Any] = {} if given is None else given
         if not isinstance(given, (Mapping, NoneType)):
+            text = " (from_dialect of adapters/dialects.py reads verl's text)"
             raise ValueError(f"rollout_rs must be a mapping from criterion to bound, such as "
-                             f"{{seq_mean_k3: 0.01}}, not {given!r}")
+                             f"{{seq_mean_k3: 0.01}}, not {given!r}{text * isinstance(given, str)}")
         object.__setattr__(self, "rollout_rs", read_criteria(criteria))
+        flag("metrics_only", self.metrics_only)
         if flag("score_centering", self.score_centering):
             self._check_centering()
-        if self.rollout_is is not None and not self.applies_weights:
+        if self.rollout_is is not None and self.ratio_is_the_weight and not self.metrics_only:
             warnings.warn(f"rollout_is={self.rollout_is} is not applied with bypass_mode and "
                           f"loss_type={self.loss_type}, whose ratio already is π_θ/π_rollout "
                           "(eq:double-count): its metrics are rollout_is_raw_*", stacklevel=3)
@@ -220,6 +255,9 @@ class RolloutCorrectionConfig:
         if self.loss.level is not None:
             raise ValueError("score_centering needs loss_type reinforce: a clipped ratio has "
                              "another mean under μ")
+        if self.metrics_only:
+            raise ValueError("score_centering needs metrics_only false: it centers the weighted "
+                             "scores, and metrics_only applies no weight")
         if self.rollout_is not in (None, "token") or self.rollout_is_batch_normalize or criteria:
             raise ValueError("score_centering lists the other tokens that might have been drawn, "
                              "not other sequences or batches: it needs rollout_is null or token, "
@@ -228,7 +266,7 @@ class RolloutCorrectionConfig:
     @property
     def of_whole_batches(self) -> bool:
         """Say whether a token's weight or mask depends on the whole (mini-)batch."""
-        return self.rollout_is_batch_normalize or any(
+        return (self.rollout_is_batch_normalize and not self.metrics_only) or any(
             CRITERIA[name].of == "batch" for name in self.rollout_rs)
 
     @property
@@ -244,7 +282,14 @@ class RolloutCorrectionConfig:
     @property
     def applies_weights(self) -> bool:
         """Say whether the loss is multiplied by weights."""
-        return self.rollout_is is not None and not self.ratio_is_the_weight
+        return (self.rollout_is is not None and not self.ratio_is_the_weight
+                and not self.metrics_only)
+
+    @property
+    def corrects(self) -> bool:
+        """Say whether anything is done about ρ: by weights, by rejection or by the loss's ratio."""
+        return self.bypass_mode or self.applies_weights or (
+            bool(self.rollout_rs) and not self.metrics_only)
 
     # Presets have the arguments of verl's documents. `threshold` or `is_threshold` is the weights'
     # C, for IcePop their upper bound, or a pair. `rs_threshold` bounds the criterion: on ρ a pair,
@@ -264,14 +309,16 @@ class RolloutCorrectionConfig:
         return cls("sequence", threshold)
 
     @classmethod
-    def decoupled_seq_is_rs(cls, is_threshold: float = 2.0, rs_threshold: Bound = (0.5, 2.0)):
+    def decoupled_seq_is_rs(cls, is_threshold: float = 2.0, rs_threshold: Bound = (0.5, 2.0),
+                            rs_threshold_lower: float | None = None):
         """Truncate the product of ρ, and reject sequences outside an interval of it."""
-        return cls("sequence", is_threshold, rollout_rs={"seq_sum_k1": _bounds(rs_threshold)})
+        return cls("sequence", is_threshold,
+                   rollout_rs={"seq_sum_k1": _bounds(rs_threshold, rs_threshold_lower)})
 
     @classmethod
-    def decoupled_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5):
+    def decoupled_token_icepop(cls, threshold: Bound = 5.0, threshold_lower: float | None = None):
         """Set the weight of tokens outside an interval of ρ to 0."""
-        return cls("token", _bounds(threshold, threshold_lower, "threshold"))
+        return cls("token", _bounds(threshold, threshold_lower, "threshold", 0.5))
 
     @classmethod
     def decoupled_geo_rs(cls, rs_threshold: Bound = NEAR_ONE,
@@ -333,10 +380,10 @@ class RolloutCorrectionConfig:
         return cls("sequence", threshold, bypass_mode=True, loss_type="reinforce")
 
     @classmethod
-    def bypass_pg_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5):
+    def bypass_pg_token_icepop(cls, threshold: Bound = 5.0, threshold_lower: float | None = None):
         """Weight REINFORCE by each token's ρ, or by 0 outside an interval."""
-        return cls("token", _bounds(threshold, threshold_lower, "threshold"), bypass_mode=True,
-                   loss_type="reinforce")
+        return cls("token", _bounds(threshold, threshold_lower, "threshold", 0.5),
+                   bypass_mode=True, loss_type="reinforce")
 
     @classmethod
     def bypass_pg_geo_rs(cls, rs_threshold: Bound = NEAR_ONE,
@@ -379,23 +426,32 @@ class RolloutCorrectionConfig:
 
     @classmethod
     def seq_mis(cls, threshold: float = 2.0):
-        """Do as `decoupled_seq_is_rs`; the first argument has another name."""
-        return cls.decoupled_seq_is_rs(threshold)
+        """Weight by the product of ρ, and reject sequences in which it is above the threshold."""
+        threshold = number("threshold", threshold)
+        return cls("sequence", threshold, rollout_rs={"seq_sum_k1": (None, threshold)})
+
+    @classmethod
+    def ppo_is_bypass(cls, threshold: float = 2.0):
+        """Do as `bypass_ppo_clip`, and measure the ρ of tokens, which PPO's ratio applies."""
+        return cls("token", threshold, bypass_mode=True, metrics_only=True)
 
     token_is = token_tis = decoupled_token_is
     seq_is, seq_is_rs, geo_mis = decoupled_seq_is, decoupled_seq_is_rs, geo_rs
-    ppo_is_bypass, pure_is, pg_is, pure_rs = bypass_ppo_clip, bypass_pg_is, bypass_pg_is, pg_rs
+    pure_is, pg_is, pure_rs = bypass_pg_is, bypass_pg_is, pg_rs
 
 
-def _bounds(upper: Bound, lower: float | None = None, key: str = "rs_threshold") -> Pair:
-    """Return a pair as it is, a number as [lower, upper], or as [1/upper, upper]."""
+def _bounds(upper: Bound, lower: float | None = None, key: str = "rs_threshold",
+            least: float | None = None) -> Pair:
+    """Return a pair as it is, a number as [lower, upper], else [least, upper] or [1/upper, upper].
+    """
     if is_list(upper):
-        if lower is not None and key == "rs_threshold":
+        if lower is not None:
             raise ValueError(f"{key} {upper!r} has a lower end: leave {key}_lower out")
-        low, high = upper
-        return low, high
+        return interval(key, upper)
     high = number(f"{key}, unless it is a pair [lo, hi],", upper)
-    return (1 / high if lower is None else lower), high
+    if lower is None:
+        lower = 1 / high if least is None else least
+    return lower, high
 
 
 def _geometric(upper: Bound, lower: float | None = None,
@@ -407,5 +463,5 @@ def _geometric(upper: Bound, lower: float | None = None,
 # PRESETS has every preset by name, in the order above; HISTORICAL says what older names stand for.
 PRESETS = {name: getattr(RolloutCorrectionConfig, name)
            for name, made in vars(RolloutCorrectionConfig).items() if isinstance(made, classmethod)}
-HISTORICAL = {"seq_mis": "decoupled_seq_is_rs"} | {
-    name: preset.__name__ for name, preset in PRESETS.items() if name != preset.__name__}
+HISTORICAL = {name: preset.__name__ for name, preset in PRESETS.items()
+              if name != preset.__name__}

@@ -146,8 +146,11 @@ def _uncorrected(values: Mapping[str, float]) -> list[str]:
     k3 = values.get("k3_kl", 0.0)
     if acts or values.get("rollout_rs_masked_fraction", 1.0) > 0 or not k3 > UNCORRECTED:
         return []
+    measured = "rollout_is_raw_mean" in values
+    remedy = ("set correction.metrics_only=false" if measured else
+              "take weights (correction.preset=decoupled_token_is)")
     return [f"k3_kl is {k3:.2g} and nothing corrects it (healthy: 0 to {UNCORRECTED:g}): the step "
-            "is that of another objective; take weights (correction.preset=decoupled_token_is)."]
+            f"is that of another objective; {remedy}."]
 
 
 def diagnose(metrics: Mapping[str, Any]) -> list[str]:
@@ -181,9 +184,26 @@ def diagnose(metrics: Mapping[str, Any]) -> list[str]:
 # ------------------------------------------------------------------ from a dump to the cause
 
 LIMIT = 300_000         # most tokens, masked ones too, that are searched for causes
+TELLS = 0.05            # E[ρ] is affirmed if its doubt is at most this: see `Report.proper`
 COSTS = (("prompt_ids", "temperature, penalty, padding and window are found less well or never"),
          ("entropy", "a mistake that both sides make cannot be found, nor a division after the "
           "softmax told from a cut"))
+
+
+class Lost(NamedTuple):
+    """The sampled tokens of which a side has no finite log-prob."""
+
+    tokens: int = 0
+    responses: int = 0                  # that have such a token
+    whole: int = 0                      # of these, that have no other sampled token
+
+    def says(self, tokens: int, responses: int) -> str:
+        """Return a sentence, given how many other tokens and how many responses there are."""
+        rows = (f"whole rows of them, {self.whole} of {responses}" if self.whole == self.responses
+                else f"in {self.responses} of {responses} responses, "
+                f"{f'{self.whole} of them' if self.whole else 'none'} whole")
+        return (f"{self.tokens} of {tokens + self.tokens} sampled tokens have no finite log-prob "
+                f"and are left out: {rows}")
 
 
 class Report(NamedTuple):
@@ -196,29 +216,49 @@ class Report(NamedTuple):
     missing: tuple[str, ...]            # names of COSTS that the dump lacks
     causes: list[Finding]
     looked_at: Tokens                   # those that were searched for causes
+    lost: Lost = Lost()
 
     @property
     def proper(self) -> bool | None:
-        """Say whether π is a distribution over what μ sampled; None: too few tokens to tell.
+        """True if π is a distribution over what μ sampled, False if not, None if undecided.
 
-        (eq:martingale)
+        A broken record moves E[ρ]: a cut that keeps the mass Z makes it Z. Five standard errors are
+        in doubt, and so is what n tokens need not show, a mass of 5/n (`undrawn`). Near 1, E[ρ]
+        affirms a distribution if all doubt is at most TELLS, since then a loss of more would have
+        been seen. That is 5/n at n = 100, with fewer tokens nothing is said; so the error must be
+        at most 0.01. Far from 1, E[ρ] denies it, unless five errors reach 0: then a few tokens
+        make up the mean, and its error is as unknown.  (eq:martingale, eq:affirmed)
         """
         if self.tokens < 100:
             return None
-        near = abs(self.mean - 1) <= max(5 * self.error, ROUNDING)
-        return near or undrawn(self.looked_at.d().expm1(), 1.0)
+        doubt = max(5 * self.error, ROUNDING)
+        if abs(self.mean - 1) <= doubt:
+            return True if doubt <= TELLS else None
+        if self.mean <= doubt or undrawn(self.looked_at.d().expm1(), 1.0):
+            return None
+        return False
+
+    @property
+    def faulty(self) -> bool:
+        """True if there is a cause, an E[ρ] that no pair of distributions has, or a lost token."""
+        return bool(self.causes or self.proper is False or self.lost.tokens)
 
     def as_json(self) -> dict[str, Any]:
+        """Return what --json prints; `not_finite` is there if such tokens are."""
+        lost = {"not_finite": self.lost._asdict()} if self.lost.tokens else {}
         return {"proper": self.proper, "e_rho": [self.mean, self.error], "tokens": self.tokens,
+                **lost,
                 "causes": [{"cause": f.cause, "confidence": f.confidence, "evidence": f.evidence,
                             "remedy": CAUSES[f.cause][1]} for f in self.causes]}
 
     def in_short(self) -> str:
-        """Return one line: E[ρ] and the first cause."""
+        """Return one line: E[ρ], the first cause, and what is not finite."""
         first = self.causes[0] if self.causes else None
-        return f"E[ρ] = {self.mean:.4f} ± {self.error:.4f}; " + (
+        undecided = " (undecided)" * (self.proper is None)
+        lost = f"; {self.lost.says(self.tokens, self.responses)}" * bool(self.lost.tokens)
+        return f"E[ρ] = {self.mean:.4f} ± {self.error:.4f}{undecided}; " + (
             f"{first.cause} ({first.confidence}): {first.evidence}" if first else
-            f"no cause found: {self.without_cause()}")
+            f"no cause found: {self.without_cause()}") + lost
 
     def without_cause(self) -> str:
         """Say what is known without a cause: the noise of two kernels explains no E[ρ] but 1."""
@@ -227,16 +267,28 @@ class Report(NamedTuple):
         return "E[ρ] says only that log μ is not of what was drawn, or that π " + (
             "lacks a cut that μ had" if self.mean < 1 else "adds up to more than 1")
 
-    def __str__(self) -> str:
+    def verdict(self) -> str:
+        """Say whether π is a distribution, or what leaves that undecided."""
+        found = f"E[ρ] = {self.mean:.4f} ± {self.error:.4f} (expected 1)"
+        if self.proper is None:
+            why = ("fewer than 100 tokens cannot tell" if self.tokens < 100 else
+                   f"an error above {TELLS / 5:g} would hide a broken record"
+                   if self.error > TELLS / 5 else
+                   "tokens that were never drawn may make up the difference")
+            return f"{found} is undecided: {why}."
+        if self.proper:
+            return f"π is a distribution over what μ sampled: {found}."
         over = self.looked_at.d().expm1()                           # ρ − 1
         unless = ", unless it has over twice μ's mass on tokens that were never drawn" * (
             bool(over.mean() < 0) and one_sided(over))
-        said = {True: "π is a distribution over what μ sampled",
-                False: f"π is NOT a distribution over what μ sampled{unless}",
-                None: "Fewer than 100 tokens cannot tell whether π is a distribution"}[self.proper]
+        return f"π is NOT a distribution over what μ sampled{unless}: {found}."
+
+    def __str__(self) -> str:
         lines = [f"{self.responses} responses, {self.tokens} tokens.",
+                 *([f"{self.lost.says(self.tokens, self.responses)}. Look at the engine's output "
+                    "first."] * bool(self.lost.tokens)),
                  *(f"Without {name}: {cost}." for name, cost in COSTS if name in self.missing),
-                 f"{said}: E[ρ] = {self.mean:.4f} ± {self.error:.4f} (expected 1)."]
+                 self.verdict()]
         others = {f.other.cause for f in self.causes if f.other}
         for f in self.causes:
             what, remedy = CAUSES[f.cause]
@@ -260,12 +312,14 @@ def examine(dump: Iterable[Any]) -> Report:
     """
     kept: list[tuple[float, Any]] = []
     share, held, responses, tokens, total, squares = 1.0, 0, 0, 0, 0.0, 0.0
-    lacking: set[str] = set()
+    lacking, lost = set[str](), Lost()
     for r in dump:
         columns = zip(r.rollout_log_probs, r.train_log_probs, r.mask)
         over = [math.expm1(min(20.0, pi - mu)) for mu, pi, counts in columns if counts]   # ρ − 1
         responses, tokens = responses + 1, tokens + len(over)
         total, squares = total + sum(over), squares + sum(x * x for x in over)
+        lost = Lost(lost.tokens + r.not_finite, lost.responses + (r.not_finite > 0),
+                    lost.whole + (r.not_finite > 0 and not over))
         lacking |= {name for name, x in (("prompt_ids", r.prompt_ids), ("entropy", r.entropy))
                     if x is None and r.token_ids}
         text = repr(r.token_ids if r.prompt_ids is None else (r.prompt_ids, r.line >> 12))
@@ -279,7 +333,7 @@ def examine(dump: Iterable[Any]) -> Report:
             held = sum(len(one.token_ids) for _, one in kept)
     mean, part = 1 + total / max(1, tokens), Tokens.of([r for _, r in kept])
     return Report(responses, tokens, mean, math.sqrt(squares) / max(1, tokens),
-                  tuple(sorted(lacking)), find_causes(part), part)
+                  tuple(sorted(lacking)), find_causes(part), part, lost)
 
 
 if __name__ == "__main__":

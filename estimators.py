@@ -188,7 +188,8 @@ def chi_square(n: Tensor, squares: Tensor) -> Tensor:
     """Return χ²(π‖μ) = E_μ[ρ²] − 1, the variance of the weights, from samples of μ.  (eq:chi2)
 
     `n`, `squares`: the number of samples and their Σρ², of any one shape. The result is 0 where
-    n = 0. Pass float64: beside the 1, a χ² of 1e-6 drowns in float32.
+    n = 0, and may be negative if μ alone was cut. Pass float64: beside the 1, a χ² of 1e-6 drowns
+    in float32.
     """
     return torch.where(n > 0, squares / n.clamp(min=1) - 1, 0.0)
 
@@ -221,7 +222,7 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
     by log(mass kept).
 
     `logits`: [..., V] → log μ [..., V] (−inf where never sampled), and the mass [...] in (0, 1],
-    both in float32 or wider; a NaN among the logits makes both NaN. Raises ValueError for a
+    both in float32 or wider; a NaN or +inf among the logits makes both NaN. Raises ValueError for a
     temperature ≤ 0, a negative top_k, a top_p outside (0, 1] or a min_p outside [0, 1].
     """
     if not temperature > 0:
@@ -232,7 +233,8 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
         raise ValueError(f"min_p must be in [0, 1], not {min_p!r}")
     log_q = torch.log_softmax(widen(logits) / temperature, -1)
     if top_p == 1 and min_p == 0 and not 0 < top_k < log_q.shape[-1]:
-        return log_q, torch.ones_like(log_q[..., 0])           # nothing to cut: not a digit changes
+        whole = torch.ones_like(log_q[..., 0]).masked_fill(log_q[..., 0].isnan(), torch.nan)
+        return log_q, whole                                    # nothing to cut: not a digit changes
     ordered, order = log_q.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if min_p > 0:
@@ -269,7 +271,7 @@ def _group_sums(values: Tensor, groups: Tensor, keep: Tensor | None) -> tuple[Te
 
     keep = torch.ones_like(groups, dtype=torch.bool) if keep is None else keep.bool()
     group = torch.searchsorted(groups.sort().values, groups)    # one index per group, below B
-    return total(keep), total(torch.where(keep, values, 0.0))   # no product: NaN × 0 is NaN
+    return total(keep), total(torch.where(keep, values.double(), 0.0))      # NaN × 0 is NaN
 
 
 def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
@@ -283,15 +285,17 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
     `keep` [B], only those rows make up the baseline. Mask the others: their A may be of any size.
     Source: Shao et al. 2402.03300; Liu et al. 2503.20783.
     """
-    rewards = rewards + 0.0             # also of bools
     count, total = _group_sums(rewards, groups, keep)
     mean = torch.where(count > 1, total / count.clamp(min=1), 0.0)
-    advantages = rewards - mean
+    advantages = rewards.double() - mean
     if normalize_std:
-        _, squares = _group_sums(advantages.square(), groups, keep)
-        std = (squares / (count - 1).clamp(min=1)).sqrt()
+        _, size = _group_sums(advantages.abs() / count.clamp(min=1), groups, keep)
+        size = size.clamp(min=torch.finfo(size.dtype).tiny)
+        unit = size / size.frexp().mantissa     # a power of two: exact, and no square overflows
+        _, squares = _group_sums((advantages / unit).square(), groups, keep)
+        std = unit * (squares / (count - 1).clamp(min=1)).sqrt()
         advantages = torch.where(count > 1, advantages / (std + 1e-6), advantages)
-    return advantages.to(rewards.dtype)
+    return advantages.to((rewards + 0.0).dtype)                     # whole numbers, bools: float32
 
 
 def rloo_advantages(rewards: Tensor, groups: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -301,12 +305,11 @@ def rloo_advantages(rewards: Tensor, groups: Tensor, keep: Tensor | None = None)
     With `keep` [B], only those rows count as others. Source: Kool et al. 2019; Ahmadian et al.
     2402.14740.
     """
-    rewards = rewards + 0.0
     count, total = _group_sums(rewards, groups, keep)
     own = torch.ones_like(rewards, dtype=torch.bool) if keep is None else keep.bool()
-    others = total - torch.where(own, rewards, 0.0)
-    advantages = rewards - others / (count - own.double()).clamp(min=1)
-    return advantages.to(rewards.dtype)
+    others = total - torch.where(own, rewards.double(), 0.0)
+    advantages = rewards.double() - others / (count - own.double()).clamp(min=1)
+    return advantages.to((rewards + 0.0).dtype)
 
 
 def reinforce_advantages(rewards: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -314,6 +317,6 @@ def reinforce_advantages(rewards: Tensor, keep: Tensor | None = None) -> Tensor:
 
     `rewards`: [B] → [B]. With `keep` [B], the mean is over those rows. Source: Williams 1992.
     """
-    rewards = rewards + 0.0
-    count, total = _group_sums(rewards, torch.zeros_like(rewards), keep)
-    return (rewards - total / count.clamp(min=1)).to(rewards.dtype)
+    one_group = torch.zeros_like(rewards, dtype=torch.int64)
+    count, total = _group_sums(rewards, one_group, keep)
+    return (rewards.double() - total / count.clamp(min=1)).to((rewards + 0.0).dtype)

@@ -10,6 +10,7 @@ The KL term is here as well, as a loss and as a penalty on the reward. Derivatio
     loss, metrics = policy_loss(log_prob, old_log_prob, rollout_log_prob, advantages, mask, config)
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from centering import centering_loss
 from correction import Correction, RolloutCorrectionConfig, correct
-from estimators import (aggregate_log_ratio, exp_ratio, kl_estimate, masked_log_ratio, same_shape,
-                        widen)
+from estimators import (SAFETY_BOUND, aggregate_log_ratio, exp_ratio, kl_estimate,
+                        masked_log_ratio, same_shape, widen)
 from rejection import choice
 from surrogates import Loss
 from surrogates import (cispo_loss as cispo_loss,     # re-exported
@@ -109,12 +110,12 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
     `values`, `mask`: [B, T]; `mask` says which terms are summed. `denominator_mask` (default: mask)
     says what |y_i| and N count, so that rejection need not change the size of the step. N counts
     non-empty sequences. In rows where denominator_mask is empty and `mask` is not, |y_i| counts
-    `mask`. Zeros inside a response, such as a tool's tokens, are holes and count nowhere
-    (eq:tool-length): H is by default T less the holes that all rows share (`width_without_holes`);
-    better give the sampler's limit. `counts` are the counts of the whole mini-batch, over ranks and
-    micro-batches; with them (and a `horizon`) the results of the parts add up to that of the whole.
-    With nothing to sum the result is 0, graph attached. Raises ValueError on another mode, or if
-    shapes differ.
+    `mask`. Zeros before or inside a response, such as a prompt's or a tool's tokens, are holes and
+    count nowhere (eq:tool-length): H is by default T less the holes that all rows share
+    (`width_without_holes`); better give the sampler's limit. `counts` are the counts of the whole
+    mini-batch, over ranks and micro-batches; with them (and a `horizon`) the results of the parts
+    add up to that of the whole. With nothing to sum the result is 0, graph attached. Raises
+    ValueError on another mode, or if shapes differ.
     """
     choice("mode", mode, AGGREGATIONS)
     mask = mask.bool()
@@ -136,7 +137,12 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
 
 
 def width_without_holes(mask: Tensor) -> Tensor:
-    """Return T less the columns of `mask` [B, T] that are 0 in all rows, before the last 1."""
+    """Return T less the columns of `mask` [B, T] that are 0 in all rows, before the last 1.
+
+    In such columns no response can have a token: they are a prompt's or a tool's. Padding behind
+    the last 1 counts, because the sampler had that room. Responses that are padded on the left
+    lose theirs, so give `aggregate_loss` a horizon for these.
+    """
     some = mask.bool().any(0)                                                             # [T]
     holes = ~some & some.flip(0).cumsum(0).flip(0).bool()                                 # [T]
     return (mask.shape[-1] - holes.sum()).clamp(min=1)
@@ -174,6 +180,7 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     is also reported as loss/bypass_clip_fraction, which `diagnose` judges. If everything is
     rejected the loss is 0, graph attached. One log-prob that is NaN makes the ρ of its
     sequence NaN (prefix: from there on), and GSPO's r: reject the sequence by a seq_* criterion.
+    Where π_θ is 0, so is r (if π_old is 0 too, r is 1); with weight or advantage 0 it adds 0.
     Raises ValueError if a tensor is missing or shapes differ.
     """
     log_prob, train_log_prob, anchor_log_prob, rollout_log_prob, advantages = _roles(
@@ -191,13 +198,18 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
                                 "response_mask": response_mask})
     kept = summed = correction.mask.bool()
     log_prob = torch.where(kept, log_prob, log_prob.detach())     # a rejected NaN has no gradient
+    never = (log_prob == -math.inf) & (anchor_log_prob == -math.inf)
+    log_prob, anchor_log_prob = (torch.where(never, 0.0, x) for x in (log_prob, anchor_log_prob))
     given = {"old_log_prob": anchor_log_prob, "advantages": advantages, "response_mask": valid}
     numbers = how.numbers(config.loss)
     terms = config.loss.function(log_prob, *(given[name] for name in config.loss.takes), **numbers)
     if correction.weights is not None and not config.ratio_is_the_weight:   # else eq:double-count
-        terms = terms * correction.weights
+        weights = correction.weights
+        terms = torch.where(weights == 0, 0.0, terms * weights)      # 0 · ∞, if log π_θ is −∞
     if config.score_centering:          # the mean is subtracted from rejected tokens too
-        if candidates is None or any(x.shape[:2] != valid.shape for x in candidates):
+        if candidates is None or len(candidates) != 2 or (
+                candidates[0].shape != candidates[1].shape
+                or candidates[0].shape[:2] != valid.shape):
             raise ValueError("score_centering needs candidates, two tensors [B, T, K]")
         centering = centering_loss(*candidates, advantages, valid, config)
         terms, summed = torch.where(kept, terms, 0.0) + centering, valid
@@ -277,18 +289,36 @@ def kl_loss(log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, kind:
     and that of k3 is KL(π_ref‖π_θ)'s. `ratio` [B, T], π_θ/μ, multiplies the estimate on samples of
     μ: detached for k2 and "+", with its graph for k1 and k3. With its graph
     ∇(ratio·k3) = sg(ratio)·∇k2, sample by sample (DeepSeek-V3.2 2512.02556). If the ratio is a
-    prefix product with its graph, k1 gives the gradient of the whole sequence's KL (eq:prefix).
-    Raises ValueError if shapes differ.
+    prefix product with its graph, k1 and k3 give the gradient of the whole sequence's KL
+    (eq:prefix). Beside a ratio a token with log π_θ = −∞ adds 0, since ρℓ is 0 there. Raises
+    ValueError if shapes differ.
     """
     same_shape("[B, T]", log_prob=log_prob, ref_log_prob=ref_log_prob, response_mask=response_mask,
                **({} if ratio is None else {"ratio": ratio}))
     valid = response_mask.bool()
-    log_prob, ref_log_prob = (torch.where(valid, x, 0.0)
+    drawable = valid if ratio is None else valid & (log_prob != -math.inf)
+    log_prob, ref_log_prob = (torch.where(drawable, x, 0.0)
                               for x in (log_prob, ref_log_prob.detach()))
     values = kl_estimate(log_prob, ref_log_prob, kind)
     if ratio is not None:
-        values = values * ratio
+        of_k3 = kind == "k3" and ratio.requires_grad
+        values = _ratio_times_k3(ratio, log_prob, ref_log_prob) if of_k3 else values * ratio
     return aggregate_loss(values, valid, mode, counts=counts, horizon=horizon)
+
+
+def _ratio_times_k3(ratio: Tensor, log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
+    """Return ratio·k3 for a ratio with its graph.  (eq:kl-ratio, eq:prefix)
+
+    The token's own gradient is sg(ratio)·ℓ. The product rule would add it up from ratio·k3 and
+    ratio·(1 − e^{−ℓ}), of which float32 leaves no digit at ℓ = −19; and where k3 is clamped, the
+    second term is missing. The tokens before it in a prefix product have ratio·k3. Here k3 counts
+    at most ε^{−1/2}, 2900 in float32, because it is also added to the token's own gradient and
+    subtracted again.
+    """
+    k3 = kl_estimate(log_prob, ref_log_prob, "k3+")
+    limited = k3.detach().clamp(max=torch.finfo(log_prob.dtype).eps ** -0.5)
+    before = ratio * (log_prob.detach() - log_prob).exp()       # without the token's own gradient
+    return ratio.detach() * k3 + limited * (before - before.detach())
 
 
 def kl_ratio(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, kind: str,
@@ -300,10 +330,16 @@ def kl_ratio(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, 
 
     The ratio keeps its graph for k1 and k3, and is detached for k2 and every "+". With prefix
     products k1 and k3 give the whole ∇KL, k2 and every "+" its per-token part (eq:kl-gradient).
+    Only the value is clamped, at e^SAFETY_BOUND. The graph stays, because what is left of ∇(ρ·k)
+    without ∇ρ may have the wrong sign.
     """
     log_rho = masked_log_ratio(log_prob, rollout_log_prob.detach(), response_mask)
-    rho = exp_ratio(aggregate_log_ratio(log_rho, response_mask, level))
-    return rho if kind in ("k1", "k3") else rho.detach()
+    log_rho = aggregate_log_ratio(log_rho, response_mask, level)
+    rho = log_rho.detach().clamp(max=SAFETY_BOUND).exp()
+    if kind not in ("k1", "k3"):
+        return rho
+    log_rho = log_rho.clamp(-1e30, 1e30)                    # ∞ − ∞ would be NaN
+    return rho * (1 + (log_rho - log_rho.detach()))
 
 
 def kl_penalty(old_log_prob: Tensor, ref_log_prob: Tensor, rollout_log_prob: Tensor,
@@ -318,9 +354,9 @@ def kl_penalty(old_log_prob: Tensor, ref_log_prob: Tensor, rollout_log_prob: Ten
         prefix    Σ_{s≥t} ρ_{1:s} k_s / w_t      all of ∇KL (eq:prefix)
 
     ρ = π_old/π_rollout. `weights` [B, T] or [B, 1] are the w by which the loss multiplies token t.
-    The penalty has weights of its own, so w is divided out; where w is 0 the penalty is 0. Only k1
-    gives the gradient of the KL here. Level None is the first part of eq:kl-gradient, on-policy.
-    Raises ValueError if shapes differ.
+    The penalty has weights of its own, so w is divided out; where w or ρ is 0 the penalty is 0.
+    Only k1 gives the gradient of the KL here. Level None is the first part of eq:kl-gradient,
+    on-policy. Raises ValueError if shapes differ.
     """
     mask = response_mask.bool()
     if weights is not None and weights.shape == (len(mask), 1):
@@ -330,7 +366,8 @@ def kl_penalty(old_log_prob: Tensor, ref_log_prob: Tensor, rollout_log_prob: Ten
     kl = kl_estimate(old_log_prob.detach(), ref_log_prob.detach(), kind)                # [B, T]
     if level is not None:
         log_rho = masked_log_ratio(old_log_prob.detach(), rollout_log_prob.detach(), mask)
-        kl = kl * exp_ratio(aggregate_log_ratio(log_rho, mask, level))
+        rho = aggregate_log_ratio(log_rho, mask, level).clamp(max=SAFETY_BOUND).exp()
+        kl = torch.where(rho == 0, 0.0, kl * rho)
     if level != "token":
         kl = torch.where(mask, kl, 0.0).flip(-1).cumsum(-1).flip(-1)
     if level is not None and weights is not None:

@@ -170,23 +170,21 @@ class Grounds(NamedTuple):
     verdicts: Verdicts
     level: str | None = None                        # of the weights; None: no weights
     threshold: Any = None                           # C, or a pair
+    count_below: float | None = None                # ρ that counts as low; None: 1/C, or lo
     weights: Tensor | None = None                   # [B, T]; None: nothing multiplies the loss
     normalized: bool = False
+    applied: bool = True                            # False: weights and criteria are only measured
 
     @property
     def configuration(self) -> tuple[Any, ...]:
         """Return what must be equal for metrics to merge."""
-        return (self.level, self.threshold, self.weights is None, self.normalized,
+        return (self.level, self.threshold, self.count_below, self.weights is None,
+                self.normalized, self.applied,
                 *((name, bound) for name, (_, bound, _) in self.verdicts.items()))
 
 
 class Ratios(NamedTuple):
-    """Hold log ρ of one batch per token, and the moments of log ρ, ρ and ρ − 1 by sequence.
-
-    In float32 a ρ near 1 has lost the digits of ρ − 1, and a ρ − 1 near −1 those of ρ. So each
-    sequence sums ρ − 1 if any log ρ is above −1, else ρ; the other mean differs by 1. Where one
-    log ρ is above −1 and the mean ρ is below 1e-4, the mean ρ keeps two to three digits.
-    """
+    """Hold log ρ of one batch per token, and the moments of log ρ, ρ and ρ − 1 by sequence."""
 
     log_rho: Tensor                                 # [B, T], 0 on padding
     tokens: Tokens
@@ -198,12 +196,25 @@ class Ratios(NamedTuple):
     def of(cls, log_rho: Tensor, response_mask: Tensor) -> "Ratios":
         tokens = Tokens.of(response_mask)
         ends = extremes(log_rho, tokens.mask)
-        near = (ends[0] > -1)[:, None]                                                    # [B, 1]
-        x = torch.where(near, ratio_less_one(log_rho), exp_ratio(log_rho))                # [B, T]
-        summed, one = tokens.moments(x, [exp_ratio(end) for end in ends]), near.double()[:, 0]
         return cls(log_rho, tokens, tokens.moments(log_rho, ends),
-                   summed._replace(mean=summed.mean + one),
-                   summed._replace(mean=summed.mean + one - 1))
+                   *moments_of_ratio(log_rho, tokens, ends))
+
+
+def moments_of_ratio(log_rho: Tensor, tokens: Tokens,
+                     ends: Sequence[Tensor]) -> tuple[Moments, Moments]:
+    """Summarise ρ and ρ − 1 by sequence; the ends of both are those of ρ.
+
+    `log_rho`: [B, T], or [B, 1] where a sequence has one; `ends`: its maximum and minimum, [B].
+    In float32 a ρ near 1 has lost the digits of ρ − 1, and a ρ − 1 near −1 those of ρ. So each
+    sequence sums ρ − 1 if any log ρ is above −1, else ρ; the other mean differs by 1. Where one
+    log ρ is above −1 and the mean ρ is below 1e-4, the mean ρ keeps two to three digits.
+    """
+    near = (ends[0] > -1)[:, None]                                                        # [B, 1]
+    summed = tokens.moments(torch.where(near, ratio_less_one(log_rho), exp_ratio(log_rho)), ends)
+    top, bottom = (exp_ratio(end).double() for end in ends)
+    summed, one = summed._replace(top=top, bottom=bottom), near.double()[:, 0]
+    return (summed._replace(mean=summed.mean + one),
+            summed._replace(mean=summed.mean + (one - 1)))      # not + one − 1: digits would go
 
 
 def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quantity]:
@@ -214,8 +225,11 @@ def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quant
     _, (mask, n, rows), of_log, of_rho, less_one = ratios
     log_mu = torch.where(mask, widen(rollout_log_prob), 0.0).sum(-1) / n     # of a sequence: [B]
     mean, any_token = of_log.mean, n[:, None] > 0
+    # k3 = ρ − 1 − log ρ; of very small log ρ the difference has fewer digits than log²ρ / 2.
+    small = torch.maximum(of_log.top, -of_log.bottom) < torch.finfo(ratios.log_rho.dtype).eps ** 0.5
+    k3 = torch.where(small, of_log.squares / (2 * n), less_one.mean - mean)
     means = [
-        (n, less_one.mean - mean, {"k3_kl": "mean"}),
+        (n, k3, {"k3_kl": "mean"}),
         (n, chi_square(n, less_one.squares + n * (2 * less_one.mean + 1)), {"chi2_token": "mean"}),
         (rows, chi_square(rows, exp_ratio(n * mean).square()), {"chi2_seq": "mean"}),
         (rows, perplexity((log_mu + mean)[:, None], any_token), {"training_ppl": "mean"}),
@@ -229,25 +243,29 @@ def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quant
     k1 = of_log._replace(mean=-mean)                     # its mean and its z need no extremes
     return [(k1, {"kl": "mean", "kl_z": "z"}),                  # KL(π_rollout‖π_train), by k1
             *((Moments.of_rows(x, of), names) for of, x, names in means),
-            (of_rho, {"is_ratio_mean": "mean", "is_ratio_std": "sample_std", "is_ratio_max": "max",
-                      "is_ratio_min": "min"}),
-            (less_one, {"is_ratio_z": "z"})]
+            (of_rho, {"is_ratio_mean": "mean", "is_ratio_max": "max", "is_ratio_min": "min"}),
+            (less_one, {"is_ratio_std": "sample_std", "is_ratio_z": "z"})]
 
 
-# Metrics prefix_NAME of a quantity: a criterion's statistic has NATS, weights have WEIGHTS.
+# Metrics prefix_NAME of a quantity: a criterion's statistic has NATS, weights have WEIGHTS and std.
 NATS = {"mean": "mean", "max": "max", "min": "min"}
-WEIGHTS = NATS | {"std": "std", "eff_sample_size": "ess"}
+WEIGHTS = NATS | {"eff_sample_size": "ess"}
 
 
-def _summaries(prefix: str, x: Moments, center: float,
+def _summaries(prefix: str, x: Moments, apart: Moments,
                reductions: dict[str, str]) -> list[Quantity]:
-    """Summarise x over all tokens, and the means of x over sequences."""
+    """Summarise x over all tokens, and the means of x over sequences.
+
+    `apart` is x less its center. Standard deviations are computed from it: beside a mean of 1, a
+    spread of 1e-8 would drown in Σx².
+    """
     rows = (x.n > 0).double()
-    away = Moments.of_rows((x.mean - center).abs(), rows)
-    by_row = {f"{prefix}_seq_{name}": how for name, how in reductions.items()}
-    by_row[f"{prefix}_seq_std"] = "sample_std"
+    of_rows, rows_apart = (Moments.of_rows(of.mean, rows) for of in (x, apart))
+    away = Moments.of_rows(apart.mean.abs(), rows)
     return [(x, {f"{prefix}_{name}": how for name, how in reductions.items()}),
-            (Moments.of_rows(x.mean, rows), by_row),
+            (apart, {f"{prefix}_std": "std"} if reductions is WEIGHTS else {}),
+            (of_rows, {f"{prefix}_seq_{name}": how for name, how in reductions.items()}),
+            (rows_apart, {f"{prefix}_seq_std": "sample_std"}),
             (away, {f"{prefix}_seq_max_deviation": "max"})]
 
 
@@ -258,17 +276,22 @@ def ratio_quantities(ratios: Ratios, level: str, bounds: Any, by_token: bool,
     `by_prefix` says what each prefix summarises: None is ρ itself, a tensor [B, T] the weights made
     of ρ. Under every prefix the bounds are compared with ρ.
     """
-    tokens, log_rho, rho = ratios.tokens, ratios.log_rho, ratios.of_rho
+    tokens, log_rho, rho, less_one = ratios.tokens, ratios.log_rho, ratios.of_rho, ratios.less_one
     if level != "token":
-        aggregate = aggregate_log_ratio if level in OF_TOKENS else sequence_log_ratio
+        aggregate, there = aggregate_log_ratio, tokens.mask
+        if level not in OF_TOKENS:
+            aggregate, there = sequence_log_ratio, tokens.n[:, None] > 0
         log_rho = aggregate(log_rho, tokens.mask, level)                       # [B, T] or [B, 1]
-        rho = tokens.moments(exp_ratio(log_rho))
+        rho, less_one = moments_of_ratio(log_rho, tokens, extremes(log_rho, there))
     found: list[Quantity] = []
     for prefix, weights in by_prefix.items():
         if weights is not None and level not in OF_TOKENS:                    # one weight a row
             weights = extremes(weights, tokens.mask)[0][:, None]
-        x = rho if weights is None else tokens.moments(weights)
-        found += _summaries(prefix, x, 1.0, WEIGHTS)
+        x, apart = rho, less_one
+        if weights is not None:
+            x = tokens.moments(weights)
+            apart = x._replace(mean=x.mean - 1)
+        found += _summaries(prefix, x, apart, WEIGHTS)
     lo, hi = (default if end is None else end for end, default in zip(bounds, (0.0, math.inf)))
     far_ends = rho.mean < lo, rho.mean > hi
     for end, beyond, far in zip(("low", "high"), outside(log_rho, *bounds), far_ends):
@@ -284,21 +307,24 @@ def weight_quantities(ratios: Ratios, grounds: Grounds) -> list[Quantity]:
     """Summarise weights before normalisation (rollout_is_*), and their ρ (rollout_is_raw_*).
 
     If no weights are applied, only ρ is summarised. With a single threshold C, ρ outside [1/C, C]
-    is counted. rollout_is_per_sequence is 1 where a sequence has one weight, 0 where each token
-    has its own.
+    is counted; `count_below` takes the place of the lower end. rollout_is_ratio_fraction_* counts
+    sequences at sequence level, and tokens at geometric level, as verl's does:
+    rollout_is_seq_fraction_* counts sequences at both. rollout_is_per_sequence is 1 where a
+    sequence has one weight, 0 where each token has its own.
     """
     level, weights, threshold = grounds.level, grounds.weights, grounds.threshold
     if level is None:
         return []
     tokens, pair = ratios.tokens, isinstance(threshold, tuple)
-    bounds = threshold if pair else (1 / threshold, threshold)
+    low, high = threshold if pair else (1 / threshold, threshold)
+    bounds = (low if grounds.count_below is None else grounds.count_below, high)
     by_prefix = {"rollout_is_raw": None} | ({} if weights is None else {"rollout_is": weights})
     found = ratio_quantities(ratios, level, bounds, level != "sequence", by_prefix)
-    if weights is None:
-        return found
     per_sequence = level not in OF_TOKENS
     found.append((Moments.of_rows(tokens.rows * per_sequence, tokens.rows),
                   {"rollout_is_per_sequence": "mean"}))
+    if weights is None:
+        return found
     if grounds.normalized:
         divisor = tokens.moments(weights)
         if per_sequence:
@@ -324,7 +350,7 @@ def criterion_quantities(ratios: Ratios, name: str, row: Criterion, bound: Any,
     whole = tokens.moments(statistic)
     low, high = whole.mean < least, whole.mean > most                                     # [B]
     within = tokens.moments(statistic.clamp(least, most), (whole.top, whole.bottom))    # for std
-    found = [*_summaries(prefix, whole, 0.0, NATS), (within, {f"{prefix}_std": "std"}),
+    found = [*_summaries(prefix, whole, whole, NATS), (within, {f"{prefix}_std": "std"}),
              *tokens.shares(tokens.count_rows(below | above), tokens=[f"{prefix}_masked_fraction"],
                             rows=[f"{prefix}_seq_masked_fraction"])]
     for end, beyond, far in (("low", below, low), ("high", above, high)):

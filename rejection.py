@@ -151,14 +151,15 @@ def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float,
     limit is read off the sorted values or, with a `group`, found by 31 halvings of the float32
     numbers from 0 to ∞, which are ordered as their bits are. Each halving all-reduces one sum and
     one count, whatever the ranks' shapes. Equal values stay or go together. The limit is 0 where
-    even the smallest value is above the bound. AReaL's M2PO differs in three ways: its bound is
-    strict, it splits ties, and it keeps the smallest value when none fits.
+    even the smallest value is above the bound, and ∞ only where an infinite value meets an infinite
+    bound. AReaL's M2PO differs in three ways: its bound is strict, it splits ties, and it keeps the
+    smallest value when none fits.
     """
     mask, square = response_mask.bool(), square.detach().float()
     if group is None:
-        ordered = torch.where(mask, square, math.inf).flatten().sort().values            # [B·T]
+        ordered = torch.where(mask, square, math.nan).flatten().sort().values     # [B·T], NaN last
         count = torch.arange(1, len(ordered) + 1, device=ordered.device, dtype=torch.float64)
-        last = ordered != torch.cat([ordered[1:], ordered.new_full((1,), math.inf)])    # of ties
+        last = ordered != torch.cat([ordered[1:], ordered.new_full((1,), math.nan)])    # of ties
         fits = last & (ordered.double().cumsum(0) <= bound * count)
         return torch.cat([torch.where(fits, ordered, 0.0), ordered.new_zeros(1)]).amax()
     low, high = (square.new_full((), bits, dtype=torch.int64) for bits in (0, 0x7F800000))

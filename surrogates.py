@@ -9,6 +9,7 @@ bonuses are left out. Derivation: math/.
     terms = ppo_clip_loss(log_prob, old_log_prob, advantages)                             # [B, T]
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -24,8 +25,10 @@ def reinforce_loss(log_prob: Tensor, advantages: Tensor) -> Tensor:
     """Return −A log π_θ, whose gradient is −A ∇log π_θ.  (eq:reinforce)
 
     On-policy, the expectation of this gradient is −∇J (eq:policy-gradient). Off-policy,
-    `policy_loss` multiplies the loss by a detached ρ. Source: Williams 1992.
+    `policy_loss` multiplies the loss by a detached ρ. Where A = 0 it is 0, also if log π_θ is −∞.
+    Source: Williams 1992.
     """
+    log_prob = torch.where(advantages == 0, 0.0, log_prob)          # 0 · ∞ would be NaN
     return -advantages * log_prob
 
 
@@ -63,7 +66,8 @@ def gspo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, respon
     log_prob = widen(log_prob)
     log_r = log_prob - widen(old_log_prob)
     log_s = aggregate_log_ratio(log_r, response_mask, "geometric").detach()
-    log_s = log_s + (log_prob - log_prob.detach())
+    own = torch.where(log_prob == -math.inf, 0.0, log_prob)     # −∞ − (−∞) would be NaN
+    log_s = log_s + (own - own.detach())
     return ppo_clip_loss(log_s, torch.zeros_like(log_s), advantages, clip_low, clip_high, dual_clip)
 
 
@@ -76,6 +80,7 @@ def cispo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_
     """
     ratio = exp_ratio(widen(log_prob) - widen(old_log_prob))
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    log_prob = torch.where(advantages == 0, 0.0, log_prob)          # 0 · ∞ would be NaN
     return -weight.detach() * advantages * log_prob
 
 

@@ -36,6 +36,7 @@ PRIME = ("type", "eps", "ipo_threshold", "max_importance_ratio", "dppo_mask_low"
          "ratio_low", "ratio_high", "score_centering", "adv_tau", "kl_tau")
 PRIME_TYPES = ("ipo", "icepop", "default")
 OWN = ("preset", *(f.name for f in fields(RolloutCorrectionConfig)))
+OF_ANY = ("metrics_only", "rollout_is_count_below")        # ours, beside a block of any system
 KEYS = dict.fromkeys((*OWN, *VERL, *VERL_060, *VERL_TIS, *SKYRL, *PRIME))           # of all systems
 KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}           # verl's names of the estimators
 
@@ -53,18 +54,21 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         prime-rl       trainer.loss: type ipo (eps), icepop (ratio_low, …) or default (DPPO)
         this project   preset: NAME and/or the fields of RolloutCorrectionConfig
 
-    verl 0.6.0's mode mask becomes weights plus rejection, as in the migration guide of verl PR
-    3984. verl 0.9's k1 bounds are on 1/ρ: they are inverted, with a warning where that makes a
-    difference. Raises ValueError, naming the key, for anything else.
+    `metrics_only` may stand beside any of them. verl 0.6.0's mode mask becomes weights plus
+    rejection, as in the migration guide of verl PR 3984. verl 0.9's k1 bounds are on 1/ρ: they are
+    inverted, with a warning where that makes a difference. Raises ValueError, naming the key, for
+    anything else.
     """
     block, sections = {}, set[str]()
     _flatten(mapping, block, sections)
-    theirs = "loss" in sections or not set(block) <= set(OWN)
+    of_any = {key: block.pop(key) for key in OF_ANY if key in block}
+    theirs = "loss" in sections or not set(block) <= set(OWN) or _is_verls(block)
     if block.get("preset", "") is None and theirs:
         del block["preset"]                 # it was switched off, for a block of another system
     keys = set(block) - {"calculate_log_probs", "_target_"}     # _target_: verl's dataclass has it
     if "preset" in keys or isinstance(block.get("rollout_rs"), Mapping) \
-            or is_list(block.get("rollout_is_threshold")):
+            or is_list(block.get("rollout_is_threshold")) \
+            or ("score_centering" in keys and keys <= set(OWN) and "loss" not in sections):
         read, allowed = _from_own, OWN
         # verl's configuration also has its own keys in the block; null says that they are not used.
         keys = {key for key in keys if key in OWN or key not in VERL or block[key] is not None}
@@ -94,12 +98,48 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         # verl's configuration has rollout_is: false by default. A block outside any section is
         # read as the arguments of verl's function, which has no such switch.
         block.setdefault("rollout_is", False)
-    config = read(block)
-    corrects = config.rollout_is or config.rollout_rs or config.bypass_mode
-    if block.get("calculate_log_probs") is False and corrects:
+    config = replace(read(block), **of_any)
+    _warn_of_bounds(config)
+    if block.get("calculate_log_probs") is False and config != RolloutCorrectionConfig():
         raise ValueError("calculate_log_probs is false, but a correction needs the rollout's "
                          "log-probs")
     return config
+
+
+def _warn_of_bounds(config: RolloutCorrectionConfig):
+    """Warn of bounds that exclude ρ = 1, where both policies agree."""
+    bounds: dict[str, Any] = {
+        f"rollout_rs.{name}": bound for name, bound in config.rollout_rs.items()
+        if CRITERIA[name].read is interval}
+    if config.rollout_is is not None:
+        bounds["rollout_is_threshold"] = config.rollout_is_threshold
+    for key, bound in bounds.items():
+        low, high = bound if isinstance(bound, tuple) else (None, bound)
+        if (low is not None and low > 1) or (high is not None and high < 1):
+            pair = isinstance(bound, tuple)
+            shown = f"[{low}, {high}]" if pair else f"{high:g}"
+            quotes = ("; a pair such as verl's 0.5_5 must stand in quotes, because YAML reads it "
+                      "as the number 0.55") * (not pair)
+            warnings.warn(f"{key}={shown} leaves out ρ = 1, so it acts where both policies agree"
+                          f"{quotes}", stacklevel=3)
+
+
+def own_keys(config: RolloutCorrectionConfig) -> dict[str, Any]:
+    """Return a configuration in this project's keys, those alone that differ from the default.
+
+    `from_dialect` reads them back as the same configuration. {} corrects nothing.
+    """
+    given = {of.name: getattr(config, of.name) for of in fields(config)}
+    given["rollout_rs"] = dict(given["rollout_rs"])
+    default = RolloutCorrectionConfig()
+    return {key: value for key, value in given.items() if value != getattr(default, key)}
+
+
+def _is_verls(block: Mapping) -> bool:
+    """Tell whether a value is one that verl's keys of the same name have, and ours have not."""
+    threshold = block.get("rollout_is_threshold", 2.0)
+    return (isinstance(block.get("rollout_rs"), str) or isinstance(block.get("rollout_is"), bool)
+            or threshold is None or (isinstance(threshold, str) and "_" in threshold))
 
 
 def kl_kind(name: str) -> str:
@@ -129,7 +169,14 @@ def _from_own(block: Mapping) -> RolloutCorrectionConfig:
     if block.get("preset") is not None:
         choice("correction.preset", block["preset"], tuple(PRESETS))
         config = PRESETS[block["preset"]]()
-    return replace(config, **{key: block[key] for key in OWN[1:] if key in block})
+    changed = replace(config, **{key: block[key] for key in OWN[1:] if key in block})
+    one = {"seq_sum_k1": (None, config.rollout_is_threshold)}          # seq_mis: one for both
+    if config.rollout_rs == one == changed.rollout_rs and (
+            changed.rollout_is_threshold != config.rollout_is_threshold):
+        warnings.warn(f"rollout_is_threshold changes the weights of {block['preset']} alone, which "
+                      f"still rejects above {config.rollout_is_threshold:g}: give "
+                      "rollout_rs.seq_sum_k1 as well", stacklevel=2)
+    return changed
 
 
 def _from_verl_tis(block: Mapping) -> RolloutCorrectionConfig:
@@ -145,27 +192,35 @@ def _from_verl_tis(block: Mapping) -> RolloutCorrectionConfig:
 def _from_verl_060(block: Mapping) -> RolloutCorrectionConfig:
     """Read verl 0.6.0's block: one level, one mode, and a veto unless it is null.
 
-    In mode mask (at first called clip) its code zeroes weights outside [lower, upper]. The second
+    rollout_is: false measures the weights and applies none. In mode truncate the lower bound
+    only counts. In mode mask (at first called clip) its code zeroes weights outside it. The second
     example of PR 3984's migration guide has weights plus rejection for it. The product of weight
     and mask is the same, but rejected tokens leave the denominator `kept` and appear in the
     metrics.
     """
     upper, lower = block.get("rollout_is_threshold"), block.get("rollout_is_threshold_lower")
+    applies = flag("rollout_is", block.get("rollout_is", True))
     level, mode = block.get("rollout_is_level", "token"), block.get("rollout_is_mode", "truncate")
     veto = block.get("rollout_is_veto_threshold", 1e-4)
     choice("rollout_is_level", level, tuple(K1_OF_LEVEL))
     choice("rollout_is_mode", mode, ("truncate", "clip", "mask"))
     normalize = flag("rollout_is_batch_normalize", block.get("rollout_is_batch_normalize", False))
-    if upper is None or not flag("rollout_is", block.get("rollout_is", True)):
-        return RolloutCorrectionConfig()                            # off, or metrics only
-    threshold, criteria = number("rollout_is_threshold", upper), {}
-    if mode != "truncate":
-        lower = 1 / threshold if lower is None else lower
-        pair = _with_zero("rollout_is_threshold_lower", lower, threshold)
-        criteria[K1_OF_LEVEL[level]] = pair
+    criteria: dict[str, Any] = {}
     if veto is not None:
         criteria["seq_max_k1"] = (number("rollout_is_veto_threshold", veto), None)
-    return RolloutCorrectionConfig(level, threshold, normalize, criteria)
+    if upper is None:
+        return RolloutCorrectionConfig()                            # off, and nothing is measured
+
+    threshold, counted = number("rollout_is_threshold", upper), None
+    if lower is not None:
+        low, _ = _with_zero("rollout_is_threshold_lower", lower, threshold)
+        counted = low or 0.0
+    elif mode != "truncate":
+        low = _reciprocal("rollout_is_threshold", threshold)
+    if mode != "truncate":
+        criteria = {K1_OF_LEVEL[level]: (low, threshold)} | criteria
+    return RolloutCorrectionConfig(level, threshold, normalize, criteria, metrics_only=not applies,
+                                   rollout_is_count_below=counted)
 
 
 def _from_verl(block: Mapping) -> RolloutCorrectionConfig:
@@ -216,7 +271,7 @@ def _verl_rejection(block: Mapping) -> dict[str, Any]:
                              "must be a bound, such as 2.0")
         if given in K1_OF_LEVEL:
             upper = number("rollout_rs_threshold", bound)
-            lower = 1 / upper if lower is None else lower
+            lower = _reciprocal("rollout_rs_threshold", upper) if lower is None else lower
             pair = _with_zero("rollout_rs_threshold_lower", lower, upper)
             criteria[K1_OF_LEVEL[given]] = pair
         elif lower is not None:
@@ -254,13 +309,21 @@ def _on_rho(text: str) -> tuple[float | None, float]:
     key = "rollout_rs_threshold"
     if "_" not in text and number(key, text) == math.inf:
         raise ValueError(f"{key} {text!r} bounds nothing: leave that criterion out")
-    lo, hi = text.split("_", 1) if "_" in text else (1 / number(key, text), text)
+    lo, hi = text.split("_", 1) if "_" in text else (_reciprocal(key, number(key, text)), text)
     lo, hi = cast(tuple[float, float], interval(key, (lo, hi)))        # neither end is open
     if not math.isclose(lo * hi, 1, rel_tol=1e-9):
         warnings.warn(f"{key} {text!r}: verl 0.9 bounds 1/ρ with it, which on ρ is [{1 / hi:.6g}, "
                       f"{1 / lo:.6g}]; write rollout_rs as a mapping to bound ρ itself",
                       stacklevel=2)
     return 1 / hi or None, 1 / lo                       # hi may be inf
+
+
+def _reciprocal(key: str, upper: float) -> float:
+    """Return the lower end 1/u that goes with an upper end u alone."""
+    if upper < 1:
+        raise ValueError(f"{key} {upper:g} is below 1, so [1/u, u] is empty; a pair such as "
+                         "'0.5_5' must stand in quotes, since YAML reads it as the number 0.55")
+    return 1 / upper
 
 
 def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
@@ -278,6 +341,10 @@ def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
     low, high = get("outlier_token_is_threshold_low"), get("outlier_token_is_threshold_high")
     if high is not None or (low is not None and (isinstance(low, bool) or low != 0)):
         criteria["seq_max_k1"] = _with_zero("outlier_token_is_threshold_low", low, high)
+        if level is None and metric is None:
+            warnings.warn("outlier_token_is_threshold_low and _high act by themselves here, as in "
+                          "SkyRL 0.3 and 0.4; in its pull request 849 they acted only beside "
+                          "tis_ratio_type or sequence_mask_metric", stacklevel=2)
     low, high = get("token_mask_is_threshold_low"), get("token_mask_is_threshold_high")
     if low is not None and high is not None:
         criteria["token_k1"] = _with_zero("token_mask_is_threshold_low", low, high)

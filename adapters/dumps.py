@@ -12,7 +12,6 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -27,6 +26,7 @@ class Response(NamedTuple):
     mask: list[bool]                        # False: not sampled, such as a tool's output
     entropy: list[float] | None = None      # of π, before each token
     versions: list[int] | None = None       # of the weights that drew each token
+    not_finite: int = 0                     # sampled tokens without a finite log-prob; not in mask
 
 
 # Names of log μ, log π and the mask: ours, then of formats whose lists begin with the prompt.
@@ -35,6 +35,11 @@ WHOLE = (("inference_logprobs", "trainer_logprobs", "loss_mask"),           # pr
          ("generation_logprobs", "prev_logprobs", "token_loss_mask"))       # NeMo-RL
 
 IDS, FLAGS = (range(2 ** 31), "the number of no token"), ((0, 1), "neither 0 nor 1")
+
+# The most that a log-prob may be above 0. A logit below 64 in size is stored in bfloat16 within
+# 2⁻³, half a unit in its last place. Less a log-sum of unrounded logits, it is a log-prob that is
+# wrong by as much; 1 % more is for the log-sum's own rounding.  (eq:sixteen-bits)
+ABOVE = 1.01 * 2 ** -3
 
 
 def read(path: str | Path) -> Iterator[Response]:
@@ -61,11 +66,11 @@ def response(line: int, row: Any) -> Response:
     version, ids = row.get("weight_version"), row.get("token_ids")
     n = len(ids) if isinstance(ids, list) else 0
     versions = [version] * n if isinstance(version, int) else version
-    given = {"token_ids": ids, names[0]: row.get(names[0]),
-             names[1]: row.get(names[1]), names[2]: row.get(names[2]),
-             "entropy": row.get("entropy"), "weight_version": versions}
-    if names == WHOLE[0]:
-        _mask_nulls(given, n)
+    flags = row.get(names[2])
+    flags = [1] * n if flags is None and names is OURS else flags
+    given = {"token_ids": ids, names[0]: row.get(names[0]), names[1]: row.get(names[1]),
+             names[2]: flags, "entropy": row.get("entropy"), "weight_version": versions}
+    not_finite = _mask_nulls(given, n)
     for i, (name, column) in enumerate(given.items()):
         if column is None and (i < 3 or (i == 3 and names in WHOLE)):
             raise ValueError(f"line {line}: {name} is missing")
@@ -93,28 +98,33 @@ def response(line: int, row: Any) -> Response:
     tokens, mu, pi, mask, entropy, versions = (x and x[first:n] for x in given.values())
     return Response(line, tokens or [], mu or [], pi or [], prompt,
                     [bool(x) for x in mask] if mask else [True] * len(tokens or []),
-                    entropy or None, versions or None)
+                    entropy or None, versions or None, not_finite)
 
 
-def _mask_nulls(given: dict[str, Any], n: int) -> None:
-    """Mask the tokens of which prime-rl wrote a log-prob as null, as it does if it is not finite.
+def _mask_nulls(given: dict[str, Any], n: int) -> int:
+    """Mask the sampled tokens of which a log-prob is null; return how many there are.
 
-    The prompt's nulls become 0. A null in the entropy of any other token drops that column.
+    JSON has no other word for a number that is not finite: `rows_of` writes it, and so does
+    prime-rl. The nulls of a prompt or a tool become 0. A null in the entropy of any token that is
+    kept drops that column.
     """
     _, mu, pi, mask, entropy, _ = given
     of_entropy = [None] * n if given[entropy] is None else given[entropy]
     columns = [given[mu], given[pi], given[mask], of_entropy]
     if any(not isinstance(x, list) or len(x) != n for x in columns):
-        return                                              # which is said by the checks
-    given[mask] = kept = [*given[mask]]                     # the row's own tells the prompt's end
+        return 0                                            # which is said by the checks
+    of_entropy, kept = [*of_entropy], [*given[mask]]        # the row's own tells the prompt's end
     for t, (*log_probs, flag, h) in enumerate(zip(*columns)):
         if None in log_probs and flag in FLAGS[0]:
             kept[t] = 0
         if h is None and not kept[t]:
-            columns[3][t] = 0.0
+            of_entropy[t] = 0.0
+    if given[entropy] is not None:
+        given[entropy] = None if None in of_entropy else of_entropy
+    lost = sum(map(bool, given[mask])) - sum(map(bool, kept))
+    given[mask] = kept
     given[mu], given[pi] = ([0.0 if x is None else x for x in column] for column in columns[:2])
-    if None in columns[3]:
-        given[entropy] = None
+    return lost
 
 
 def _check(line: int, name: str, column: Any, *, whole: bool = False, log_prob: bool = False,
@@ -129,8 +139,9 @@ def _check(line: int, name: str, column: Any, *, whole: bool = False, log_prob: 
     if not math.isfinite(total) and not (lowest and total == -math.inf):
         what = "whole number of 64 bits" if whole else "finite number"
         raise ValueError(f"line {line}: {name} has an entry that is no {what}")
-    if log_prob and column and max(column) > 0.1:           # in 16 bits a few are slightly above 0
-        raise ValueError(f"line {line}: {name} has a value above 0, which is no log-prob")
+    if log_prob and column and (most := max(column)) > ABOVE:
+        raise ValueError(f"line {line}: {name} has a value above 0, {most:.3g}, which is no "
+                         "log-prob: logits in 16 bits leave an eighth at most")
 
 
 def _check_values(line: int, name: str, column: list[Any], allowed: Container[Any],
@@ -155,23 +166,31 @@ def rows_of(prompts: Tensor, prompt_mask: Tensor, tokens: Tensor, token_mask: Te
             ) -> list[dict[str, Any]]:
     """Return a padded batch, [B, P] twice and [B, T], as rows of a dump; write one row a line.
 
-    A log-prob that is not finite, as TRL has where vLLM gave none, becomes 0 and is masked. But
-    log π = −∞ stays: `find_causes` names a cause by it.
+    A sampled token of which a log-prob is not finite, as TRL has where vLLM gave none, has null in
+    both columns; `response` counts it. But log π = −∞ stays: `find_causes` names a cause by it.
     """
     sampled = response_mask.bool()
     finite = rollout_log_prob.isfinite() & (train_log_prob < math.inf) & (
         sampled | train_log_prob.isfinite())
-    mu, pi = (torch.where(finite, x, 0.0) for x in (rollout_log_prob, train_log_prob))
-    columns = {"token_ids": tokens, "rollout_log_probs": mu, "train_log_probs": pi,
-               "response_mask": (sampled & finite).int()}
+    columns = {"token_ids": tokens, "rollout_log_probs": rollout_log_prob,
+               "train_log_probs": train_log_prob, "response_mask": sampled.int()}
     columns |= {name: x for name, x in (("entropy", entropy), ("weight_version", versions))
                 if x is not None}
-    columns = {name: x.detach().cpu() for name, x in columns.items()}
+    known = dict.fromkeys(("rollout_log_probs", "train_log_probs"), finite)
+    known |= {} if entropy is None else {"entropy": entropy.isfinite()}
+    columns, known = ({name: x.detach().cpu() for name, x in given.items()}
+                      for given in (columns, known))
     prompts, prompt_mask, token_mask = (
         x.detach().cpu() for x in (prompts, prompt_mask.bool(), token_mask.bool()))
+
+    def listed(name: str, i: int) -> list[Any]:
+        values = columns[name][i][token_mask[i]].tolist()
+        if name not in known:
+            return values
+        return [x if is_known else None for x, is_known in zip(
+            values, known[name][i][token_mask[i]].tolist())]
     return [{"prompt_ids": prompts[i][prompt_mask[i]].tolist(),
-             **{name: x[i][token_mask[i]].tolist() for name, x in columns.items()}}
-            for i in range(len(tokens))]
+             **{name: listed(name, i) for name in columns}} for i in range(len(tokens))]
 
 
 def append(path: str | Path, rows: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ cannot be merged exactly, such as verl 0.6.0's percentiles, are left out.
     metrics = skyrl(to_host(correct(old_log_prob, rollout_log_prob, mask, config).metrics))
 """
 
+import math
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -17,6 +18,10 @@ PREFIX = "rollout_corr/"
 
 # Each table maps their names to ours.
 VERL = {"rollout_is_oob_ratio": "rollout_is_masked_fraction"}
+# verl 0.6.0 puts mismatch_ before the names of what it measures without weights.
+OF_POLICIES = ("kl", "k3_kl", "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl",
+               "log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min",
+               "ppl_ratio")
 SKYRL = {"token_mask_ratio": "rollout_rs_token_k1_masked_fraction"} | {
     f"{theirs}_{ratio}_ratio": f"rollout_rs_{ours}_{name}"
     for theirs, ours in (("outlier_seq", "seq_max_k1"), ("product_sequence_mask", "seq_sum_k1"),
@@ -35,7 +40,7 @@ def verl(metrics: Mapping[str, Tensor | float]) -> Metrics:
     applied, so what verl calls rollout_is_* has the names rollout_is_raw_*.
     """
     table = dict(VERL)
-    if metrics.get(f"{PREFIX}rollout_is_per_sequence", 0.0) > 0:
+    if f"{PREFIX}rollout_is_mean" in metrics and metrics[f"{PREFIX}rollout_is_per_sequence"] > 0:
         table |= {f"rollout_is_{end}": f"rollout_is_raw_{end}" for end in ("max", "min")}
     return _named(metrics, table)
 
@@ -65,16 +70,40 @@ def verl_06(metrics: Mapping[str, Tensor | float]) -> Metrics:
     return _named(metrics, table)
 
 
+def mismatch(metrics: Mapping[str, Tensor | float]) -> Metrics:
+    """Add verl 0.6.0's own names: mismatch/rollout_is_mean, …, mismatch/mismatch_kl, ….
+
+    Their values are those of `verl_06`, with its differences. What verl's mode mask zeroes is
+    rejection here, so mismatch/rollout_is_masked_fraction is that of the criterion which bounds ρ.
+    """
+    theirs: Metrics = {}
+    for name, value in verl_06(metrics).items():
+        name = name.removeprefix(PREFIX)
+        if name in OF_POLICIES:
+            theirs[f"mismatch/mismatch_{name}"] = value
+        elif name.startswith("rollout_is_") and not name.startswith("rollout_is_raw_"):
+            theirs[f"mismatch/{name}"] = value
+        elif name in ("rollout_rs_masked_fraction", "rollout_rs_seq_masked_fraction"):
+            theirs.setdefault(f"mismatch/{name.replace('_rs_', '_is_')}", value)
+    return {**metrics, **theirs}
+
+
 def skyrl(metrics: Mapping[str, Tensor | float]) -> Metrics:
     """Return the metrics as SkyRL logs them; its tis_… names say what has one weight.
 
+    It has no weights of prefixes and of geometric means, so these get no tis_… name. They are told
+    by the second moment of their ρ, which is neither 1 + chi2_token nor 1 + chi2_seq.
     SkyRL measures a criterion on what the ones before it left. Here each is measured on all tokens.
     Its is_ratio_min, _max and _std are over padding too, which counts as 0 there.
     """
-    one = metrics.get(f"{PREFIX}rollout_is_per_sequence", 0.0) > 0
-    kind = "seq" if one else "token"
-    return _named(metrics, SKYRL | {
-        f"tis_{kind}_clip_high_ratio": "rollout_is_ratio_fraction_high"})
+    kind, of = "token", ""
+    if metrics.get(f"{PREFIX}rollout_is_per_sequence", 0.0) > 0:
+        kind, of = "seq", "seq_"
+    mean, ess, chi2 = (float(metrics.get(PREFIX + name, 0.0)) for name in (
+        f"rollout_is_raw_{of}mean", f"rollout_is_raw_{of}eff_sample_size", f"chi2_{kind}"))
+    its_own = math.isclose(mean ** 2, ess * (1 + chi2), rel_tol=1e-4)        # E[ρ²] = mean²/ESS
+    return _named(metrics, SKYRL | ({
+        f"tis_{kind}_clip_high_ratio": "rollout_is_ratio_fraction_high"} if its_own else {}))
 
 
 def _named(metrics: Mapping[str, Tensor | float], table: Mapping[str, str]) -> Metrics:

@@ -10,6 +10,9 @@ TRL logs the mean of its calls, where a micro-batch of three tokens, or of none,
 one of a thousand. PolicyLossGRPOTrainer adds up sums instead. It logs one mean over all tokens kept
 since the last log, in every micro-batch and on every rank. loss/policy is the mean loss of an
 optimizer step.
+
+Where vLLM gave no log-prob, which TRL stores as NaN, ρ is 1. How often that was is logged as
+rollout_corr/rollout_missing_fraction, a share of the sampled tokens; it should be 0.
 """
 
 from dataclasses import replace
@@ -29,6 +32,7 @@ from rejection import CRITERIA
 AGGREGATION = {"dapo": "token-sum", "cispo": "token-sum", "bnpo": "token-mean",
                "grpo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean",
                "dr_grpo": "seq-mean-token-sum-norm"}
+MISSING = "rollout_corr/rollout_missing_fraction"
 IMAGES = ("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes",
           "num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids")
 
@@ -43,7 +47,8 @@ def dump(batch: dict[str, Any], path: str) -> None:
 
     Call it there in a subclass of the trainer. Log-probs of both sides are there with use_vllm and
     vllm_importance_sampling_correction, or with a rollout_func and num_iterations above 1; else it
-    raises ValueError. Of rows that mask_truncated_completions masks no token is written.
+    raises ValueError. A token of which vLLM gave no log-prob has null in the dump, and the doctor
+    counts it. Of rows that mask_truncated_completions masks no token is written.
     """
     if missing := {"sampling_per_token_logps", "old_per_token_logps"} - set(batch):
         raise ValueError(f"this batch has no {' and no '.join(sorted(missing))}: a dump needs "
@@ -57,6 +62,12 @@ def dump(batch: dict[str, Any], path: str) -> None:
 
 def _phase(trainer: Any) -> str:
     return "train" if trainer.model.training else "eval"            # as in TRL
+
+
+def _missing(missing: Tensor, mask: Tensor) -> Tensor:
+    """Return how many sampled tokens are missing, and how many there are: [2], float32."""
+    sampled = mask.bool()
+    return torch.stack([(missing & sampled).sum(), sampled.sum()]).float()
 
 
 def _group() -> ProcessGroup | None:
@@ -78,12 +89,15 @@ class WeightedGRPOTrainer(GRPOTrainer):         # pyright: ignore[reportGeneralT
         batch = super()._generate_and_score_completions(inputs)
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)
         old, sampled = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
-        sampled = torch.where(sampled.isnan(), old, sampled)        # vLLM gave no log-prob: ρ = 1
+        missing = sampled.isnan()                                   # vLLM gave no log-prob
+        sampled = torch.where(missing, old, sampled)                # ρ = 1
         advantages = batch["advantages"].reshape(len(mask), -1).expand_as(mask)
         result = correct(old, sampled, mask, self.correction, advantages, _group())
         weights = 1.0 if result.weights is None else result.weights
         batch["importance_sampling_ratio"] = weights * result.mask.to(old.dtype)
-        for name, value in to_host(merge([result], _group())).items():
+        gone, tokens = self.accelerator.reduce(_missing(missing, mask), "sum")
+        metrics = merge([result], _group()) | {MISSING: gone / tokens.clamp(min=1)}
+        for name, value in to_host(metrics).items():
             self._metrics[_phase(self)][name].append(value)
         return batch
 
@@ -122,9 +136,10 @@ class PolicyLossGRPOTrainer(GRPOTrainer):       # pyright: ignore[reportGeneralT
             **{name: inputs.get(name) for name in IMAGES})
         old, sampled = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
         advantages, correction = inputs["advantages"].reshape(len(mask), -1).expand_as(mask), None
+        missing = torch.zeros_like(mask, dtype=torch.bool) if sampled is None else sampled.isnan()
         if sampled is not None:
             train = log_prob.detach() if old is None or self.correction.bypass_mode else old
-            sampled = torch.where(sampled.isnan(), train, sampled)      # vLLM gave none: ρ = 1
+            sampled = torch.where(missing, train, sampled)              # vLLM gave none: ρ = 1
             correction = correct(train, sampled, mask, self.correction, advantages)
         high, cispo = self.epsilon_high, self.loss_type == "cispo"      # where high bounds r itself
         how = LossConfig(
@@ -140,7 +155,9 @@ class PolicyLossGRPOTrainer(GRPOTrainer):       # pyright: ignore[reportGeneralT
         if self.loss_type in ("dapo", "cispo"):         # the tokens of the whole generation batch
             tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
             parts = tokens * parts / (args.steps_per_generation if self.model.training else 1)
-        self._add(sums | {"loss/policy": accumulated * loss / parts}, correction)
+        of_loss = {"loss/policy": accumulated * loss / parts}
+        self._add(sums | of_loss | dict(zip(("missing", "sampled"), _missing(missing, mask))),
+                  correction)
         return loss / parts
 
     def _add(self, sums: dict[str, Tensor], correction: Correction | None) -> None:
@@ -162,9 +179,10 @@ class PolicyLossGRPOTrainer(GRPOTrainer):       # pyright: ignore[reportGeneralT
             reduced = self.accelerator.reduce(torch.stack([*sums.values()]), "sum")
             totals = dict(zip(sums, reduced))
             totals["loss/policy"] = totals["loss/policy"] / totals.pop("calls")
+            gone, sampled = totals.pop("missing"), totals.pop("sampled")
             metrics = loss_means(totals)
             if statistics is not None:
                 whole = statistics if group is None else statistics.all_reduce(group)
-                metrics |= whole.metrics()
+                metrics |= whole.metrics() | {MISSING: gone / sampled.clamp(min=1)}
             self._metrics[phase] |= {name: [x] for name, x in to_host(metrics).items()}
         super().log(logs, start_time)

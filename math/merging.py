@@ -1,7 +1,9 @@
 """Predict what a merge in bfloat16 loses of a LoRA adapter, and measure it on trained adapters.
 
 The engine gets round(W + Δ), Δ = sBA, where W is on bfloat16's grid. An entry is lost if the sum is
-rounded back to W: |Δ| < u/2, where u is W's unit in the last place. The prediction takes Δ for
+rounded back to W: |Δ| < u/2, where u is W's unit in the last place. (Where W is a power of two, u/4
+is enough towards 0. The rule does not know this: of normal weights one in a hundred is such a W,
+and their shares are predicted at most a third too high.) The prediction takes Δ for
 normal, with the variance that the adapter gives a row, σ_i² = s² (B AAᵀ Bᵀ)_ii / in. Rounding is
 then a gain and noise (Bussgang): round(W + Δ) − W = gΔ + ε, with ε uncorrelated with Δ. The KL is
 that of a model whose update is gΔ + ε.
@@ -31,7 +33,7 @@ GRID = 2.0 ** torch.linspace(-14, 6, 401, dtype=torch.float64)              # u/
 
 
 def unit(w: Tensor) -> Tensor:
-    """Return the distance between neighbours on bfloat16's grid at w, 0 at 0."""
+    """Return the distance from w to its neighbour away from 0 on bfloat16's grid, 0 at 0."""
     return torch.where(w == 0, 0.0, 2.0 ** (torch.frexp(w).exponent - 8).double())
 
 
@@ -162,6 +164,11 @@ def cells() -> dict[tuple[int, float, int], dict[str, float]]:
         found[rank, rate, step] = {name: sum(float(row[name]) for row in own) / len(own)
                                    for name in rows[0] if name not in ("seed", "rank", "rate")}
     return found
+
+
+def held(predicted: str, measured: str, tolerance: float) -> int:
+    """Count the cells whose prediction misses what was measured by at most that share of it."""
+    return sum(abs(x[predicted] / x[measured] - 1) <= tolerance for x in cells().values())
 
 
 def table() -> tuple[list[str], list[list[str]]]:

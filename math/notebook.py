@@ -142,7 +142,8 @@ show(figure)
 # far below the diagonal are tokens that the trainer finds much rarer than the sampler did.
 #
 # Why are hardly any as far above? A token is drawn **because** μ likes it. A law follows,
-# with ρ = π/μ: over samples of μ, the mean of ρ is 1 and the mean of log ρ at most 0.
+# with ρ = π/μ, if μ can draw whatever π can: over samples of μ, the mean of ρ is 1 and the
+# mean of log ρ at most 0.
 
 # %%
 for name, (log_mu, log_pi, mask) in sides.items():

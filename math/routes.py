@@ -3,7 +3,8 @@
 A model has two layers of four experts, and a router takes two of them for each token; before a
 layer, a token reads the mean of the tokens so far. Prompt and responses are the nodes of one tree.
 Routes are a table [LAYERS, nodes, CHOSEN], since what a router chooses is a function of the prefix.
-There is no shared expert, no load balancing and no capacity (chapter 11).
+There is no shared expert, no load balancing and no capacity, except where each expert chooses its
+tokens: then a route depends on later tokens, and no table has it (chapter 11).
 """
 
 import sys
@@ -101,6 +102,27 @@ def ahead(routes):
     for table, state, length in zip(tables, TREE.states, TREE.mask.sum(-1)):
         table[:, 0], table[:, state[:length - 1] + 1] = routes[:, 1], routes[:, state[1:length] + 1]
     return tables
+
+
+EVERY = torch.arange(EXPERTS).expand(LAYERS, len(TOKEN), -1)              # replay all experts
+
+
+def expert_choice(model, places=2):
+    """Return log π(y_t | y_<t) of every response, [B, T], if each expert chooses its best tokens.
+
+    The tokens of a response, later ones included, compete for the expert's places, so that the
+    probabilities of the responses do not add up to 1 (eq:route-ahead).
+    """
+    found = []
+    for y, (states, mask) in enumerate(zip(TREE.states, TREE.mask)):
+        read = torch.cat([torch.arange(PROMPT), states[mask][1:] + 1])      # the response's nodes
+
+        def chosen(score, route, layer, read=read):
+            best = read[score[read].topk(places, dim=0).indices]            # [places, EXPERTS]
+            return torch.zeros_like(score).scatter(0, best, score.gather(0, best))
+
+        found.append(log_probs(model, EVERY, chosen)[y])
+    return torch.stack(found)
 
 
 def log_probs(model, routes=None, gate=live):

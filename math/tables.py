@@ -28,6 +28,7 @@ import torch
 import yaml
 from oracle import J, Policy, exact_gradient, expectation, kl, rewards, token_kl
 
+import certified
 import versions
 import routes
 import merging
@@ -35,7 +36,7 @@ import turns
 import words
 from adapters.dialects import from_dialect
 from contrasts import holm, mcnemar, sign_flip
-from correction import HISTORICAL, PRESETS, RolloutCorrectionConfig, correct
+from correction import PRESETS, RolloutCorrectionConfig, correct
 from rejection import CRITERIA
 from rejection import interval as read_interval
 from surrogates import LOSSES
@@ -47,7 +48,7 @@ from plumbing.settings import PolicyConfig, UserError, documented, load_config
 from doctor import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED, diagnose
 
 SUM = "seq-mean-token-sum"
-TODAY = [name for name in PRESETS if name not in HISTORICAL and name not in ("geo_rs", "pg_rs")]
+TODAY = [name for name in PRESETS if name.startswith(("decoupled", "bypass", "disabled"))]
 
 
 def markdown(header, rows):
@@ -417,7 +418,7 @@ FORMULAS = {
     "k3_kl": "mean ρ − 1 − log ρ: KL(μ‖π) by k3",
     "chi2_token": "mean ρ_t² − 1",
     "chi2_seq": "mean (Πρ)² − 1",
-    "is_ratio_mean": "mean ρ_t, 1 in expectation",
+    "is_ratio_mean": "mean ρ_t, 1 in expectation if μ can draw whatever π can",
     "is_ratio_z": "Σ(ρ_t − 1)/√Σ(ρ_t − 1)²: how many standard errors `is_ratio_mean` is from 1",
     "is_ratio_std": "standard deviation of ρ_t (N − 1)",
     "is_ratio_max": "largest ρ_t",
@@ -1465,6 +1466,7 @@ TABLES = {"doctor-rates": lambda: rates("doctor-rates.txt", 0),
           "study-vllm": lambda: study("vllm_bf16_staleness_8"), "study-rounding": study_rounding,
           "study-frontier": study_frontier,
           "study-predictions": predictions, "study-grid": study_grid, "study-warnings": warnings,
+          "certified": lambda: markdown(*certified.table()),
           "batch-size": batch_size, "presets": presets, "criteria": criteria,
           "losses": losses, "kl-table": kl_table,
           "prices-presets": lambda: prices(exact_and_presets()),

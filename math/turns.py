@@ -68,9 +68,14 @@ def tool_tokens(policy):
 
 
 @cache
-def agent(seed, V=3, T=5):
-    """Return π, μ and π_ref, alone and with the tool P in their tree (`acts`, `draws`, `aims`)."""
+def agent(seed, V=3, T=5, certain=False):
+    """Return π, μ and π_ref, alone and with the tool P in their tree (`acts`, `draws`, `aims`).
+
+    A `certain` tool has one output for each history, the likeliest of P.
+    """
     pi, tool = Policy(V, T, seed), Policy(V, T, seed + 500).logits.detach()
+    if certain:
+        tool = torch.where(tool == tool.max(-1, keepdim=True).values, tool, -torch.inf)
     mu, ref = (pi.perturbed(seed + step, 0.5) for step in (100, 200))
     written = tool_tokens(pi)
     rows = pi.states[written].unique()
@@ -97,6 +102,19 @@ def tool_practices(x):
         found[f"in ρ alone, {name} there"] = x.own, rho(x.lp, stands[name], x.mask) * x.own
     return {name: (x.draws, trained(x.lp, x.A, mask, x.g, w), w[:, 0])
             for name, (mask, w) in found.items()}
+
+
+def log_p_in_rho(x):
+    """Return the gradient if ρ counts the tool's tokens with log P, and its E[ρ].
+
+    Between them stand the gradients where π plays the tool, E_π[1[P(o) > 0] f] and E_π[f]: the
+    first is what is found for any P, the second if P > 0 wherever π is.  (eq:tool-ratio)
+    """
+    weights = rho(x.lp, x.draws.log_probs(), x.mask)[:, :1]
+    found, of_pi = (trained(x.lp, x.A, x.own, x.g, w * x.own) for w in (weights, x.own.double()))
+    comes = (x.acts.probs() > 0)[:, None]
+    return (expectation(x.draws, found), expectation(x.pi, of_pi * comes),
+            expectation(x.pi, of_pi), expectation(x.draws, weights).item())
 
 
 def tool_changes(x):

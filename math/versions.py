@@ -6,9 +6,10 @@ chance [B] that a launched prompt yields each response that way, and the log μ(
 weight ρ divides. It is exact if each response y counts π(y) in all (chapter 9).
 """
 
+import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,10 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
 import torch
 from oracle import J, Policy, exact_gradient, grad_J, rewards
 from torch import Tensor
+
+from correction import RolloutCorrectionConfig
+from estimators import exp_ratio
+from losses import LossConfig, policy_loss
 
 SWITCH, MODELS, UPDATE = 2, 30, 0.3         # tokens before the update; its size, for each weight
 Runs = list[tuple[Tensor, Tensor]]
@@ -155,6 +160,49 @@ def model(kind: type[Policy], seed: int) -> tuple[Policy, Policy, Policy, Tensor
 def off(found: Tensor, wanted: Tensor) -> float:
     """Return the distance of two gradients, relative to the length of the second."""
     return ((found - wanted).norm() / wanted.norm()).item()
+
+
+def trained(pi: Policy, R: Tensor, record: Tensor, score: Tensor) -> str:
+    """Write bias and E[ρ] of `policy_loss` with sequence weights.  (eq:recorded, eq:rescored)
+
+    record, score [B, T]: log μ of what was drawn, −∞ where μ cannot draw, and what divides π.
+    """
+    lp, A = pi.log_probs(), (R - J(pi, R).detach()).expand(-1, pi.T)
+    exact = RolloutCorrectionConfig.bypass_pg_is(threshold=math.inf)
+    how = LossConfig(aggregation="seq-mean-token-sum")
+    loss = torch.stack([policy_loss(lp[[i]], lp[[i]], score[[i]], A[[i]], pi.mask[[i]], exact,
+                                    how)[0] for i in range(len(R))])
+
+    chance = record.sum(-1).exp()
+    found, rho = -exact_gradient(pi, chance @ loss), chance @ exp_ratio((lp - score).sum(-1))
+    return f"{off(found, grad_J(pi, R)):.3f}, {rho:.3f}"
+
+
+def in_groups(pi: Policy, R: Tensor, q: Tensor, advantages: Callable[[Tensor, Tensor], Tensor],
+              n: int = 2) -> Tensor:
+    """Return the mean gradient [P] of a response in groups of n, kept with the chance q [B].
+
+    The advantages, a function of rewards and groups, are from all n rewards.  (eq:discarded)
+    """
+    groups = torch.cartesian_prod(*[torch.arange(len(R))] * n)                    # [Bⁿ, n]
+    prompt = torch.arange(len(groups)).repeat_interleave(n)
+    A = advantages(R[groups, 0].flatten(), prompt).reshape(groups.shape)
+    each = pi.probs().detach()[groups].prod(-1, keepdim=True) * A / n
+
+    count = torch.zeros_like(q).index_add(0, groups.flatten(), each.flatten())
+    return exact_gradient(pi, (count * q) @ pi.log_probs().sum(-1))
+
+
+def unpaid(seed: int, advantages: Callable[[Tensor, Tensor], Tensor], zero_one: bool) -> float:
+    """Return the share of a group's gradient that is no multiple of any ∇E_π[q R + (1 − q) b].
+
+    Responses of T tokens are discarded; the rewards are normal, or 1 where that is above 0.
+    """
+    pi, _, _, R = model(Policy, seed)
+    R, q, p = ((R > 0).double() if zero_one else R), (~pi.mask[:, -1]).double(), pi.probs()
+    found = in_groups(pi, R, q, advantages)
+    pays = torch.stack([exact_gradient(pi, p @ x) for x in (q * R[:, 0], 1 - q)], -1)
+    return off((pays @ torch.linalg.lstsq(pays, found[:, None]).solution)[:, 0], found)
 
 
 def correlated(pi: Policy, noise: Tensor, correlation: float) -> Tensor:

@@ -26,7 +26,7 @@ RESCORED = 1024                 # most responses that the model scores
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0 for a healthy pair, 1 for a fault, 2 for unreadable input."""
+    """Run the command; return 0 if no fault is found, 1 for a fault, 2 for unreadable input."""
     parser = argparse.ArgumentParser(prog="doctor.py", description="Find why two log-probs differ.")
     parser.add_argument("dump", nargs="?", metavar="DUMP", help="JSON-lines or parquet, a response "
                         "a row; without DUMP the engine samples from --model")
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return 2
     guilty = rescored is not None and rescored.guilty != "none"
-    return int(bool(report.causes) or report.proper is False or guilty)
+    return int(report.faulty or guilty)
 
 
 def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
@@ -87,7 +87,8 @@ def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
         rescored = rescore(given.model, given.older, few)
     report = examine(responses)
     if not report.tokens:
-        raise ValueError("the dump has no token that counts")
+        lost = f": {report.lost.says(0, report.responses)}" * bool(report.lost.tokens)
+        raise ValueError(f"the dump has no token that counts{lost}")
     if rescored:
         report = report._replace(causes=explained(rescored, report.causes))
     if given.figure:
@@ -97,13 +98,18 @@ def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
 
 
 def explained(rescored: "Rescored", suggested: list[Finding]) -> list[Finding]:
-    """Return the model's findings on the faulty columns, or the dump's if a column is unknown.
+    """Return the model's findings on the faulty columns, or what the dump's are still worth.
 
-    If both columns depart from the model alike, it may be the wrong model: nothing is certain then.
+    If a column is unknown, or it is unknown which one is at fault, they stay. If both columns are
+    the model's, those stay that rest on a law, such as that of a record which is not of what was
+    drawn: the noise that the model measures refutes only what was suggested by a gap's size. If
+    both depart from the model alike, it may be the wrong model: nothing is certain then.
     """
     columns = {"log μ": rescored.rollout, "log π": rescored.train}
-    if any(match.cause == "unknown" for match in columns.values()):
+    if rescored.guilty == "unknown" or any(m.cause == "unknown" for m in columns.values()):
         return suggested
+    if rescored.guilty == "none":
+        return [finding for finding in suggested if finding.confidence != "suggested"]
     one, other = rescored.rollout, rescored.train
     near = one.parameter == other.parameter or (
         isinstance(one.parameter, float) and isinstance(other.parameter, float)
@@ -112,5 +118,6 @@ def explained(rescored: "Rescored", suggested: list[Finding]) -> list[Finding]:
     doubt = "; so is the other column, roughly: is --model the model of this run?" if alike else ""
     return [Finding(match.cause, max(match.left, 0.3) if alike else match.left,
                     f"{name} is {match.name}: {match.left:.1%} of the gap left (next: "
-                    f"{match.next[0]}, {match.next[1]:.1%}){doubt}")
+                    f"{match.next[0]}, {match.next[1]:.1%}){doubt}" + f"; {match.grid}" * bool(
+                        match.grid))
             for name, match in columns.items() if match.cause]

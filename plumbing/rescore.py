@@ -7,7 +7,8 @@ columns of a dump are matched to these scores. This file decides
   same size for every token.
 * A hypothesis with n values to search pays for them: its likelihood must be n² times as high
   (the square is our choice).
-* The effect of bfloat16 is measured on this model, and is no fault.
+* The effect of bfloat16 is measured on this model, and is no fault. But if rounding the weights
+  does more than the kernels do, the engine's grid may swallow the updates, and that is one.
 
     found = rescore("path/to/model", ["one/update/older", "two/updates/older"], responses)
     print(*found.lines(), found.as_json(), sep="\\n")
@@ -23,10 +24,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from kernels.shapes import pad_rows
-from adapters.dumps import Response
+from adapters.dumps import Response, response, rows_of
 from plumbing.engines import make_engine
-from plumbing.hypotheses import (DIVIDED, EXACT, IN_16_BITS, NEVER, SCALED, TABLE, Hypothesis,
-                                 Scorer, bounded_log_odds)
+from plumbing.hypotheses import (DIVIDED, EXACT, HALF, IN_16_BITS, NEVER, SCALED, STALE, TABLE,
+                                 Hypothesis, Scorer, bounded_log_odds)
 from plumbing.models import read_model
 from policy import Policy
 from rollout import DTYPES
@@ -39,7 +40,39 @@ EXPLAINED = 0.35       # share left: right rows, but for dropout, left up to 0.0
                        # where noise was on top of the fault
 FLOORS = 4             # times bfloat16's squared noise: less is noise
 SURE = 10              # nats by which a fault must be likelier than what is no fault
+ARRIVED = 0.5          # of the trainer's move: if the engine has made less, most of it is lost
 
+
+class Grid(NamedTuple):
+    """A Grid is what rounding the weights to bfloat16 does, and what it leaves of the update.
+
+    rounding  median |Δ log-odds| by which the rounded weights move the policy
+    kernels   that of the kernels of bfloat16, on the rounded weights
+    same      share of the weights that are, in bfloat16, still those of the oldest checkpoint
+    changed   share of these that the trainer has changed since
+    arrived   share of the policy's move since then that the rounded weights make, ⟨a, b⟩/⟨b, b⟩
+              for their move a and the trainer's b in log-odds; NaN if the trainer has made none
+    """
+
+    rounding: float
+    kernels: float
+    same: float = math.nan
+    changed: float = math.nan
+    arrived: float = math.nan
+
+    @property
+    def below(self) -> bool:
+        """True if most of the update is lost: the update is below the engine's grid."""
+        return self.arrived < ARRIVED
+
+    def __str__(self) -> str:
+        moved = (f"rounding the weights to bfloat16 moves a token by {self.rounding:.3f} logits, "
+                 f"two kernels by {self.kernels:.3f} (medians)")
+        if math.isnan(self.arrived):
+            return f"{moved}; --older DIR, of an earlier step, tells whether an update is lost"
+        return (f"{moved}; {self.same:.1%} of the weights in bfloat16 are still the first ones, "
+                f"those of --older, though the trainer has changed {self.changed:.1%} of these; "
+                f"they have made {self.arrived:.0%} of the policy's move")
 
 class Match(NamedTuple):
     """A Match is a hypothesis with its best value for one column."""
@@ -52,6 +85,7 @@ class Match(NamedTuple):
     rest: float = 0.0              # mean squared log-odds left
     next: tuple[str, float] = ("", 1.0)        # the likeliest other hypothesis, and what it leaves
     row: str = ""                  # of TABLE: its name before the value is filled in
+    grid: Grid | None = None       # of weights whose rounding is more than the noise of kernels
 
 
 class Rescored(NamedTuple):
@@ -59,14 +93,16 @@ class Rescored(NamedTuple):
 
     rollout: Match
     train: Match
-    guilty: str                    # "rollout", "train", "both" or "none"
+    guilty: str                    # "rollout", "train", "both", "none", or "unknown": one of them
 
     def lines(self) -> list[str]:
         """Return a line for log π, one for log μ, and one for each cause."""
         sides = [("log π", "trainer", self.train), ("log μ", "sampler", self.rollout)]
         causes = [self.rollout.cause, self.train.cause]
         strange = "unknown" in causes and None not in causes       # neither column is the model's
+        apart = self.guilty == "unknown"
         return [*(f"{symbol} is {m.name:40} " + (
+            f"near, but not near enough to the other: is the {who} innocent?" if apart else
             f"the {who} is innocent" if m.cause is None else
             "is --model the model of this dump?" if strange and m.cause == "unknown" else
             f"{m.left:6.1%} of the gap left (next: {m.next[0]}, {m.next[1]:.1%})")
@@ -77,7 +113,28 @@ class Rescored(NamedTuple):
         """Return what --json prints."""
         return {"guilty": self.guilty, **{side: {
             "is": m.name, "cause": m.cause, "parameter": m.parameter, "left": m.left,
-            "next": list(m.next)} for side, m in zip(("rollout", "train"), self[:2])}}
+            "next": list(m.next), **({"grid": finite(m.grid._asdict())} if m.grid else {})}
+            for side, m in zip(("rollout", "train"), self[:2])}}
+
+
+def finite(values: dict[str, float]) -> dict[str, float | None]:
+    """Return the values with None for NaN, for which JSON has no word."""
+    return {name: None if math.isnan(x) else x for name, x in values.items()}
+
+
+def squares(x: Tensor, y: Tensor, mask: Tensor) -> float:
+    """Return the mean squared gap in log-odds of the tokens that count, [N] each."""
+    return (bounded_log_odds(x) - bounded_log_odds(y)).square()[mask].mean().item() + EXACT
+
+
+def noise_of(s: Scorer, mask: Tensor) -> float:
+    """Return the largest mean squared gap, in log-odds, that is noise of bfloat16 on this model.
+
+    It is FLOORS times what bfloat16 does to the plain model. If rounding its weights does more than
+    two kernels, which is a fault, then it is that of the kernels alone.
+    """
+    plain = s.coarse if s.swallows else s.log_prob(s.plain)
+    return FLOORS * squares(s.log_prob(s.noisy.plain), plain, mask)
 
 
 def match(s: Scorer, recorded: Tensor, mask: Tensor,
@@ -130,12 +187,9 @@ def judge(s: Scorer, recorded: Tensor, mask: Tensor) -> Match:
     What the hypothesis leaves must be as small as the difference between two kernels with the same
     weights, or a small share of the gap.
     """
-    def squares(x: Tensor, y: Tensor) -> float:
-        return (bounded_log_odds(x) - bounded_log_odds(y)).square()[mask].mean().item() + EXACT
-
     plain, noisy = s.log_prob(s.plain), s.log_prob(s.noisy.plain)
-    gap, fits = squares(recorded, plain), match(s, recorded, mask)
-    noise, share = FLOORS * squares(noisy, plain), squares(recorded, noisy) / gap
+    gap, fits = squares(recorded, plain, mask), match(s, recorded, mask)
+    noise, share = noise_of(s, mask), squares(recorded, noisy, mask) / gap
     if min(m.left for m in fits) > SOLVED:
         # Noise decides which tokens are at the edge of a cut, and it can hide a small fault.
         large = {None, "shift", "context", "padding", "window", "dropout"}
@@ -144,6 +198,9 @@ def judge(s: Scorer, recorded: Tensor, mask: Tensor) -> Match:
         fits += [m._replace(left=m.left * share, cost=m.cost + earned)
                  for m in match(s.noisy, recorded, mask, small) if m.left < 0.9]
     best, *others = likeliest(fits)
+    if best.row == STALE and s.swallows and squares(recorded, noisy, mask) < FLOORS * max(
+            best.left * gap, squares(noisy, s.coarse, mask)):       # a sync would bring no more
+        best, others = next(m for m in fits if m.row == HALF), [best]
     other = next((m for m in others if m.name != best.name), best)
     best = best._replace(rest=best.left * gap, next=(other.name, other.left))
     if best.left > 0.1 and torch.equal(recorded[mask], recorded[mask].bfloat16().float()):
@@ -154,6 +211,23 @@ def judge(s: Scorer, recorded: Tensor, mask: Tensor) -> Match:
                          next=(best.name, best.left))
     return (best._replace(name="plain", cause=None) if gap < noise else
             best._replace(name="none of these", cause="unknown"))
+
+
+def grid_of(s: Scorer) -> Grid:
+    """Return what rounding the weights does, and what it leaves of the update since s.older[-1]."""
+    if not s.older:
+        return Grid(*s.grid)
+    first, size, same, changed = s.older[-1], 0, 0, 0
+    for name, w in s.original.named_parameters():       # one at a time, each tied one once
+        stays = w.bfloat16() == first[name].bfloat16()
+        size, same = size + w.numel(), same + stays.sum().item()
+        changed += (stays & (w != first[name])).sum().item()
+    names = dict(s.original.named_parameters(remove_duplicate=False))
+    before = s.log_prob(s.logits(weights={name: first[name].bfloat16() for name in names}))
+    made, whole = (bounded_log_odds(x) - bounded_log_odds(y) for x, y in (
+        (s.coarse, before), (s.log_prob(s.plain), s.stale(len(s.older)))))
+    arrived = (made @ whole / whole.square().sum()).item()              # 0/0: nothing was trained
+    return Grid(*s.grid, same / size, changed / max(1, same), arrived)
 
 
 def read(path: str, key: str) -> Any:
@@ -200,12 +274,13 @@ def rescore(path: str, older: Sequence[str], responses: Iterable[Response]) -> R
     for one, other, column in sorted(((rollout, train, π), (train, rollout, μ)),
                                      key=lambda pair: pair[0].left):
         if one.row == SCALED and other.cause:
-            hot = judge(Scorer(model, s.older, rows, temperature=one.parameter), column, mask)
+            there = Scorer(model, s.older, rows, temperature=one.parameter)
+            hot = judge(there, column, mask)
             if hot.cause is None or (hot.cause != "unknown" and hot.rest < other.rest):
                 at = f", at temperature {one.parameter:.3g}"
                 value = hot.parameter if hot.cause else one.parameter
                 hot = hot._replace(name=hot.name + at, parameter=value)
-                agreed = one._replace(cause=None)
+                agreed, s = one._replace(cause=None), there
                 rollout, train = (agreed, hot) if column is π else (hot, agreed)
                 break
     # E[log π − log μ] ≤ 0 on samples of μ. If it is positive, π drew them, and μ is a raw record.
@@ -216,7 +291,16 @@ def rescore(path: str, older: Sequence[str], responses: Iterable[Response]) -> R
     alike = (rollout.name, rollout.parameter) == (train.name, train.parameter)
     if alike and train.cause != "unknown":
         rollout, train = rollout._replace(cause=None), train._replace(cause=None)
+    if (rollout.row == HALF) != (train.row == HALF) and s.swallows:
+        grid = grid_of(s)
+        if rollout.row == HALF:
+            rollout = rollout._replace(cause="below-grid" if grid.below else "weights", grid=grid)
+        else:
+            train = train._replace(cause="weights", grid=grid)
     sides = [side for side, m in (("rollout", rollout), ("train", train)) if m.cause]
+    apart = squares(μ, π, mask)
+    if not sides and not alike and apart > EXACT and apart > noise_of(s, mask):
+        sides = ["unknown"]             # each is near the model, and they are not near each other
     return Rescored(rollout, train, "both" if len(sides) > 1 else (sides or ["none"])[0])
 
 
@@ -241,11 +325,11 @@ def sample_and_score(path: str, engine: str, prompts: Sequence[list[int]], *, ma
         sampler.close()
     policy = Policy(read(path, "--model").to(DTYPES[train_dtype]).eval(), temperature)
     before, after = pad_rows(prompts, "left"), pad_rows([x.tokens for x in samples], "right")
+    recorded, mask = pad_rows([x.log_probs for x in samples], "right")
     tokens, attention = (torch.cat(pair, 1) for pair in zip(before, after))
-    log_prob = policy(tokens, attention, after[0].shape[1])
-    return [Response(n, x.tokens, x.log_probs, row[:len(x.tokens)].tolist(), prompt,
-                     [True] * len(x.tokens))
-            for n, (prompt, x, row) in enumerate(zip(prompts, samples, log_prob), 1)]
+    log_prob = policy(tokens, attention, mask.shape[1])
+    rows = rows_of(*before, *after, mask, recorded, log_prob)
+    return [response(n, row) for n, row in enumerate(rows, 1)]
 
 
 def random_prompts(path: str, count: int = 32, same: int = 4) -> list[list[int]]:

@@ -43,7 +43,7 @@ from plumbing.faults import (end_after, explain, process_group, require_one_dire
 from plumbing.models import (add_adapter, configuration, empty_model, read_tokenizer, require_place,
                              require_vocabulary)
 from plumbing.report import closing_table, ess, summarize, plot
-from plumbing.settings import Config, UserError, correction_of, remarks
+from plumbing.settings import Config, UserError, correction_of, in_own_keys, remarks
 from plumbing.tasks import Task, leave_out, make_demo_model, make_task, seed_of
 from policy import Policy, full_weights, load_policy
 from rollout import Cut, NamedTensor, Sample, WeightSync
@@ -320,6 +320,7 @@ class Run:
         self.say(f"{self.directory}: {count / 1e6:.1f}M parameters on {dist.get_world_size()} × "
                  f"{self.device.type}, engine {self.engine.name} ({config.rollout.dtype}), "
                  f"correction {preset + changed if preset else 'as configured'}")
+        self.say(f"  correction: {in_own_keys(config)}")
         self.say("  " + summarize(config))
         for sentence in [*self.remarks, *self.task.remarks]:
             self.say(f"* {sentence}")

@@ -26,7 +26,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
-from adapters.dialects import KEYS, OWN, WRAPPERS, from_dialect, kl_kind
+from adapters.dialects import KEYS, OWN, WRAPPERS, from_dialect, kl_kind, own_keys
 from correction import HISTORICAL, PRESETS, RolloutCorrectionConfig
 from rejection import CRITERIA, interval
 from surrogates import LOSSES
@@ -278,8 +278,11 @@ def load_config(argv: list[str]) -> Config:
                         f"{omegaconf.__version__}, which "
                         "hydra (and so verl) asks for: give the trainer an environment of its own, "
                         "pip install -r requirements.txt; the core and adapters/ need no OmegaConf")
+    if deleted := next((a[1:] for a in argv if a.startswith("~")), None):
+        raise UserError(f"Hydra's ~{deleted} is not read here: write {deleted.split('=')[0]}=null")
     paths = [a for a in argv if "=" not in a or (a.endswith(".yaml") and Path(a).is_file())]
-    overrides = [re.sub("^run[.]dump=", "train.dump=", a) for a in argv if a not in paths]
+    overrides = [re.sub("^run[.]dump=", "train.dump=", a.lstrip("+"))          # "+" is Hydra's
+                 for a in argv if a not in paths]
     if len(paths) > 1:
         raise UserError(f"expected at most one FILE.yaml, and key=value, not {paths}")
     user, given = read_yaml(Path(paths[0]) if paths else None, [*map(verbatim, overrides)])
@@ -531,6 +534,16 @@ def correction_of(config: Config) -> RolloutCorrectionConfig:
         raise UserError(f"{'' if 'correction' in str(error) else 'correction: '}{error}") from None
 
 
+def in_own_keys(config: Config) -> str:
+    """Return what a block was taken for, in our keys: a line that can stand below correction:."""
+    options = correction_of(config)
+    always = {"rollout_is": options.rollout_is} | (
+        {"rollout_is_threshold": options.rollout_is_threshold} if options.rollout_is else {}) | {
+        "bypass_mode": options.bypass_mode, "loss_type": options.loss_type}
+    plain = json.loads(json.dumps(always | own_keys(options)))               # lists, not tuples
+    return yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=math.inf).strip()
+
+
 def kl_of(how: LossSettings) -> tuple[str, str | None]:
     """Return the KL's estimator, and the level of the ratio that multiplies it, if any."""
     kind, level = {"loss": ("k3+", "token"), "reward": ("k1", "none")}[how.kl_in]
@@ -540,11 +553,21 @@ def kl_of(how: LossSettings) -> tuple[str, str | None]:
 
 def remarks(config: Config) -> list[str]:
     """Return a sentence on each setting that is accepted but does not do what its name says."""
-    found, kind = kl_remarks(config), config.advantage.kind
+    found, kind = [*kl_remarks(config), *loss_remarks(config)], config.advantage.kind
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        from_dialect(config.correction)
+        options = from_dialect(config.correction)
     found += [f"correction: {warning.message}" for warning in said]
+    if options.metrics_only and options.rollout_is is None and not options.rollout_rs:
+        found.append("correction.metrics_only=true measures nothing more: it has neither weights "
+                     "nor criteria")
+    elif options.metrics_only:
+        found.append("correction: weights and criteria are measured, and none of them is applied" +
+                     "; the loss's own ratio to π_rollout is" * options.ratio_is_the_weight)
+    elif (set(config.correction) - {"preset"} and not options.corrects
+          and config.correction.get("preset") != "disabled"):
+        found.append("correction: these keys correct nothing: they ask for neither weights nor "
+                     "rejection nor bypass mode")
     train, rollout = config.train, config.rollout
     if train.lr == 0:
         found.append("train.lr=0 moves nothing")
@@ -567,10 +590,40 @@ def remarks(config: Config) -> list[str]:
     if rollout.top_k == 1:
         found.append("rollout.top_k=1 keeps one token, which has the log-prob 0 whatever the "
                      "weights are, so nothing can be learned")
+    options = correction_of(config)
+    cut = rollout.top_p < 1 or rollout.min_p > 0 or (rollout.top_k or 0) > 0    # candidates are all
+    for name, bound in options.rollout_rs.items():
+        moved = "rollout_log_prob" in CRITERIA[name].needs
+        if options.score_centering and moved and not cut and (rollout.candidates + 1) * bound < 1:
+            found.append(f"rollout.candidates={rollout.candidates} is too few for correction."
+                         f"rollout_rs.{name}={bound:g}: other tokens have up to 1/"
+                         f"{rollout.candidates + 1} of μ each, and score centering keeps them all; "
+                         f"take at least {math.ceil(1 / bound) - 1} (chapter 7)")
     if config.rollout.samples == 1 and kind != "reinforce":
         found.append(f"rollout.samples=1 leaves advantage.kind={kind} no baseline, which is made "
                      "of a group's other samples: every advantage is the reward itself; take "
                      "advantage.kind=reinforce, whose baseline is the batch's mean")
+    return found
+
+
+def loss_remarks(config: Config) -> list[str]:
+    """Return a sentence on each number and aggregation that is another loss's."""
+    row, found = correction_of(config).loss, []
+    for key, own in row.own.items():
+        given = getattr(config.loss, key)
+        if not given or not own:
+            continue
+        sizes = {name: other.own[key] for name, other in LOSSES.items() if other.own.get(key)}
+        closest = min(sizes, key=lambda name: abs(math.log(given / sizes[name])))
+        if abs(math.log(given / sizes[closest])) < 2.3 < abs(math.log(given / own)):     # factor 10
+            found.append(
+                f"loss.{key}={given:g} suits {closest} ({sizes[closest]:g}) and not "
+                f"correction.loss_type={correction_of(config).loss_type}, whose own is {own:g}: "
+                f"leave it out, or set loss.{key}=null")
+    if row.level == "geometric" and config.loss.aggregation != "seq-mean-token-mean":
+        found.append(f"loss.aggregation={config.loss.aggregation} lets long responses count for "
+                     f"more, and correction.loss_type={correction_of(config).loss_type} is defined "
+                     "as a mean over responses: take loss.aggregation=seq-mean-token-mean")
     return found
 
 
@@ -595,6 +648,11 @@ def idle(config: Config) -> dict[str, str]:
         "correction.rollout_is is null, so there are no weights":
             ["correction.rollout_is_threshold", "correction.rollout_is_batch_normalize"] * (
                 options.rollout_is is None),
+        "correction.metrics_only is true, so no weights are applied":
+            ["correction.rollout_is_batch_normalize"] * (
+                options.metrics_only and options.rollout_is is not None),
+        "nothing is rejected":
+            ["loss.denominator"] * (options.metrics_only or not options.rollout_rs),
         "train.micro_batch_tokens is set":
             ["train.micro_batch_size"] * (config.train.micro_batch_tokens is not None),
         "correction.score_centering is false":
@@ -614,15 +672,23 @@ def kl_remarks(config: Config) -> list[str]:
     found, k1 = [], kind == "k1"
     if how.kl_coef == 0:
         return found
-    if how.kl_in == "reward" and not k1:
+    if how.kl_in == "reward" and kind.removesuffix("+") != "k1":
         found.append(f"loss.kl_kind={kind} in the reward has another gradient than the KL: take k1 "
                      "(chapter 8)")
     if how.kl_in == "loss" and k1 and level is None:
         found.append("loss.kl_kind=k1 in the loss has a gradient of 0 on average: take k3+, or "
                      "loss.kl_correction=token (chapter 8)")
+    if how.kl_in == "loss" and kind == "k3" and level is None:
+        found.append("loss.kl_kind=k3 (verl's low_var_kl) in the loss without a ratio has the "
+                     "gradient of KL(π_ref‖π_θ): in chapter 8's table it is 0.14 ‖∇KL‖ away on-"
+                     "policy, and 0.31 off-policy; take k3+, or loss.kl_correction=token")
+    if how.kl_in == "loss" and kind == "abs":
+        found.append("loss.kl_kind=abs in the loss has not the gradient of the KL: in chapter 8's "
+                     "table it is 5.90 ‖∇KL‖ away; take k3+ (or abs+, which keeps the value)")
     options = correction_of(config)
     zeroes = options.applies_weights and isinstance(options.rollout_is_threshold, tuple)
-    if how.kl_in == "reward" and level is not None and (options.rollout_rs or zeroes):
+    rejects = options.rollout_rs and not options.metrics_only
+    if how.kl_in == "reward" and level is not None and (rejects or zeroes):
         found.append(f"loss.kl_correction={level} in the reward leaves out the tokens that are "
                      "rejected or have weight 0, so its gradient is not that of the KL: take "
                      "loss.kl_in=loss")

@@ -3,18 +3,20 @@
 
 import pytest
 import torch
+from certified import certifies
 from examples import batch, by_loops, config_of, every_aggregation, every_denominator, every_mode
 from oracle import close
 
 from correction import correct
 from losses import (AGGREGATIONS, Counts, LossConfig, aggregate_loss, count, loss_means,
-                    policy_loss)
+                    policy_loss, width_without_holes)
 
 GRID = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
 KEPT = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
 VALUES = torch.arange(1.0, 17.0, dtype=torch.float64).reshape(4, 4)
 
 
+@certifies("float64")
 @every_aggregation
 @pytest.mark.parametrize("mask, counted", [
     (GRID, None), (KEPT, None), (KEPT, GRID), (KEPT.bool(), GRID.double())])
@@ -25,6 +27,7 @@ def test_aggregation_against_loops(how, mask, counted, horizon):
     assert close(loss, by_loops(VALUES, mask, how, mask if counted is None else counted, horizon))
 
 
+@certifies("float64")
 @pytest.mark.parametrize("how, weights", [
     ("token-mean", [1 / 7, 1 / 7, 1 / 7]), ("token-sum", [1, 1, 1]),
     ("seq-mean-token-sum", [1 / 3, 1 / 3, 1 / 3]),
@@ -46,9 +49,35 @@ def test_counts():
                      by_loops(VALUES, GRID, how, GRID, None) / (1 if how == "token-sum" else 2))
 
 
+@pytest.mark.parametrize("mask, width", [
+    ([[1, 1, 1]], 3), ([[1, 0, 0], [1, 1, 0]], 3),              # room that the sampler had counts
+    ([[1, 0, 1, 0], [1, 0, 0, 0]], 3), ([[1, 0, 1], [0, 1, 1]], 3),     # a hole in all rows or not
+    ([[0, 1]], 1), ([[0, 0, 1, 0]], 2), ([[0, 0, 1], [0, 1, 0]], 2),    # before the first token
+    ([[0, 0]], 2), ([[]], 1)])
+def test_width_without_holes(mask, width):
+    """eq:tool-length: columns that no row uses, before the last token, are of prompts and tools."""
+    assert width_without_holes(torch.tensor(mask, dtype=torch.bool)) == width
+
+
+@every_mode
+@every_aggregation
+def test_prompts_in_front_of_the_responses_change_nothing(mode, how):
+    """eq:tool-length: a caller may give whole rows, prompts padded on the left, or responses."""
+    config, (*given, mask) = config_of(mode, "sequence", 1.5, True, {"seq_mean_k2": 0.2}), batch()
+    wide = [torch.nn.functional.pad(x, (4, 0), value=junk)
+            for x, junk in zip((*given, mask), (-1.0, -2.0, 0.0, 3.0, 0))]
+    slopes, losses = [], []
+    for log_prob, *others in ((*given, mask), wide):
+        log_prob = log_prob.detach().requires_grad_()
+        losses.append(policy_loss(log_prob, *others, config, LossConfig(aggregation=how))[0])
+        slopes.append(torch.autograd.grad(losses[-1], log_prob)[0])
+    assert close(*losses) and close(slopes[0], slopes[1][:, 4:]) and not slopes[1][:, :4].any()
+
+
 SPLITS = ([[0, 1, 2, 3, 4, 5]], [[0], [1, 2, 3], [4, 5]], [[5, 0], [3], [1, 4], [2]])
 
 
+@certifies("float64")
 @every_mode
 @every_denominator
 @every_aggregation

@@ -8,6 +8,7 @@ import functools
 import math
 from pathlib import Path
 
+from certified import certifies
 import plants
 import sides
 import pytest
@@ -73,7 +74,7 @@ def test_every_name_has_a_plant_and_a_remedy():
     ("Qwen2", "same"), ("Mixtral", "same"), ("Gemma2", "same"), ("Gemma2", "bf16-sampler"),
     ("Llama", "bf16-sampler")])
 def test_a_healthy_pair_raises_no_alarm(architecture, variant):
-    """Qwen2 in bfloat16 is at an edge: in one draw of nine its gap seemed to fade with time."""
+    """Qwen2 in bfloat16 is at an edge: in one draw of nine its gap seems to fade with tokens."""
     rows = planted("healthy", architecture, variant)
     report = stays_below(lambda: doctor.examine(rows))
     assert report.proper and not report.causes, str(report)
@@ -111,6 +112,7 @@ def test_no_weight_is_offered_where_mass_is_lost():
 
 # ------------------------------------------------------------------------------- the laws
 
+@certifies("float64")
 def test_left_is_what_two_sizes_save():
     """eq:gap-left: two sizes leave a known share if a tenth of the tokens have all of the gap."""
     e = torch.cat([torch.ones(10), torch.zeros(90)]).double()
@@ -120,6 +122,7 @@ def test_left_is_what_two_sizes_save():
     assert causes.gap_left(e, torch.ones_like(dirty)) == pytest.approx(1, rel=1e-12)
 
 
+@certifies("float64")
 def test_a_temperature_is_a_slope_of_differences_after_one_prefix():
     """eq:same-prefix: log π(v) − log π(w) is τ (log μ(v) − log μ(w)) for all of five tokens."""
     logits = torch.tensor([1.0, 0.3, -2, 0.7, 4], dtype=torch.float64)
@@ -127,6 +130,7 @@ def test_a_temperature_is_a_slope_of_differences_after_one_prefix():
     torch.testing.assert_close(pi - pi[0], 0.7 * (mu - mu[0]), rtol=1e-12, atol=1e-12)
 
 
+@certifies("float64")
 def test_dividing_after_the_softmax_leaves_an_entropy_of_renyi():
     """eq:unnormalised: log Σp^{1/τ} is (1 − 1/τ)·H_{1/τ}(p), with H_a = log Σp^a / (1 − a)."""
     p, tau = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64), 0.8
@@ -154,6 +158,7 @@ def both(pi, mu):
     return (torch.where(PI.mask, policy.log_probs().detach(), 0.0) for policy in (pi, mu))
 
 
+@certifies("float64")
 def test_log_odds_hold_the_whole_error_of_a_logit():
     """eq:log-odds: logit p(v) is z_v − log Σ_{w≠v} e^{z_w}, but for 1e-3 that keeps it finite."""
     z = PI.logits.detach()
@@ -164,6 +169,7 @@ def test_log_odds_hold_the_whole_error_of_a_logit():
     assert ((causes.log_odds(p.log()) - (z - others)).abs() <= 1.001e-3 / (1 - p)).all()
 
 
+@certifies("float64")
 def test_the_sign_of_the_mean_tells_a_wrong_record():
     """eq:record-sign: E_p[log ρ] = KL(p‖μ) − KL(p‖π) is below 0 if p is μ, above 0 if p is π."""
     pi, mu = both(PI, MU)
@@ -173,6 +179,7 @@ def test_the_sign_of_the_mean_tells_a_wrong_record():
     assert expectation(MU, (pi - mu).sum(-1)) < -1e-3 < 1e-3 < expectation(PI, (pi - mu).sum(-1))
 
 
+@certifies("float64")
 def test_a_temperature_is_a_slope_of_log_odds_but_for_an_entropy():
     """eq:temperature-slope: logit π(v) = τ logit μ(v) − (1 − τ) H_τ(μ without v)."""
     z, tau = PI.logits.detach(), 0.7
@@ -183,6 +190,7 @@ def test_a_temperature_is_a_slope_of_log_odds_but_for_an_entropy():
     assert close(odds[0], tau * odds[1] - (1 - tau) * renyi)
 
 
+@certifies("float64")
 def test_surprisal_has_the_mean_entropy_where_pi_was_drawn():
     """eq:calibration: E[−log π − H(π)] is 0 in every state for samples of π, and not for others."""
     pi, mu = (policy.step_log_probs().detach() for policy in (PI, MU))

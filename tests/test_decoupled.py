@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from certified import certifies
 from examples import A, LOSS_TYPES, MASK, MU, OLD, PI, PLAIN, R, REF, moments, reinforce
 from oracle import Policy, close, estimator_moments, exact_gradient, grad_J, kl, rewards
 
@@ -12,6 +13,7 @@ from losses import policy_loss
 from surrogates import ppo_clip_loss
 
 
+@certifies("float64")
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_decoupled_loss_does_not_depend_on_mu(loss_type):
     """eq:batch-size, eq:decoupled-ppo: E_μ[w·L(π_θ/π_old)] = E_old[L] with the full product w."""
@@ -26,6 +28,7 @@ def test_decoupled_loss_does_not_depend_on_mu(loss_type):
     assert drift > 0.03
 
 
+@certifies("float64")
 @pytest.mark.parametrize("loss_type", ["ppo_clip", "cispo", "sapo"])
 def test_the_first_step_is_reinforce(loss_type):
     """eq:ppo-clip, eq:cispo, eq:sapo: at θ = θ_old the gradient is REINFORCE's, by sequence."""
@@ -34,6 +37,7 @@ def test_the_first_step_is_reinforce(loss_type):
     assert close(first.mean, -grad_J(PI, R))
 
 
+@certifies("float64")
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_decoupled_is_plain_when_old_is_the_sampler(level, loss_type):
@@ -42,6 +46,7 @@ def test_decoupled_is_plain_when_old_is_the_sampler(level, loss_type):
                  moments(Config(loss_type=loss_type), old=MU).gradients)
 
 
+@certifies("float64")
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_bypass_puts_the_sampler_in_the_place_of_old(loss_type):
     """eq:bypass: the loss is L(π_θ/μ) without a weight, and old_log_prob is not read."""
@@ -53,6 +58,7 @@ def test_bypass_puts_the_sampler_in_the_place_of_old(loss_type):
     assert close(losses[0], losses[1]) and close(losses[0], losses[2])
 
 
+@certifies("float64")
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_bypass_takes_no_weight(loss_type):
     """eq:double-count: requested weights do not multiply a ratio that is π_θ/μ already."""
@@ -64,6 +70,7 @@ def test_bypass_takes_no_weight(loss_type):
     assert correct(lp, mu_lp, MASK, weighted).weights is not None
 
 
+@certifies("float64")
 def test_counting_the_ratio_twice_is_wrong():
     """eq:double-count: at T = 1 E_μ[−rA] has the gradient −∇J, unclipped; a factor ρ changes it."""
     pi = Policy(5, 1, seed=4)
@@ -77,6 +84,7 @@ def test_counting_the_ratio_twice_is_wrong():
     assert close(once.mean, -grad_J(pi, r)) and size > 0.1
 
 
+@certifies("float64")
 def test_the_kl_in_the_reward_is_the_full_one():
     """eq:kl-gradient: REINFORCE with A = R − β Σ_s ℓ_s descends −J + β KL(π‖ref) of sequences."""
     cost = (PI.log_probs() - REF.log_probs()).detach().sum(-1, keepdim=True)

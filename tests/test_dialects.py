@@ -33,7 +33,7 @@ def no_warning():
 
 @pytest.mark.parametrize("block, expected", [
     ({}, Config()),
-    ({"preset": "seq_mis"}, Config.decoupled_seq_is_rs()),
+    ({"preset": "seq_mis"}, Config.seq_mis()),
     ({"preset": "decoupled_seq_is", "rollout_is_threshold": 5}, Config("sequence", 5.0)),
     ({"preset": None, "score_centering": True, "bypass_mode": True, "loss_type": "reinforce"},
      Config(score_centering=True, bypass_mode=True, loss_type="reinforce")),
@@ -61,7 +61,8 @@ def no_warning():
      Config("token", 2.0)),
     ({"rollout_is": True, "rollout_is_threshold": 2.0, "rollout_is_veto_threshold": 1e-6},
      Config("token", 2.0, rollout_rs={"seq_max_k1": (1e-6, None)})),
-    ({"rollout_is": False, "rollout_is_level": "token", "rollout_is_threshold": 2.0}, Config()),
+    ({"rollout_is": False, "rollout_is_level": "token", "rollout_is_threshold": 2.0},
+     Config("token", 2.0, rollout_rs=VETO, metrics_only=True)),
     ({"rollout_is_level": "token", "rollout_is_threshold": None, "rollout_is_veto_threshold": 1e-4},
      Config()),
     ({"rollout_is_level": "token", "rollout_is_mode": "clip", "rollout_is_threshold": 2.0,
@@ -70,7 +71,7 @@ def no_warning():
     ({"rollout_is_mode": "mask", "rollout_is_level": "geometric", "rollout_is_threshold": 1.25},
      Config("geometric", 1.25, rollout_rs={"seq_mean_k1": (0.8, 1.25)} | VETO)),
     ({"algorithm": {"rollout_is_level": "token", "rollout_is_threshold": 2.0}},
-     Config()),                                                         # rollout_is: false
+     Config("token", 2.0, rollout_rs=VETO, metrics_only=True)),         # rollout_is: false
     ({"algorithm": {"rollout_is_level": "token", "rollout_is_threshold": 2.0, "rollout_is": True}},
      Config("token", 2.0, rollout_rs=VETO)),
     ({"rollout_rs": "token"}, Config(rollout_rs={"token_k1": (0.5, 2.0)})),            # PR 3984
@@ -180,7 +181,7 @@ def test_verls_bounds_on_one_over_rho_are_inverted_and_it_is_said():
     ({"rollout_is": "token", "use_policy_gradient": True}, "use_policy_gradient needs bypass_mode"),
     ({"tis_imp_ratio_cap": 2.0, "calculate_log_probs": False}, "calculate_log_probs is false"),
     ({"bypass_mode": True, "calculate_log_probs": False}, "calculate_log_probs is false"),
-    ({"score_centering": True}, "'score_centering' here: it belongs to another dialect"),
+    ({"score_centering": True}, "score_centering needs loss_type reinforce"),
     ({"rollout_rs": "token_k2,token_k2", "rollout_rs_threshold": "1,2"}, "needs one bound or 1"),
     ({"tis_imp_ratio_cap": False}, "tis_imp_ratio_cap must be a positive number, not False"),
     ({"tis_imp_ratio_cap": 2.0, "rollout_is": "token"}, "rollout_is.*another dialect"),

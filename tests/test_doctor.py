@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from certified import certifies
 
 from correction import correct
 from correction import RolloutCorrectionConfig as Config
@@ -89,6 +90,7 @@ def test_a_collapse_is_a_tenth_of_the_best_where_25_were_expected(mean, best, co
     assert any("collapsed" in sentence for sentence in diagnose(values)) == said
 
 
+@certifies("Monte Carlo: both within four standard errors, which chance exceeds in 1 of 16 000")
 def test_an_honest_record_is_standard_normal():
     """eq:martingale: over 200 batches of 3 200 tokens z has mean 0 and variance 1.
 

@@ -17,6 +17,8 @@ from PIL import Image
 from tolerances import gamma
 
 from adapters.dumps import append, read, response, rows_of
+from causes import Finding, Tokens
+from doctor import Report
 from plumbing.consult import consult, main
 from plumbing.settings import UserError
 
@@ -191,7 +193,7 @@ PRIME = {"token_ids": [4, 5], "inference_logprobs": [None, -0.5],
     ({**GOOD, "train_log_probs": None}, "train_log_probs is missing"),
     ({**GOOD, "rollout_log_probs": [0.7, -1]}, "rollout_log_probs has a value above 0"),
     ({**GOOD, "weight_version": [0, 2 ** 63]}, "weight_version has an entry that is no whole"),
-    ({**NEMO, "prev_logprobs": [None, -0.5]}, "prev_logprobs has an entry that is no finite"),
+    ({**NEMO, "prev_logprobs": [math.nan, -0.5]}, "prev_logprobs has an entry that is no finite"),
     ({**PRIME, "loss_mask": [0.5, 1]}, "loss_mask has 0.5, which is neither 0 nor 1"),
     ({**PRIME, "inference_logprobs": [-1, -1], "trainer_logprobs": [-1, -1], "loss_mask": [1, 1],
       "entropy": [None]}, "entropy must be a list with an entry for each token"),
@@ -203,7 +205,7 @@ PRIME = {"token_ids": [4, 5], "inference_logprobs": [None, -0.5],
     ({**GOOD, "prompt_ids": [-3]}, "prompt_ids has -3"),
     *(({**GOOD, "prompt_ids": x}, "prompt_ids has an entry that is no whole number")
       for x in (0, {}, "", False, [3.0])),
-    ({**GOOD, "rollout_log_probs": [None, -1]}, "rollout_log_probs has an entry that is no finite"),
+    ({**GOOD, "rollout_log_probs": ["", -1]}, "rollout_log_probs has an entry that is no finite"),
     *(({**NEMO, "input_lengths": x}, "input_lengths must be a number of tokens, at most 2, not ")
       for x in (None, [2], "x", -1, 3, 10 ** 400, True)),
     ("[" * 100_000, "this is not JSON")], ids=str)
@@ -283,28 +285,29 @@ def test_the_report_ends_with_what_the_model_says(monkeypatch, capsys):
     plain = Match("plain", None, None, 1.0, 0.0)
     rescored = Rescored(plain, plain._replace(name="hot", cause="temperature"), "train")
     monkeypatch.setattr("plumbing.consult.consult",
-                        lambda _: (types.SimpleNamespace(causes=[1], proper=True), rescored))
+                        lambda _: (types.SimpleNamespace(faulty=True), rescored))
     assert main(["x"]) == 1
     assert capsys.readouterr().out.splitlines()[1:] == rescored.lines()
 
 
 def test_two_causes_have_the_exit_code_of_one(monkeypatch, capsys):
     """An exit code of 2 means a dump that cannot be read."""
-    report = types.SimpleNamespace(causes=[1, 2], proper=True, as_json=dict)
-    monkeypatch.setattr("plumbing.consult.consult", lambda _: (report, None))
-    assert main(["x", "--json"]) == 1
-    report.causes = []
-    assert main(["x", "--json"]) == 0
-    for proper, code in ((None, 0), (False, 1)):        # too few tokens; a fault without a name
-        report.proper = proper
-        assert main(["x", "--json"]) == code
+    found = Finding("eos", 0.1, "a place")
+    for mean, error, causes, code in (
+            (1.0, 0.005, [found, found], 1), (1.0, 0.005, [], 0), (1.0, 0.5, [found], 1),
+            (1.0, 0.5, [], 0), (2.0, 0.1, [], 1)):      # undecided; a fault without a name
+        report = Report(7, 1000, mean, error, (), causes, Tokens.of([]))
+        monkeypatch.setattr("plumbing.consult.consult", lambda _, report=report: (report, None))
+        assert main(["x", "--json"]) == code == main(["x"])
+        said = json.loads(capsys.readouterr().out.splitlines()[0])
+        assert code == bool(said["causes"] or said["proper"] is False)
 
 
 def test_a_side_that_only_the_model_finds_guilty_is_a_fault(monkeypatch, capsys):
     """The dump alone shows nothing, and what the model finds has no name."""
     for guilty, code in (("none", 0), ("train", 1)):
         monkeypatch.setattr("plumbing.consult.consult", lambda _, guilty=guilty: (
-            types.SimpleNamespace(causes=[], proper=True, as_json=dict),
+            types.SimpleNamespace(faulty=False, as_json=dict),
             types.SimpleNamespace(guilty=guilty, as_json=dict)))
         assert main(["x", "--json"]) == code
 

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from certified import certifies
 from examples import GOOD, X, chi_square_of
 from oracle import (Policy, close, estimator_moments, exact_gradient, expectation, f64, grad_J, kl,
                     rewards, scores, token_kl)
@@ -29,6 +30,7 @@ LEVELS, KINDS = ("token", "sequence", "geometric"), ("k1", "k2", "k3", "abs")
 
 # -------------------------------------------------------------------------------- the oracle itself
 
+@certifies("float64")
 def test_oracle_probabilities_and_scores():
     """eq:policy-gradient: Σ_y π(y) = 1, E_π[∇log π_t] = 0, ∇J = E_π[R Σ_t ∇log π_t]."""
     assert len(PI.tokens) == 15 and close(PI.probs().sum(), 1.0)
@@ -71,6 +73,7 @@ def test_log_ratio_is_float32_at_least(dtype, out):
     assert ratio.dtype == out and close(ratio, a.to(out) - b.to(out))
 
 
+@certifies("float64")
 def test_exp_ratio_is_exp_within_its_bound_and_finite_beyond():
     """eq:ratio: the one clamp is at ±20 nats; e^20 squared is still a float32."""
     assert SAFETY_BOUND == 20 and exp_ratio(torch.tensor(1e30)).square().isfinite()
@@ -87,8 +90,12 @@ def test_levels_by_hand():
         assert close(aggregate_log_ratio(X, GOOD, level), by_hand)
 
 
+@certifies("float64")
 def test_sequence_ratio_has_mean_one_and_the_other_levels_do_not():
-    """eq:levels: E_μ[π(y)/μ(y)] = 1; E_μ of a geometric mean is < 1 (Jensen)."""
+    """eq:levels: E_μ[π(y)/μ(y)] = 1; E_μ of a geometric mean is another number, here below 1.
+
+    At one length Jensen's inequality has it below 1; where lengths differ it may be above.
+    """
     rho = {level: exp_ratio(aggregate_log_ratio(LP - MU_LP, MASK, level)) for level in LEVELS}
     means = {level: expectation(MU, rho[level][:, 0]).item() for level in LEVELS}
     print(f"\nE_μ[first token's ρ]: {means}")
@@ -119,6 +126,7 @@ def test_ess_by_hand():
         assert empty.item() == 0
 
 
+@certifies("float64")
 def test_ess_is_one_over_one_plus_chi_square():
     """eq:ess, eq:chi2: ESS/N is 1/(1 + χ²), exactly for eight samples as frequent as in μ."""
     mu, pi = f64([4, 2, 1, 1]) / 8, f64([0.2, 0.5, 0.25, 0.05])
@@ -128,6 +136,7 @@ def test_ess_is_one_over_one_plus_chi_square():
     assert close(effective_sample_size(log_rho.exp(), torch.ones(8)), 1 / (1 + exact))
 
 
+@certifies("float64")
 def test_chi_square_is_the_variance_of_the_sequence_ratio():
     """eq:chi2: enumeration gives E_μ[ρ²] − 1, the function seeing one sequence at a time."""
     log_rho = aggregate_log_ratio((LP - MU_LP).detach(), MASK, "sequence")[:, 0]
@@ -145,6 +154,7 @@ def test_chi_square_small_large_and_empty():
     assert chi_square_of(tiny, torch.zeros(4)).item() == 0
 
 
+@certifies("float64")
 def test_perplexity_ratio_is_the_inverse_geometric_mean():
     """eq:perplexity: ppl_π/ppl_μ is 1/(Πρ)^{1/|y|}; a ppl is exp of the mean surprise, or 1."""
     geometric = exp_ratio(aggregate_log_ratio(LP - MU_LP, MASK, "geometric"))[:, 0]
@@ -190,6 +200,32 @@ def test_whole_rewards_have_fractions_for_advantages():
                    lambda r, g: reinforce_advantages(r)):
         whole = method(torch.tensor([1, 1, 2]), torch.zeros(3))
         assert close(whole, method(torch.tensor([1.0, 1.0, 2.0]), torch.zeros(3)), 0)
+
+
+def test_whole_rewards_above_what_float32_counts_keep_their_difference():
+    """eq:baseline: 2²⁴ + 1 is no float32; advantages are of the size of the differences."""
+    rewards, groups = torch.tensor([2 ** 24 + 1, 2 ** 24]), torch.zeros(2)
+    for found in (grpo_advantages(rewards, groups, False), reinforce_advantages(rewards)):
+        assert found.tolist() == [0.5, -0.5] and found.dtype == torch.float32
+    assert rloo_advantages(rewards, groups).tolist() == [1, -1]
+    assert grpo_advantages(rewards, groups).tolist() == pytest.approx(
+        [math.sqrt(0.5), -math.sqrt(0.5)], rel=2e-6)                # the deviation has 1e-6 added
+
+
+@pytest.mark.parametrize("size", [1e-170, 1e-5, 3.0, 1e155, 1e307])
+def test_a_deviation_has_the_size_of_its_rewards(size):
+    """eq:baseline: the squares of 1e155 are infinite and those of 1e-170 are 0; each group alone.
+
+    A group of another size changes nothing.
+    """
+    rewards = f64([size, -size, 0.5 * size, 1.0, 2.0, 1e200, -1e200])
+    groups = torch.tensor([0, 0, 0, 1, 1, 2, 2])
+    found = grpo_advantages(rewards, groups)
+    of_unit = f64([1.0, -1.0, 0.5])
+    deviation = of_unit.std()                                       # of one of size 1
+    exact = (of_unit - of_unit.mean()) / (deviation + 1e-6 / size)
+    assert found[:3].tolist() == pytest.approx(exact.tolist(), rel=1e-12)
+    assert torch.equal(found[3:5], grpo_advantages(rewards[3:5], groups[3:5]))
 
 
 def test_rejected_rows_are_not_in_the_baseline():
@@ -238,6 +274,7 @@ def advantage_moments(advantages):
     return estimator_moments(PI, PI, loss, batch=2)
 
 
+@certifies("float64")
 def test_leave_one_out_is_unbiased_and_the_group_mean_shrinks():
     """eq:baseline: over all pairs RLOO is ∇J; the mean with the own reward is (n−1)/n of it."""
     assert close(advantage_moments(rloo_advantages).mean, -grad_J(PI, R))
@@ -246,8 +283,12 @@ def test_leave_one_out_is_unbiased_and_the_group_mean_shrinks():
     assert close(grpo.gradients, advantage_moments(rloo_advantages).gradients / 2)
 
 
+@certifies("float64")
 def test_dividing_by_the_deviation_changes_the_direction():
-    """eq:baseline: GRPO's /std is no multiple of ∇J: the angle is printed."""
+    """eq:baseline: with GRPO's /std the expected gradient is no multiple of ∇J.
+
+    The angle is printed.
+    """
     grpo = advantage_moments(grpo_advantages).mean
     cosine = torch.cosine_similarity(grpo, -grad_J(PI, R), dim=0).item()
     print(f"\ncosine between GRPO's expected gradient (n = 2) and ∇J: {cosine:.4f}")

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from certified import certifies
 from oracle import (Policy, close, estimator_moments, exact_gradient, expectation, f64, kl, rewards,
                     scores, token_kl)
 from tolerances import gamma
@@ -31,6 +32,7 @@ def moments(loss, sampler=PI):
 
 # ------------------------------------------------------------------------------------------- values
 
+@certifies("float64")
 def test_k1_and_k3_are_unbiased_values_and_k2_is_not():
     """eq:kl-estimators: E_π[Σ_t k1] = E_π[Σ_t k3] = KL(π‖ref); k2 and abs have another value."""
     value = {k: expectation(PI, (kl_estimate(LP, REF_LP, k) * MASK).sum(-1)) for k in KINDS}
@@ -149,9 +151,12 @@ TABLE = {
 }
 
 
+@certifies("float64")
 @pytest.mark.parametrize("row", TABLE)
 def test_kl_gradient_table(row):
-    """eq:kl-gradient, eq:straight-through, eq:kl-ratio: each row has its expected gradient."""
+    """eq:kl-gradient, eq:straight-through, eq:kl-ratio: twenty estimators have the
+    expected gradients that their rows name.
+    """
     loss, sampler, target = TABLE[row]
     assert close(moments(loss, sampler).mean, target)
 
@@ -179,6 +184,7 @@ def test_kl_gradient_biases_are_there(row):
     assert size > 0.03
 
 
+@certifies("float64")
 def test_ratio_times_k3_is_k2_sample_by_sample():
     """eq:kl-ratio: ∇(ratio·k3) = sg(ratio)·∇k2 for each sequence, for ratio·k1 in the mean."""
     k3 = moments(WEIGHT * estimate("k3"), MU)

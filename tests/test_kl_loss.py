@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
+from certified import certifies
 from examples import MU, PI, REF, MASK, SUM, batch, by_loops, every_aggregation
-from oracle import close, estimator_moments, exact_gradient, f64, kl, token_kl
+from oracle import close, estimator_moments, exact_gradient, f64, kl, scores, token_kl
+from tolerances import gamma
 
+from estimators import kl_estimate
 from losses import Counts, count, kl_loss, kl_penalty, kl_ratio
 
 
@@ -18,20 +21,22 @@ def kl_moments(kind, mu=PI, ratio=None):
         lp[i], ref[i], MASK[i], kind, SUM, ratio=None if ratio is None else ratio[i]))
 
 
+@certifies("float64")
 @pytest.mark.parametrize("kind, mu, ratio, target", [
     *((kind, PI, None, (PI, REF, PI)) for kind in ("k2", "k1+", "k2+", "k3+", "abs+")),
     ("k3", PI, None, (REF, PI, PI)), ("k3", MU, "detached", (REF, PI, MU)),
     *((kind, MU, "detached", (PI, REF, MU)) for kind in ("k2", "k1+", "k3+")),
     *((kind, MU, "live", (PI, REF, MU)) for kind in ("k1", "k3"))])
 def test_kl_loss_gradients(kind, mu, ratio, target):
-    """eq:kl-gradient, eq:kl-ratio: the gradient is that of a per-token KL(p‖q) under `visits`."""
+    """eq:kl-gradient, eq:kl-ratio: k2, "+", ρ·k3 give ∇KL(π‖ref) per token; k3 KL(ref‖π)'s."""
     assert close(kl_moments(kind, mu, ratio).mean, exact_gradient(PI, token_kl(*target)))
 
 
+@certifies("float64")
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs+", "k1+", "k2+", "k3+"])
 @pytest.mark.parametrize("level", ["token", "prefix"])
 def test_kl_ratio_makes_every_kind_unbiased_on_samples_of_another_policy(kind, level):
-    """eq:kl-ratio, eq:prefix: per token in the states of μ, or of π_θ by the product before it.
+    """eq:kl-ratio, eq:prefix: `kl_ratio` gives ∇KL per token in μ's states, by prefix in π's.
 
     Only k1 and k3, which keep the ratio's graph, follow with prefix products how the states change.
     """
@@ -46,9 +51,76 @@ def test_kl_ratio_makes_every_kind_unbiased_on_samples_of_another_policy(kind, l
     assert close(found, target)
 
 
+def test_a_ratio_times_k3_has_the_product_rules_gradient_in_two_parts():
+    """eq:kl-ratio, eq:prefix: ∇(ρ_{1:t} k3) = ρ_{1:t}(ℓ_t g_t + k3 Σ_{s<t} g_s), sample by sample.
+
+    So it is with any ratio that keeps its graph: that of one token has the first part alone.
+    """
+    lp, mu_lp, ref = PI.log_probs(), MU.log_probs().detach(), REF.log_probs().detach()
+    ell, each = (lp - ref).detach(), scores(PI)
+    k3 = torch.expm1(-ell) + ell
+    before = each.cumsum(1) - each
+    for level in ("token", "prefix"):
+        ratio = kl_ratio(lp, mu_lp, MASK, "k3", level)
+        weight = (ratio.detach() * MASK)[..., None]
+        parts = weight * (ell[..., None] * each + (level == "prefix") * k3[..., None] * before)
+        found = estimator_moments(PI, MU, lambda i: kl_loss(
+            lp[i], ref[i], MASK[i], "k3", SUM, ratio=ratio[i]))
+        by_the_product_rule = estimator_moments(PI, MU, lambda i: (
+            ratio[i] * kl_estimate(lp[i], ref[i], "k3") * MASK[i]).sum())
+        assert close(found.gradients, parts.sum(1))
+        assert close(found.gradients, by_the_product_rule.gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_token_far_below_the_reference_has_its_own_gradient_and_the_prefix_a_limited_share(dtype):
+    """eq:prefix: ℓ = (0.5, −19); the first token sees k3 = e^19 up to ε^{−1/2}."""
+    ref = torch.tensor([[-1.5, -2.0]], dtype=dtype)
+    log_prob = torch.tensor([[-1.0, -21.0]], dtype=dtype, requires_grad=True)
+    ratio = kl_ratio(log_prob, log_prob.detach(), torch.ones(1, 2), "k3", "prefix")
+    loss = kl_loss(log_prob, ref, torch.ones(1, 2), "k3", "token-sum", ratio=ratio)
+    first, last = torch.autograd.grad(loss, log_prob)[0][0].tolist()
+    exact, limit = math.exp(19) - 1 - 19, torch.finfo(dtype).eps ** -0.5
+    assert last == pytest.approx(-19, rel=2 * limit * torch.finfo(dtype).eps / 19)
+    assert first == pytest.approx(0.5 + min(exact, limit), rel=gamma(40, dtype))
+    assert loss.item() == pytest.approx(exact + math.expm1(-0.5) + 0.5, rel=gamma(40, dtype))
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k1+", "k3+"])
+def test_a_token_that_the_policy_cannot_draw_adds_nothing_beside_its_ratio(kind):
+    """eq:kl-ratio: ρℓ is 0 at π_θ = 0; neither value nor gradient is a NaN, and the others stay."""
+    log_mu, ref, mask = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-0.5, -1.5]]), torch.ones(1, 2)
+    for level in ("token", "prefix"):
+        losses, slopes = [], []
+        for of_first in (-math.inf, -1e4):
+            log_prob = torch.tensor([[-0.75, of_first]], requires_grad=True)
+            loss = kl_loss(log_prob, ref, mask, kind, "token-sum",
+                           ratio=kl_ratio(log_prob, log_mu, mask, kind, level))
+            losses.append(loss)
+            slopes.append(torch.autograd.grad(loss, log_prob)[0])
+        assert torch.equal(*losses) and torch.equal(*slopes) and slopes[0][0, 0] != 0
+        penalty = kl_penalty(torch.tensor([[-0.75, -math.inf]]), ref, log_mu, mask, kind, level)
+        assert penalty[0, 1] == 0 and penalty.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3+"])
+def test_a_penalty_is_the_ratio_times_the_estimate_below_any_bound(kind, dtype):
+    """eq:kl-gradient: ρ is 0 in the limit and never e^−20 instead; above e^20 it is clamped."""
+    for log_rho in (-60.0, -20.125, -19.875, 0.5, 19.875, 20.125):
+        for ell in (-20.125, -19.875, -3.0, 2.0, 20.125):
+            old, mask = torch.tensor([[-70.0]], dtype=dtype), torch.ones(1, 1)
+            found = kl_penalty(old, old - ell, old - log_rho, mask, kind, "token").item()
+            limited = max(ell, -20)                       # where k3 is clamped
+            value = {"k1": ell, "k2": ell * ell / 2}.get(kind, math.expm1(-limited) + limited)
+            right = math.exp(min(log_rho, 20)) * value
+            assert found == pytest.approx(right, rel=gamma(40, dtype))
+
+
+@certifies("float64")
 @pytest.mark.parametrize("level, sampler", [(None, PI), ("token", MU), ("prefix", MU)])
 def test_k1_in_the_reward_has_the_gradient_of_the_kl(level, sampler):
-    """eq:kl-gradient, eq:prefix: on-policy without a level, else on samples of another policy."""
+    """eq:kl-gradient, eq:prefix: k1 in the reward is ∇KL, by prefix ratios on samples of μ."""
     lp, mu_lp, ref = PI.log_probs(), sampler.log_probs().detach(), REF.log_probs().detach()
     penalty = kl_penalty(lp, ref, mu_lp, MASK, "k1", level)
     found = estimator_moments(PI, sampler, lambda i: (penalty[i] * lp[i] * MASK[i]).sum()).mean
@@ -74,6 +146,7 @@ def test_a_penalty_with_weights_of_its_own_has_those_of_the_loss_divided_out(lev
     assert (divided[~MASK] == 0).all()
 
 
+@certifies("float64")
 def test_kl_loss_of_k1_has_no_gradient_and_ratio_times_k2_the_wrong_one():
     """eq:kl-gradient, eq:kl-ratio: E_π[∇k1] = 0; ratio·k2 with the ratio's graph is wrong."""
     assert close(kl_moments("k1").mean, torch.zeros(PI.logits.numel()))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from certified import certifies
 from examples import (LOSS_TYPES, MODES, batch, by_loops, config_of, every_aggregation,
                       every_denominator, every_mode)
 from oracle import close
@@ -27,11 +28,12 @@ from surrogates import cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss, sap
 
 # --------------------------------------------------------------------------- the whole is its parts
 
+@certifies("float64")
 @every_mode
 @every_denominator
 @every_aggregation
 def test_policy_loss_is_its_parts(mode, denominator, how):
-    """eq:correction, eq:decoupled-ppo, eq:bypass: it is loss × weights over what is kept."""
+    """eq:correction, eq:decoupled-ppo, eq:bypass: `policy_loss` is loss × weight of the kept."""
     config = config_of(mode, "token", 1.2, False, {"token_k1": (0.5, 1.5)})
     lp, old, mu, advantages, mask = batch(3)
     anchor, train = (mu, lp) if config.bypass_mode else (old, old)

@@ -11,6 +11,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import certified
 import pytest
 import test_house as house
 import torch
@@ -135,6 +136,31 @@ def tables():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_every_equation_is_certified_by_a_test_that_is_as_strict_as_its_mark(tables):
+    """Appendix E is what the marks say; "rational" compares no floats, chance has a confidence."""
+    found = certified.statements()
+    assert tables.block("certified") in (ROOT / "math" / "appendix-certified.md").read_text()
+    assert {label for row in found for label in row.labels} == set(defined())
+    for row in found:
+        kind, _, confidence = row.arithmetic.partition(": ")
+        assert kind in certified.ARITHMETICS and row.test.startswith("test_")
+        assert ("chance" in confidence) == (kind == "Monte Carlo"), row
+        if kind == "rational":
+            body, = [node for node in ast.parse((ROOT / "tests" / row.file).read_text()).body
+                     if getattr(node, "name", "") == row.test]
+            names = {node.id for node in ast.walk(body) if isinstance(node, ast.Name)}
+            assert not names & {"close", "float", "numbers", "torch"}, row
+
+
+def test_a_mark_without_a_statement_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_x.py").write_text(
+        'from certified import certifies\n\n\n@certifies("sympy")\ndef test_x():\n    """No."""\n')
+    monkeypatch.setattr(certified, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match=r"test_x.py::test_x is marked"):
+        certified.statements()
 
 
 def test_a_metric_without_a_formula_is_a_sentence_and_no_file_is_written(

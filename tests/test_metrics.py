@@ -8,8 +8,10 @@ import itertools
 import math
 import random
 
+import mpmath
 import pytest
 import torch
+from certified import certifies
 from examples import GOOD, KNOWN, X
 from oracle import (close, f64)
 from tolerances import NO_SPREAD, gamma
@@ -41,6 +43,7 @@ def reduced(x):
             "ess": x.sum() ** 2 / (n * x.square().sum())}
 
 
+@certifies("float64")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("pieces", [1, 2, 5])
 def test_statistics_merge_exactly(dtype, pieces):
@@ -279,7 +282,8 @@ def by_hand(train, rollout, mask, config, advantages):
     for name, bound in config.rollout_rs.items():
         metrics, gone = of_criterion(name, bound, logs, listed(advantages), listed(rollout))
         found |= metrics
-        kept = [[k and not g for k, g in zip(*rows)] for rows in zip(kept, gone)]
+        if not config.metrics_only:
+            kept = [[k and not g for k, g in zip(*rows)] for rows in zip(kept, gone)]
     veto = (config.rollout_rs.get("seq_max_k1") or (None,))[0]
     vetoed = [[veto is not None and x < math.log(veto) for x in row] for row in logs]
     gone = [[not k for k in row] for row in kept]
@@ -302,8 +306,14 @@ def weights_by_hand(logs, config):
     else:
         applied = [[min(exp(x), bound) for x in row] for row in logs]
     bounds = bound if isinstance(bound, tuple) else (1 / bound, bound)
+    if config.rollout_is_count_below is not None:
+        bounds = config.rollout_is_count_below, bounds[1]
     found = of_ratio(["rollout_is_raw", "rollout_is"], logs, applied, bounds, level == "sequence")
-    found["rollout_is_per_sequence"] = float(bool(logs) and level in ("sequence", "geometric"))
+    per_sequence = float(bool(logs) and level in ("sequence", "geometric"))
+    if config.metrics_only:
+        found = {name: value for name, value in found.items() if name.startswith("rollout_is_raw")}
+        return found | {"rollout_is_per_sequence": per_sequence}
+    found["rollout_is_per_sequence"] = per_sequence
     if isinstance(bound, tuple):
         found |= {"rollout_is_masked_fraction": share(zeroed),
                   "rollout_is_seq_masked_fraction": share(zeroed, True)}
@@ -329,7 +339,9 @@ def drawn(rng):
     criteria = {name: pair() if name.endswith("k1") else rng.uniform(1e-3, 3)
                 for name in rng.sample(KNOWN, rng.randint(0, 4))}
     config = Config(rng.choice([None, "token", "prefix", "sequence", "geometric"]),
-                    rng.choice([0.05, 0.7, 2.0, pair()]), rng.random() < 0.5, criteria)
+                    rng.choice([0.05, 0.7, 2.0, pair()]), rng.random() < 0.5, criteria,
+                    metrics_only=rng.random() < 0.2,
+                    rollout_is_count_below=rng.choice([None, 0.0, 0.3]))
     return train, rollout, mask, config, signs
 
 
@@ -389,6 +401,37 @@ def test_k3_and_z_see_a_mismatch_of_rounding_alone(spread):
     k3, z = "rollout_corr/k3_kl", "rollout_corr/is_ratio_z"
     assert single[k3] == pytest.approx(double[k3], abs=off * spread)
     assert single[z] == pytest.approx(double[z], abs=off * x.numel() ** 0.5)
+
+
+@pytest.mark.parametrize("level", ["token", "prefix", "sequence", "geometric"])
+@pytest.mark.parametrize("spread", [1e-7, 1e-8, 1e-10])
+def test_a_spread_far_below_the_root_of_float64s_precision_is_measured(spread, level):
+    """eq:kl-estimators: k3 and all deviations of ρ and of weights equal to it, by mpmath.
+
+    A weight is stored beside 1, to ε/2; a few roundings of it are what its deviation may lose.
+    """
+    g = torch.Generator().manual_seed(0)
+    log_rho, mask = spread * torch.randn(6, 40, generator=g).double(), torch.ones(6, 40)
+    found = to_host(correct(log_rho, 0 * log_rho, mask, Config(level, 2.0)).metrics)
+    found = {name.removeprefix("rollout_corr/"): x for name, x in found.items()}
+
+    def std(values, lost=0):
+        middle = mpmath.fsum(values) / len(values)
+        squares = mpmath.fsum((x - middle) ** 2 for x in values)
+        return float(mpmath.sqrt(squares / (len(values) - lost)))
+    with mpmath.workdps(40):
+        rows = [[mpmath.expm1(mpmath.mpf(x)) for x in row]
+                for row in at(level, [[*map(mpmath.mpf, row)] for row in log_rho.tolist()])]
+        flat, means = sum(rows, []), [mpmath.fsum(row) / len(row) for row in rows]
+        tokens = [*map(mpmath.mpf, log_rho.flatten().tolist())]
+        k3 = float(mpmath.fsum(mpmath.expm1(x) - x for x in tokens) / len(tokens))
+        expected = {"is_ratio_std": std([*map(mpmath.expm1, tokens)], 1)} | {
+            f"rollout_is_{raw}{name}": of for raw in ("", "raw_")
+            for name, of in (("std", std(flat)), ("seq_std", std(means, 1)))}
+    # Two means, each off by ε·spread, of which k3 is the small difference spread²/2.
+    assert found["k3_kl"] == pytest.approx(k3, rel=8 * 2.0 ** -53 / max(spread, 1e-8))
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-9 + 8 * 2.0 ** -53 / value), name
 
 
 def test_a_ratio_of_next_to_nothing_is_not_0():

@@ -14,7 +14,7 @@ def test_presets_by_todays_and_historical_names():
         assert (config.loss_type == "reinforce") == ("pg" in name or "pure" in name)
     assert set(HISTORICAL.values()) <= set(PRESETS)
     assert {*("token_is token_tis seq_is seq_is_rs seq_mis geo_mis ppo_is_bypass pure_is pg_is "
-              "pure_rs").split()} <= set(HISTORICAL)
+              "pure_rs").split()} <= set(PRESETS)
     assert PRESETS["geo_mis"]().rollout_rs == {"seq_mean_k1": (0.999, 1.001),
                                                "seq_max_k1": (1e-4, None)}
     assert PRESETS["pg_rs"]().rollout_rs == PRESETS["geo_rs"]().rollout_rs
@@ -43,12 +43,16 @@ def test_presets_have_the_documents_bounds():
         "bypass_pg_token_icepop": ("token", icepop, {}), "bypass_pg_geo_rs": (None, 2.0, narrow),
         "bypass_pg_geo_rs_seq_tis": ("sequence", 2.0, narrow),
         "bypass_pg_geo_rs_token_tis": ("token", 2.0, narrow), "disabled": (None, 2.0, {}),
-        "geo_rs": (None, 2.0, narrow | veto), "pg_rs": (None, 2.0, narrow | veto)}
+        "geo_rs": (None, 2.0, narrow | veto), "pg_rs": (None, 2.0, narrow | veto),
+        "seq_mis": ("sequence", 2.0, {"seq_sum_k1": (None, 2.0)}),
+        "ppo_is_bypass": ("token", 2.0, {})}
     found = {name: make() for name, make in PRESETS.items() if name not in HISTORICAL}
     assert {name: (c.rollout_is, c.rollout_is_threshold, c.rollout_rs)
             for name, c in found.items()} == expected
     assert {name for name, c in found.items() if c.bypass_mode} == {
-        name for name in expected if name.startswith("bypass") or name == "pg_rs"}
+        name for name in expected if name.startswith("bypass") or name in (
+            "pg_rs", "ppo_is_bypass")}
+    assert [name for name, c in found.items() if c.metrics_only] == ["ppo_is_bypass"]
 
 
 @pytest.mark.parametrize("made, expected", [
@@ -58,7 +62,10 @@ def test_presets_have_the_documents_bounds():
      Config("sequence", 3.0, rollout_rs={"seq_sum_k1": (0.5, 2.0)})),
     (Config.seq_is_rs(3.0, (0.25, 4.0)),
      Config("sequence", 3.0, rollout_rs={"seq_sum_k1": (0.25, 4.0)})),
-    (Config.seq_mis(threshold=3.0), Config("sequence", 3.0, rollout_rs={"seq_sum_k1": (0.5, 2.0)})),
+    (Config.seq_is_rs(3.0, rs_threshold=4.0, rs_threshold_lower=0.5),
+     Config("sequence", 3.0, rollout_rs={"seq_sum_k1": (0.5, 4.0)})),
+    (Config.seq_mis(threshold=3.0),
+     Config("sequence", 3.0, rollout_rs={"seq_sum_k1": (None, 3.0)})),
     (Config.geo_rs(rs_threshold=1.001, rs_threshold_lower=0.999, veto_threshold=1e-5),
      Config(rollout_rs={"seq_mean_k1": (0.999, 1.001), "seq_max_k1": (1e-5, None)})),
     (Config.geo_rs(veto_threshold=None), Config(rollout_rs={"seq_mean_k1": (0.999, 1.001)})),
@@ -74,7 +81,8 @@ def test_presets_have_the_documents_bounds():
     (Config.decoupled_token_icepop(threshold_lower=0.25), Config("token", (0.25, 5.0))),
     (Config.bypass_pg_token_icepop([0.1, 9]),
      Config("token", (0.1, 9.0), bypass_mode=True, loss_type="reinforce")),
-    (Config.ppo_is_bypass(threshold=3.0), Config(None, 3.0, bypass_mode=True)),
+    (Config.ppo_is_bypass(threshold=3.0),
+     Config("token", 3.0, bypass_mode=True, metrics_only=True)),
     (Config.pure_is(threshold=3.0),
      Config("sequence", 3.0, bypass_mode=True, loss_type="reinforce")),
     (Config.pg_rs(rs_threshold=1.25, veto_threshold=1e-4), Config(
@@ -104,15 +112,16 @@ def test_a_preset_is_a_def_and_an_older_name_the_same_method():
     """`grep` finds each preset, a type checker knows it, and their order is that of the tables."""
     for name, preset in PRESETS.items():
         method = getattr(Config, HISTORICAL.get(name, name))
-        assert (preset.__doc__ and preset.__func__ is method.__func__) or name == "seq_mis"
+        assert preset.__doc__ and preset.__func__ is method.__func__
         assert PRESETS[name]() == PRESETS[HISTORICAL.get(name, name)]()
     today = [name for name in PRESETS if name not in HISTORICAL]
     assert today[:3] == ["decoupled_token_is", "decoupled_seq_is", "decoupled_seq_is_rs"]
-    assert set(HISTORICAL) == {"token_is", "token_tis", "seq_is", "seq_is_rs", "seq_mis", "geo_mis",
-                               "ppo_is_bypass", "pure_is", "pg_is", "pure_rs"}
+    assert set(HISTORICAL) == {"token_is", "token_tis", "seq_is", "seq_is_rs", "geo_mis", "pure_is",
+                               "pg_is", "pure_rs"}
 
 
 def test_each_preset_has_a_file_of_its_own():
     """Files of `configs/` are of today's names, as the appendix of settings says."""
     files = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
-    assert {name for name in PRESETS if name not in HISTORICAL} - {"geo_rs", "pg_rs"} <= files
+    assert {name for name in PRESETS if name not in HISTORICAL} - {
+        "geo_rs", "pg_rs", "seq_mis", "ppo_is_bypass"} <= files

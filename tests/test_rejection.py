@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from certified import certifies
 from examples import KNOWN, RATIOS, bound_of
 from oracle import (close, f64)
 from tolerances import gamma
@@ -31,6 +32,7 @@ def mask_of(**criteria):
                    f64([[-1.0] * 3, [1.0] * 3])).mask.tolist()
 
 
+@certifies("float64")
 @pytest.mark.parametrize("criteria, kept", [
     ({"token_k1": [0.5, 2.0]}, [[1, 1, 1], [0, 1, 1]]),     # bounds met exactly keep
     ({"token_k1": [0.6, 2.0]}, [[1, 0, 1], [0, 1, 1]]),     # asymmetric: on ρ, not on 1/ρ
@@ -55,6 +57,7 @@ def mask_of(**criteria):
     ({"token_k1": [0.6, 5.0], "seq_sum_k1": [None, 3.0]}, [[1, 0, 1], [0] * 3]),
 ])
 def test_each_criterion_on_numbers_one_can_check(criteria, kept):
+    """eq:rejection: each criterion compares its own statistic with its bound, and all must keep."""
     assert mask_of(**criteria) == kept
 
 
@@ -96,6 +99,7 @@ def test_what_is_not_finite_is_within_no_bound(criterion, value):
     assert any("not finite" in sentence for sentence in diagnose(result.metrics))
 
 
+@certifies("float64")
 def test_opsm_rejects_only_negative_advantages_of_drifted_sequences():
     """eq:opsm: a token goes where A < 0 and its sequence's mean of −log ρ is above δ.
 
@@ -119,8 +123,9 @@ def test_opsm_rejects_only_negative_advantages_of_drifted_sequences():
 
 # -------------------------------------------------------------------------- bounds on probabilities
 
+@certifies("float64")
 def test_total_variation_of_the_sampled_token():
-    """eq:total-variation: from 1e-4 a token may grow tenfold; from 0.5 it may not grow by 0.31.
+    """eq:total-variation: |π − μ| ≤ δ: from 1e-4 a token may grow tenfold, from 0.5 not by 0.31.
 
     A bound that is exactly met keeps the token.
     """
@@ -209,9 +214,10 @@ def dropped_by_hand(squares, bound):
     return [x not in left for x in squares]
 
 
+@certifies("float64")
 @pytest.mark.parametrize("seed", range(40))
 def test_the_worst_tokens_go_until_the_mean_is_met(seed):
-    """eq:second-moment: lists agree for any batch, with ties, with all and with none to drop."""
+    """eq:second-moment: the largest go, ties together, until the others' mean is ≤ the bound."""
     rng = random.Random(seed)
     rows, width, scale = rng.randint(1, 5), rng.randint(1, 9), rng.choice([1e-3, 0.2, 1.0, 30.0])
     steps = rng.choice([1, 4, 64])          # dyadic numbers: their sums are exact, and they tie
@@ -277,6 +283,21 @@ def test_a_rank_alone_finds_the_limit_by_halving_too(monkeypatch):
             assert second_moment_limit(pair, torch.ones(1, 2), a.item(), group) == a
     far = torch.full((1, 2), -3.0)                              # no bound: ∞ · 0 must not be NaN
     assert rejection_mask(far, torch.ones(1, 2), {"second_moment": math.inf}, group="ranks").all()
+
+
+@pytest.mark.parametrize("group", [None, "ranks"])
+@pytest.mark.parametrize("mask, bound, limit", [
+    ([1, 1, 1], math.inf, math.inf), ([1, 1, 0], math.inf, 0.25), ([1, 0, 0], 1e30, 0.25),
+    ([1, 1, 1], 1e30, 0.25), ([0, 0, 1], math.inf, math.inf), ([0, 0, 1], 1.0, 0.0),
+    ([0, 0, 0], math.inf, 0.0)])
+def test_an_infinite_square_is_kept_by_an_infinite_bound_alone(
+        mask, bound, limit, group, monkeypatch):
+    """eq:second-moment: in one process as over ranks; padding is no value, infinite or not."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    log_rho, mask = torch.tensor([[0.5, 0.25, math.inf, -math.inf]]), torch.tensor([[*mask, 0]])
+    assert second_moment_limit(log_rho.square(), mask, bound, group) == limit
+    kept = rejection_mask(log_rho, mask, {"second_moment": bound}, group=group)
+    assert kept.tolist() == (mask.bool() & (log_rho.square() <= limit)).tolist()
 
 
 def test_what_is_logged_of_the_second_moment_is_the_largest_term_that_stays():

@@ -1,6 +1,7 @@
 """Enumeration of tiny mixtures of experts gives what a replay of routes estimates (chapter 11)."""
 
 import pytest
+from certified import certifies
 import routes
 import torch
 from oracle import close
@@ -44,6 +45,7 @@ def test_the_tree_has_the_log_probs_of_each_response_run_alone(row):
     assert close(log_probs(THETA)[row, :length], chosen)
 
 
+@certifies("float64")
 @pytest.mark.parametrize("seed", range(8))
 def test_replayed_routes_make_a_proper_policy(seed):
     """eq:route-replay: Σ_y π(y; e) = 1 and E_μ[ρ] = 1, of a response and after each prefix."""
@@ -54,9 +56,10 @@ def test_replayed_routes_make_a_proper_policy(seed):
     assert close(of_state(mu_lp, lp), torch.ones(len(TREE.logits)))
 
 
+@certifies("float64")
 @pytest.mark.parametrize("seed", range(8))
 def test_r3_with_sequence_weights_is_the_gradient_at_the_samplers_routes(seed):
-    """eq:replay-gradient: for the trainer's own routes that is T1; by autograd and by scores."""
+    """eq:replay-gradient: with Πρ a replay of e has ∂J(θ, e)/∂θ; of the trainer's own routes T1."""
     theta, reward, table, _, mu_lp, aim, _ = routes.pair(0.1, seed)
     at_the_samplers = flat(grad(J)(theta, reward, table))
     assert close(expected(theta, mu_lp, reward, "sequence", table), at_the_samplers)
@@ -68,8 +71,9 @@ def test_r3_with_sequence_weights_is_the_gradient_at_the_samplers_routes(seed):
         assert close(expected(theta, mu_lp, reward, level, table), by_scores)
 
 
+@certifies("float64")
 def test_what_each_form_of_r3_misses():
-    """eq:replay-targets: with sequence weights routes differ from T1, and the weights θ from T2.
+    """eq:replay-targets: with Πρ R3 is off T1 by its routes, off T2 by θ; without Πρ by scores.
 
     Uncorrected, only the scores differ from T2.
     """
@@ -83,6 +87,7 @@ def test_what_each_form_of_r3_misses():
     assert min(gap.norm(), (weighted - T1).norm(), (weighted - T2).norm()) > 0.01
 
 
+@certifies("float64")
 def test_where_nothing_differs_both_targets_are_one():
     """eq:replay-targets: with the same weights every form of R3 is T1 and T2."""
     theta, reward, table, _, mu_lp, aim, other = routes.pair(0.0, 1)
@@ -91,6 +96,7 @@ def test_where_nothing_differs_both_targets_are_one():
         assert close(expected(theta, mu_lp, reward, level, table), aim)
 
 
+@certifies("float64")
 def test_replayed_gates_hide_a_router_and_take_its_gradient():
     """eq:replay-gates: ρ is 1 where only routers differ, and no gradient reaches a router."""
     _, table, gates = forward(ROUTER_ONLY)
@@ -105,6 +111,7 @@ def test_replayed_gates_hide_a_router_and_take_its_gradient():
     assert lost["router"] > 0.05 and lost["embed"] > 0.05       # what flows through a router, too
 
 
+@certifies("float64")
 def test_the_mean_of_rho_finds_a_route_that_looked_ahead():
     """eq:route-ahead: E_μ[ρ_t | h] = Σ_v π(v | h; e(h, v)), which no policy's sum is."""
     tables = routes.ahead(ROUTES)
@@ -140,6 +147,7 @@ PRACTICES |= {routes.OWN: (lambda table: None, lambda _: live),
               routes.GATES: (lambda table: table, frozen)}
 
 
+@certifies("float64")
 @pytest.mark.parametrize("name", PRACTICES)
 def test_only_r3_keeps_the_laws_of_a_replay(name):
     """eq:replay-gradient: a replay is healthy if three laws hold, and each practice breaks one."""

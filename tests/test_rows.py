@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from certified import certifies
 from examples import MASK, OLD, PI, A, batch
 from oracle import close
 from tolerances import NO_SPREAD
@@ -122,9 +123,10 @@ def slopes(row, old, numbers):                          # of its terms in log π
     return torch.autograd.grad(terms[MASK].sum(), leaf)[0]
 
 
+@certifies("float64")
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_first_gradient_is_that_of_reinforce(name):
-    """eq:reinforce: at π_θ = π_old the slope in log π_θ is −A, with one A for a sequence."""
+    """eq:reinforce: at π_θ = π_old every loss has the slope −A in log π_θ, one A for a sequence."""
     assert close(slopes(LOSSES[name], LP, LOSSES[name].own), -A * MASK)
 
 

@@ -5,7 +5,9 @@ import math
 
 import pytest
 import torch
-from oracle import (close, f64)
+from certified import certifies
+from oracle import close, f64
+from tolerances import gamma
 
 from estimators import sampling_log_probs
 
@@ -25,6 +27,7 @@ def slow_sampling(logits, temperature, top_k, top_p, min_p):
     return [math.log(q[v] / mass) if v in kept else -math.inf for v in range(len(q))], mass
 
 
+@certifies("float64")
 @pytest.mark.parametrize("temperature, top_k, top_p, min_p", list(itertools.product(
     (0.5, 1.0, 3.0), (0, 1, 3, 99), (0.3, 0.8, 1.0), (0.0, 0.05, 0.25, 0.6))))
 def test_sampling_distribution_against_lists(temperature, top_k, top_p, min_p):
@@ -94,6 +97,7 @@ def test_without_top_p_no_token_is_dropped():
     assert close(log_mu, logits.log_softmax(-1)) and mass == 1
 
 
+@certifies("float64")
 def test_scoring_with_the_raw_softmax_is_off_by_the_mass():
     """eq:sampling: log q − log μ = log(mass) on every kept token."""
     logits = f64([[2.0, 1.0, 0.0, -1.0]])
@@ -114,9 +118,13 @@ def test_sampling_errors_name_the_setting(bad):
 @pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}, {}])
 def test_a_nan_remains_one_and_no_mass_is_above_1(cut):
     """eq:sampling: −∞ would say that the token is never sampled."""
-    log_mu, mass = sampling_log_probs(f64([[0, math.nan, 1], [0, 1, 2]]), **cut)
-    assert log_mu[0].isnan().all() and close(log_mu[1].exp().sum(), f64(1))
-    assert mass[0].isnan() or not cut
+    for bad in (math.nan, math.inf):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            logits = torch.tensor([[0, bad, 1], [0, 1, 2]], dtype=dtype)
+            log_mu, mass = sampling_log_probs(logits, **cut)
+            assert log_mu[0].isnan().all() and mass[0].isnan()
+            assert mass.dtype == log_mu.dtype and mass[1] <= 1
+            assert close(log_mu[1].double().exp().sum(), f64(1), gamma(16))
     logits = torch.randn(30, 32_000, generator=torch.Generator().manual_seed(0))
     assert sampling_log_probs(logits, min_p=1e-30)[1].max() <= 1     # its sum of float32 is above 1
 

@@ -127,18 +127,25 @@ def test_a_cut_that_keeps_one_token_is_said_to_teach_nothing(top_k):
     ("ppo_clip", "tau_negative", True), ("sapo", "tau_negative", False)])
 def test_a_number_that_the_loss_does_not_take_is_named(loss, key, said):
     value = 2 if key == "dual_clip" else 1
-    found = remarks(load_config([f"correction.loss_type={loss}", f"loss.{key}={value}"]))
+    found = remarks(load_config([f"correction.loss_type={loss}", f"loss.{key}={value}",
+                                 "loss.aggregation=seq-mean-token-mean"]))
     assert found == [f"loss.{key} has no effect: correction.loss_type={loss} has no such "
                      "number"] * said
 
 
+NOTHING = ("correction: these keys correct nothing: they ask for neither weights nor rejection nor "
+           "bypass mode")
+CENTERED = ("correction={bypass_mode: true, loss_type: reinforce, score_centering: true, "
+            "rollout_rs: {token_tv: %s}}")
+
+
 @pytest.mark.parametrize("given, said", [
     (["correction.rollout_is=null", "correction.rollout_is_threshold=3"],
-     ["correction.rollout_is_threshold has no effect: correction.rollout_is is null, so there are "
-      "no weights"]),
-    (["correction={rollout_is: null, rollout_is_batch_normalize: true}"],
-     ["correction.rollout_is_batch_normalize has no effect: correction.rollout_is is null, so "
+     [NOTHING, "correction.rollout_is_threshold has no effect: correction.rollout_is is null, so "
       "there are no weights"]),
+    (["correction={rollout_is: null, rollout_is_batch_normalize: true}"],
+     [NOTHING, "correction.rollout_is_batch_normalize has no effect: correction.rollout_is is "
+      "null, so there are no weights"]),
     (["train.micro_batch_size=8", "train.micro_batch_tokens=99"],
      ["train.micro_batch_size has no effect: train.micro_batch_tokens is set"]),
     (["correction.rollout_is_threshold=3"], []),                    # of the demo's preset
@@ -163,6 +170,14 @@ def test_a_number_that_the_loss_does_not_take_is_named(loss, key, said):
       "train.lr", "rollout.staleness=3 is as large as train.steps=3, so the engine keeps the first "
       "weights"]),
     (["train.lr=0"], ["train.lr=0 moves nothing"]),
+    ([CENTERED % 0.1, "rollout.candidates=9"], []), ([CENTERED % 0.1, "rollout.candidates=8"], [
+        "rollout.candidates=8 is too few for correction.rollout_rs.token_tv=0.1: other tokens have "
+        "up to 1/9 of μ each, and score centering keeps them all; take at least 9 (chapter 7)"]),
+    ([CENTERED % 0.1, "rollout.candidates=8", "rollout.top_k=5"], []),
+    ([CENTERED % 0.01], [
+        "rollout.candidates=64 is too few for correction.rollout_rs.token_tv=0.01: other tokens "
+        "have up to 1/65 of μ each, and score centering keeps them all; take at least 99 "
+        "(chapter 7)"]),
     (["policy.lora_alpha=3", "policy.lora_save_merged=true"],
      [f"policy.{key} has no effect: policy.lora_rank is null, so the whole model is trained"
       for key in ("lora_alpha", "lora_save_merged")])])

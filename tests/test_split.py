@@ -7,6 +7,7 @@ import itertools
 import math
 from types import SimpleNamespace
 
+from certified import certifies
 import oracle
 import pytest
 import torch
@@ -339,6 +340,7 @@ def replayed(policy, kept):
     return torch.where(policy.mask, log_probs.view(policy.tokens.shape), 0.0)
 
 
+@certifies("float64")
 @pytest.mark.parametrize("top_p, top_k, min_p", [
     (0.8, 0, 0.0), (1.0, 2, 0.0), (0.9, 3, 0.0), (1.0, 0, 0.5)])
 @pytest.mark.parametrize("size", [0.0, 0.5])       # μ is π_old but for the cut, or far from it

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from certified import certifies
 from oracle import Policy, close, estimator_moments, exact_gradient, grad_J, rewards
 
 import trainer
@@ -406,6 +407,7 @@ def test_with_the_clip_open_bypass_is_exact_and_its_ends_are_where_they_are_said
     assert words_of.push("bypass_ppo_clip", error, reversed_at + 1e-6) < -0.3
 
 
+@certifies("float64")
 @pytest.mark.parametrize("arm, clip", [
     ("bypass_ppo_clip", {}), ("bypass_ppo_clip", {"clip_low": 0.1, "clip_high": 0.28}),
     ("bypass_low_open", {}), ("bypass_high_open", {}), ("bypass_open", {})])
@@ -433,6 +435,7 @@ def test_one_expected_update_at_one_place_is_a_sum_of_three_terms(arm, clip):
     assert ranges == expected[arm]
 
 
+@certifies("float64")
 @pytest.mark.parametrize("end, sign", [("clip_low", -1.0), ("clip_high", 1.0)])
 def test_each_end_of_a_clip_around_the_sampler_pulls_towards_it(end, sign):
     """eq:clip-pull: what an end adds has the formula's product with log μ − log π in every state.

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from certified import certifies
 from examples import MASK, PI, R, batch
 from oracle import (close, estimator_moments, expectation, f64, scores)
 
@@ -23,6 +24,7 @@ def slope(loss, log_r, advantage, **options):
     return value.item(), torch.autograd.grad(value.sum(), log_prob)[0].item()
 
 
+@certifies("float64")
 @pytest.mark.parametrize("advantage", [2.0, 0.5, -0.5, -3.0])
 @pytest.mark.parametrize("ratio", [0.5, 0.79, 0.81, 0.95, 1.0, 1.27, 1.29, 2.9, 3.1, 9.0])
 @pytest.mark.parametrize("dual", [None, 3.0])
@@ -40,6 +42,7 @@ def test_where_the_clip_takes_the_gradient(advantage, ratio, dual):
     assert close(derivative, 0.0 if gone else -advantage * ratio)
 
 
+@certifies("float64")
 @pytest.mark.parametrize("advantage", [2.0, 0.5, -0.5, -3.0])
 @pytest.mark.parametrize("ratio", [0.5, 0.95, 1.1, 4.0])
 def test_cispo_pointwise(advantage, ratio):
@@ -50,6 +53,7 @@ def test_cispo_pointwise(advantage, ratio):
     assert close(value, -clipped * advantage * (math.log(ratio) - 1))
 
 
+@certifies("float64")
 @pytest.mark.parametrize("advantage", [2.0, 0.5, -0.5, -3.0])
 @pytest.mark.parametrize("ratio", [0.5, 0.95, 1.1, 4.0])
 def test_sapo_pointwise(advantage, ratio):
@@ -73,6 +77,7 @@ def test_default_clip_ranges():
             assert close(derivative if loss is cispo_loss else value, -sign * bound)
 
 
+@certifies("float64")
 def test_gspo_clips_the_sequence():
     """eq:gspo: all tokens have r̄ = (Πr)^{1/|y|} and the slope −A r̄/|y|; at |y| = 1 it is PPO."""
     log_r, mask = f64([[0.3, -0.1, 0.1], [0.5, 0.0, 9.0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
@@ -98,6 +103,7 @@ def gspo_of_the_sequence(lp, old, advantages, mask, **clip):
     return ppo_clip_loss(log_s, torch.zeros_like(log_s), advantages, **clip)
 
 
+@certifies("float64")
 def test_gspo_of_tokens_and_of_sequences_agree_where_all_is_constant_over_a_sequence():
     """eq:gspo: with one advantage and weight for a response, both forms have one gradient."""
     lp, old, _, _, mask = batch(4)
@@ -127,6 +133,7 @@ def test_gspo_gives_a_rejected_token_no_gradient_through_its_neighbour():
     assert torch.autograd.grad(through_s, lp)[0].tolist() == [[-0.25, -0.25]]
 
 
+@certifies("float64")
 def test_gspo_with_advantages_of_tokens_is_each_tokens_own():
     """eq:gspo: by the oracle, the gradient at π_θ = π_old is E_π[Σ_t A_t ∇log π_t / T]."""
     advantages, lp = torch.arange(3).double() * R, PI.log_probs()           # one for each token

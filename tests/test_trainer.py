@@ -48,6 +48,27 @@ def test_every_preset_runs_two_steps(preset, run):
     assert {*CURVES, "loss/policy", "tokens_per_second", "time/update"} <= set(lines[0])
 
 
+@pytest.mark.parametrize("preset, plain", [
+    ("decoupled_seq_is_rs", "disabled"), ("bypass_ppo_clip_geo_rs", "bypass_ppo_clip")])
+def test_a_correction_that_is_only_measured_trains_as_none(preset, plain, run, capsys):
+    """The same losses and gradients, digit by digit, and the metrics of what was not applied."""
+    runs = {}
+    for name, given in (("measured", [f"correction.preset={preset}", "correction.metrics_only=true",
+                                      "correction.rollout_is=sequence"]),
+                        ("plain", [f"correction.preset={plain}"])):
+        code, runs[name] = run(*given, name=name)
+        assert code == 0
+    for line, other in zip(runs["measured"], runs["plain"], strict=True):
+        assert all(line[name] == other[name] for name in ("loss/policy", "grad_norm", "loss/ratio"))
+        assert line["rollout_corr/rollout_is_raw_std"] > 0
+        assert line["rollout_corr/rollout_rs_masked_fraction"] == 0
+        [criterion] = {"seq_sum_k1", "seq_mean_k1"} & {
+            name.split("rollout_rs_")[-1].removesuffix("_masked_fraction") for name in line}
+        assert line[f"rollout_corr/rollout_rs_{criterion}_masked_fraction"] > 0
+    said = capsys.readouterr().err
+    assert "metrics_only: true}" in said and "none of them is applied" in said
+
+
 POLICY_GRADIENT = "bypass_mode: true, loss_type: reinforce"
 OPEN = "rollout_is_threshold: .inf"
 IDEAS = [

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from certified import certifies
 from examples import MODES, batch, config_of, every_aggregation
 from oracle import J, close, exact_gradient, expectation, token_kl
 
@@ -47,6 +48,7 @@ STUDIES = [("turns-tools", turns.tool_practices, turns.agent, (0,)),
            ("turns-spelling", turns.spelling_practices, lambda seed: writer(seed, 1.0), (3,))]
 
 
+@certifies("float64")
 @pytest.mark.parametrize("name, practices, model, column", STUDIES)
 def test_what_is_called_exact_is_and_nothing_else_is(name, practices, model, column):
     """eq:trajectory, eq:context: the bias is below 1e-12 just where the chapter has a bold 0."""
@@ -71,6 +73,7 @@ def mean(x, weights, mask=None, sampler=None):
     return expectation(x.draws if sampler is None else sampler, each)
 
 
+@certifies("float64")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_tools_probability_cancels(seed):
     """eq:trajectory: the ratio of two trajectories is that of the model's tokens; so is ∇log."""
@@ -84,6 +87,7 @@ def test_the_tools_probability_cancels(seed):
     assert close(mean(x, turns.rho(x.lp, x.draws.log_probs(), x.own)), x.target)
 
 
+@certifies("float64")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_counted_tool_token_teaches_to_predict_the_tool(seed):
     """eq:tool-mask: with ρ = 1 it adds E[A Σ ∇log π(o)]; where A is 1 that is −∇KL(P‖π)."""
@@ -104,6 +108,7 @@ def copy_with_mask(policy, mask):
     return other
 
 
+@certifies("float64")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_stands_at_the_tools_tokens_multiplies_the_weight(seed):
     """eq:tool-ratio: E_μ[ρ Π(π/m) f] = E_π[Π(π/m) f], for any number m at the tool's tokens."""
@@ -120,6 +125,7 @@ def test_what_stands_at_the_tools_tokens_multiplies_the_weight(seed):
     assert close(mean(x, known * x.own), mean(x, x.own.double(), sampler=x.pi))
 
 
+@certifies("float64")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_length_that_counts_the_tool(seed):
     """eq:tool-length: a mean shrinks by |M|/(|M|+o); a geometric ρ is its own power of that."""
@@ -133,6 +139,7 @@ def test_a_length_that_counts_the_tool(seed):
     assert close(rho[0], rho[1] ** share)
 
 
+@certifies("float64")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_k1_at_the_tools_tokens_is_a_difference_of_two_kls(seed):
     """eq:tool-kl: E_P[log π/π_ref] = KL(P‖π_ref) − KL(P‖π), which may be negative."""
@@ -142,6 +149,7 @@ def test_k1_at_the_tools_tokens_is_a_difference_of_two_kls(seed):
     assert close(k1, token_kl(x.acts, ref, visits) - token_kl(x.acts, x.pi, visits))
 
 
+@certifies("float64")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_context_encoded_again_is_another_sampler_or_another_agent(seed):
     """eq:context: any map c of what μ reads and d of what π reads; the target is that of d."""
@@ -156,6 +164,7 @@ def test_a_context_encoded_again_is_another_sampler_or_another_agent(seed):
         assert close(exact_gradient(x.pi, loss), exact_gradient(x.pi, J(agent, x.R)))
 
 
+@certifies("float64")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_text_is_counted_once_for_each_of_its_spellings(seed):
     """eq:respelled: E = Σ_z n(z) π(z) f(z), n spellings; as they get rare its bias stays.

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 from oracle import Policy, close, exact_gradient, expectation, grad_J, kl, rewards, token_kl
+from tolerances import gamma
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -114,6 +115,36 @@ def test_the_kl_in_the_loss_is_its_row_of_the_table(mode, kind, level, target, r
     given = [f"loss.kl_kind={kind}", f"loss.kl_correction={level}"] if kind else []
     opened = run(f"correction={MODES[mode]}", "loss.kl_coef=1", *given)
     assert close(mean_gradient(opened, NOTHING), target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("level", ["token", "prefix"])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "k3+"])
+@pytest.mark.parametrize("log_pi, log_mu, log_ref", [
+    (-12.0, -12.0, -2.0), (-21.0, -21.0, -2.0), (-24.0, -24.0, -2.0),
+    (-20.0, -1.0, -1.0), (-22.0, -3.0, -1.0), (-30.0, -1.0, -1.0)])
+def test_a_kl_beyond_its_clamps_has_size_and_sign(log_pi, log_mu, log_ref, kind, level, dtype, run):
+    """eq:kl-ratio: what the optimizer is given is ρℓ∇log π (k1: ρ(ℓ + 1)∇log π), at any ℓ.
+
+    For the first of two tokens, ∇log π is (1 − π, π − 1). ℓ is −10 to −29, ρ is 1 or stale.
+    """
+    pi = Policy(2, 1)
+    pi.logits = torch.tensor([[log_pi, math.log1p(-math.exp(log_pi))]], dtype=dtype,
+                             requires_grad=True)
+    opened = run("correction={preset: disabled}", "loss.kl_coef=1", f"loss.kl_kind={kind}",
+                 f"loss.kl_correction={level}", pi=pi)
+    row = pi.tokens[:, 0].tolist().index(0)
+    mask, given = torch.ones(1, 1, dtype=torch.bool), torch.tensor([[log_mu], [log_ref]]).to(dtype)
+    tokens = torch.cat([torch.zeros(1, 1, dtype=torch.long), pi.tokens[[row]]], 1)
+    batch = trainer.Batch(tokens, torch.ones(1, 2, dtype=torch.long), mask, 0 * given[:1],
+                          given[:1], ref_log_prob=given[1:])
+    batch = batch._replace(old_log_prob=trainer.score(opened.policy, batch, opened.config))
+    trainer.update(opened, batch, correction_of(opened.config), None)
+    rho, ell = math.exp(log_pi - log_mu), log_pi - log_ref
+    right = rho * (ell + (kind == "k1")) * -math.expm1(log_pi)
+    # log π is rounded, and so is ρ with it; k3 has 3·√ε beside it.
+    rel = gamma(int(8 - 2 * log_pi), dtype) + torch.finfo(dtype).eps ** 0.5
+    assert opened.found[-1].tolist() == pytest.approx([right, -right], rel=rel)
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "bypass sapo"])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from certified import certifies
 from oracle import J, Policy, close, exact_gradient, grad_J, scores
 from versions import (SWITCH, Recurrent, correlated, counts, crossing, delayed, kept, mixture,
                       model, off, overlong, rescored, restarted, selected, shortest, survivors)
@@ -75,9 +76,10 @@ RECORD = torch.where(OLD, START.log_probs(), END.log_probs()).detach().sum(-1)
 
 # -------------------------------------------------------------------------------- what is recorded
 
+@certifies("float64")
 @pytest.mark.parametrize("version", [by_clock, by_token, lambda prefix: FIRST])
 def test_the_record_is_the_behaviour_policy(version):
-    """Whatever the tokens so far decide: μ adds up to 1, and E_μ[ρ f] = E_π[f] (eq:recorded)."""
+    """eq:recorded: whatever the tokens so far decide, μ adds up to 1, and E_μ[ρ f] = E_π[f]."""
     runs = chances(version)
     assert sum(chance for _, chance, _ in runs) == pytest.approx(1, abs=1e-12)
     assert close(counted(runs), PROBS)
@@ -103,8 +105,9 @@ def test_a_kept_cache_is_recorded_exactly():
     assert close(practices["cache kept, recorded"].gradient(pi, R), grad_J(pi, R))
 
 
+@certifies("float64")
 def test_another_score_leaves_the_quotient():
-    """E_μ[π/μ' f] = E_π[μ/μ' f]; for the end version the old tokens' ratios (eq:rescored)."""
+    """eq:rescored: E_μ[π/μ' f] = E_π[μ/μ' f]; for the end version the old tokens' ratios."""
     ratio = ((START.log_probs() - END.log_probs()) * OLD).detach().sum(-1).exp()
     assert close(counts(LP, rescored(RECORD, END_LP)), PROBS * ratio)
     last = dict(walk(lambda prefix: LAST))
@@ -114,8 +117,9 @@ def test_another_score_leaves_the_quotient():
     assert close(practice.count[:, 0], counted(runs))
 
 
+@certifies("float64")
 def test_a_mask_leaves_out_the_old_tokens_part():
-    """E_μ[ρ Σ_new A g] = ∇J − E_π[Σ_old A g] (eq:old-masked)."""
+    """eq:old-masked: E_μ[ρ Σ_new A g] = ∇J − E_π[Σ_old A g]."""
     advantage = (R - J(PI, R).detach())[..., None]
     old = torch.einsum("b,btp->p", PROBS, scores(PI) * advantage * (OLD & LONG[:, None])[..., None])
     found = crossing(PI, START, END, R)["old tokens masked, ρ of all"].gradient(PI, R)
@@ -124,8 +128,9 @@ def test_a_mask_leaves_out_the_old_tokens_part():
 
 # --------------------------------------------------------------------------- what is too long
 
+@certifies("float64")
 def test_a_delay_is_exact_whatever_was_launched():
-    """Launches of three samplers; each response has a delay (eq:delayed)."""
+    """eq:delayed: launched by three samplers, with a delay for each response, E[ρ f] = E_π[f]."""
     launched, delay = [END_LP, RECORD, START_LP], PI.mask.sum(-1) % 3
     found = delayed(launched, delay)
     assert close(counts(LP, found), PROBS)
@@ -136,8 +141,9 @@ def test_a_delay_is_exact_whatever_was_launched():
     assert close(counted(runs), PROBS)
 
 
+@certifies("float64")
 def test_a_restart_counts_short_responses_twice():
-    """E = E_π[(1[short] + P_μ(long)) f]; by the mixture it is exact (eq:restarted)."""
+    """eq:restarted: E = E_π[(1[short] + P_μ(long)) f]; by the mixture it is exact."""
     first, again = chances(lambda prefix: FIRST), chances(lambda prefix: LAST)
     lost = sum(chance for y, chance, _ in first if len(y) > SWITCH)
     runs = [run for run in first if len(run[0]) <= SWITCH] + [
@@ -149,26 +155,29 @@ def test_a_restart_counts_short_responses_twice():
     assert close(counts(LP, mixture(found)), PROBS)
 
 
+@certifies("float64")
 @pytest.mark.parametrize("b", [-1.0, 0.0, 0.7])
 def test_a_discarded_response_is_paid_the_baseline(b):
-    """E_μ[1[kept] ρ (R − b) ∇log π] = ∇E_π[q R + (1 − q) b] (eq:discarded)."""
+    """eq:discarded: E_μ[1[kept] ρ (R − b) ∇log π] = ∇E_π[q R + (1 − q) b]."""
     q = torch.where(LONG, 0.25, 1.0).double()
     count = counts(LP, kept(RECORD, q))
     found = exact_gradient(PI, (count[:, None] * (R - b) * PI.log_probs()).sum())
     assert close(found, exact_gradient(PI, PI.probs() @ (q * R[:, 0] + (1 - q) * b)))
 
 
+@certifies("float64")
 @pytest.mark.parametrize("share", [0.0, 0.25])
 def test_survivors_train_the_reward_given_that_it_is_kept(share):
-    """The survivors' mean as baseline gives ∇E_π[R | kept] (eq:survivors)."""
+    """eq:survivors: the survivors' mean as baseline gives ∇E_π[R | kept]."""
     q = torch.where(LONG, share, 1.0).double()
     found, p = survivors(PI, R, counts(LP, kept(START_LP, q))), PI.probs()
     given = p @ (q * R[:, 0]) / (p @ q)
     assert close(found.baseline, given) and close(found.gradient(PI, R), exact_gradient(PI, given))
 
 
+@certifies("float64")
 def test_the_chance_of_being_kept_repairs_what_could_be_kept():
-    """E_μ[1[kept] ρ/q f] = E_π[f] where q > 0 (eq:kept-weight)."""
+    """eq:kept-weight: E_μ[1[kept] ρ/q f] = E_π[f] where q > 0."""
     q = 1 / PI.mask.sum(-1).double()
     assert close(counts(LP, kept(RECORD, q, repaired=True)), PROBS)
     assert not close(counts(LP, kept(RECORD, q)), PROBS, 1e-3)

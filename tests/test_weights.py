@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from certified import certifies
 from examples import A, MASK, MU, OLD, PI, PLAIN, R, REF, SUM, moments, reinforce
 from oracle import (J, MarkovPolicy, Policy, close, estimator_moments, exact_gradient, expectation,
                     f64, grad_J, rewards, scores)
@@ -32,11 +33,13 @@ def mean_of(weight, advantages=A):
 
 # ---------------------------------------------------------------------------------------- REINFORCE
 
+@certifies("float64")
 def test_reinforce_is_the_policy_gradient():
-    """eq:reinforce: on-policy the mean is −∇J."""
+    """eq:reinforce: on-policy the loss's expected gradient is −∇J."""
     assert close(moments(reinforce(), mu=PI).mean, -grad_J(PI, R))
 
 
+@certifies("float64")
 @pytest.mark.parametrize("baseline", [-1.0, 0.3, 5.0])
 def test_constant_baseline_moves_the_variance_alone(baseline):
     """eq:baseline: E_π[b ∇log π] = 0."""
@@ -46,13 +49,15 @@ def test_constant_baseline_moves_the_variance_alone(baseline):
     assert close(shifted.mean, plain.mean) and abs(shifted.variance / plain.variance - 1) > 0.03
 
 
+@certifies("float64")
 @pytest.mark.parametrize("threshold", [PLAIN, 1e9, (None, 1e9), (1e-9, None)])
 def test_untruncated_sequence_weights_are_unbiased(threshold):
-    """eq:off-policy: E_μ[ρ ∇log π A] = ∇J holds for the full product ρ, whatever μ is."""
+    """eq:off-policy: E_μ[ρ ∇log π A] = ∇J for the full product ρ and any μ that can draw all."""
     for mu in (MU, OLD, REF):
         assert close(moments(reinforce("sequence", threshold), mu=mu).mean, -grad_J(PI, R))
 
 
+@certifies("float64")
 def test_without_weights_the_objective_is_another():
     """eq:off-policy: no weight at all estimates E_μ[A ∇log π]."""
     plain = moments(reinforce())
@@ -61,6 +66,7 @@ def test_without_weights_the_objective_is_another():
     assert close(plain.mean, mean_of(torch.ones_like(A))) and size > 0.1
 
 
+@certifies("float64")
 def test_weight_must_be_detached():
     """eq:detached: a weight with its graph adds −ρ A log π ∇log π; it is detached here."""
     lp, mu_lp = PI.log_probs(), MU.log_probs().detach()
@@ -76,11 +82,12 @@ def test_weight_must_be_detached():
 
 # ----------------------------------------------------------------------- weights: bias and variance
 
+@certifies("float64")
 @pytest.mark.parametrize("level, weight", [
-    ("token", RHO), ("sequence", WHOLE), ("geometric", GEOMETRIC)])
+    ("token", RHO), ("prefix", RHO.cumprod(-1)), ("sequence", WHOLE), ("geometric", GEOMETRIC)])
 @pytest.mark.parametrize("cap", [0.6, 1.0, 1.5, PLAIN])
 def test_truncation_bias_is_minus_the_excess(level, weight, cap):
-    """eq:tis, eq:levels: mean(C) − mean(∞) = −E_μ[(ρ−C)₊ g], g = −A∇log π, at every level."""
+    """eq:tis, eq:levels: a cap adds −E_μ[(ρ−C)₊ g] to the mean, g = −A∇log π, at every level."""
     excess = (weight - cap).clamp(min=0)
     mean = moments(reinforce(level, cap)).mean
     assert close(mean, mean_of(weight.clamp(max=cap)))
@@ -88,9 +95,10 @@ def test_truncation_bias_is_minus_the_excess(level, weight, cap):
     assert (mean_of(excess).norm() > 1e-3) == (cap < PLAIN)
 
 
+@certifies("float64")
 @pytest.mark.parametrize("level", ["token", "geometric"])
 def test_token_and_geometric_weights_are_biased(level):
-    """eq:levels: the bias is E_μ[Σ_t (Πρ − ρ_t) A ∇log π_t]: the others' ratios are left out."""
+    """eq:levels: ρ_t has the bias E_μ[Σ_t (Πρ − ρ_t) A ∇log π_t], and so has the geometric mean."""
     weight = {"token": RHO, "geometric": GEOMETRIC}[level]
     bias = moments(reinforce(level)).bias(-grad_J(PI, R))
     size = bias.norm() / grad_J(PI, R).norm()
@@ -98,14 +106,16 @@ def test_token_and_geometric_weights_are_biased(level):
     assert close(bias, mean_of(weight - WHOLE)) and size > 0.05
 
 
+@certifies("float64")
 def test_at_one_token_all_levels_are_unbiased():
-    """eq:levels: at T = 1 token, sequence and geometric mean are one."""
+    """eq:levels: at T = 1 token, sequence and geometric mean are one, and unbiased."""
     pi = Policy(5, 1, seed=4)
     mu, r = pi.perturbed(5, 1.0), rewards(pi)
     for level in ("token", "sequence", "geometric"):
         assert close(moments(reinforce(level), pi, pi, mu, r).mean, -grad_J(pi, r))
 
 
+@certifies("float64")
 @pytest.mark.parametrize("level, weight", [("token", RHO), ("sequence", WHOLE)])
 def test_masking_estimates_the_inside_alone(level, weight):
     """eq:mis: a pair [lo, hi] estimates E_μ[ρ 1[lo ≤ ρ ≤ hi] g]."""
@@ -114,8 +124,12 @@ def test_masking_estimates_the_inside_alone(level, weight):
     assert 0 < (inside * MASK).sum() < MASK.sum()
 
 
+@certifies("float64")
 def test_rejection_leaves_terms_out_and_weights_multiply():
-    """eq:rejection: it is a factor 1[…], with weights masking; seq_mean_k1 sees (Πρ)^{1/|y|}."""
+    """eq:rejection: a criterion is a factor 1[lo ≤ S ≤ hi] of terms; with weights it is masking.
+
+    seq_mean_k1 sees (Πρ)^{1/|y|}.
+    """
     bounds = (0.7, 1.6)
     inside = ((WHOLE >= 0.7) & (WHOLE <= 1.6)).double() * MASK
     assert close(moments(reinforce(rollout_rs={"seq_sum_k1": bounds})).mean, mean_of(inside))
@@ -192,6 +206,7 @@ def test_prefix_weights_are_running_products():
                  f64([[0.1, 0.0, 0.3]]))
 
 
+@certifies("float64")
 def test_prefix_weights_are_exact_for_advantages_of_the_past():
     """eq:prefix: E_μ[Σ ρ_{1:t} A_t g_t] = E_π[Σ A_t g_t] where A_t is a function of y_1 … y_t.
 
@@ -206,8 +221,9 @@ def test_prefix_weights_are_exact_for_advantages_of_the_past():
     assert found["prefix"].variance.sum() < found["sequence"].variance.sum()
 
 
+@certifies("float64")
 def test_with_one_reward_at_the_end_the_past_is_right_and_the_future_is_not():
-    """E_μ[Σ ρ_{1:t} R g_t] is Σ_s d_π(s) Σ_v ∇π(v|s) Q^μ(s, v): visits are π's, returns μ's.
+    """eq:prefix: E_μ[Σ ρ_{1:t} R g_t] = Σ_s d_π(s) Σ_v ∇π(v|s) Q^μ(s, v): visits π's, returns μ's.
 
     With token weights both are μ's.
     """
@@ -272,21 +288,23 @@ def z_score(config, old, seed=0, n=20_000):
     return ((each.mean() + target @ direction.flatten()) / (each.std() / n ** 0.5)).item()
 
 
+@certifies("Monte Carlo: nine runs have |z| < 4, which chance exceeds in 1 of 16 000")
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("config", [
     reinforce("sequence"), Config("sequence", PLAIN), Config("sequence", PLAIN, loss_type="sapo")])
 def test_monte_carlo_confirms_the_unbiased(config, seed):
-    """eq:off-policy, eq:decoupled-ppo: at θ = θ_old |z| < 4; chance exceeds that in 1 of 16 000."""
+    """eq:off-policy, eq:decoupled-ppo: E_μ[Πρ ∇L] = −∇J at θ = θ_old, of 16^12 responses, too."""
     z = z_score(config, BIG, seed)
     print(f"\nz = {z:+.2f}")
     assert abs(z) < 4
 
 
+@certifies("Monte Carlo: |z| > 6, which chance exceeds in 2 of 10⁹")
 @pytest.mark.parametrize("config", [
     reinforce(), reinforce("token"), reinforce("geometric"), reinforce("sequence", 1.0),
     Config("token", 2.0), Config(rollout_rs={"seq_sum_k1": (0.5, 2.0)})])
 def test_monte_carlo_detects_the_biased(config):
-    """eq:levels, eq:tis: the same procedure sees each of these biases, with |z| > 6."""
+    """eq:levels, eq:tis: with 1, ρ_t, (Πρ)^{1/|y|}, a cap, rejection −E_μ[∇L] is not ∇J there."""
     z = z_score(config, BIG)
     print(f"\nz = {z:+.2f}")
     assert abs(z) > 6
