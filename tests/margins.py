@@ -1,7 +1,8 @@
 """How far a verdict of the doctor stands from the limits that decide it.
 
 Another processor rounds otherwise, and a model that is made on the spot then gives a dump that is
-slightly another one. So a test asserts the margin: what a processor moves is far smaller.
+slightly another one: values move by a hundredth, or by a fifth if another token is sampled, so that
+the rest of a row differs. A test asserts the margin, and not the verdict alone.
 """
 
 import math
@@ -11,7 +12,7 @@ from unittest.mock import patch
 
 import causes
 
-CLEAR = 1.25            # the weights' last bits (perturbed.py) move such a value by up to 1.07
+CLEAR = 1.25            # a factor; in each draw of perturbed.py a verdict is as clear
 
 
 def watched(examine: Callable[[], Any]) -> tuple[Any, dict[str, list[float]]]:
