@@ -176,7 +176,8 @@ class RolloutCorrectionConfig:
     rollout_is_threshold        a number C truncates, min(ρ, C) (eq:tis); a pair [lo, hi] sets
                                 weights outside it to 0 (eq:mis)
     rollout_is_count_below      metrics count ρ below it as low; None: below 1/C, or below lo. It
-                                changes no weight, so configurations that differ in it are equal
+                                changes no weight: configurations that differ in it are equal,
+                                though their metrics cannot be merged
     rollout_is_batch_normalize  divide by the mean weight, after truncation (eq:self-normalised)
     rollout_rs                  {criterion: bound}; a token must pass all (eq:rejection). Criteria
                                 of k1 take a pair that bounds ρ itself, the others an upper bound,
@@ -216,8 +217,8 @@ class RolloutCorrectionConfig:
     def __post_init__(self):
         level: Any = self.rollout_is                    # as a configuration file has it
         if level is False:
-            raise ValueError("rollout_is cannot be False: null has no weights, and metrics_only "
-                             "true measures those of a level without applying them")
+            raise ValueError("rollout_is cannot be False: write null for no weights; to measure "
+                             "without applying, name a level and set metrics_only: true")
         if self.rollout_is is not None:
             choice("rollout_is", self.rollout_is, LEVELS)
         flag("rollout_is_batch_normalize", self.rollout_is_batch_normalize)
@@ -229,8 +230,11 @@ class RolloutCorrectionConfig:
         bound = self.rollout_is_threshold
         read = interval if is_list(bound) else number
         object.__setattr__(self, "rollout_is_threshold", read("rollout_is_threshold", bound))
-        if self.rollout_is_count_below:                          # 0: nothing counts as low
-            number("rollout_is_count_below", self.rollout_is_count_below)
+        low: Any = self.rollout_is_count_below
+        if low is not None:                             # 0: nothing counts as low
+            zero = type(low) in (int, float) and low == 0
+            object.__setattr__(self, "rollout_is_count_below",
+                               0.0 if zero else number("rollout_is_count_below", low))
         given: Any = self.rollout_rs                    # as a configuration file has it
         criteria: Mapping[str, Any] = {} if given is None else given
         if not isinstance(given, (Mapping, NoneType)):
@@ -262,8 +266,8 @@ class RolloutCorrectionConfig:
     @property
     def of_whole_batches(self) -> bool:
         """Say whether a token's weight or mask depends on the whole (mini-)batch."""
-        return not self.metrics_only and (self.rollout_is_batch_normalize or any(
-            CRITERIA[name].of == "batch" for name in self.rollout_rs))
+        return (self.rollout_is_batch_normalize and not self.metrics_only) or any(
+            CRITERIA[name].of == "batch" for name in self.rollout_rs)
 
     @property
     def loss(self) -> Loss:
@@ -312,9 +316,9 @@ class RolloutCorrectionConfig:
                    rollout_rs={"seq_sum_k1": _bounds(rs_threshold, rs_threshold_lower)})
 
     @classmethod
-    def decoupled_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5):
+    def decoupled_token_icepop(cls, threshold: Bound = 5.0, threshold_lower: float | None = None):
         """Set the weight of tokens outside an interval of ρ to 0."""
-        return cls("token", _bounds(threshold, threshold_lower, "threshold"))
+        return cls("token", _bounds(threshold, threshold_lower, "threshold", 0.5))
 
     @classmethod
     def decoupled_geo_rs(cls, rs_threshold: Bound = NEAR_ONE,
@@ -376,10 +380,10 @@ class RolloutCorrectionConfig:
         return cls("sequence", threshold, bypass_mode=True, loss_type="reinforce")
 
     @classmethod
-    def bypass_pg_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5):
+    def bypass_pg_token_icepop(cls, threshold: Bound = 5.0, threshold_lower: float | None = None):
         """Weight REINFORCE by each token's ρ, or by 0 outside an interval."""
-        return cls("token", _bounds(threshold, threshold_lower, "threshold"), bypass_mode=True,
-                   loss_type="reinforce")
+        return cls("token", _bounds(threshold, threshold_lower, "threshold", 0.5),
+                   bypass_mode=True, loss_type="reinforce")
 
     @classmethod
     def bypass_pg_geo_rs(cls, rs_threshold: Bound = NEAR_ONE,
@@ -423,6 +427,7 @@ class RolloutCorrectionConfig:
     @classmethod
     def seq_mis(cls, threshold: float = 2.0):
         """Weight by the product of ρ, and reject sequences in which it is above the threshold."""
+        threshold = number("threshold", threshold)
         return cls("sequence", threshold, rollout_rs={"seq_sum_k1": (None, threshold)})
 
     @classmethod
@@ -435,15 +440,18 @@ class RolloutCorrectionConfig:
     pure_is, pg_is, pure_rs = bypass_pg_is, bypass_pg_is, pg_rs
 
 
-def _bounds(upper: Bound, lower: float | None = None, key: str = "rs_threshold") -> Pair:
-    """Return a pair as it is, a number as [lower, upper], or as [1/upper, upper]."""
+def _bounds(upper: Bound, lower: float | None = None, key: str = "rs_threshold",
+            least: float | None = None) -> Pair:
+    """Return a pair as it is, a number as [lower, upper], else [least, upper] or [1/upper, upper].
+    """
     if is_list(upper):
-        if lower is not None and key == "rs_threshold":
+        if lower is not None:
             raise ValueError(f"{key} {upper!r} has a lower end: leave {key}_lower out")
-        low, high = upper
-        return low, high
+        return interval(key, upper)
     high = number(f"{key}, unless it is a pair [lo, hi],", upper)
-    return (1 / high if lower is None else lower), high
+    if lower is None:
+        lower = 1 / high if least is None else least
+    return lower, high
 
 
 def _geometric(upper: Bound, lower: float | None = None,

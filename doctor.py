@@ -146,8 +146,11 @@ def _uncorrected(values: Mapping[str, float]) -> list[str]:
     k3 = values.get("k3_kl", 0.0)
     if acts or values.get("rollout_rs_masked_fraction", 1.0) > 0 or not k3 > UNCORRECTED:
         return []
+    measured = "rollout_is_raw_mean" in values
+    remedy = ("set correction.metrics_only=false" if measured else
+              "take weights (correction.preset=decoupled_token_is)")
     return [f"k3_kl is {k3:.2g} and nothing corrects it (healthy: 0 to {UNCORRECTED:g}): the step "
-            "is that of another objective; take weights (correction.preset=decoupled_token_is)."]
+            f"is that of another objective; {remedy}."]
 
 
 def diagnose(metrics: Mapping[str, Any]) -> list[str]:

@@ -291,8 +291,8 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, normalize_std: bool = True,
     if normalize_std:
         _, size = _group_sums(advantages.abs() / count.clamp(min=1), groups, keep)
         size = size.clamp(min=torch.finfo(size.dtype).tiny)
-        unit = size / size.frexp().mantissa     # a power of two: dividing by it rounds nothing,
-        _, squares = _group_sums((advantages / unit).square(), groups, keep)    # and none overflows
+        unit = size / size.frexp().mantissa     # a power of two: exact, and no square overflows
+        _, squares = _group_sums((advantages / unit).square(), groups, keep)
         std = unit * (squares / (count - 1).clamp(min=1)).sqrt()
         advantages = torch.where(count > 1, advantages / (std + 1e-6), advantages)
     return advantages.to((rewards + 0.0).dtype)                     # whole numbers, bools: float32

@@ -207,7 +207,9 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
         weights = correction.weights
         terms = torch.where(weights == 0, 0.0, terms * weights)      # 0 · ∞, if log π_θ is −∞
     if config.score_centering:          # the mean is subtracted from rejected tokens too
-        if candidates is None or any(x.shape[:2] != valid.shape for x in candidates):
+        if candidates is None or len(candidates) != 2 or (
+                candidates[0].shape != candidates[1].shape
+                or candidates[0].shape[:2] != valid.shape):
             raise ValueError("score_centering needs candidates, two tensors [B, T, K]")
         centering = centering_loss(*candidates, advantages, valid, config)
         terms, summed = torch.where(kept, terms, 0.0) + centering, valid
@@ -328,8 +330,8 @@ def kl_ratio(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, 
 
     The ratio keeps its graph for k1 and k3, and is detached for k2 and every "+". With prefix
     products k1 and k3 give the whole ∇KL, k2 and every "+" its per-token part (eq:kl-gradient).
-    Only the value is clamped, at e^SAFETY_BOUND. The graph stays, because ∇(ρ·k) without ∇ρ would
-    have another sign than the gradient of the KL.
+    Only the value is clamped, at e^SAFETY_BOUND. The graph stays, because what is left of ∇(ρ·k)
+    without ∇ρ may have the wrong sign.
     """
     log_rho = masked_log_ratio(log_prob, rollout_log_prob.detach(), response_mask)
     log_rho = aggregate_log_ratio(log_rho, response_mask, level)
@@ -352,9 +354,9 @@ def kl_penalty(old_log_prob: Tensor, ref_log_prob: Tensor, rollout_log_prob: Ten
         prefix    Σ_{s≥t} ρ_{1:s} k_s / w_t      all of ∇KL (eq:prefix)
 
     ρ = π_old/π_rollout. `weights` [B, T] or [B, 1] are the w by which the loss multiplies token t.
-    The penalty has weights of its own, so w is divided out; where w is 0 the penalty is 0. Only k1
-    gives the gradient of the KL here. Level None is the first part of eq:kl-gradient, on-policy.
-    Raises ValueError if shapes differ.
+    The penalty has weights of its own, so w is divided out; where w or ρ is 0 the penalty is 0.
+    Only k1 gives the gradient of the KL here. Level None is the first part of eq:kl-gradient,
+    on-policy. Raises ValueError if shapes differ.
     """
     mask = response_mask.bool()
     if weights is not None and weights.shape == (len(mask), 1):

@@ -320,11 +320,11 @@ def weight_quantities(ratios: Ratios, grounds: Grounds) -> list[Quantity]:
     bounds = (low if grounds.count_below is None else grounds.count_below, high)
     by_prefix = {"rollout_is_raw": None} | ({} if weights is None else {"rollout_is": weights})
     found = ratio_quantities(ratios, level, bounds, level != "sequence", by_prefix)
-    if weights is None:
-        return found
     per_sequence = level not in OF_TOKENS
     found.append((Moments.of_rows(tokens.rows * per_sequence, tokens.rows),
                   {"rollout_is_per_sequence": "mean"}))
+    if weights is None:
+        return found
     if grounds.normalized:
         divisor = tokens.moments(weights)
         if per_sequence:

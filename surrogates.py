@@ -28,7 +28,8 @@ def reinforce_loss(log_prob: Tensor, advantages: Tensor) -> Tensor:
     `policy_loss` multiplies the loss by a detached ρ. Where A = 0 it is 0, also if log π_θ is −∞.
     Source: Williams 1992.
     """
-    return -advantages * torch.where(advantages == 0, 0.0, log_prob)
+    log_prob = torch.where(advantages == 0, 0.0, log_prob)          # 0 · ∞ would be NaN
+    return -advantages * log_prob
 
 
 def ppo_clip_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_low: float = 0.2,
@@ -79,7 +80,8 @@ def cispo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_
     """
     ratio = exp_ratio(widen(log_prob) - widen(old_log_prob))
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return weight.detach() * reinforce_loss(log_prob, advantages)
+    log_prob = torch.where(advantages == 0, 0.0, log_prob)          # 0 · ∞ would be NaN
+    return -weight.detach() * advantages * log_prob
 
 
 def sapo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, tau_positive: float = 1.0,

@@ -36,6 +36,7 @@ PRIME = ("type", "eps", "ipo_threshold", "max_importance_ratio", "dppo_mask_low"
          "ratio_low", "ratio_high", "score_centering", "adv_tau", "kl_tau")
 PRIME_TYPES = ("ipo", "icepop", "default")
 OWN = ("preset", *(f.name for f in fields(RolloutCorrectionConfig)))
+OF_ANY = ("metrics_only", "rollout_is_count_below")        # ours, beside a block of any system
 KEYS = dict.fromkeys((*OWN, *VERL, *VERL_060, *VERL_TIS, *SKYRL, *PRIME))           # of all systems
 KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}           # verl's names of the estimators
 
@@ -53,19 +54,21 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         prime-rl       trainer.loss: type ipo (eps), icepop (ratio_low, …) or default (DPPO)
         this project   preset: NAME and/or the fields of RolloutCorrectionConfig
 
-    verl 0.6.0's mode mask becomes weights plus rejection, as in the migration guide of verl PR
-    3984. verl 0.9's k1 bounds are on 1/ρ: they are inverted, with a warning where that makes a
-    difference. Raises ValueError, naming the key, for anything else.
+    `metrics_only` may stand beside any of them. verl 0.6.0's mode mask becomes weights plus
+    rejection, as in the migration guide of verl PR 3984. verl 0.9's k1 bounds are on 1/ρ: they are
+    inverted, with a warning where that makes a difference. Raises ValueError, naming the key, for
+    anything else.
     """
     block, sections = {}, set[str]()
     _flatten(mapping, block, sections)
-    theirs = "loss" in sections or not set(block) <= set(OWN) or isinstance(
-        block.get("rollout_rs"), str)
+    of_any = {key: block.pop(key) for key in OF_ANY if key in block}
+    theirs = "loss" in sections or not set(block) <= set(OWN) or _is_verls(block)
     if block.get("preset", "") is None and theirs:
         del block["preset"]                 # it was switched off, for a block of another system
     keys = set(block) - {"calculate_log_probs", "_target_"}     # _target_: verl's dataclass has it
     if "preset" in keys or isinstance(block.get("rollout_rs"), Mapping) \
-            or is_list(block.get("rollout_is_threshold")):
+            or is_list(block.get("rollout_is_threshold")) \
+            or ("score_centering" in keys and keys <= set(OWN) and "loss" not in sections):
         read, allowed = _from_own, OWN
         # verl's configuration also has its own keys in the block; null says that they are not used.
         keys = {key for key in keys if key in OWN or key not in VERL or block[key] is not None}
@@ -95,7 +98,7 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         # verl's configuration has rollout_is: false by default. A block outside any section is
         # read as the arguments of verl's function, which has no such switch.
         block.setdefault("rollout_is", False)
-    config = read(block)
+    config = replace(read(block), **of_any)
     _warn_of_bounds(config)
     if block.get("calculate_log_probs") is False and config != RolloutCorrectionConfig():
         raise ValueError("calculate_log_probs is false, but a correction needs the rollout's "
@@ -113,10 +116,12 @@ def _warn_of_bounds(config: RolloutCorrectionConfig):
     for key, bound in bounds.items():
         low, high = bound if isinstance(bound, tuple) else (None, bound)
         if (low is not None and low > 1) or (high is not None and high < 1):
-            shown = f"[{low}, {high}]" if isinstance(bound, tuple) else f"{high:g}"
-            warnings.warn(f"{key}={shown} leaves out ρ = 1, so it acts on tokens on which both "
-                          "policies agree; a pair such as verl's 0.5_5 must stand in quotes, "
-                          "because YAML reads it as the number 0.55", stacklevel=3)
+            pair = isinstance(bound, tuple)
+            shown = f"[{low}, {high}]" if pair else f"{high:g}"
+            quotes = ("; a pair such as verl's 0.5_5 must stand in quotes, because YAML reads it "
+                      "as the number 0.55") * (not pair)
+            warnings.warn(f"{key}={shown} leaves out ρ = 1, so it acts where both policies agree"
+                          f"{quotes}", stacklevel=3)
 
 
 def own_keys(config: RolloutCorrectionConfig) -> dict[str, Any]:
@@ -128,6 +133,13 @@ def own_keys(config: RolloutCorrectionConfig) -> dict[str, Any]:
     given["rollout_rs"] = dict(given["rollout_rs"])
     default = RolloutCorrectionConfig()
     return {key: value for key, value in given.items() if value != getattr(default, key)}
+
+
+def _is_verls(block: Mapping) -> bool:
+    """Tell whether a value is one that verl's keys of the same name have, and ours have not."""
+    threshold = block.get("rollout_is_threshold", 2.0)
+    return (isinstance(block.get("rollout_rs"), str) or isinstance(block.get("rollout_is"), bool)
+            or threshold is None or (isinstance(threshold, str) and "_" in threshold))
 
 
 def kl_kind(name: str) -> str:
@@ -157,7 +169,14 @@ def _from_own(block: Mapping) -> RolloutCorrectionConfig:
     if block.get("preset") is not None:
         choice("correction.preset", block["preset"], tuple(PRESETS))
         config = PRESETS[block["preset"]]()
-    return replace(config, **{key: block[key] for key in OWN[1:] if key in block})
+    changed = replace(config, **{key: block[key] for key in OWN[1:] if key in block})
+    one = {"seq_sum_k1": (None, config.rollout_is_threshold)}          # seq_mis: one for both
+    if config.rollout_rs == one == changed.rollout_rs and (
+            changed.rollout_is_threshold != config.rollout_is_threshold):
+        warnings.warn(f"rollout_is_threshold changes the weights of {block['preset']} alone, which "
+                      f"still rejects above {config.rollout_is_threshold:g}: give "
+                      "rollout_rs.seq_sum_k1 as well", stacklevel=2)
+    return changed
 
 
 def _from_verl_tis(block: Mapping) -> RolloutCorrectionConfig:
@@ -186,17 +205,22 @@ def _from_verl_060(block: Mapping) -> RolloutCorrectionConfig:
     choice("rollout_is_level", level, tuple(K1_OF_LEVEL))
     choice("rollout_is_mode", mode, ("truncate", "clip", "mask"))
     normalize = flag("rollout_is_batch_normalize", block.get("rollout_is_batch_normalize", False))
-    if upper is None:
-        return RolloutCorrectionConfig()                            # off, and nothing is measured
-    threshold, criteria = number("rollout_is_threshold", upper), {}
-    low, _ = _with_zero("rollout_is_threshold_lower", 1 / threshold if lower is None else lower,
-                        threshold)
-    if mode != "truncate":
-        criteria[K1_OF_LEVEL[level]] = (low, threshold)
+    criteria: dict[str, Any] = {}
     if veto is not None:
         criteria["seq_max_k1"] = (number("rollout_is_veto_threshold", veto), None)
+    if upper is None:
+        return RolloutCorrectionConfig()                            # off, and nothing is measured
+
+    threshold, counted = number("rollout_is_threshold", upper), None
+    if lower is not None:
+        low, _ = _with_zero("rollout_is_threshold_lower", lower, threshold)
+        counted = low or 0.0
+    elif mode != "truncate":
+        low = _reciprocal("rollout_is_threshold", threshold)
+    if mode != "truncate":
+        criteria = {K1_OF_LEVEL[level]: (low, threshold)} | criteria
     return RolloutCorrectionConfig(level, threshold, normalize, criteria, metrics_only=not applies,
-                                   rollout_is_count_below=None if lower is None else low or 0.0)
+                                   rollout_is_count_below=counted)
 
 
 def _from_verl(block: Mapping) -> RolloutCorrectionConfig:

@@ -40,7 +40,7 @@ def verl(metrics: Mapping[str, Tensor | float]) -> Metrics:
     applied, so what verl calls rollout_is_* has the names rollout_is_raw_*.
     """
     table = dict(VERL)
-    if metrics.get(f"{PREFIX}rollout_is_per_sequence", 0.0) > 0:
+    if f"{PREFIX}rollout_is_mean" in metrics and metrics[f"{PREFIX}rollout_is_per_sequence"] > 0:
         table |= {f"rollout_is_{end}": f"rollout_is_raw_{end}" for end in ("max", "min")}
     return _named(metrics, table)
 

@@ -53,6 +53,7 @@ def three_policies(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor,
     mask = log_probs.new_ones(log_probs.shape) if loss_mask is None else loss_mask
     loss, metrics = policy_loss(log_probs, old_log_probs, rollout_logprobs, advantages, mask, ours,
                                 how)
-    named = {name.removeprefix(PREFIX): x for name, x in skyrl(metrics).items()
+    figures = to_host(metrics)
+    named = {name.removeprefix(PREFIX): float(x) for name, x in skyrl(figures).items()
              if name.startswith(PREFIX)}
-    return loss, to_host(named | {"clip_ratio": metrics["loss/clip_fraction"]})
+    return loss, named | {"clip_ratio": figures["loss/clip_fraction"]}

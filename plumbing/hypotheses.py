@@ -95,7 +95,7 @@ class Scorer:
 
     @cached_property
     def grid(self) -> tuple[float, float]:
-        """Return by how much log-odds move if weights are rounded to bfloat16, and then its kernels.
+        """Return how far log-odds move if weights are rounded to bfloat16, and by its kernels.
 
         Both are medians, since in a mixture of experts a few tokens have most of the mean.
         """

@@ -7,8 +7,8 @@ columns of a dump are matched to these scores. This file decides
   same size for every token.
 * A hypothesis with n values to search pays for them: its likelihood must be n² times as high
   (the square is our choice).
-* The effect of bfloat16 is measured on this model, and is no fault. But if rounding the weights does
-  more than the kernels do, the engine's grid may swallow the updates, and that is one.
+* The effect of bfloat16 is measured on this model, and is no fault. But if rounding the weights
+  does more than the kernels do, the engine's grid may swallow the updates, and that is one.
 
     found = rescore("path/to/model", ["one/update/older", "two/updates/older"], responses)
     print(*found.lines(), found.as_json(), sep="\\n")

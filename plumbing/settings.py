@@ -278,6 +278,8 @@ def load_config(argv: list[str]) -> Config:
                         f"{omegaconf.__version__}, which "
                         "hydra (and so verl) asks for: give the trainer an environment of its own, "
                         "pip install -r requirements.txt; the core and adapters/ need no OmegaConf")
+    if deleted := next((a[1:] for a in argv if a.startswith("~")), None):
+        raise UserError(f"Hydra's ~{deleted} is not read here: write {deleted.split('=')[0]}=null")
     paths = [a for a in argv if "=" not in a or (a.endswith(".yaml") and Path(a).is_file())]
     overrides = [re.sub("^run[.]dump=", "train.dump=", a.lstrip("+"))          # "+" is Hydra's
                  for a in argv if a not in paths]
@@ -556,9 +558,14 @@ def remarks(config: Config) -> list[str]:
         warnings.simplefilter("always")
         options = from_dialect(config.correction)
     found += [f"correction: {warning.message}" for warning in said]
-    if options.metrics_only:
-        found.append("correction: weights and criteria are measured, and none of them is applied")
-    elif set(config.correction) - {"preset"} and not options.corrects:
+    if options.metrics_only and options.rollout_is is None and not options.rollout_rs:
+        found.append("correction.metrics_only=true measures nothing more: it has neither weights "
+                     "nor criteria")
+    elif options.metrics_only:
+        found.append("correction: weights and criteria are measured, and none of them is applied" +
+                     "; the loss's own ratio to π_rollout is" * options.ratio_is_the_weight)
+    elif (set(config.correction) - {"preset"} and not options.corrects
+          and config.correction.get("preset") != "disabled"):
         found.append("correction: these keys correct nothing: they ask for neither weights nor "
                      "rejection nor bypass mode")
     train, rollout = config.train, config.rollout
@@ -608,7 +615,7 @@ def loss_remarks(config: Config) -> list[str]:
             continue
         sizes = {name: other.own[key] for name, other in LOSSES.items() if other.own.get(key)}
         closest = min(sizes, key=lambda name: abs(math.log(given / sizes[name])))
-        if abs(math.log(given / own)) > 1 + abs(math.log(given / sizes[closest])):
+        if abs(math.log(given / sizes[closest])) < 2.3 < abs(math.log(given / own)):     # factor 10
             found.append(
                 f"loss.{key}={given:g} suits {closest} ({sizes[closest]:g}) and not "
                 f"correction.loss_type={correction_of(config).loss_type}, whose own is {own:g}: "
@@ -641,6 +648,11 @@ def idle(config: Config) -> dict[str, str]:
         "correction.rollout_is is null, so there are no weights":
             ["correction.rollout_is_threshold", "correction.rollout_is_batch_normalize"] * (
                 options.rollout_is is None),
+        "correction.metrics_only is true, so no weights are applied":
+            ["correction.rollout_is_batch_normalize"] * (
+                options.metrics_only and options.rollout_is is not None),
+        "nothing is rejected":
+            ["loss.denominator"] * (options.metrics_only or not options.rollout_rs),
         "train.micro_batch_tokens is set":
             ["train.micro_batch_size"] * (config.train.micro_batch_tokens is not None),
         "correction.score_centering is false":
@@ -660,7 +672,7 @@ def kl_remarks(config: Config) -> list[str]:
     found, k1 = [], kind == "k1"
     if how.kl_coef == 0:
         return found
-    if how.kl_in == "reward" and not k1:
+    if how.kl_in == "reward" and kind.removesuffix("+") != "k1":
         found.append(f"loss.kl_kind={kind} in the reward has another gradient than the KL: take k1 "
                      "(chapter 8)")
     if how.kl_in == "loss" and k1 and level is None:
@@ -675,7 +687,8 @@ def kl_remarks(config: Config) -> list[str]:
                      "table it is 5.90 ‖∇KL‖ away; take k3+ (or abs+, which keeps the value)")
     options = correction_of(config)
     zeroes = options.applies_weights and isinstance(options.rollout_is_threshold, tuple)
-    if how.kl_in == "reward" and level is not None and (options.rollout_rs or zeroes):
+    rejects = options.rollout_rs and not options.metrics_only
+    if how.kl_in == "reward" and level is not None and (rejects or zeroes):
         found.append(f"loss.kl_correction={level} in the reward leaves out the tokens that are "
                      "rejected or have weight 0, so its gradient is not that of the KL: take "
                      "loss.kl_in=loss")

@@ -11,30 +11,50 @@ from unittest.mock import patch
 
 import causes
 
-CLEAR = 1.25            # values move by up to 1.006 with the weights' last bits (perturbed.py)
+CLEAR = 1.25            # the weights' last bits (perturbed.py) move such a value by up to 1.07
 
 
-def stands_clear(judge: Callable[[], Any]) -> Any:
-    """Return what `judge` says, and assert that it says so with any one limit moved by CLEAR.
-
-    Only a limit that some value came so near to is moved. The nearest is printed, whether it
-    decides or not: pytest -rP shows that, or a failure.
-    """
-    ratios: dict[str, float] = {}
+def watched(examine: Callable[[], Any]) -> tuple[Any, dict[str, list[float]]]:
+    """Return what `examine` does, and the values over their limits that were held against them."""
+    ratios: dict[str, list[float]] = {}
 
     def listen(name: str, value: float) -> bool:
-        ratio = value / causes.LIMITS[name]
-        if ratio > 0 and abs(math.log(ratio)) < abs(math.log(ratios.get(name, math.inf))):
-            ratios[name] = ratio
+        if value > 0:                                   # not NaN either: too few tokens
+            ratios.setdefault(name, []).append(value / causes.LIMITS[name])
         return value > causes.LIMITS[name]
     with patch.object(causes, "beyond", listen):
-        verdict = judge()
-    order = sorted(ratios, key=lambda name: abs(math.log(ratios[name])))
-    near = [name for name in order if 1 / CLEAR <= ratios[name] <= CLEAR]
-    print(f"{verdict}: of {len(ratios)} limits {len(near)} are within a factor of {CLEAR}; "
-          f"values over limits: {', '.join(f'{name} {ratios[name]:.2f}' for name in order[:4])}")
+        return examine(), ratios
+
+
+def stands_clear(examine: Callable[[], Any], verdict: Callable[[Any], Any]) -> Any:
+    """Return what `examine` does, and assert the verdict on it with any one limit moved by CLEAR.
+
+    Only a limit that some value came so near to is moved. The nearest are printed, whether they
+    decide or not: pytest -rP shows that, or a failure.
+    """
+    def distance(ratio: float) -> float:
+        return abs(math.log(ratio))
+    found, ratios = watched(examine)
+    nearest = {name: min(values, key=distance) for name, values in ratios.items()}
+    said, order = verdict(found), sorted(nearest, key=lambda name: distance(nearest[name]))
+    near = [name for name in order if 1 / CLEAR <= nearest[name] <= CLEAR]
+    print(f"{said}: {len(near)} of {len(order)} values are within a factor of {CLEAR} of their "
+          f"limits. The nearest, over their limits: "
+          f"{', '.join(f'{name} {nearest[name]:.2f}' for name in order[:4])}")
     for name in near:
-        beyond = 1.001 * CLEAR if ratios[name] > 1 else 0.999 / CLEAR
-        with patch.dict(causes.LIMITS, {name: causes.LIMITS[name] * beyond}):
-            assert judge() == verdict, f"`{name}` × {beyond:.2f} changes {verdict} to {judge()}"
-    return verdict
+        by = 1.001 * CLEAR if nearest[name] > 1 else 0.999 / CLEAR
+        with patch.dict(causes.LIMITS, {name: by * causes.LIMITS[name]}):
+            moved = verdict(examine())
+        assert moved == said, f"`{name}` × {by:.2f} changes {said} to {moved}"
+    return found
+
+
+def stays_below(examine: Callable[[], Any]) -> Any:
+    """Return what `examine` does, and assert that each value is below its limit by CLEAR."""
+    found, ratios = watched(examine)
+    highest = {name: max(values) for name, values in ratios.items()}
+    order = sorted(highest, key=highest.__getitem__, reverse=True)
+    said = ", ".join(f"{name} {highest[name]:.2f}" for name in order[:4])
+    print(f"the highest values over their limits: {said}")
+    assert highest[order[0]] < 1 / CLEAR, said
+    return found

@@ -16,7 +16,7 @@ SIZE = 1e-6
 
 
 def perturb(draw: int) -> None:
-    """From now on perturb each causal model when it is made from a seed, not when it is loaded."""
+    """Perturb each causal model from now on when it is made from a seed, not when it is loaded."""
     make = PreTrainedModel.post_init
 
     def post_init(self: Any) -> None:

@@ -65,14 +65,12 @@ class World(NamedTuple):
 PI = twentieths((6, 11, 3), (5, 8, 7), (10, 4, 6), (3, 10, 7), (6, 6, 8), (9, 5, 6), (6, 5, 9))
 NEAR = twentieths((7, 10, 3), (6, 7, 7), (8, 4, 8), (3, 9, 8), (7, 7, 6), (8, 5, 7), (8, 5, 7))
 FAR = twentieths((8, 5, 7), (8, 8, 4), (7, 7, 6), (9, 4, 7), (6, 7, 7), (6, 8, 6), (8, 8, 4))
-LATER = twentieths((10, 7, 3), (3, 11, 6), (7, 6, 7), (5, 11, 4), (8, 6, 6), (9, 7, 4), (6, 7, 7))
+LATER = twentieths((10, 7, 3), (3, 11, 6), (9, 6, 5), (5, 11, 4), (8, 6, 6), (9, 7, 4), (6, 7, 7))
 ROOTS, OF_ROOTS = balanced(("8/7", "7/8", "1/3"), ("10/9", "9/10", "1/4"), ("6/5", "8/9", "1/2"),
                            ("9/8", "5/6", "1/5"), ("11/10", "7/8", "1/3"), ("7/6", "9/10", "1/4"),
                            ("10/9", "6/7", "2/5"))
 REWARDS = [Fraction(x, 2) for x in (3, -2, 4, -1, 5, 7, -3, 2, 1, -4, 6, -5, 2, -1, 3)]
 
-# No ratio, product or mean of these is equal to a bound of a preset or to an end of a clip, where
-# rounding would decide.
 WORLDS = {"near": World(PI, PI, NEAR), "far": World(PI, PI, FAR), "later": World(LATER, PI, FAR),
           "powers": World(ROOTS, ROOTS, OF_ROOTS)}
 
@@ -156,17 +154,20 @@ def limited(rho: Fraction, bound) -> Fraction:
     return rho if bound == math.inf else min(rho, Fraction(bound))
 
 
-def inside(x, bound, n: int = 1) -> bool:
-    """True if lo^n ≤ x ≤ hi^n, where an end of None is open."""
-    lo, hi = (None if end is None else Fraction(end) ** n for end in bound)
-    return (lo is None or lo <= x) and (hi is None or x <= hi)
+def at_most(x, bound) -> bool:
+    """True if x ≤ bound, which must not be near: in float64 rounding would decide.
 
-
-def at_most(x: float, bound: float) -> bool:
-    """True if x ≤ bound; x, made of logarithms, must be far from it beside its rounding."""
+    x is a fraction, or a float if it is made of logarithms.
+    """
     if abs(x - bound) < 1e-9:
         raise ValueError(f"{x} is too near to {bound} for a float to decide")
     return x < bound
+
+
+def inside(x: Fraction, bound, n: int = 1) -> bool:
+    """True if lo^n ≤ x ≤ hi^n, where an end of None is open."""
+    lo, hi = (None if end is None else Fraction(end) ** n for end in bound)
+    return (lo is None or at_most(lo, x)) and (hi is None or at_most(x, hi))
 
 
 def keeps(name: str, bound, p: Vector, m: Vector, sign: int) -> list[bool]:
@@ -175,7 +176,7 @@ def keeps(name: str, bound, p: Vector, m: Vector, sign: int) -> list[bool]:
     if name.startswith("token_tv"):
         moved = [(a - b) * sign if name == "token_tv_outward" else abs(a - b)
                  for a, b in zip(p, m)]
-        return [x <= Fraction(bound) for x in moved]
+        return [at_most(x, Fraction(bound)) for x in moved]
     if name == "opsm":
         return [sign > 0 or at_most(-math.log(prod(rho)) / n, bound)] * n
 
@@ -209,7 +210,8 @@ def factors(config, p: Vector, m: Vector, sign: int = 1) -> Vector:
 
 def slope(loss_type: str, r: Fraction, sign: int) -> Fraction:
     """Return −∂L/∂log π_θ of a token with A = sign, ε = 1/5.  (eq:ppo-clip, eq:cispo)"""
-    clipped = min(max(r, Fraction(4, 5)), Fraction(6, 5))
+    ends = Fraction(4, 5), Fraction(6, 5)
+    clipped = r if inside(r, ends) else min(max(r, ends[0]), ends[1])
     return {"reinforce": Fraction(sign), "cispo": clipped * sign,
             "ppo_clip": sign * r if sign * r <= sign * clipped else Fraction(0)}[loss_type]
 

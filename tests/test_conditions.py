@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from certified import certifies
 from oracle import J, Policy, close, exact_gradient, expectation, grad_J, rewards, scores
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +37,7 @@ def pair(seed, top_p=None):
     return pi, mu
 
 
+@certifies("float64")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("level", ["sequence", "token", "prefix"])
 def test_a_cut_sampler_leaves_out_what_it_cannot_draw(level, seed):
@@ -71,6 +73,7 @@ def test_a_geometric_mean_is_a_policys_ratio_only_where_the_sampler_is_cut(seed)
     assert close(policy[:-1] / sampler[:-1], weight)
 
 
+@certifies("float64")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_log_p_lets_pi_play_the_part_of_the_tool_that_comes(seed):
     """eq:tool-ratio: E_μ[ρ f] = E_π[1[P(o) > 0] f]; with P > 0 everywhere that is E_π[f]."""
@@ -84,6 +87,7 @@ def test_log_p_lets_pi_play_the_part_of_the_tool_that_comes(seed):
         assert close(expectation(x.draws, turns.trained(x.lp, x.A, x.own, x.g, exact)), x.target)
 
 
+@certifies("float64")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_record_of_a_cut_sampler_weighs_what_it_can_draw(seed):
     """eq:recorded: nothing looks ahead, and yet E[ρ] is π's mass on what both versions can draw."""
@@ -100,6 +104,7 @@ def test_the_record_of_a_cut_sampler_weighs_what_it_can_draw(seed):
 
 # ----------------------------------------------------------------------------- what a token can see
 
+@certifies("float64")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_expert_choice_is_no_policy_of_the_prefix(seed):
     """eq:route-replay, eq:route-ahead: later tokens change the first one's log-prob."""
@@ -113,6 +118,7 @@ def test_expert_choice_is_no_policy_of_the_prefix(seed):
 
 # ---------------------------------------------------------------------------------- fixed baselines
 
+@certifies("float64")
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_groups_mean_pays_the_discarded_in_expectation(seed, n):

@@ -181,7 +181,7 @@ def test_verls_bounds_on_one_over_rho_are_inverted_and_it_is_said():
     ({"rollout_is": "token", "use_policy_gradient": True}, "use_policy_gradient needs bypass_mode"),
     ({"tis_imp_ratio_cap": 2.0, "calculate_log_probs": False}, "calculate_log_probs is false"),
     ({"bypass_mode": True, "calculate_log_probs": False}, "calculate_log_probs is false"),
-    ({"score_centering": True}, "'score_centering' here: it belongs to another dialect"),
+    ({"score_centering": True}, "score_centering needs loss_type reinforce"),
     ({"rollout_rs": "token_k2,token_k2", "rollout_rs_threshold": "1,2"}, "needs one bound or 1"),
     ({"tis_imp_ratio_cap": False}, "tis_imp_ratio_cap must be a positive number, not False"),
     ({"tis_imp_ratio_cap": 2.0, "rollout_is": "token"}, "rollout_is.*another dialect"),

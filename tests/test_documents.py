@@ -4,11 +4,14 @@ Each test holds one statement of a document: a preset's bounds, an argument, "co
 a metric's name. Where a document and the released code differ, adapters/README.md has a row.
 """
 
+import json
 import math
+import random
 import warnings
 
 import pytest
 import torch
+import yaml
 from launching import ROOT
 from oracle import f64
 
@@ -16,6 +19,7 @@ from adapters import names
 from adapters.dialects import from_dialect, own_keys
 from correction import PRESETS, correct
 from correction import RolloutCorrectionConfig as Config
+from doctor import diagnose
 from losses import LossConfig, policy_loss
 from metrics import merge, to_host
 from plumbing.settings import UserError, correction_of, in_own_keys, load_config, remarks
@@ -104,7 +108,7 @@ def test_what_metrics_only_cannot_go_with_is_one_sentence():
     with pytest.raises(ValueError, match="score_centering needs metrics_only false"):
         Config("token", bypass_mode=True, loss_type="reinforce", score_centering=True,
                metrics_only=True)
-    with pytest.raises(ValueError, match="null has no weights, and metrics_only true measures"):
+    with pytest.raises(ValueError, match="write null for no weights; to measure without"):
         from_dialect({"preset": "decoupled_token_is", "rollout_is": False})
 
 
@@ -279,3 +283,93 @@ def test_a_kl_whose_gradient_is_another_is_said_with_its_distance(given, said):
         of_policy, off_policy = (row.split("|")[i].strip() for i in (5, 9))
         assert f" {of_policy} ‖∇KL‖" in found[0] and (kind == "abs" or off_policy in found[0])
         assert not math.isclose(float(of_policy), 0)
+
+
+# ------------------------------------------------------------------------------ what goes together
+
+def test_metrics_only_goes_beside_a_block_of_any_system():
+    for block in ({"rollout_is": "token"}, {"tis_ratio_type": "sequence"}, {"type": "icepop"},
+                  {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}, {}):
+        only = from_dialect(block | {"metrics_only": True})
+        assert only == Config(**{**from_dialect(block).__dict__, "metrics_only": True})
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_any_configuration_can_be_written_in_our_keys_and_read_again(seed):
+    rng = random.Random(seed)
+    pair = rng.choice([(0.5, 2.0), (None, 3.0), (0.1, None)])
+    made = {"rollout_is": rng.choice([None, "token", "prefix", "sequence", "geometric"]),
+            "rollout_is_threshold": rng.choice([2.0, 5.0, pair, math.inf]),
+            "rollout_is_batch_normalize": rng.random() < 0.3,
+            "rollout_rs": rng.choice([{}, {"token_k1": pair}, {"seq_mean_k3": 0.01}]),
+            "bypass_mode": rng.random() < 0.5, "metrics_only": rng.random() < 0.3,
+            "loss_type": rng.choice(["ppo_clip", "gspo", "cispo"]),
+            "rollout_is_count_below": rng.choice([None, 0, 0.3])}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = Config(**made)
+        again = from_dialect(own_keys(config))
+        shown = from_dialect(yaml.safe_load(in_own_keys(load_config(
+            [f"correction={json.dumps(own_keys(config)).replace('Infinity', '.inf')}",
+             "correction.preset=null"]))))
+    assert config == again == shown
+    assert config.rollout_is_count_below == again.rollout_is_count_below
+
+
+@pytest.mark.parametrize("low", ["x", "", [], {}, False, -1, math.nan])
+def test_a_lower_bound_that_is_no_number_is_refused(low):
+    with pytest.raises(ValueError, match="rollout_is_count_below must be a positive number"):
+        Config("token", rollout_is_count_below=low)
+    assert Config("token", rollout_is_count_below="0.5").rollout_is_count_below == 0.5
+
+
+def test_the_doctor_judges_what_is_only_measured_by_responses_too():
+    """A long response alone has a large ρ(y): over tokens its weight would seem common."""
+    mask = torch.zeros(400, 40)
+    mask[:, :1] = mask[0] = 1
+    mu = -torch.ones_like(mask)
+    pi = mu + mask * (torch.arange(400) == 0)[:, None] * 15 / 40
+    for only in (False, True):
+        found = diagnose(correct(pi, mu, mask, Config("sequence", 1e6, metrics_only=only)).metrics)
+        assert any("rollout_is_raw_seq_eff_sample_size is 0.0025" in x for x in found)
+        assert any("set correction.metrics_only=false" in x for x in found) == only
+
+
+@pytest.mark.parametrize("given, said", [
+    (["correction.preset=disabled", "correction.metrics_only=true"], "measures nothing more"),
+    (["correction.preset=ppo_is_bypass"], "the loss's own ratio to π_rollout is"),
+    (["correction.rollout_is_batch_normalize=true", "correction.metrics_only=true"],
+     "is applied|batch_normalize has no effect: correction.metrics_only is true"),
+    (["loss.denominator=kept"], "loss.denominator has no effect: nothing is rejected"),
+    (["correction.preset=seq_mis", "correction.rollout_is_threshold=5"], "still rejects above 2"),
+    (["loss.kl_coef=1", "loss.kl_in=reward", "loss.kl_kind=k1+"], None),
+    (["correction.loss_type=gspo", "loss.clip_low=1", "loss.clip_high=1e9",
+      "loss.aggregation=seq-mean-token-mean"], "loss.clip_low=1 suits"),
+    (["correction.preset=decoupled_geo_rs", "correction.metrics_only=true", "loss.kl_coef=1",
+      "loss.kl_in=reward", "loss.kl_correction=token"], "none of them is applied")])
+def test_a_remark_is_of_what_is_done(given, said):
+    found = remarks(load_config(given))
+    parts = said.split("|") if said else []
+    assert len(found) == len(parts) and all(part in x for part, x in zip(parts, found)), found
+
+
+@pytest.mark.parametrize("given, words", [
+    (lambda: Config.decoupled_token_icepop((0.6, 2.0), threshold_lower=0.3), "threshold_lower out"),
+    (lambda: Config.geo_rs([1.001]), "rs_threshold must be a pair"),
+    (lambda: Config.seq_mis((0.5, 2.0)), "^threshold must be a positive number"),
+    (lambda: from_dialect({"rollout_is": True, "rollout_is_mode": "mask",
+                           "rollout_is_threshold": 0.5}), "rollout_is_threshold 0.5 is below 1"),
+    (lambda: load_config(["~correction.preset"]), "write correction.preset=null")])
+def test_what_cannot_be_meant_is_one_sentence(given, words):
+    with pytest.raises((ValueError, UserError), match=words):
+        given()
+
+
+@pytest.mark.parametrize("given, expected", [
+    (["correction.rollout_is=token", "correction.rollout_is_threshold='0.5_5.0'"],
+     Config("token", (0.5, 5.0))),
+    (["correction.rollout_is=false", "correction.rollout_is_threshold=2.0"],
+     Config("token", 2.0, rollout_rs={"seq_max_k1": (1e-4, None)}, metrics_only=True)),
+    (["correction.rollout_is=token", "correction.rollout_is_threshold=null"], Config())])
+def test_a_preset_that_is_switched_off_leaves_verls_block(given, expected):
+    assert correction_of(load_config(["correction.preset=null", *given])) == expected

@@ -10,6 +10,7 @@ import math
 import plants
 import pytest
 import torch
+from certified import certifies
 from oracle import Policy, close
 from sides import log_probs
 from test_causes import model, tokens
@@ -33,13 +34,14 @@ def mean(log_mu, x):
 
 
 def excesses(log_mu, log_pi, tau, h):
-    """Return the three means of `causes.division` in each state, with its entropy h: [3, states]."""
+    """Return the three means of `causes.division` in each state of entropy h: [3, states]."""
     omega, rho = (tau * log_pi - log_mu).exp(), (log_pi - log_mu).exp()
     h = h[:, None]
     return torch.stack([mean(log_mu, x) for x in (
         omega * (-tau * log_pi - h), -rho * log_pi - h, -log_mu - h)])
 
 
+@certifies("float64")
 @pytest.mark.parametrize("tau", [0.3, 0.7, 0.9, 1.2, 2.0])
 def test_after_a_division_each_entropy_has_a_mean_of_0(tau):
     """eq:which-entropy: p's, the divided π's, and μ's. No other of the nine is 0 in every state."""
@@ -51,6 +53,7 @@ def test_after_a_division_each_entropy_has_a_mean_of_0(tau):
         assert [bool(x.abs().max() < 1e-12) for x in found] == [n == i for n in range(3)]
 
 
+@certifies("float64")
 @pytest.mark.parametrize("cut", [dict(top_k=1), dict(top_k=2), dict(top_k=4), dict(top_p=0.6),
                                  dict(top_p=0.9), dict(min_p=0.3)])
 def test_after_a_cut_all_three_are_below_0_by_the_mass_that_is_lost(cut):
@@ -68,7 +71,8 @@ def test_after_a_cut_all_three_are_below_0_by_the_mass_that_is_lost(cut):
         low, high = torch.where(over, middle, low), torch.where(over, high, middle)
     of_p, of_pi, of_mu = excesses(log_mu, log_p, low[:, None], entropy(log_p))
     assert some.any()
-    for found, bound in ((of_p, kept.log()), (of_mu, kept.log()), (of_pi, (kept - 1) * math.log(2))):
+    half = (kept - 1) * math.log(2)
+    for found, bound in ((of_p, kept.log()), (of_mu, kept.log()), (of_pi, half)):
         assert (found <= bound + 1e-12)[some].all()
         assert (found < (kept - 1) / 2)[some].all()         # nearer to −(1 − Z) than to 0
 

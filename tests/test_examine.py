@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from certified import certifies
 
 import causes
 import doctor
@@ -37,6 +38,7 @@ def test_improper_is_more_than_five_errors_and_rounding(tokens, mean, error, pro
     assert report.proper is proper and report.faulty is (proper is False)
 
 
+@certifies("float64")
 @pytest.mark.parametrize("mean, error, proper", [
     (1.0, 0.0099, True), (1.0, 0.0101, None), (129.1, 44.4, None), (1.4, 0.09, None),
     (8.08, 0.52, False), (0.6, 0.07, False),    # more than five errors from 1, and from 0

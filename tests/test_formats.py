@@ -5,8 +5,10 @@ import math
 
 import plants
 import pytest
-from test_causes import planted
+from margins import stands_clear
+from test_causes import names, planted
 
+import doctor
 from adapters.dumps import WHOLE, Response, read, response
 from plumbing.consult import main
 
@@ -78,6 +80,17 @@ def test_a_bad_row_is_one_sentence_with_its_line(tmp_path, capsys, text, says):
 def dump(path, found):
     plants.write([{"token_ids": r.token_ids, "rollout_log_probs": r.rollout_log_probs,
                    "train_log_probs": r.train_log_probs} for r in found], path)
+
+
+@pytest.mark.made_here
+@pytest.mark.parametrize("cause, variant, first", [("healthy", "same", []),
+                                                   ("shift", "sampler-1", ["shift"])])
+def test_a_verdict_without_prompts_and_entropy(cause, variant, first, tmp_path):
+    """The dumps of the next test."""
+    dump(tmp_path / "dump.jsonl", planted(cause, "Qwen2", variant))
+    report = stands_clear(lambda: doctor.examine(read(tmp_path / "dump.jsonl")),
+                          lambda report: names(report)[:1])
+    assert names(report)[:1] == first and report.missing == ("entropy", "prompt_ids")
 
 
 @pytest.mark.made_here

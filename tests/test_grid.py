@@ -65,7 +65,8 @@ def pair(tmp_path, engine, trainer, *older):
     (tmp_path / "dump.jsonl").unlink(missing_ok=True)
     append(tmp_path / "dump.jsonl", rows)
     responses = [Response(n, r["token_ids"], r["rollout_log_probs"], r["train_log_probs"],
-                          r["prompt_ids"], [True] * len(r["token_ids"])) for n, r in enumerate(rows)]
+                          r["prompt_ids"], [True] * len(r["token_ids"]))
+                 for n, r in enumerate(rows)]
     rounding, kernels = Scorer(trainer, [], [(p, y) for p, y in zip(PROMPTS, drawn)]).grid
     print(f"rounding the weights moves a token by {rounding:.4f}, kernels by {kernels:.4f}: "
           f"{rounding / kernels:.2f}, limit {COARSE}")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from certified import certifies
 
 from adapters.dumps import ABOVE, append, read, response, rows_of
 from doctor import Lost, examine
@@ -149,6 +150,7 @@ def test_a_log_prob_is_above_0_by_a_rounding_of_16_bits_alone(above, read_as, co
             response(1, row)
 
 
+@certifies("float64")
 @pytest.mark.parametrize("at, most", [(20.0, 2 ** -4), (40.0, 2 ** -3)])
 def test_half_a_unit_is_what_a_logit_in_16_bits_leaves(at, most):
     """eq:sixteen-bits: the largest error of bfloat16 in an octave is half of its spacing there."""

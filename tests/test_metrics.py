@@ -309,9 +309,11 @@ def weights_by_hand(logs, config):
     if config.rollout_is_count_below is not None:
         bounds = config.rollout_is_count_below, bounds[1]
     found = of_ratio(["rollout_is_raw", "rollout_is"], logs, applied, bounds, level == "sequence")
+    per_sequence = float(bool(logs) and level in ("sequence", "geometric"))
     if config.metrics_only:
-        return {name: value for name, value in found.items() if name.startswith("rollout_is_raw")}
-    found["rollout_is_per_sequence"] = float(bool(logs) and level in ("sequence", "geometric"))
+        found = {name: value for name, value in found.items() if name.startswith("rollout_is_raw")}
+        return found | {"rollout_is_per_sequence": per_sequence}
+    found["rollout_is_per_sequence"] = per_sequence
     if isinstance(bound, tuple):
         found |= {"rollout_is_masked_fraction": share(zeroed),
                   "rollout_is_seq_masked_fraction": share(zeroed, True)}

@@ -207,7 +207,7 @@ def test_the_bias_of_truncation_and_of_masking(cap):
 CENTERED = [reinforce(), reinforce("token", 1.25), reinforce("token", (0.6, 1.6)),
             reinforce(rollout_rs={"token_k1": (0.7, 1.3)}),
             reinforce("token", rollout_rs={"token_tv": 0.14}),
-            reinforce("token", 2.0, rollout_rs={"token_tv_outward": 0.06, "token_k3": 0.2})]
+            reinforce("token", 2.0, rollout_rs={"token_tv_outward": 0.06, "token_k3": 0.3})]
 
 
 @certifies("rational")

@@ -35,7 +35,7 @@ OWN_TESTS = {
 TESTS = [*dict.fromkeys(name for names in OWN_TESTS.values() for name in names),
          "peers", "dialects", "museum"]
 BESIDE = ("tests/oracle.py", "tests/exhibits.py", "tests/examples.py", "tests/conftest.py",
-          "tests/launching.py", "tests/waiting.py", "tests/certified.py",
+          "tests/launching.py", "tests/perturbed.py", "tests/waiting.py", "tests/certified.py",
           "tests/book_pages.py", "tests/tolerances.py", "tests/peers.json.gz", "causes.py",
           "adapters/dialects.py", "adapters/dumps.py", "adapters/names.py", "plumbing/settings.py",
           "pyproject.toml")                                                 # what the tests need
