@@ -4,7 +4,8 @@ import types
 
 import pytest
 import torch
-from test_trl import Engine, trainer  # noqa: F401  (a fixture)
+from test_trl import (  # noqa: F401  (trainer is a fixture)
+    Engine, config, environment, first_batches, trainer)
 
 from adapters.dumps import read
 from doctor import examine
@@ -72,3 +73,55 @@ def test_the_doctor_finds_what_trls_sampler_does_otherwise(
     run.train()
     report = examine(read(tmp_path / "dump.jsonl"))
     assert report.tokens > 300 and [f.cause for f in report.causes][:1] == [cause] * bool(cause)
+
+
+# ----------------------------------------------------------------- log-probs that vLLM did not give
+
+def missing_share(batches):
+    """Return the share of sampled tokens whose log-prob is NaN in TRL's batches."""
+    masks = [x["completion_mask"] * x.get("tool_mask", 1) == 1 for x in batches]
+    gone = sum((x["sampling_per_token_logps"].isnan() & m).sum() for x, m in zip(batches, masks))
+    return (gone / sum(m.sum() for m in masks)).item()
+
+
+@pytest.mark.parametrize("tools", [False, True])
+def test_the_weights_say_how_many_log_probs_are_missing(tools, trainer, monkeypatch):  # noqa: F811
+    """ρ is 1 there, which no other metric shows; a tool's tokens have none, and are not counted."""
+    from trl import GRPOTrainer
+
+    from adapters.trl import MISSING, WeightedGRPOTrainer
+    generate, seen = GRPOTrainer._generate_and_score_completions, []
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions",
+                        lambda self, inputs: seen.append(generate(self, inputs)) or dict(seen[-1]))
+    ours = trainer(WeightedGRPOTrainer, correction=config("token_truncate"),
+                   rollout_func=environment if tools else None)
+    ours.model.train()
+    ours._generate_and_score_completions([{"prompt": f"{i}="} for i in range(8) for _ in range(2)])
+    [logged] = ours._metrics["train"][MISSING]
+    assert logged == pytest.approx(missing_share(seen), rel=1e-6) and 0.02 < logged < 0.3
+    assert MISSING.startswith("rollout_corr/") and ours._metrics["train"]["rollout_corr/kl"]
+
+
+def test_the_loss_logs_how_many_log_probs_are_missing_of_all_tokens(trainer):  # noqa: F811
+    """It is one share of all micro-batches, with and without a rejected token."""
+    from adapters.trl import MISSING, PolicyLossGRPOTrainer
+    correction = config("token_truncate", rollout_rs={"token_k1": (0.9, 1.1)})
+    ours = trainer(PolicyLossGRPOTrainer, correction=correction, loss_type="grpo")
+    batches = list(first_batches(ours, 2))
+    for inputs in batches:
+        ours._compute_loss(ours.model, inputs)
+    ours.log(row := {})
+    shares = [missing_share([x]) for x in batches]
+    assert row[MISSING] == pytest.approx(missing_share(batches), rel=1e-6) and max(shares) > 0
+    assert "missing" not in row and "sampled" not in row
+
+
+def test_a_batch_with_missing_log_probs_is_a_dump_that_says_so(tmp_path):
+    from adapters.trl import dump
+    log_prob = torch.full((2, 3), -1.0)
+    sampled = torch.tensor([[float("nan")] * 3, [-1.0, float("nan"), float("nan")]])
+    dump({"prompt_ids": torch.tensor([[3]] * 2), "prompt_mask": torch.ones(2, 1),
+          "completion_ids": torch.tensor([[5, 6, 7]] * 2), "completion_mask": torch.ones(2, 3),
+          "tool_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]), "sampling_per_token_logps": sampled,
+          "old_per_token_logps": log_prob}, str(tmp_path / "dump.jsonl"))
+    assert examine(read(tmp_path / "dump.jsonl")).lost == (4, 2, 1)
