@@ -80,8 +80,9 @@ def test_the_doctor_finds_what_trls_sampler_does_otherwise(
 def missing_share(batches):
     """Return the share of sampled tokens whose log-prob is NaN in TRL's batches."""
     masks = [x["completion_mask"] * x.get("tool_mask", 1) == 1 for x in batches]
-    gone = sum((x["sampling_per_token_logps"].isnan() & m).sum() for x, m in zip(batches, masks))
-    return (gone / sum(m.sum() for m in masks)).item()
+    gone = sum(int((x["sampling_per_token_logps"].isnan() & m).sum())
+               for x, m in zip(batches, masks))
+    return gone / sum(int(m.sum()) for m in masks)
 
 
 @pytest.mark.parametrize("tools", [False, True])
