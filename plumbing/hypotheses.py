@@ -110,7 +110,7 @@ class Scorer:
         """True if rounding the weights alone moves the policy by more than two kernels do.
 
         Rounded activations disturb a product about as much as rounded weights, so it moves by as
-        much as kernels move it: by 0.3 to 1.05 of that, on 18 models with random weights. If the
+        much as kernels move it: by 0.3 to 1.05 of that, on 20 models with random weights. If the
         grid swallows updates, all their roundings point one way, and add up.
         """
         rounding, kernels = self.grid
