@@ -39,7 +39,7 @@ HARMLESS = 0.05        # share left by the plain model in bfloat16: its own kern
 EXPLAINED = 0.35       # share left: right rows, but for dropout, left up to 0.06, and up to 0.19
                        # where noise was on top of the fault
 FLOORS = 4             # times bfloat16's squared noise: less is noise
-SURE = 10              # nats by which a fault must be likelier than what is no fault
+AHEAD = 10             # nats by which a fault must be likelier than what is no fault
 ARRIVED = 0.5          # of the trainer's move: if the engine has made less, most of it is lost
 
 
@@ -171,13 +171,13 @@ def match(s: Scorer, recorded: Tensor, mask: Tensor,
 
 
 def likeliest(fits: Iterable[Match]) -> list[Match]:
-    """Sort matches by their cost, but what is no fault before any fault that is not SURE.
+    """Sort matches by their cost, but what is no fault before any fault that is not AHEAD of it.
 
     Beside the rounding of another kernel some row always fits a little better than none.
     """
     ranked = sorted(fits, key=lambda m: m.cost)
     innocent = next(m for m in ranked if m.cause is None)
-    sure = ranked[0].cost < innocent.cost - SURE
+    sure = ranked[0].cost < innocent.cost - AHEAD
     return ranked if sure else [innocent, *(m for m in ranked if m is not innocent)]
 
 

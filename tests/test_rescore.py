@@ -17,7 +17,7 @@ from estimators import sampling_log_probs
 from adapters.dumps import Response, append
 from plumbing.consult import explained, main
 from plumbing.hypotheses import TABLE, Scorer, module_of, paddings, to_fp8
-from plumbing.rescore import (SURE, Match, Rescored, likeliest, random_prompts, rescore,
+from plumbing.rescore import (AHEAD, Match, Rescored, likeliest, random_prompts, rescore,
                               sample_and_score)
 
 
@@ -54,7 +54,7 @@ CLEAR = 5        # nats: another kernel in bfloat16 moves the lead of rounding b
 def ahead(fits):
     """Return the nats by which a column's verdict is ahead of another cause, or of none."""
     first, *others = fits
-    innocent = min(m.cost for m in fits if m.cause is None) - SURE
+    innocent = min(m.cost for m in fits if m.cause is None) - AHEAD
     rivals = [m.cost for m in others if m.cause not in (None, first.cause)]
     if first.cause is None:
         return min(rivals, default=math.inf) - innocent
