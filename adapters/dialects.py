@@ -344,8 +344,8 @@ def _from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
         criteria["seq_max_k1"] = _with_zero("outlier_token_is_threshold_low", low, high)
         if level is None and metric is None:
             warnings.warn("outlier_token_is_threshold_low and _high act by themselves here, as in "
-                          "SkyRL 0.3 and 0.4; in its pull request 849 they acted only beside "
-                          "tis_ratio_type or sequence_mask_metric", stacklevel=2)
+                          "SkyRL 0.3 and 0.4; in SkyRL's pull request 849 they acted only "
+                          "beside tis_ratio_type or sequence_mask_metric", stacklevel=2)
     low, high = get("token_mask_is_threshold_low"), get("token_mask_is_threshold_high")
     if low is not None and high is not None:
         criteria["token_k1"] = _with_zero("token_mask_is_threshold_low", low, high)
