@@ -235,7 +235,7 @@ def test_a_pair_that_yaml_read_as_a_number_is_refused_with_the_reason(rejects):
 
 
 def test_skyrls_outlier_thresholds_alone_are_said_to_have_had_two_meanings():
-    """Since SkyRL 0.3 they act alone, and are null by default. In SkyRL's pull request 849 they did not."""
+    """Since SkyRL 0.3 they act alone; in SkyRL's pull request 849 they did not."""
     block = {"outlier_token_is_threshold_low": 1e-4, "outlier_token_is_threshold_high": 100}
     with pytest.warns(UserWarning, match="pull request 849"):
         assert from_dialect(block).rollout_rs == {"seq_max_k1": (1e-4, 100.0)}
