@@ -742,7 +742,7 @@ def plain(text, formulas):
 
 
 def search_entries(chapters, formulas):
-    """Return [address, title, text] of every section, metric, exhibit, function and test."""
+    """Return [address, title, text] of sections, metrics, exhibits, functions, labelled tests."""
     of_row = defaultdict(list)
     for name in tables.every_metric():
         of_row[tables.family(name)].append(name)
@@ -750,7 +750,8 @@ def search_entries(chapters, formulas):
                  f"{tables.FORMULAS[row]}: {' '.join(names)}"] for row, names in of_row.items()]
     bugs = [[f"museum.html#{card.name}", f"{card.name.replace('_', ' ')} · Bugs that shipped",
              card.says] for card in museum.cards()]
-    parts_of = [part for file in [*FILES, *proving_files()] for part in parts(file)]
+    proofs = [part for file in proving_files() for part in parts(file) if part.labels]
+    parts_of = [*(part for file in FILES for part in parts(file)), *proofs]
     return [[f'{c.page}#{s["id"]}',
              " · ".join({plain(link, formulas): 0 for link in (c.sections[0]["link"], s["link"])}),
              plain(s["text"], formulas)]
