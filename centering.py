@@ -19,9 +19,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from correction import RolloutCorrectionConfig, importance_weights
-from estimators import widen
-from rejection import CRITERIA, rejection_mask
+from three_policies.correction import RolloutCorrectionConfig, importance_weights
+from three_policies.estimators import widen
+from three_policies.rejection import CRITERIA, rejection_mask
 
 
 def candidate_tables(tables: Sequence[tuple[Tensor, Tensor]], mask: Tensor

@@ -27,13 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from estimators import (LEVELS, OF_TOKENS, aggregate_log_ratio, exp_ratio, masked_log_ratio,
-                        outside, same_shape)
-from metrics import Grounds, Statistics, measure
-from rejection import (CRITERIA, Evidence, choice, flag, interval, is_list, judge_all,
-                       keep_all_agree, number, read_criteria)
-from rejection import rejection_mask as rejection_mask      # re-exported
-from surrogates import LOSSES, Loss
+from three_policies.estimators import (LEVELS, OF_TOKENS, aggregate_log_ratio, exp_ratio,
+                                       masked_log_ratio, outside, same_shape)
+from three_policies.metrics import Grounds, Statistics, measure
+from three_policies.rejection import (CRITERIA, Evidence, choice, flag, interval, is_list,
+                                      judge_all, keep_all_agree, number, read_criteria)
+from three_policies.rejection import rejection_mask as rejection_mask      # re-exported
+from three_policies.surrogates import LOSSES, Loss
 
 NEAR_ONE = (0.999, 1.001)          # bounds on a geometric mean of ρ
 Pair = tuple[float | None, float | None]

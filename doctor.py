@@ -19,8 +19,8 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from causes import CAUSES, ROUNDING, Finding, Tokens, find_causes, one_sided, undrawn
-from metrics import to_host
+from three_policies.causes import CAUSES, ROUNDING, Finding, Tokens, find_causes, one_sided, undrawn
+from three_policies.metrics import to_host
 
 FAR = 0.15              # k3 per token
 # Each row: metric, lowest and highest healthy value, what a value outside means, what to change.
@@ -338,5 +338,5 @@ def examine(dump: Iterable[Any]) -> Report:
 
 
 if __name__ == "__main__":
-    from plumbing.consult import main
+    from three_policies.plumbing.consult import main
     sys.exit(main())

@@ -18,13 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from centering import centering_loss
-from correction import Correction, RolloutCorrectionConfig, correct
-from estimators import (SAFETY_BOUND, aggregate_log_ratio, exp_ratio, kl_estimate,
-                        masked_log_ratio, same_shape, widen)
-from rejection import choice
-from surrogates import Loss
-from surrogates import (cispo_loss as cispo_loss,     # re-exported
+from three_policies.centering import centering_loss
+from three_policies.correction import Correction, RolloutCorrectionConfig, correct
+from three_policies.estimators import (SAFETY_BOUND, aggregate_log_ratio, exp_ratio, kl_estimate,
+                                       masked_log_ratio, same_shape, widen)
+from three_policies.rejection import choice
+from three_policies.surrogates import Loss
+from three_policies.surrogates import (cispo_loss as cispo_loss,     # re-exported
                         gspo_loss as gspo_loss,
                         ppo_clip_loss as ppo_clip_loss,
                         reinforce_loss as reinforce_loss,

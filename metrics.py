@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from estimators import (OF_TOKENS, aggregate_log_ratio, chi_square, exp_ratio, extremes, kish,
-                        masked_log_ratio, outside, perplexity, ratio_less_one, sequence_log_ratio,
-                        widen)
-from rejection import Criterion, Evidence, Verdict, Verdicts
+from three_policies.estimators import (OF_TOKENS, aggregate_log_ratio, chi_square, exp_ratio,
+                                       extremes, kish, masked_log_ratio, outside, perplexity,
+                                       ratio_less_one, sequence_log_ratio, widen)
+from three_policies.rejection import Criterion, Evidence, Verdict, Verdicts
 
 
 # ---------------------------------------------------------------------------- sums that merge

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from estimators import (SAFETY_BOUND, extremes, kl_estimate, same_shape, sequence_log_ratio,
-                        widen)
+from three_policies.estimators import (SAFETY_BOUND, extremes, kl_estimate, same_shape,
+                                       sequence_log_ratio, widen)
 
 
 # ----------------------------------------------------------- what a criterion sees and returns

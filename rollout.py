@@ -34,9 +34,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
-from estimators import sampling_log_probs
-from kernels.log_probs import widen_head
-from kernels.shapes import Shape, pad_rows, run_prompts, to_device
+from three_policies.estimators import sampling_log_probs
+from three_policies.kernels.log_probs import widen_head
+from three_policies.kernels.shapes import Shape, pad_rows, run_prompts, to_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KEPT = 1024  # largest top-k: 4 KB a token in training, 8 with ties; a vocabulary of bytes fits

@@ -18,7 +18,7 @@ tools (math/10-turns-and-tools.md), and replayed routes (math/11-routes.md).
 """
 
 if __name__ == "__main__":
-    from plumbing import signals
+    from three_policies.plumbing import signals
     signals.catch()                # before the other imports, which take seconds
 
 import math
@@ -32,22 +32,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from adapters.dumps import rows_of
-from correction import Correction, RolloutCorrectionConfig, correct, importance_weights
-from estimators import (grpo_advantages, masked_log_ratio, reinforce_advantages,
-                        rloo_advantages)
-from kernels.shapes import Shape, to_device
-from losses import (Counts, LossConfig, count, kl_loss, kl_penalty, kl_ratio, loss_means,
-                    policy_loss)
-from metrics import merge
-from plumbing import signals
-from plumbing.batches import Batch, micro_batches, pad
-from plumbing.faults import report_errors
-from plumbing.run import Run, open_run
-from plumbing.settings import Config, correction_of, help_text, kl_of, load_config
-from plumbing.tasks import seed_of
-from policy import Policy, full_tensor, set_aside
-from rollout import Sample as Sample      # re-exported
+from three_policies.adapters.dumps import rows_of
+from three_policies.correction import (Correction, RolloutCorrectionConfig, correct,
+                                       importance_weights)
+from three_policies.estimators import (grpo_advantages, masked_log_ratio, reinforce_advantages,
+                                       rloo_advantages)
+from three_policies.kernels.shapes import Shape, to_device
+from three_policies.losses import (Counts, LossConfig, count, kl_loss, kl_penalty, kl_ratio,
+                                   loss_means, policy_loss)
+from three_policies.metrics import merge
+from three_policies.plumbing import signals
+from three_policies.plumbing.batches import Batch, micro_batches, pad
+from three_policies.plumbing.faults import report_errors
+from three_policies.plumbing.run import Run, open_run
+from three_policies.plumbing.settings import Config, correction_of, help_text, kl_of, load_config
+from three_policies.plumbing.tasks import seed_of
+from three_policies.policy import Policy, full_tensor, set_aside
+from three_policies.rollout import Sample as Sample      # re-exported
 
 
 def train(run: Run) -> None:

@@ -4,7 +4,7 @@ This file decides what verl 0.6.0, 0.6.1, 0.9, SkyRL and prime-rl mean by their 
 left out has their default; null is off or refused, as it is there. Where a document and
 the released code differ, a table of adapters/README.md names both. Tensors do not occur here.
 
-    from adapters.dialects import from_dialect
+    from three_policies.adapters.dialects import from_dialect
     config = from_dialect({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"})
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, cast
 
-from correction import PRESETS, RolloutCorrectionConfig
-from rejection import CRITERIA, choice, flag, interval, is_list, nearest, number
+from three_policies.correction import PRESETS, RolloutCorrectionConfig
+from three_policies.rejection import CRITERIA, choice, flag, interval, is_list, nearest, number
 
 WRAPPERS = ("trainer", "loss", "algorithm", "actor_rollout_ref", "actor", "rollout",
             "rollout_correction", "off_policy_correction")

@@ -17,12 +17,12 @@ from typing import Any
 from skyrl.backends.skyrl_train.utils.ppo_utils import register_policy_loss
 from torch import Tensor
 
-from adapters.dialects import from_dialect
-from adapters.names import PREFIX, skyrl
-from correction import RolloutCorrectionConfig
-from losses import LossConfig, policy_loss
-from metrics import to_host
-from rejection import CRITERIA
+from three_policies.adapters.dialects import from_dialect
+from three_policies.adapters.names import PREFIX, skyrl
+from three_policies.correction import RolloutCorrectionConfig
+from three_policies.losses import LossConfig, policy_loss
+from three_policies.metrics import to_host
+from three_policies.rejection import CRITERIA
 
 
 @register_policy_loss("three_policies")

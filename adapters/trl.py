@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from trl import GRPOTrainer
 
-from adapters.dumps import append, rows_of
-from correction import Correction, RolloutCorrectionConfig, correct
-from losses import Counts, LossConfig, loss_means, policy_loss
-from metrics import merge, to_host
-from rejection import CRITERIA
+from three_policies.adapters.dumps import append, rows_of
+from three_policies.correction import Correction, RolloutCorrectionConfig, correct
+from three_policies.losses import Counts, LossConfig, loss_means, policy_loss
+from three_policies.metrics import merge, to_host
+from three_policies.rejection import CRITERIA
 
 AGGREGATION = {"dapo": "token-sum", "cispo": "token-sum", "bnpo": "token-mean",
                "grpo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean",

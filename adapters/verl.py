@@ -7,12 +7,13 @@ made here, as the actor's copy of the block says. verl's default trainer neither
 nor chooses a loss for bypass mode. Without loss_mode it trains with PPO's clip around π_rollout,
 whatever loss_type says, and never calls this file. So three settings are needed:
 
-    actor_rollout_ref.model.external_lib=adapters.verl
+    actor_rollout_ref.model.external_lib=three_policies.adapters.verl
     actor_rollout_ref.actor.policy_loss.loss_mode=three_policies
     '+actor_rollout_ref.actor.policy_loss.rollout_correction=${algorithm.rollout_correction}'
 
-This repository must be on the PYTHONPATH of the workers. Without the third setting the copy is
-verl's default, which is refused in both modes, since such a worker cannot tell the modes apart.
+Every node needs this package: `pip install --no-deps .` in verl's environment. Without the third
+setting the copy is verl's default, which is refused in both modes, since such a worker cannot tell
+the modes apart.
 What needs the whole batch where a worker sees a part of it is refused by name. So are what needs
 candidate tokens, and what verl's driver would not do in decoupled mode. The block's loss_type
 chooses the loss, which may be gspo, cispo and sapo as well. Means are over what rejection left
@@ -30,13 +31,13 @@ from torch import Tensor
 from verl.trainer.config.algorithm import RolloutCorrectionConfig as VerlBlock
 from verl.trainer.ppo.core_algos import register_policy_loss
 
-from adapters.dialects import from_dialect
-from adapters.dumps import append, rows_of
-from adapters.names import PREFIX, verl
-from correction import Correction, RolloutCorrectionConfig
-from losses import Counts, LossConfig, loss_means, policy_loss
-from metrics import to_host
-from rejection import CRITERIA
+from three_policies.adapters.dialects import from_dialect
+from three_policies.adapters.dumps import append, rows_of
+from three_policies.adapters.names import PREFIX, verl
+from three_policies.correction import Correction, RolloutCorrectionConfig
+from three_policies.losses import Counts, LossConfig, loss_means, policy_loss
+from three_policies.metrics import to_host
+from three_policies.rejection import CRITERIA
 
 
 @register_policy_loss("three_policies")

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from rollout import Cut, NamedTensor, Sample, check_request, every_weight_once
+from three_policies.rollout import Cut, NamedTensor, Sample, check_request, every_weight_once
 
 
 class VllmEngine:

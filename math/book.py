@@ -40,13 +40,12 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonConsoleLexer, get_lexer_by_name, get_lexer_for_filename
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "math")]
+from three_policies.math import moving
+from three_policies.math import museum
+from three_policies.math import tables
+from three_policies.math import which
 
-import moving
-import museum
-import tables
-import which
+ROOT = Path(__file__).resolve().parent.parent
 
 HERE, OUT = ROOT / "math" / "book", ROOT / "book"
 CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))

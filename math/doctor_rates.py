@@ -16,24 +16,21 @@ import functools
 import itertools
 import json
 import math
-import sys
 import unittest.mock
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-import plants
-import sides
 import torch
 
-import causes
-import doctor
-from adapters.dumps import read
-from causes import log_odds
+from three_policies import causes
+from three_policies import doctor
+from three_policies.adapters.dumps import read
+from three_policies.causes import log_odds
+from three_policies.tests import plants
+from three_policies.tests import sides
+
 
 SPLITS = {"written": ("Qwen2", "Llama", "Mixtral", "Olmo2"),
           "judged": ("Gemma2", "Qwen2Moe", "Mistral", "Qwen3")}

@@ -24,37 +24,41 @@ from typing import Any, cast
 
 import matplotlib
 import torch
-from drawn import as_svg
-from moving_exact import heights, in_square, optimum, square
+from three_policies.math.drawn import as_svg
+from three_policies.math.moving_exact import heights, in_square, optimum, square
 from omegaconf import OmegaConf
 from PIL import Image
-from tables import (AGES, OBJECTIVES, PARTS, POLICIES, ROOT, ascend, bias_and_std,
-                    gains_by_batch_size, judged_contrasts, paired, runs)
+from three_policies.math.tables import (AGES, OBJECTIVES, PARTS, POLICIES, ROOT, ascend,
+                                        bias_and_std, gains_by_batch_size, judged_contrasts, paired,
+                                        runs)
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
-import plants
-import merging
-import routes
-import sides
-import turns
-import versions
-import words
-from oracle import J, Policy, estimator_moments, expectation, grad_J, rewards, scores
 
-from adapters.dumps import response
-from causes import Tokens
-from correction import PRESETS
-from correction import RolloutCorrectionConfig as Config
-from estimators import aggregate_log_ratio, grpo_advantages, kl_estimate, rloo_advantages
-from losses import aggregate_loss
-from plumbing import gallery
-from plumbing.settings import CHANGEABLE, SPLITS, UserError, flat, leaves, read_yaml
-from plumbing.settings import Config as Settings
-from surrogates import cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss, sapo_loss
+from three_policies.adapters.dumps import response
+from three_policies.causes import Tokens
+from three_policies.correction import PRESETS
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.estimators import (aggregate_log_ratio, grpo_advantages, kl_estimate,
+                                       rloo_advantages)
+from three_policies.losses import aggregate_loss
+from three_policies.math import merging
+from three_policies.math import routes
+from three_policies.math import turns
+from three_policies.math import versions
+from three_policies.math import words
+from three_policies.plumbing import gallery
+from three_policies.plumbing.settings import CHANGEABLE, SPLITS, UserError, flat, leaves, read_yaml
+from three_policies.plumbing.settings import Config as Settings
+from three_policies.surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss,
+                                       sapo_loss)
+from three_policies.tests import plants
+from three_policies.tests import sides
+from three_policies.tests.oracle import (J, Policy, estimator_moments, expectation, grad_J, rewards,
+                                         scores)
 
 # The palette is Okabe and Ito's. Every colour has a line style: figures are readable without it.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
@@ -831,7 +835,7 @@ MARKERS = "osD^vXP<>"  # 8, 7 and 9 of them: no two groups have the same three
 
 def read_run(given):
     """Return a run's name, seed, other settings and {step: {metric: number}}."""
-    from plumbing.checkpoints import read_metrics                   # it loads transformers: 3 s
+    from three_policies.plumbing.checkpoints import read_metrics      # loads transformers
     places, files = [Path(given), Path("runs") / given], ("config.yaml", "metrics.jsonl")
     found = [place for place in places if any((place / file).exists() for file in files)]
     if not found:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent)]
 
 SEEDS = (1001, 1002, 1003, 1004, 1005)                     # of base, adapter and samples
 CELLS = [(rank, rate) for rank in (4, 16) for rate in (2e-4, 2e-3)]         # s = 2 in all of them
@@ -65,9 +64,9 @@ def make_base(seed: int, directory: Path) -> dict[str, Tensor]:
     """Write the demo's model with weights in bfloat16; return those that get an adapter."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from plumbing.faults import process_group
-    from plumbing.settings import load_config
-    from plumbing.tasks import make_demo_model, make_task
+    from three_policies.plumbing.faults import process_group
+    from three_policies.plumbing.settings import load_config
+    from three_policies.plumbing.tasks import make_demo_model, make_task
     config = load_config([f"seed={seed}"])
     with process_group():
         path = make_demo_model(config, make_task(config.task, config.seed))
@@ -80,7 +79,7 @@ def make_base(seed: int, directory: Path) -> dict[str, Tensor]:
 
 def train(seed: int, base: Path, rank: int, rate: float) -> Path:
     """Train an adapter of all linear layers, one update a step; return its run's directory."""
-    import trainer
+    from three_policies import trainer
     name = f"merging-{seed}-{rank}-{rate:g}"
     code = trainer.main([
         f"seed={seed}", f"run={name}", f"policy.path={base}", f"policy.lora_rank={rank}",

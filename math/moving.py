@@ -4,22 +4,20 @@ A function returns what one figure of math/book/figures.js shows, as JSON. Nothi
 """
 
 import json
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "math")]
-
-import moving_exact
 import torch
-from record_response import ARMS
-from tables import POLICIES, RolloutCorrectionConfig, bias_and_std, mean_of, priced, runs
 
-from correction import PRESETS, correct, rejection_mask
-from estimators import aggregate_log_ratio
-from losses import (cispo_loss, exp_ratio, gspo_loss, policy_loss, ppo_clip_loss, reinforce_loss,
-                    sapo_loss)
+from three_policies.correction import PRESETS, correct, rejection_mask
+from three_policies.estimators import aggregate_log_ratio
+from three_policies.losses import (cispo_loss, exp_ratio, gspo_loss, policy_loss, ppo_clip_loss,
+                                   reinforce_loss, sapo_loss)
+from three_policies.math import moving_exact
+from three_policies.math.record_response import ARMS
+from three_policies.math.tables import (POLICIES, RolloutCorrectionConfig, bias_and_std, mean_of,
+                                        priced, runs)
 
+ROOT = Path(__file__).resolve().parent.parent
 HERE = ROOT / "math" / "book"
 
 

@@ -5,20 +5,18 @@ All are enumerated. The quiz's dumps are recorded (math/record_quiz.py).
 
 import json
 import math
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "math")]
-
 import torch
-import words
-from oracle import J, Policy, expectation, grad_J, rewards, scores
-from tables import ascend, gain_reached
 
-from correction import PRESETS, importance_weights
-from correction import RolloutCorrectionConfig as Config
-from estimators import masked_log_ratio
+from three_policies.correction import PRESETS, importance_weights
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.estimators import masked_log_ratio
+from three_policies.math import words
+from three_policies.math.tables import ascend, gain_reached
+from three_policies.tests.oracle import J, Policy, expectation, grad_J, rewards, scores
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def digits(values, places=4):

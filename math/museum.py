@@ -8,14 +8,12 @@ import ast
 import importlib
 import inspect
 import math
-import sys
 import textwrap
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
 
 # What a reader guesses: the error as a share of the largest right number.
 SIZES = (("under 20 %", 0.2), ("20 to 50 %", 0.5), ("50 to 100 %", 1.0),
@@ -84,7 +82,7 @@ def cards() -> list[Card]:
     """Return a card for each exhibit, in the museum's order."""
     for path in sorted(ROOT.glob("tests/test_museum*.py")):
         importlib.import_module(path.stem)              # each files its own
-    from exhibits import EXHIBITS, values
+    from three_policies.tests.exhibits import EXHIBITS, values
     found = []
     for name, (function, where, equation) in EXHIBITS.items():
         wrong, _, exact = values(name)

@@ -24,13 +24,11 @@
 
 # %% tags=["exact"]
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 here = globals().get("ROOT") or Path.cwd()      # if this cell is run again: what it found
 ROOT = next(p for p in [here, *here.parents] if (p / "trainer.py").exists())
-sys.path.insert(0, str(ROOT))
 os.chdir(tempfile.mkdtemp())                    # what the runs write goes there
 
 # %%
@@ -56,9 +54,9 @@ transformers.utils.logging.disable_progress_bar()
 # only in part, which leaves something to learn. This takes about a minute.
 
 # %%
-from plumbing.faults import process_group
-from plumbing.settings import load_config
-from plumbing.tasks import make_demo_model, make_task
+from three_policies.plumbing.faults import process_group
+from three_policies.plumbing.settings import load_config
+from three_policies.plumbing.tasks import make_demo_model, make_task
 
 TASK = ["seed=3", "task.kind=sort", "task.size=8", "task.eval_size=512"]
 config = load_config(TASK)
@@ -72,8 +70,8 @@ print("asked:", task.train[0].question, "  right answer:", task.train[0].answer)
 # every token that it drew: log μ. Its weights may be cast to 16 bits, or rounded to 4.
 
 # %%
-from plumbing.engines import make_engine
-from rollout import quantize_weights
+from three_policies.plumbing.engines import make_engine
+from three_policies.rollout import quantize_weights
 
 model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="float32")
 tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -90,7 +88,7 @@ def answers(dtype, bits):
 # own probability of each: log π.
 
 # %%
-from kernels.shapes import pad_rows
+from three_policies.kernels.shapes import pad_rows
 
 @torch.no_grad()
 def both_sides(samples, temperature=1.0):
@@ -162,8 +160,8 @@ for name, (log_mu, log_pi, mask) in sides.items():
 # First our 4-bit sampler. The doctor sees the two columns of log-probs, nothing else.
 
 # %%
-from adapters.dumps import response
-from doctor import examine
+from three_policies.adapters.dumps import response
+from three_policies.doctor import examine
 
 def dump(samples, log_pi):
     return [response(i, {"prompt_ids": prompt, "token_ids": s.tokens,
@@ -180,7 +178,7 @@ print(examine(dump(rounded, log_pi)))
 # do not always tell. With the model the doctor can try what it knows, one row at a time.
 
 # %%
-from plumbing.rescore import rescore
+from three_policies.plumbing.rescore import rescore
 
 print(*rescore(path, [], dump(rounded, log_pi)[:64]).lines(), sep="\n")
 
@@ -207,7 +205,7 @@ print(examine(dump(samples["bfloat16"], slipped)))
 # tokens, token 0 ends, at most three tokens. That gives fifteen responses y.
 
 # %% tags=["exact"]
-from tests.oracle import Policy, expectation, grad_J, rewards, scores
+from three_policies.tests.oracle import Policy, expectation, grad_J, rewards, scores
 
 old = Policy(V=3, T=3, seed=0)                  # the trainer's policy, π_old
 mu = old.perturbed(seed=1, size=0.5)            # the sampler's: noise on the logits
@@ -248,7 +246,7 @@ compare("samples of μ", expectation(mu, each))
 # * the same without the limit.
 
 # %% tags=["exact"]
-from correction import RolloutCorrectionConfig, correct
+from three_policies.correction import RolloutCorrectionConfig, correct
 
 PRESETS = {"disabled": RolloutCorrectionConfig(),
            "decoupled_token_is": RolloutCorrectionConfig.decoupled_token_is(),
@@ -313,8 +311,8 @@ for tokens in (3, 9, 64, 256, 1024):
 # go on: which run will end where?
 
 # %%
-import trainer
-from plumbing.checkpoints import read_metrics
+from three_policies import trainer
+from three_policies.plumbing.checkpoints import read_metrics
 
 SETTINGS = [*TASK, "rollout.engine=transformers", "rollout.prompts=64",
             "rollout.samples=8", "rollout.quantize_bits=4", "rollout.staleness=4",

@@ -5,19 +5,17 @@
 
 import json
 import random
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "math")]
-
-import plants
-import sides
 import torch
 
-import doctor
-from adapters.dumps import response
-from causes import log_odds, pairs
+from three_policies import doctor
+from three_policies.adapters.dumps import response
+from three_policies.causes import log_odds, pairs
+from three_policies.tests import plants
+from three_policies.tests import sides
+
+ROOT = Path(__file__).resolve().parent.parent
 
 QUIZ = ("healthy", "temperature", "raw", "cut", "shift", "padding", "retokenised", "in-flight",
         "penalty", "softcap")

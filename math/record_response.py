@@ -7,11 +7,9 @@ responses it shows the typical one: that whose Σ (log ρ)² is the median. Abou
 """
 
 import json
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "math")]
 
 # The arm at each width, all of one learning rate; `matched` has no rounding.
 ARMS = {"float32": ("int4_slow", "matched"), "6": ("int6", "naive"), "5": ("int5", "naive"),
@@ -24,11 +22,11 @@ def respond(config, task):
     import torch
     from transformers import AutoTokenizer
 
-    import trainer
-    from plumbing.engines import make_engine
-    from plumbing.tasks import make_demo_model, seed_of
-    from policy import full_weights, load_policy
-    from rollout import WeightSync
+    from three_policies import trainer
+    from three_policies.plumbing.engines import make_engine
+    from three_policies.plumbing.tasks import make_demo_model, seed_of
+    from three_policies.policy import full_weights, load_policy
+    from three_policies.rollout import WeightSync
     path, rollout, device = make_demo_model(config, task), config.rollout, torch.device("cpu")
     tokenizer = AutoTokenizer.from_pretrained(path)
     policy = load_policy(path, rollout.temperature, config.policy.dtype, device)
@@ -56,9 +54,9 @@ def respond(config, task):
 
 
 def main():
-    import study
-    from plumbing.faults import process_group
-    from plumbing.tasks import make_task
+    from three_policies.math import study
+    from three_policies.plumbing.faults import process_group
+    from three_policies.plumbing.tasks import make_task
     declared, found = study.declared(ROOT / "math" / "study-64.yaml"), {}
     for width, (regime, arm) in ARMS.items():
         config = study.config_of(declared, regime, arm, SEED)

@@ -13,17 +13,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
-
 import torch
 import transformers
 from torch import Tensor
 
-from estimators import sampling_log_probs
-from kernels.shapes import pad_rows
-from adapters.dumps import Response
-from plumbing.rescore import Rescored, rescore
-from rollout import quantize_weights
+from three_policies.adapters.dumps import Response
+from three_policies.estimators import sampling_log_probs
+from three_policies.kernels.shapes import pad_rows
+from three_policies.plumbing.rescore import Rescored, rescore
+from three_policies.rollout import quantize_weights
 
 VOCABULARY, OLDER = 40, 3
 SIZES: dict[str, Any] = dict(

@@ -7,19 +7,15 @@ There is no shared expert, no load balancing and no capacity, except where each 
 tokens: then a route depends on later tokens, and no table has it (chapter 11).
 """
 
-import sys
 from functools import cache
-from pathlib import Path
 from statistics import mean, median, stdev
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
-
 import torch
-from oracle import Policy, rewards
 from torch.func import grad, jacrev, vmap
 
-from correction import importance_weights
+from three_policies.correction import importance_weights
+from three_policies.tests.oracle import Policy, rewards
+
 
 TREE, PROMPT = Policy(V=3, T=4), 2                  # 31 responses to a prompt of two tokens
 LAYERS, EXPERTS, CHOSEN, WIDTH = 2, 4, 2, 6

@@ -29,16 +29,15 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
 
 
 # ---------------------------------------------------------------------------------------- one run
 
 def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
     """Train a cell, and return its line of the table from the run's metrics."""
-    import trainer
-    from plumbing.checkpoints import read_metrics
-    from plumbing.run import directory_of
+    from three_policies import trainer
+    from three_policies.plumbing.checkpoints import read_metrics
+    from three_policies.plumbing.run import directory_of
     config = config_of(study, regime, method, seed)
     log = Path("runs") / ".study" / f"{config.run}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +59,7 @@ def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
 
 
 def config_of(study: dict, regime: str, method: str, seed: int):
-    from plumbing.settings import flat, load_config
+    from three_policies.plumbing.settings import flat, load_config
     settings = flat({**study["settings"], "correction": {"preset": method}, "seed": seed})
     settings |= study["regimes"][regime] | study["methods"].get(method, {})
     settings["run"] = f"{study['name']}-{regime}-{method}-{seed}"
@@ -70,8 +69,8 @@ def config_of(study: dict, regime: str, method: str, seed: int):
 
 def warm_start(config, lock: Path) -> None:
     """Make the policy that all arms of a seed begin with, in one cell while the others wait."""
-    from plumbing.faults import process_group
-    from plumbing.tasks import make_demo_model, make_task
+    from three_policies.plumbing.faults import process_group
+    from three_policies.plumbing.tasks import make_demo_model, make_task
     with lock.open("w") as file, process_group():
         fcntl.flock(file, fcntl.LOCK_EX)
         make_demo_model(config, make_task(config.task, config.seed))
@@ -79,8 +78,8 @@ def warm_start(config, lock: Path) -> None:
 
 def in_float32(evaluate):
     """Return an evaluator that is the same for all arms: the transformers engine in float32."""
-    from plumbing.engines import make_engine
-    from plumbing.tasks import make_demo_model
+    from three_policies.plumbing.engines import make_engine
+    from three_policies.plumbing.tasks import make_demo_model
 
     def evaluated(run):
         sampler, path = run.engine, run.config.policy.path or make_demo_model(run.config, run.task)
@@ -119,7 +118,7 @@ def plant(method: str, trainer) -> None:
     """Plant a method that is not among the trainer's settings: a mistake, a control or a weight."""
     import torch
 
-    from policy import Policy
+    from three_policies.policy import Policy
     loss, correct, train = trainer.policy_loss, trainer.correct, trainer.train
     sample = trainer.sample
 
@@ -195,7 +194,7 @@ def sgd_with_adams_first_step(run):
     """Return an SGD whose first step is as long as that of the run's AdamW would be."""
     import torch
 
-    from policy import full_tensor
+    from three_policies.policy import full_tensor
     optimizer, factor = torch.optim.SGD(run.policy.parameters(), lr=run.config.train.lr), []
 
     def scale(optimizer, *_):
@@ -243,7 +242,7 @@ def summary(lines: list[dict]) -> dict:
 
 def judged(lines: list[dict]) -> str:
     """Return what `diagnose` looks at, step by step, as JSON with four digits."""
-    from doctor import BY_SEQUENCE, HEALTHY
+    from three_policies.doctor import BY_SEQUENCE, HEALTHY
     names = {*(row[0] for row in HEALTHY), *BY_SEQUENCE.values(), "rollout_is_per_sequence",
              "is_ratio_mean", "is_ratio_z", "kl", "kl_z"}
     steps = [{name.removeprefix("rollout_corr/"): float(f"{value:.4g}")
@@ -349,7 +348,7 @@ def quick(workers: int) -> None:
     rows, picture = Path("runs") / ".study" / "quick.csv", Path("runs") / "quick.png"
     rows.parent.mkdir(parents=True, exist_ok=True)
     run_all(study | {"cells": [study["quick"]], "name": "quick"}, rows, workers)
-    from figures import curves
+    from three_policies.math.figures import curves
     figure = curves(read(rows))
     assert figure is not None              # it is made where no axis is given
     figure.savefig(picture, dpi=110)

@@ -21,31 +21,32 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "math")]
-
 import torch
 import yaml
-from oracle import J, Policy, exact_gradient, expectation, kl, rewards, token_kl
 
-import certified
-import versions
-import routes
-import merging
-import turns
-import words
-from adapters.dialects import from_dialect
-from contrasts import holm, mcnemar, sign_flip
-from correction import PRESETS, RolloutCorrectionConfig, correct
-from rejection import CRITERIA
-from rejection import interval as read_interval
-from surrogates import LOSSES
-from estimators import LEVELS, kl_estimate, masked_log_ratio
-from losses import LossConfig, kl_loss, policy_loss, reinforce_loss
-from plumbing.cards import GIB, Shapes, host_bytes, memory, require_room, smallest_engine
-from plumbing.models import add_adapter
-from plumbing.settings import PolicyConfig, UserError, documented, load_config
-from doctor import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED, diagnose
+from three_policies.adapters.dialects import from_dialect
+from three_policies.correction import PRESETS, RolloutCorrectionConfig, correct
+from three_policies.doctor import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED, diagnose
+from three_policies.estimators import LEVELS, kl_estimate, masked_log_ratio
+from three_policies.losses import LossConfig, kl_loss, policy_loss, reinforce_loss
+from three_policies.math import versions
+from three_policies.math import routes
+from three_policies.math import merging
+from three_policies.math import turns
+from three_policies.math import words
+from three_policies.math.contrasts import holm, mcnemar, sign_flip
+from three_policies.plumbing.cards import (GIB, Shapes, host_bytes, memory, require_room,
+                                           smallest_engine)
+from three_policies.plumbing.models import add_adapter
+from three_policies.plumbing.settings import PolicyConfig, UserError, documented, load_config
+from three_policies.rejection import CRITERIA
+from three_policies.rejection import interval as read_interval
+from three_policies.surrogates import LOSSES
+from three_policies.tests import certified
+from three_policies.tests.oracle import (J, Policy, exact_gradient, expectation, kl, rewards,
+                                         token_kl)
+
+ROOT = Path(__file__).resolve().parent.parent
 
 SUM = "seq-mean-token-sum"
 TODAY = [name for name in PRESETS if name.startswith(("decoupled", "bypass", "disabled"))]

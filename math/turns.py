@@ -7,23 +7,19 @@ gradient, upwards [N, P], ρ of its first token [N]). Sizes are means over MODEL
 """
 
 import copy
-import sys
 from functools import cache
 from math import nan
-from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "math")]
-
 import torch
-from oracle import J, Policy, exact_gradient, expectation, rewards, scores
 
-from correction import Correction, importance_weights
-from correction import RolloutCorrectionConfig as Config
-from estimators import kl_estimate, masked_log_ratio
-from losses import Counts, LossConfig, policy_loss
-from versions import cell, off
+from three_policies.correction import Correction, importance_weights
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.estimators import kl_estimate, masked_log_ratio
+from three_policies.losses import Counts, LossConfig, policy_loss
+from three_policies.math.versions import cell, off
+from three_policies.tests.oracle import J, Policy, exact_gradient, expectation, rewards, scores
+
 
 CALL, MODELS, ONE = 1, 20, torch.ones(())
 REINFORCE = Config(bypass_mode=True, loss_type="reinforce")

@@ -8,22 +8,18 @@ weight ρ divides. It is exact if each response y counts π(y) in all (chapter 9
 
 import math
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
-
 import torch
-from oracle import J, Policy, exact_gradient, grad_J, rewards
 from torch import Tensor
 
-from correction import RolloutCorrectionConfig
-from estimators import exp_ratio
-from losses import LossConfig, policy_loss
+from three_policies.correction import RolloutCorrectionConfig
+from three_policies.estimators import exp_ratio
+from three_policies.losses import LossConfig, policy_loss
+from three_policies.tests.oracle import J, Policy, exact_gradient, grad_J, rewards
+
 
 SWITCH, MODELS, UPDATE = 2, 30, 0.3         # tokens before the update; its size, for each weight
 Runs = list[tuple[Tensor, Tensor]]

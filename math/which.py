@@ -6,19 +6,17 @@ second study, an unadjusted 95 % interval in the first.
 """
 
 import statistics
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "math")]
-
 import yaml
 
-import tables
-from causes import CAUSES
-from study import config_of
+from three_policies.causes import CAUSES
+from three_policies.math import tables
+from three_policies.math.study import config_of
+
+ROOT = Path(__file__).resolve().parent.parent
 
 VERDICT = {"better": "separable", "worse": "separable", "open": "not separable", None: "not tested"}
 SEPARABLE = ("*Separable* means p ≤ 0.05 by sign flips after Holm's adjustment in the second "

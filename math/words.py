@@ -11,22 +11,20 @@ forty such updates, are finite sums in float64.
 
 import copy
 import itertools
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
-
 import torch
 import yaml
-from oracle import Policy, exact_gradient
 
-from adapters.dialects import from_dialect
-from correction import correct
-from losses import LossConfig, policy_loss
-from plumbing.tasks import balanced, next_brackets
+from three_policies.adapters.dialects import from_dialect
+from three_policies.correction import correct
+from three_policies.losses import LossConfig, policy_loss
+from three_policies.plumbing.tasks import balanced, next_brackets
+from three_policies.tests.oracle import Policy, exact_gradient
+
+ROOT = Path(__file__).resolve().parent.parent
 
 LENGTH, DEPTH = 8, 3                                   # brackets; most open at once
 PREDICTED, SHOWN = 8, 16  # damaged policies that the prediction, the chapter averages over

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from centering import candidate_tables
-from kernels.shapes import pad_rows, to_device
-from plumbing.settings import Config
-from rollout import Sample
+from three_policies.centering import candidate_tables
+from three_policies.kernels.shapes import pad_rows, to_device
+from three_policies.plumbing.settings import Config
+from three_policies.rollout import Sample
 
 
 class Batch(NamedTuple):

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from plumbing.settings import Config, UserError
-from rollout import DTYPES
+from three_policies.plumbing.settings import Config, UserError
+from three_policies.rollout import DTYPES
 
 GIB = 2 ** 30
 LOGITS = GIB / 2           # at most, for a slice of kernels/log_probs.py and its copies

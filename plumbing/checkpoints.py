@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from plumbing.faults import cause_of, explain
-from plumbing.models import digest_of
-from plumbing.settings import CHANGEABLE, Config, UserError, flat, without_slash
-from plumbing.shards import TensorByTensor
+from three_policies.plumbing.faults import cause_of, explain
+from three_policies.plumbing.models import digest_of
+from three_policies.plumbing.settings import CHANGEABLE, Config, UserError, flat, without_slash
+from three_policies.plumbing.shards import TensorByTensor
 
 # Older ones must not stay beside new ones: they would be read instead.
 WEIGHTS = (".safetensors", ".safetensors.index.json", "adapter_config.json")

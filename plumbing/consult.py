@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adapters.dumps import read
-from causes import Finding
-from doctor import Report, examine
-from plumbing.settings import ENGINES, UserError
-from plumbing.signals import show
+from three_policies.adapters.dumps import read
+from three_policies.causes import Finding
+from three_policies.doctor import Report, examine
+from three_policies.plumbing.settings import ENGINES, UserError
+from three_policies.plumbing.signals import show
 
 if TYPE_CHECKING:
-    from plumbing.rescore import Rescored
+    from three_policies.plumbing.rescore import Rescored
 
 RESCORED = 1024                 # most responses that the model scores
 
@@ -74,8 +74,8 @@ def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
     if given.model:                 # imported here: a dump alone needs no transformers
         from transformers.utils import logging
 
-        from plumbing.models import require_place
-        from plumbing.rescore import random_prompts, rescore, sample_and_score
+        from three_policies.plumbing.models import require_place
+        from three_policies.plumbing.rescore import random_prompts, rescore, sample_and_score
         logging.disable_progress_bar()
         logging.set_verbosity_error()
         for key, path in zip(["--model ", *["--older "] * len(given.older)],
@@ -92,7 +92,7 @@ def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
     if rescored:
         report = report._replace(causes=explained(rescored, report.causes))
     if given.figure:
-        from plumbing.gallery import save
+        from three_policies.plumbing.gallery import save
         save(report.looked_at, given.figure)
     return report, rescored
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from adapters.vllm import VllmEngine, import_vllm
-from plumbing.settings import ENGINES
-from rollout import DTYPES, Cut, Engine, TransformersEngine
+from three_policies.adapters.vllm import VllmEngine, import_vllm
+from three_policies.plumbing.settings import ENGINES
+from three_policies.rollout import DTYPES, Cut, Engine, TransformersEngine
 
 
 def make_engine(

@@ -6,8 +6,8 @@ This file decides nothing: it reads the metrics that are there.
 import math
 from pathlib import Path
 
-from doctor import diagnose
-from plumbing.settings import Config
+from three_policies.doctor import diagnose
+from three_policies.plumbing.settings import Config
 
 
 def summarize(config: Config) -> str:

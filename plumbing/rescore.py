@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from kernels.shapes import pad_rows
-from adapters.dumps import Response, response, rows_of
-from plumbing.engines import make_engine
-from plumbing.hypotheses import (DIVIDED, EXACT, HALF, IN_16_BITS, NEVER, SCALED, STALE, TABLE,
-                                 Hypothesis, Scorer, bounded_log_odds)
-from plumbing.models import read_model
-from policy import Policy
-from rollout import DTYPES
+from three_policies.adapters.dumps import Response, response, rows_of
+from three_policies.kernels.shapes import pad_rows
+from three_policies.plumbing.engines import make_engine
+from three_policies.plumbing.hypotheses import (DIVIDED, EXACT, HALF, IN_16_BITS, NEVER, SCALED,
+                                                STALE, TABLE, Hypothesis, Scorer, bounded_log_odds)
+from three_policies.plumbing.models import read_model
+from three_policies.policy import Policy
+from three_policies.rollout import DTYPES
 
 LOGITS = 2 ** 28       # at most, in float32: 1 GB; further responses are left out
 # Set by hand, on the 216 faults that `python math/rescore_rates.py --tune` plants in tiny models.

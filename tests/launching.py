@@ -25,14 +25,14 @@ import threading
 import weakref
 from pathlib import Path
 
-from waiting import HANG
+from three_policies.tests.waiting import HANG
 
 HERE = Path(__file__).resolve()
-ROOT = HERE.parent.parent
-PATH = os.pathsep.join(str(ROOT / name) for name in ("", "tests", "tools"))
 # What many forks need, and what each would otherwise import or compile for itself.
 IMPORTED = """
-import trainer, tolerances, matplotlib.pyplot, peft, torch.distributed.run
+import matplotlib.pyplot, peft, torch.distributed.run
+from three_policies import trainer
+from three_policies.tests import tolerances
 import transformers.models.qwen2.modeling_qwen2
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 get_checkpoint_conversion_mapping("qwen2")         # compiles many patterns, and keeps them
@@ -40,8 +40,8 @@ get_checkpoint_conversion_mapping("qwen2")         # compiles many patterns, and
 
 
 def shell(command, cwd, **options):
-    """Run a command to its end, with the project's modules on the path, and keep its output."""
-    given = {"env": {**os.environ, "PYTHONPATH": PATH}, "capture_output": True, "text": True}
+    """Run a command to its end, and keep its output."""
+    given = {"capture_output": True, "text": True}
     return subprocess.run(command, cwd=cwd, timeout=HANG, **given | options)
 
 
@@ -62,10 +62,10 @@ def serving(imported=IMPORTED):
         path = f"{directory}/socket"
         listener.bind(path)
         listener.listen(64)                # who connects before all is imported waits for an answer
-        program = f"{imported}\nimport launching; launching.serve({listener.fileno()})"
+        program = (f"{imported}\nfrom three_policies.tests import launching\n"
+                   f"launching.serve({listener.fileno()})")
         server = subprocess.Popen(
-            [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": PATH},
-            stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
         listener.close()
         try:
             yield [str(HERE), path]
@@ -134,7 +134,7 @@ def run(argv, cwd, environment, streams):
             sys.argv = argv[1:]
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         else:
-            sys.path[:0] = [str(Path(argv[0]).parent.resolve())]
+            sys.path[:0] = [str(Path(argv[0]).parent.resolve())]       # as Python does
             runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as end:
         code = end.code or 0

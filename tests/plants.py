@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sides import BOS, EOS, PAD, Side, Subject, draw, log_probs, logits, pick, prompts
 from torch import Tensor
+
+from three_policies.tests.sides import (BOS, EOS, PAD, Side, Subject, draw, log_probs, logits, pick,
+                                        prompts)
 
 
 def scaled(low: float, high: float, severity: float) -> float:

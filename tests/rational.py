@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 import sympy
 import torch
-from oracle import Policy
+
+from three_policies.tests.oracle import Policy
 
 # Prefixes, and responses, which token 0 ends, in the order of oracle.Policy(3, 3).
 STATES: list[tuple[int, ...]] = [()]

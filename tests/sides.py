@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from estimators import sampling_log_probs
+from three_policies.estimators import sampling_log_probs
 
 ARCHITECTURES = ("Qwen2", "Llama", "Mixtral", "Gemma2", "Qwen2Moe", "Mistral", "Olmo2", "Qwen3")
 EOS, PAD, BOS = 0, 1, 2

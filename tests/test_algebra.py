@@ -11,20 +11,21 @@ from itertools import pairwise
 import pytest
 import sympy
 import torch
-from certified import certifies
-from examples import reinforce
-from oracle import close, f64
 from sympy import Rational as Q
 from sympy import diff, exp, expand, log, simplify
 
-import causes
-from correction import RolloutCorrectionConfig as Config
-from correction import batch_normalize, importance_weights
-from estimators import (aggregate_log_ratio, chi_square, effective_sample_size, grpo_advantages,
-                        kl_estimate, perplexity, rloo_advantages)
-from losses import LossConfig, kl_loss, kl_ratio, policy_loss
-from metrics import Statistics, Tokens
-from surrogates import cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss, sapo_loss
+from three_policies import causes
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.correction import batch_normalize, importance_weights
+from three_policies.estimators import (aggregate_log_ratio, chi_square, effective_sample_size,
+                                       grpo_advantages, kl_estimate, perplexity, rloo_advantages)
+from three_policies.losses import LossConfig, kl_loss, kl_ratio, policy_loss
+from three_policies.metrics import Statistics, Tokens
+from three_policies.surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss,
+                                       sapo_loss)
+from three_policies.tests.certified import certifies
+from three_policies.tests.examples import reinforce
+from three_policies.tests.oracle import close, f64
 
 LP, LMU, LREF, A = sympy.symbols("log_pi log_mu log_ref A", real=True)
 R = sympy.Symbol("r", positive=True)                    # π_θ/π_old

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from plumbing import answers
-from plumbing.answers import final_answer, is_right
+from three_policies.plumbing import answers
+from three_policies.plumbing.answers import final_answer, is_right
 
 
 @pytest.mark.parametrize("text, answer", [

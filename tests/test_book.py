@@ -18,10 +18,10 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 import yaml
-from book_pages import OUT, WIDTHS
+
+from three_policies.tests.book_pages import OUT, WIDTHS
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(1, str(ROOT))
 
 
 # --------------------------------------------------------------------------------------- references
@@ -392,7 +392,7 @@ def test_without_javascript_the_figures_stand(book, open_page):
 
 def record(step=8):
     """Record six different responses to two prompts: the last update of a run, late and coarse."""
-    import trainer
+    from three_policies import trainer
     settings = ["rollout.prompts=32", "rollout.staleness=4", "rollout.quantize_bits=4",
                 "rollout.engine=transformers", "train.mini_batches=2", "train.lr=1e-3",
                 f"train.steps={step}", "task.eval_size=64", "run=recorded"]

@@ -15,23 +15,22 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import steady, weights
-from launching import ROOT
 from safetensors.torch import load_file
-from test_gpu import drive
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config
-from waiting import HANG
 
-sys.path[:0] = [str(ROOT / "math")]
-import tables
-
-import trainer
-from plumbing import cards, engines, faults, run as run_module
-from plumbing.cards import (GIB, Shapes, host_bytes, judge_host, memory, memory_metrics,
-                            require_room, smallest_engine, update_flops)
-from plumbing.models import add_adapter
-from plumbing.settings import UserError, load_config
+from three_policies import trainer
+from three_policies.math import tables
+from three_policies.plumbing import cards, engines, faults, run as run_module
+from three_policies.plumbing.cards import (GIB, Shapes, host_bytes, judge_host, memory,
+                                           memory_metrics, require_room, smallest_engine,
+                                           update_flops)
+from three_policies.plumbing.models import add_adapter
+from three_policies.plumbing.settings import UserError, load_config
+from three_policies.tests.launching import ROOT
+from three_policies.tests.small import steady, weights
+from three_policies.tests.test_gpu import drive
+from three_policies.tests.waiting import HANG
 
 LENGTH = 768                           # of the longest prompt and response
 

@@ -8,18 +8,18 @@ import functools
 import math
 from pathlib import Path
 
-from certified import certifies
-import plants
-import sides
 import pytest
 import torch
-from margins import stands_clear, stays_below
-from oracle import Policy, close, expectation, kl
 
-import causes
-import doctor
-from adapters.dumps import Response, response
-from estimators import sampling_log_probs
+from three_policies import causes
+from three_policies import doctor
+from three_policies.adapters.dumps import Response, response
+from three_policies.estimators import sampling_log_probs
+from three_policies.tests import plants
+from three_policies.tests import sides
+from three_policies.tests.certified import certifies
+from three_policies.tests.margins import stands_clear, stays_below
+from three_policies.tests.oracle import Policy, close, expectation, kl
 
 MODELS = ("Qwen2", "Mixtral", "Gemma2")
 

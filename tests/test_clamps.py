@@ -17,14 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from centering import centering_loss
-from correction import RolloutCorrectionConfig, batch_normalize, correct, importance_weights
-from estimators import (effective_sample_size, exp_ratio, kl_estimate, perplexity, ratio_less_one,
-                        sampling_log_probs)
-from losses import kl_loss, kl_ratio
-from rejection import Evidence, probability_moved, rejection_mask
-from surrogates import cispo_loss, gspo_loss, ppo_clip_loss, sapo_loss
-from tolerances import gamma
+from three_policies.centering import centering_loss
+from three_policies.correction import (RolloutCorrectionConfig, batch_normalize, correct,
+                                       importance_weights)
+from three_policies.estimators import (effective_sample_size, exp_ratio, kl_estimate, perplexity,
+                                       ratio_less_one, sampling_log_probs)
+from three_policies.losses import kl_loss, kl_ratio
+from three_policies.rejection import Evidence, probability_moved, rejection_mask
+from three_policies.surrogates import cispo_loss, gspo_loss, ppo_clip_loss, sapo_loss
+from three_policies.tests.tolerances import gamma
 
 EXACT: Any = None                       # the slope of the formula
 ZERO = 0.0                              # none, on purpose

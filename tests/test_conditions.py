@@ -5,23 +5,22 @@ that decides token by token. The chapters print a number beside each sentence, a
 """
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from certified import certifies
-from oracle import J, Policy, close, exact_gradient, expectation, grad_J, rewards, scores
+
+from three_policies.correction import importance_weights
+from three_policies.estimators import (grpo_advantages, masked_log_ratio, rloo_advantages,
+                                       sampling_log_probs)
+from three_policies.math import routes
+from three_policies.math import turns
+from three_policies.math import versions
+from three_policies.tests.certified import certifies
+from three_policies.tests.oracle import (J, Policy, close, exact_gradient, expectation, grad_J,
+                                         rewards, scores)
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "math")]
-
-import routes
-import turns
-import versions
-
-from correction import importance_weights
-from estimators import grpo_advantages, masked_log_ratio, rloo_advantages, sampling_log_probs
 
 SEEDS = range(500, 504)                                            # no chapter has these
 

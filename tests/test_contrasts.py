@@ -3,8 +3,9 @@
 import itertools
 import random
 
-import contrasts
 import pytest
+
+from three_policies.math import contrasts
 
 
 def test_sign_flips_by_hand_and_by_counting_in_another_way():

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import HANG
+
+from three_policies.tests.waiting import HANG
+from three_policies.tools.mutate import LEFT
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACE = re.compile(r"^(?:In|At the end of) `([\w/.]+)`(?:, (above|below) `([^`]+)`)?:\n\n"
@@ -17,9 +19,10 @@ PLACE = re.compile(r"^(?:In|At the end of) `([\w/.]+)`(?:, (above|below) `([^`]+
 NEW = ["correction={rollout_rs: {token_abs: 0.5}, loss_type: root}", "rollout.quantize_bits=4"]
 
 USED = """
-import sys, torch, trainer
-from correction import RolloutCorrectionConfig, correct
-from losses import policy_loss
+import sys, torch
+from three_policies import trainer
+from three_policies.correction import RolloutCorrectionConfig, correct
+from three_policies.losses import policy_loss
 config = RolloutCorrectionConfig(rollout_rs={"token_abs": 0.5}, loss_type="root")
 old, mu, mask = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2)
 decided = correct(old, mu, mask, config)
@@ -29,8 +32,7 @@ new = old.clone().requires_grad_()
 loss, metrics = policy_loss(new, old, mu, torch.ones(1, 2), mask, config)
 assert torch.autograd.grad(loss, new)[0].tolist() == [[-0.5, 0.0]]
 assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.5
-sys.path[:0] = ["math", "tests"]
-import tables
+from three_policies.math import tables
 assert "`token_abs`" in tables.criteria() and "`root`" in tables.losses()
 assert f"all {len(tables.every_metric())} metrics" in tables.metrics()
 assert "rollout_rs_token_abs_seq_max_deviation" in tables.every_metric()
@@ -49,12 +51,8 @@ def blocks() -> list[Any]:
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
     """Return a copy of the repository with the criterion and the loss of the recipes."""
-    place = tmp_path_factory.mktemp("contributed")
-    for name in ("configs", "kernels", "plumbing", "adapters", "tests", "math", "tools"):
-        shutil.copytree(ROOT / name, place / name,
-                        ignore=shutil.ignore_patterns("node_modules"))
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("*.toml"), *ROOT.glob("*.md"), *ROOT.glob("*.txt")]:
-        shutil.copy(path, place)
+    place = tmp_path_factory.mktemp("contributed") / "three_policies"
+    shutil.copytree(ROOT, place, ignore=LEFT)
     for name, side, line, code in blocks():
         text = (place / name).read_text()
         if line is None:
@@ -68,16 +66,17 @@ def copy(tmp_path_factory) -> Path:
 
 
 def run(copy: Path, *command: str) -> str:
-    done = subprocess.run([sys.executable, *command], cwd=copy, text=True, timeout=HANG,
+    done = subprocess.run([sys.executable, *command], cwd=copy.parent, text=True, timeout=HANG,
                           capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout + done.stderr
 
 
 def test_the_new_rows_pass_their_own_tests_and_those_of_any_row(copy):
-    out = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_rows.py",
-              "tests/test_rejection.py", "tests/test_metrics.py", "tests/test_surrogates.py",
-              "tests/test_house.py::test_every_equation_that_reads_is_one_that_runs")
+    out = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+              *(f"three_policies/tests/test_{name}.py" for name in (
+                  "rows", "rejection", "metrics", "surrogates")),
+              "three_policies/tests/test_house.py::test_every_equation_that_reads_is_one_that_runs")
     assert "passed" in out and "failed" not in out and "skipped" not in out
 
 
@@ -91,7 +90,7 @@ def test_the_new_rows_are_judged_measured_listed_and_trained(copy, tiny_model):
                "train.mini_batches=1", "train.steps=10", f"policy.path={tiny_model}", "run=new",
                *NEW)
     assert "token_abs: |log ρ| of each token" in said and "root: 2√r in the place of r" in said
-    lines = (copy / "runs/new/metrics.jsonl").read_text().splitlines()
+    lines = (copy.parent / "runs/new/metrics.jsonl").read_text().splitlines()
     assert len(lines) == 10 and "rollout_corr/rollout_rs_token_abs_mean" in lines[-1]
 
 

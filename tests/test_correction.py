@@ -10,17 +10,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from examples import RATIOS, bound_of, chi_square_of
-from oracle import close
-from tolerances import gamma
 
-from correction import batch_normalize, correct, importance_weights
-from correction import RolloutCorrectionConfig as Config
-from estimators import (SAFETY_BOUND, aggregate_log_ratio, effective_sample_size, exp_ratio,
-                        kl_estimate, perplexity)
-from losses import aggregate_loss, kl_loss
-from metrics import merge, offpolicy_metrics, to_host
-from rejection import CRITERIA, rejection_mask
+from three_policies.correction import batch_normalize, correct, importance_weights
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.estimators import (SAFETY_BOUND, aggregate_log_ratio, effective_sample_size,
+                                       exp_ratio, kl_estimate, perplexity)
+from three_policies.losses import aggregate_loss, kl_loss
+from three_policies.metrics import merge, offpolicy_metrics, to_host
+from three_policies.rejection import CRITERIA, rejection_mask
+from three_policies.tests.examples import RATIOS, bound_of, chi_square_of
+from three_policies.tests.oracle import close
+from three_policies.tests.tolerances import gamma
 
 
 # -------------------------------------------------------------------------- properties of any batch

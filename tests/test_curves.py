@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launching import shell
 from matplotlib.colors import to_rgba
 from PIL import Image
 
-from plumbing.settings import UserError
+from three_policies.plumbing.settings import UserError
+from three_policies.tests.launching import shell
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,18 +9,16 @@ import typing
 import unicodedata
 from dataclasses import replace
 from decimal import Decimal
-from pathlib import Path
 
 import pytest
 import transformers
-from launching import shell
 
-from plumbing import tasks
-from plumbing.faults import process_group
-from plumbing.run import Run
-from plumbing.settings import FILE_KINDS, TaskConfig, UserError, load_config
+from three_policies.plumbing import tasks
+from three_policies.plumbing.faults import process_group
+from three_policies.plumbing.run import Run
+from three_policies.plumbing.settings import FILE_KINDS, TaskConfig, UserError, load_config
+from three_policies.tests.launching import shell
 
-ROOT = Path(__file__).resolve().parent.parent
 ROWS = [{"question": f"{a}+{b}=", "answer": f"{a} and {b} are {a + b}.\n#### {a + b}"}
         for a in range(4) for b in range(6)]
 
@@ -171,7 +169,7 @@ def as_problem(row):
 def test_the_digest_is_of_all_questions_and_answers_in_their_order(file, forks, tmp_path):
     path = file("rows", ROWS)
     task, text = task_of(path), f"TaskConfig(kind='jsonl', path={path!r})"
-    (tmp_path / "digest.py").write_text("from plumbing.tasks import *\n"
+    (tmp_path / "digest.py").write_text("from three_policies.plumbing.tasks import *\n"
                                         f"print(make_task({text}, 0).digest, hash('a string'))")
     result = shell([sys.executable, *forks, "digest.py"], tmp_path)
     assert result.returncode == 0, result.stderr

@@ -3,14 +3,16 @@
 import math
 
 import pytest
-from certified import certifies
-from examples import A, LOSS_TYPES, MASK, MU, OLD, PI, PLAIN, R, REF, moments, reinforce
-from oracle import Policy, close, estimator_moments, exact_gradient, grad_J, kl, rewards
 
-from correction import correct
-from correction import RolloutCorrectionConfig as Config
-from losses import policy_loss
-from surrogates import ppo_clip_loss
+from three_policies.correction import correct
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.losses import policy_loss
+from three_policies.surrogates import ppo_clip_loss
+from three_policies.tests.certified import certifies
+from three_policies.tests.examples import (A, LOSS_TYPES, MASK, MU, OLD, PI, PLAIN, R, REF, moments,
+                                           reinforce)
+from three_policies.tests.oracle import (Policy, close, estimator_moments, exact_gradient, grad_J,
+                                         kl, rewards)
 
 
 @certifies("float64")

@@ -2,9 +2,8 @@
 
 import sys
 
-from launching import ROOT, shell
-
-from plumbing import checkpoints
+from three_policies.plumbing import checkpoints
+from three_policies.tests.launching import ROOT, shell
 
 
 def test_the_default_command_learns_from_a_demo_model(forks, tmp_path):

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.dialects import from_dialect, kl_kind
-from correction import correct
-from correction import RolloutCorrectionConfig as Config
-from estimators import kl_estimate
-from examples import STEADY
-from rejection import CRITERIA
+from three_policies.adapters.dialects import from_dialect, kl_kind
+from three_policies.correction import correct
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.estimators import kl_estimate
+from three_policies.rejection import CRITERIA
+from three_policies.tests.examples import STEADY
 
 
 # --------------------------------------------------------------------------- verl, SkyRL and others

@@ -23,19 +23,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from three_policies.plumbing import directory
+from three_policies.plumbing.checkpoints import read_metrics, write_aside
+from three_policies.plumbing.directory import (hold_directory, lock_file, require_writable,
+                                               take_turns)
+from three_policies.plumbing.faults import process_group
+from three_policies.plumbing.models import digest_of
+from three_policies.plumbing.settings import UserError
+from three_policies.tests.launching import shell
+from three_policies.tests.small import SMALL, make_tiny_model, weights
+from three_policies.tests.waiting import HANG
+
 HERE = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(HERE))                      # for the long form
-
-from conftest import SMALL, make_tiny_model, weights
-from launching import shell
-from waiting import HANG
-
-from plumbing import directory
-from plumbing.checkpoints import read_metrics, write_aside
-from plumbing.directory import hold_directory, lock_file, require_writable, take_turns
-from plumbing.faults import process_group
-from plumbing.models import digest_of
-from plumbing.settings import UserError
 
 LONG = [*SMALL, "rollout.engine=transformers", "train.steps=100000", "train.save_every=2", "run=x"]
 
@@ -46,7 +45,7 @@ def as_from_a_terminal():
 
 
 def start(arguments, cwd, begin=(), program=HERE / "trainer.py"):
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, *begin, str(program), *arguments],
                             cwd=cwd, env=environment, stderr=subprocess.PIPE, text=True,
                             preexec_fn=as_from_a_terminal)  # noqa: PLW1509
@@ -74,8 +73,9 @@ def files(directory):
 
 def test_a_second_start_is_told_who_trains(tiny_model, forks, tmp_path):
     arguments = [*LONG, f"policy.path={tiny_model}"]
-    (tmp_path / "first.py").write_text("import os, sys, trainer; print('I am', os.getpid(), "
-                                       "file=sys.stderr); trainer.main(sys.argv[1:])")
+    (tmp_path / "first.py").write_text(
+        "import os, sys; from three_policies import trainer\n"
+        "print('I am', os.getpid(), file=sys.stderr); trainer.main(sys.argv[1:])")
     first = start(arguments, tmp_path, forks, "first.py")
     said = said_until(first, "5 tokens a step")
     pid, = re.findall(r"^I am (\d+)$", said, re.MULTILINE)
@@ -94,9 +94,10 @@ def test_a_second_start_is_told_who_trains(tiny_model, forks, tmp_path):
 
 # Forks two starts of the same command for each delay, and says of each pair how both ended.
 TWICE = """
-import json, os, sys, time, trainer
-from plumbing import run
-from plumbing.tasks import Task
+import json, os, sys, time
+from three_policies import trainer
+from three_policies.plumbing import run
+from three_policies.plumbing.tasks import Task
 run.plot = lambda *_: None             # the curves are no matter of who trains
 Task.reward = lambda self, problem, response: float(len(response) % 2)
 delays, argv = json.loads(sys.argv[1]), sys.argv[2:]
@@ -119,7 +120,7 @@ def started_twice(delays, tiny_model, cwd, begin=()):
     (cwd / "twice.py").write_text(TWICE)
     arguments = [*SMALL, "rollout.engine=transformers", f"policy.path={tiny_model}",
                  "train.save_every=1"]
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, *begin, "twice.py", json.dumps([0.0, *delays]), *arguments], cwd=cwd,
         text=True, capture_output=True, timeout=HANG, env=environment)
@@ -165,7 +166,8 @@ def test_a_lock_that_was_removed_meanwhile_is_no_lock(forks, tmp_path, monkeypat
     file = lock_file(path)
     assert len(calls) == 2 and path.stat().st_ino == os.fstat(file.fileno()).st_ino
     (tmp_path / "ask.py").write_text(
-        "import sys; from pathlib import Path; from plumbing.directory import lock_file\n"
+        "import sys; from pathlib import Path\n"
+        "from three_policies.plumbing.directory import lock_file\n"
         "lock_file(Path(sys.argv[1]))")
     asking = shell([sys.executable, *forks, "ask.py", str(path)], tmp_path)
     assert f"BlockingIOError: process {os.getpid()} on " in asking.stderr
@@ -299,7 +301,7 @@ def test_a_place_that_cannot_be_written_is_found_before_anything_is_loaded(
         (Path("runs") / "x").write_text("a file where the directory should be")
     else:
         monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path(place))
-    monkeypatch.setattr("plumbing.run.make_task", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("three_policies.plumbing.run.make_task", lambda *_: pytest.fail("loaded"))
     code, lines = run()
     said = capsys.readouterr().err
     what = "is not a directory: move it away" if place == "runs" else "cannot be written"

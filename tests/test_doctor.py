@@ -7,14 +7,14 @@ import math
 
 import pytest
 import torch
-from certified import certifies
 
-from correction import correct
-from correction import RolloutCorrectionConfig as Config
-from doctor import DUMP, HEALTHY, NO_LESSON, diagnose
-from estimators import sampling_log_probs
-from losses import policy_loss
-from metrics import offpolicy_metrics, to_host
+from three_policies.correction import correct
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.doctor import DUMP, HEALTHY, NO_LESSON, diagnose
+from three_policies.estimators import sampling_log_probs
+from three_policies.losses import policy_loss
+from three_policies.metrics import offpolicy_metrics, to_host
+from three_policies.tests.certified import certifies
 
 
 def test_diagnose_is_silent_when_nothing_is_wrong_and_names_metric_and_knob_otherwise():

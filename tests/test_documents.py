@@ -12,18 +12,19 @@ import warnings
 import pytest
 import torch
 import yaml
-from launching import ROOT
-from oracle import f64
 
-from adapters import names
-from adapters.dialects import from_dialect, own_keys
-from correction import PRESETS, correct
-from correction import RolloutCorrectionConfig as Config
-from doctor import diagnose
-from losses import LossConfig, policy_loss
-from metrics import merge, to_host
-from plumbing.settings import UserError, correction_of, in_own_keys, load_config, remarks
-from surrogates import LOSSES
+from three_policies.adapters import names
+from three_policies.adapters.dialects import from_dialect, own_keys
+from three_policies.correction import PRESETS, correct
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.doctor import diagnose
+from three_policies.losses import LossConfig, policy_loss
+from three_policies.metrics import merge, to_host
+from three_policies.plumbing.settings import (UserError, correction_of, in_own_keys, load_config,
+                                              remarks)
+from three_policies.surrogates import LOSSES
+from three_policies.tests.launching import ROOT
+from three_policies.tests.oracle import f64
 
 RATIOS = f64([[3.0, 1.0, 1.0], [0.5, 0.6, 1.0], [1.0, 1.1, 0.9]]).log()   # products 3, 0.3, 0.99
 ZERO, MASK = torch.zeros_like(RATIOS), torch.ones_like(RATIOS)

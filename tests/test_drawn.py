@@ -5,16 +5,14 @@ The README's picture shows the numbers of its study's table.
 
 import re
 import statistics
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "math")]
+from three_policies.math.drawn import DARK, SVG, TEXT, as_svg
 
-from drawn import DARK, SVG, TEXT, as_svg
+ROOT = Path(__file__).resolve().parent.parent
 
 FILES = sorted((ROOT / "math/figures").glob("*.svg"))
 COLOUR = re.compile(r"(fill|stroke): (#\w+)")
@@ -69,7 +67,7 @@ def test_colours_stay_apart_in_the_dark():
 
 @pytest.fixture(scope="module")
 def figures():
-    import figures
+    from three_policies.math import figures
     yield figures
     figures.plt.close("all")
 

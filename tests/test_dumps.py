@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import ROOT
 from PIL import Image
-from tolerances import gamma
 
-from adapters.dumps import append, read, response, rows_of
-from causes import Finding, Tokens
-from doctor import Report
-from plumbing.consult import consult, main
-from plumbing.settings import UserError
+from three_policies.adapters.dumps import append, read, response, rows_of
+from three_policies.causes import Finding, Tokens
+from three_policies.doctor import Report
+from three_policies.plumbing.consult import consult, main
+from three_policies.plumbing.settings import UserError
+from three_policies.tests.launching import ROOT
+from three_policies.tests.tolerances import gamma
 
 SAID = "the first batch, as doctor.py sees it: "
 
@@ -55,7 +55,7 @@ def test_in_bypass_mode_the_doctor_has_the_policys_log_probs(run):
 
 
 def test_a_dump_changes_nothing_else(run):
-    from conftest import steady
+    from three_policies.tests.small import steady
     (_, plain), (_, dumped) = run(), run("run.dump=2", name="y")
     assert steady(plain) == steady(dumped)
 
@@ -101,7 +101,7 @@ def planted(tmp_path):
 
 
 def test_the_figure_is_a_row_above_those_of_the_book(planted, tmp_path):
-    from plumbing.gallery import SIGNATURES
+    from three_policies.plumbing.gallery import SIGNATURES
     assert main([str(planted), "--figure", str(tmp_path / "figure.png")]) == 1
     with Image.open(tmp_path / "figure.png") as found, Image.open(SIGNATURES) as known:
         assert found.width == known.width and found.height > known.height + 100
@@ -111,8 +111,8 @@ def test_the_figure_is_a_row_above_those_of_the_book(planted, tmp_path):
 
 def test_the_five_panels_hold_what_their_titles_say(monkeypatch):
     """Four tokens by hand for each response to one prompt; the second response is masked."""
-    from causes import Tokens, log_odds
-    from plumbing import gallery
+    from three_policies.causes import Tokens, log_odds
+    from three_policies.plumbing import gallery
     mu = torch.tensor([[-1.0, -2, -3, -0.5], [-2, -1, -0.25, -4], [-3, -30, -0.5, -1]]).double()
     pi = torch.tensor([[-2.0, -1, -3, -0.75], [-1, -1.5, -0.5, -2], [-2, -1, -0.25, -3]]).double()
     counts = torch.tensor([True, False, True, True])                # of which response
@@ -254,11 +254,12 @@ def test_a_continued_run_dumps_its_first_steps_too(run):
 def test_a_model_scores_the_first_responses_and_the_report_is_of_all(
         tiny_model, tmp_path, monkeypatch):
     """All older checkpoints are looked at before the first is loaded."""
-    from plumbing.rescore import Match, Rescored
+    from three_policies.plumbing.rescore import Match, Rescored
     scored, plain, model = [], Match("plain", None, None, 1.0, 0.0), str(tiny_model)
-    monkeypatch.setattr("plumbing.consult.RESCORED", 2)
-    monkeypatch.setattr("plumbing.rescore.rescore", lambda path, older, few: scored.append(
-        (path, older, [r.line for r in few])) or Rescored(plain, plain, "none"))
+    monkeypatch.setattr("three_policies.plumbing.consult.RESCORED", 2)
+    monkeypatch.setattr(
+        "three_policies.plumbing.rescore.rescore", lambda path, older, few: scored.append(
+            (path, older, [r.line for r in few])) or Rescored(plain, plain, "none"))
     append(tmp_path / "dump.jsonl", [GOOD] * 5)
     given = argparse.Namespace(dump=tmp_path / "dump.jsonl", model=model, older=[model] * 2,
                                figure=None)
@@ -276,15 +277,15 @@ def test_a_dump_or_a_model_must_be_given(capsys):
 
 
 def test_a_bug_is_told_from_a_cause(monkeypatch, capsys):
-    monkeypatch.setattr("plumbing.consult.consult", lambda _: 1 / 0)
+    monkeypatch.setattr("three_policies.plumbing.consult.consult", lambda _: 1 / 0)
     assert main(["x"]) == 2 and "ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_the_report_ends_with_what_the_model_says(monkeypatch, capsys):
-    from plumbing.rescore import Match, Rescored
+    from three_policies.plumbing.rescore import Match, Rescored
     plain = Match("plain", None, None, 1.0, 0.0)
     rescored = Rescored(plain, plain._replace(name="hot", cause="temperature"), "train")
-    monkeypatch.setattr("plumbing.consult.consult",
+    monkeypatch.setattr("three_policies.plumbing.consult.consult",
                         lambda _: (types.SimpleNamespace(faulty=True), rescored))
     assert main(["x"]) == 1
     assert capsys.readouterr().out.splitlines()[1:] == rescored.lines()
@@ -297,7 +298,8 @@ def test_two_causes_have_the_exit_code_of_one(monkeypatch, capsys):
             (1.0, 0.005, [found, found], 1), (1.0, 0.005, [], 0), (1.0, 0.5, [found], 1),
             (1.0, 0.5, [], 0), (2.0, 0.1, [], 1)):      # undecided; a fault without a name
         report = Report(7, 1000, mean, error, (), causes, Tokens.of([]))
-        monkeypatch.setattr("plumbing.consult.consult", lambda _, report=report: (report, None))
+        monkeypatch.setattr("three_policies.plumbing.consult.consult",
+                            lambda _, report=report: (report, None))
         assert main(["x", "--json"]) == code == main(["x"])
         said = json.loads(capsys.readouterr().out.splitlines()[0])
         assert code == bool(said["causes"] or said["proper"] is False)
@@ -306,7 +308,7 @@ def test_two_causes_have_the_exit_code_of_one(monkeypatch, capsys):
 def test_a_side_that_only_the_model_finds_guilty_is_a_fault(monkeypatch, capsys):
     """The dump alone shows nothing, and what the model finds has no name."""
     for guilty, code in (("none", 0), ("train", 1)):
-        monkeypatch.setattr("plumbing.consult.consult", lambda _, guilty=guilty: (
+        monkeypatch.setattr("three_policies.plumbing.consult.consult", lambda _, guilty=guilty: (
             types.SimpleNamespace(faulty=False, as_json=dict),
             types.SimpleNamespace(guilty=guilty, as_json=dict)))
         assert main(["x", "--json"]) == code
@@ -321,7 +323,7 @@ def test_without_a_dump_the_model_samples_and_is_in_order(tiny_model, capsys):
 
 @pytest.mark.made_here
 def test_the_model_names_the_guilty_side_of_a_dump(tiny_model, tmp_path, capsys):
-    from plumbing.rescore import random_prompts, sample_and_score
+    from three_policies.plumbing.rescore import random_prompts, sample_and_score
     found = sample_and_score(str(tiny_model), "transformers", random_prompts(str(tiny_model)),
                              top_p=0.8)
     append(tmp_path / "dump.jsonl", [
@@ -357,7 +359,7 @@ def test_the_prompt_ends_where_the_rows_own_mask_begins():
 
 
 def test_verls_batch_is_a_dump(tmp_path, verl_required):
-    from adapters.verl import dump
+    from three_policies.adapters.verl import dump
     given = padded()
     given |= {name: torch.nn.functional.pad(given[name], (2, 0))      # wider than the responses
               for name in ("prompts", "prompt_mask")}
@@ -376,7 +378,7 @@ def test_verls_batch_is_a_dump(tmp_path, verl_required):
 
 def test_verls_queue_is_a_dump(tmp_path, monkeypatch, verl_required):
     """verl's default trainer hands over keys; TransferQueue has each row without its padding."""
-    from adapters.verl import dump
+    from three_policies.adapters.verl import dump
     given = padded()
     masks = {"prompts": given["prompt_mask"], "responses": given["token_mask"]}
     columns = {"prompts": given["prompts"], "responses": given["tokens"],

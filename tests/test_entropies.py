@@ -7,18 +7,18 @@ and the test prints how far each stands from the other law.
 
 import math
 
-import plants
 import pytest
 import torch
-from certified import certifies
-from oracle import Policy, close
-from sides import log_probs
-from test_causes import model, tokens
 
-import causes
-import doctor
-from adapters.dumps import response
-from estimators import sampling_log_probs
+from three_policies import causes
+from three_policies import doctor
+from three_policies.adapters.dumps import response
+from three_policies.estimators import sampling_log_probs
+from three_policies.tests import plants
+from three_policies.tests.certified import certifies
+from three_policies.tests.oracle import Policy, close
+from three_policies.tests.sides import log_probs
+from three_policies.tests.test_causes import model, tokens
 
 LOGITS = Policy(5, 3, seed=0).logits.detach()                               # [states, 5]
 

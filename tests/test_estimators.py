@@ -8,17 +8,18 @@ import math
 
 import pytest
 import torch
-from certified import certifies
-from examples import GOOD, X, chi_square_of
-from oracle import (Policy, close, estimator_moments, exact_gradient, expectation, f64, grad_J, kl,
-                    rewards, scores, token_kl)
-from tolerances import gamma
 
-from estimators import (SAFETY_BOUND, aggregate_log_ratio, effective_sample_size, exp_ratio,
-                        grpo_advantages, kl_estimate, masked_log_ratio, perplexity,
-                        reinforce_advantages, rloo_advantages, sequence_log_ratio)
-from losses import aggregate_loss
-from metrics import offpolicy_metrics, to_host
+from three_policies.estimators import (SAFETY_BOUND, aggregate_log_ratio, effective_sample_size,
+                                       exp_ratio, grpo_advantages, kl_estimate, masked_log_ratio,
+                                       perplexity, reinforce_advantages, rloo_advantages,
+                                       sequence_log_ratio)
+from three_policies.losses import aggregate_loss
+from three_policies.metrics import offpolicy_metrics, to_host
+from three_policies.tests.certified import certifies
+from three_policies.tests.examples import GOOD, X, chi_square_of
+from three_policies.tests.oracle import (Policy, close, estimator_moments, exact_gradient,
+                                         expectation, f64, grad_J, kl, rewards, scores, token_kl)
+from three_policies.tests.tolerances import gamma
 
 PI = Policy(3, 3, seed=0)
 MU, REF, R = PI.perturbed(1, 0.5), PI.perturbed(3, 0.7), rewards(PI)

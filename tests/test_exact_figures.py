@@ -7,16 +7,14 @@ quiz, the doctor itself. math/book/quiz.json is made anew by `python math/record
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from three_policies.tests.book_pages import OUT, WIDTHS
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "math")]
-
-import torch
-from book_pages import OUT, WIDTHS
 
 PAGES = {"tree": "3-importance-weights", "square": "13-gradient-field",
          "push": "14-clip-around-mu", "quiz": "16-what-is-wrong"}
@@ -52,7 +50,7 @@ def test_the_trees_errors_are_the_chapters(book, open_page):
 
 def test_the_arrow_ends_its_error_away_from_the_gradient():
     """Along and across are two sides of a triangle whose third is the error."""
-    import moving_exact
+    from three_policies.math import moving_exact
     found = moving_exact.tree_data()
     for level, caps in found["levels"].items():
         for cap, one in zip(found["C"], caps, strict=True):
@@ -68,7 +66,7 @@ def test_the_arrow_ends_its_error_away_from_the_gradient():
 
 
 def test_the_trees_strips_are_as_long_as_the_numbers(book, open_page):
-    import moving_exact
+    from three_policies.math import moving_exact
     found, page = moving_exact.tree_data(), open_page(f"{PAGES['tree']}.html")
     at(page, "tree", level="token", C=2)
     drawn = page.locator('[data-widget="tree"] rect.c1').evaluate_all(
@@ -108,7 +106,7 @@ def test_the_needle_stops_and_flips_where_the_chapter_says(book, open_page):
 
 def test_the_three_cases_are_the_three_terms():
     """eq:clip-one-place: without a clip they are 1 − m, 1 − q(1 − m) and −(1 − q)(1 − m)."""
-    import moving_exact
+    from three_policies.math import moving_exact
     found = moving_exact.push_data()
     assert {0.005, 0.025, 0.03, 0.05, 0.2, 0.3} <= set(found["m"])
     for i, m in enumerate(found["m"]):
@@ -123,8 +121,8 @@ def test_the_three_cases_are_the_three_terms():
 
 def test_the_squares_paths_are_exact_ascent(book):
     """Recomputed alone, each μ by itself: the picture of chapter 13 calls `ascend` so."""
-    from moving_exact import PRESETS, STEPS, square
-    from tables import ascend
+    from three_policies.math.moving_exact import PRESETS, STEPS, square
+    from three_policies.math.tables import ascend
     start, noise, reward = square()
     data = json.loads((OUT / "data.js").read_text().removeprefix("const DATA = ").rstrip(";\n"))
     for name, lagging in (("decoupled_token_is", False), ("decoupled_seq_is", True)):
@@ -191,7 +189,7 @@ def test_play_keeps_the_keyboards_focus(book, open_page):
 
 @pytest.mark.made_here
 def test_the_quizs_answers_are_the_doctors():
-    import record_quiz
+    from three_policies.math import record_quiz
     dumps = json.loads((ROOT / "math/book/quiz.json").read_text())
     assert sorted(dump["cause"] for dump in dumps) == sorted(record_quiz.QUIZ)
     for dump in dumps:

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from certified import certifies
 
-import causes
-import doctor
-from adapters.dumps import response
+from three_policies import causes
+from three_policies import doctor
+from three_policies.adapters.dumps import response
+from three_policies.tests.certified import certifies
 
 
 def row(**changes):

@@ -21,15 +21,13 @@ from pathlib import Path
 
 import pytest
 import torch
-
-HERE = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(HERE))                      # for the long form
-
-from launching import shell
 from safetensors.torch import load_file
 
-from plumbing import faults
-from plumbing.settings import UserError
+from three_policies.plumbing import faults
+from three_policies.plumbing.settings import UserError
+from three_policies.tests.launching import shell
+
+HERE = Path(__file__).resolve().parent.parent
 
 DEMO = ["rollout.engine=transformers", "train.steps=12", "train.save_every=2"]
 SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "rollout.prompts=4",
@@ -41,9 +39,10 @@ SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "roll
 # trainer's. Each attempt must be killed.
 DRIVER = """
 import json, os, signal, sys
-import shutil, trainer, rollout
-from plumbing import checkpoints, run
-from plumbing.tasks import Task
+import shutil
+from three_policies import trainer, rollout
+from three_policies.plumbing import checkpoints, run
+from three_policies.plumbing.tasks import Task
 faults, argv = json.loads(sys.argv[1]), sys.argv[2:]
 Task.reward = lambda self, problem, response: float(len(response) % 2)     # untaught models earn it
 def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
@@ -205,7 +204,7 @@ if __name__ == "__main__":
 
 WAITS = """
 import torch.distributed as dist
-from plumbing.faults import end_after, process_group
+from three_policies.plumbing.faults import end_after, process_group
 with process_group(), end_after(0.2, "vllm"):
     dist.distributed_c10d._get_default_store().get("never")
 """

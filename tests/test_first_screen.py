@@ -12,9 +12,9 @@ import struct
 
 import pytest
 import yaml
-from book_pages import OUT, ROOT
 
-from plumbing.tasks import balanced
+from three_policies.plumbing.tasks import balanced
+from three_policies.tests.book_pages import OUT, ROOT
 
 RECORDED = json.loads((ROOT / "math/book/response.json").read_text())["widths"]
 REGIMES = {"float32": "int4_slow", "6": "int6", "5": "int5", "4": "int4_slow"}

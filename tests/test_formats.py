@@ -3,14 +3,14 @@
 import json
 import math
 
-import plants
 import pytest
-from margins import stands_clear
-from test_causes import names, planted
 
-import doctor
-from adapters.dumps import WHOLE, Response, read, response
-from plumbing.consult import main
+from three_policies import doctor
+from three_policies.adapters.dumps import WHOLE, Response, read, response
+from three_policies.plumbing.consult import main
+from three_policies.tests import plants
+from three_policies.tests.margins import stands_clear
+from three_policies.tests.test_causes import names, planted
 
 
 def row(**changes):

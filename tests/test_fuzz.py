@@ -25,12 +25,11 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import trainer
-from adapters import dialects
-from plumbing import checkpoints, tasks
-from plumbing.settings import Config, TaskConfig, UserError, leaves, load_config
-from waiting import HANG
+from three_policies import trainer
+from three_policies.adapters import dialects
+from three_policies.plumbing import checkpoints, tasks
+from three_policies.plumbing.settings import Config, TaskConfig, UserError, leaves, load_config
+from three_policies.tests.waiting import HANG
 
 
 class Bomb:

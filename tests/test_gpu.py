@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import PATH, shell
-from waiting import HANG
+
+from three_policies.tests.launching import shell
+from three_policies.tests.waiting import HANG
 
 
 SMALL = ["task.size=1", "task.eval_size=2", "rollout.engine=transformers", "rollout.prompts=2",
@@ -74,14 +75,16 @@ MAY_WAIT = {
 }
 DRIVER = """
 import contextlib, json, os, sys, traceback, torch, torch.distributed as dist
-import pretend_gpu           # from here on it is torch's accelerator, and the trainer finds it
-import policy, trainer, plumbing.run
-from kernels import shapes
-from plumbing import cards, tasks
+# From here on it is torch's accelerator, and the trainer finds it.
+from three_policies.tools import pretend_gpu
+from three_policies.plumbing import run
+from three_policies import policy, trainer
+from three_policies.kernels import shapes
+from three_policies.plumbing import cards, tasks
 # A reward that untaught models earn. The curves are not drawn, and the products of matrices that a
 # run times when it opens are small: those for a card take this processor seven seconds.
 tasks.Task.reward = lambda self, problem, response: float(len(response) % 2)
-plumbing.run.plot = lambda *_: None
+run.plot = lambda *_: None
 cards.SIDES[pretend_gpu.DEVICE.type] = 64
 # Some models have a buffer in their checkpoint; this one gets one.
 def with_buffer(make):
@@ -92,7 +95,7 @@ def with_buffer(make):
 policy.read_model, policy.empty_model = map(with_buffer, (policy.read_model, policy.empty_model))
 # Calls of the policy and of `update`; waits of a step's parts.
 passes, updates, parts = [], [], {}
-forward, timed, update = policy.Policy.forward, plumbing.run.Run.time_part, trainer.update
+forward, timed, update = policy.Policy.forward, run.Run.time_part, trainer.update
 policy.Policy.forward = lambda *args: passes.append(1) or forward(*args)
 trainer.update = lambda *args: updates.append(1) or update(*args)
 @contextlib.contextmanager
@@ -103,7 +106,7 @@ def part(self, name):
         place, function = line.split(" < ")[-1].split()
         key, more = f"{what} {place.split(':')[0]} {function}", n - before.get((what, line), 0)
         if more: into[key] = into.get(key, 0) + more
-plumbing.run.Run.time_part = part
+run.Run.time_part = part
 
 def spoil():
     # The first forward pass of training (π_old, or in bypass mode π_θ) has numbers that are none.
@@ -150,7 +153,7 @@ def drive(forks: list[str], directory: Path, model: Path, cases: dict, ranks: in
     started = []
     for rank in range(ranks):
         own = {**group, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
-        environment = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1",
+        environment = {**os.environ, "OMP_NUM_THREADS": "1",
                        **{name: str(value) for name, value in own.items()}}
         started.append(subprocess.Popen(command, cwd=directory, env=environment, text=True,
                                         stdout=subprocess.PIPE, stderr=subprocess.PIPE))
@@ -217,7 +220,8 @@ def test_weights_are_loaded_in_the_middle_of_responses(pretended):
 
 
 DEVICE = """
-import pretend_gpu, pytest, torch
+import pytest, torch
+from three_policies.tools import pretend_gpu
 there, here = torch.ones(3, device=pretend_gpu.DEVICE), torch.ones(3)
 pretend_gpu.WAITS.clear()
 assert (there + 1 + torch.tensor(1.0)).device == pretend_gpu.DEVICE

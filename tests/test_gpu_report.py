@@ -6,8 +6,9 @@ A broken row fails before it has imported anything: a torch that raises is put i
 import re
 import sys
 
-import gpu_report
 import pytest
+
+from three_policies.tools import gpu_report
 
 BROKEN = """
 import os, sys, time
@@ -122,7 +123,7 @@ def test_it_wants_at_least_one_rank(capsys):
 WITHOUT_VLLM = """
 import sys
 sys.modules["vllm"] = None             # it takes ten seconds to import; test_rollout.py has it
-import gpu_report
+from three_policies.tools import gpu_report
 sys.exit(gpu_report.main(sys.argv[1:]))
 """
 

@@ -10,12 +10,12 @@ import json
 import pytest
 import torch
 import transformers
-from rescore_rates import in_bfloat16, sample, score
 
-from adapters.dumps import Response, append
-from plumbing.consult import main
-from plumbing.hypotheses import COARSE, Scorer
-from plumbing.rescore import ARRIVED, Grid, rescore
+from three_policies.adapters.dumps import Response, append
+from three_policies.math.rescore_rates import in_bfloat16, sample, score
+from three_policies.plumbing.consult import main
+from three_policies.plumbing.hypotheses import COARSE, Scorer
+from three_policies.plumbing.rescore import ARRIVED, Grid, rescore
 
 PROMPTS = [[3 + i, 5, 7, 9 + i] for i in range(8) for _ in range(2)]
 

@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch._inductor.config as inductor
-from examples import bound_of
 
-from correction import RolloutCorrectionConfig as Config
-from correction import correct
-from metrics import to_host
-from rejection import CRITERIA
-from surrogates import LOSSES
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.correction import correct
+from three_policies.metrics import to_host
+from three_policies.rejection import CRITERIA
+from three_policies.surrogates import LOSSES
+from three_policies.tests.examples import bound_of
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = ("estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses",
@@ -52,26 +52,41 @@ NOT_ENTERED = {
     "division": "of a dump with entropies whose E[ρ] is broken, which a run's first batch is not"}
 
 
-def test_what_is_run_by_its_path_finds_the_project():
-    """pytest has the root in sys.path; a long form, as appendix C has it, must put it there."""
-    ours = re.compile(rf"(from|import) ({'|'.join((*BOOK, *PACKAGES, 'launching'))})\b")
-    for path in (*ROOT.glob("tests/*.py"), *ROOT.glob("tools/*.py")):
-        body = [*map(ast.unparse, ast.parse(path.read_text()).body)]
-        first = next((i for i, line in enumerate(body) if ours.match(line)), None)
-        if first is not None and any(line.startswith("if __name__ == ") for line in body):
-            assert any("sys.path" in line for line in body[:first]), path.name
+def test_one_name_is_imported_and_no_path_is_handled():
+    """The project is `three_policies` wherever it is imported, and nothing of it bare.
+
+    launching.py is a Python that runs a file, so it puts the file's folder first as Python does.
+    """
+    bare = {name for path in tracked() if path.suffix == ".py"
+            for name in (path.stem, path.parent.name)}
+    for path in tracked():
+        if path.suffix not in (".py", ".md", ".ipynb") or path.name == "CHANGELOG.md":
+            continue
+        text = (ROOT / path).read_text()
+        if path.name not in ("launching.py", "test_house.py"):
+            assert not re.search(r"sys\.path\b(?!\[0\])|PYTHONPATH=[/$]", text), path
+        if path.suffix == ".py":
+            heads = {name.split(".")[0] for name in imported(ROOT / path, short=False)}
+            others = {*sys.stdlib_module_names, "vllm", "trl", "verl", "skyrl"}
+            assert not heads & bare - others, path
+
+
+def tracked() -> list[Path]:
+    """Return the files of the repository, or skip the test where git does not know them."""
+    found = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    if not found:
+        pytest.skip("not a git checkout, so what is tracked is not known")
+    return [Path(path) for path in found]
 
 
 def test_what_stands_at_the_top():
-    tracked = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    top = {path.split("/")[0] for path in tracked if not path.startswith(".")}
-    if not tracked:
-        pytest.skip("not a git checkout, so what is tracked is not known")
+    top = {path.parts[0] for path in tracked() if not path.parts[0].startswith(".")}
     assert {f"{name}.py" for name in BOOK} <= top
     assert top <= {
         "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "CITATION.cff", "pyproject.toml",
         "requirements.txt", "requirements", "tools", "configs", "tests", "math", "tiny.py",
+        "__init__.py", "__main__.py",
         *PACKAGES, *(f"{name}.py" for name in BOOK)}
 
 
@@ -86,7 +101,7 @@ def test_the_version_is_stated_alike():
     assert f"Python 3.{oldest[1]} to 3.{int(beyond[1]) - 1}." in (ROOT / "README.md").read_text()
 
 
-def imported(path: Path) -> set[str]:
+def imported(path: Path, short: bool = True) -> set[str]:
     """Return what a file imports, but for what it starts when it is run as a command."""
     tree, names = ast.parse(path.read_text()), set()
     if isinstance(tree.body[-1], ast.If) and "__main__" in ast.unparse(tree.body[-1].test):
@@ -96,7 +111,9 @@ def imported(path: Path) -> set[str]:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    return names
+    if not short:
+        return names
+    return {name.removeprefix("three_policies.") for name in names} - {"three_policies"}
 
 
 def test_imports_go_one_way():
@@ -108,21 +125,9 @@ def test_imports_go_one_way():
         allowed = MAY_IMPORT[place]
         wrong = {name for name in ours
                  if not any(name == a or name.startswith(f"{a}.") for a in allowed)
-                 and not (name == "adapters" and "adapters.dialects" in ours)}
+                 and not (name == "adapters" and "three_policies.adapters.dialects" in ours)}
         assert not wrong, f"{path.relative_to(ROOT)} must not import {wrong}"
         assert not any(name.startswith("math.") for name in imported(path))
-
-
-def test_mutants_are_tested_beside_all_that_their_tests_import():
-    """`tools/mutate.py` copies what it names; a file that is missing would end it at once."""
-    import mutate
-    there = {*(f"tests/test_{name}.py" for name in mutate.TESTS), *mutate.OWN_TESTS,
-             *mutate.BESIDE}
-    assert "tests/conftest.py" in there
-    for path in sorted(name for name in there if name.startswith("tests/") and name[-3:] == ".py"):
-        for name in imported(ROOT / path):
-            if (ROOT / "tests" / f"{name}.py").exists():
-                assert f"tests/{name}.py" in there, f"{path} imports {name}"
 
 
 def test_plumbing_has_no_circle():
@@ -176,9 +181,9 @@ def entered(tiny_model, tmp_path_factory):
 
     The calls are in order.
     """
-    import trainer
-    from plumbing import run
-    from plumbing.tasks import Task
+    from three_policies import trainer
+    from three_policies.plumbing import run
+    from three_policies.plumbing.tasks import Task
     directory, home, calls = tmp_path_factory.mktemp("entered"), os.getcwd(), []
     places = {str(ROOT / f"{name}.py"): name for name in BOOK}
     with pytest.MonkeyPatch.context() as patch:

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from tolerances import gamma
 from transformers import AutoModelForCausalLM
 
-from adapters.dumps import read
-from plumbing.engines import make_engine
-from rollout import InFlight
+from three_policies.adapters.dumps import read
+from three_policies.plumbing.engines import make_engine
+from three_policies.rollout import InFlight
+from three_policies.tests.tolerances import gamma
 
 PROMPTS, ENDS = [[5, 6], [7, 8, 9], [4]] * 8, (1,)
 LARGEST = 60.0                         # of the logits at temperature 0.7: the test checks it

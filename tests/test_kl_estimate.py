@@ -7,12 +7,12 @@ import math
 
 import pytest
 import torch
-from certified import certifies
-from oracle import (Policy, close, estimator_moments, exact_gradient, expectation, f64, kl, rewards,
-                    scores, token_kl)
-from tolerances import gamma
 
-from estimators import KL_KINDS, aggregate_log_ratio, kl_estimate, masked_log_ratio
+from three_policies.estimators import KL_KINDS, aggregate_log_ratio, kl_estimate, masked_log_ratio
+from three_policies.tests.certified import certifies
+from three_policies.tests.oracle import (Policy, close, estimator_moments, exact_gradient,
+                                         expectation, f64, kl, rewards, scores, token_kl)
+from three_policies.tests.tolerances import gamma
 
 PI = Policy(3, 3, seed=0)
 MU, REF, R = PI.perturbed(1, 0.5), PI.perturbed(3, 0.7), rewards(PI)

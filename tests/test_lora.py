@@ -5,21 +5,21 @@ import shutil
 
 import pytest
 import torch
-from conftest import SMALL, steady
-from launching import shell, torchrun
-from oracle import close
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from test_architectures import OF_EXPERTS, make
-from tolerances import gamma
 from transformers import AutoModelForCausalLM
 
-from plumbing.checkpoints import read_metrics
-from plumbing.engines import make_engine
-from plumbing.faults import process_group
-from plumbing.models import add_adapter, read_model
-from plumbing.settings import PolicyConfig, UserError
-from policy import Policy, full_weights, load_policy
+from three_policies.plumbing.checkpoints import read_metrics
+from three_policies.plumbing.engines import make_engine
+from three_policies.plumbing.faults import process_group
+from three_policies.plumbing.models import add_adapter, read_model
+from three_policies.plumbing.settings import PolicyConfig, UserError
+from three_policies.policy import Policy, full_weights, load_policy
+from three_policies.tests.launching import shell, torchrun
+from three_policies.tests.oracle import close
+from three_policies.tests.small import SMALL, steady
+from three_policies.tests.test_architectures import OF_EXPERTS, make
+from three_policies.tests.tolerances import gamma
 
 TOKENS = torch.arange(21).view(3, 7) + 2
 ALL = torch.ones_like(TOKENS)
@@ -190,9 +190,10 @@ def test_a_run_with_everything_is_resumed_bit_for_bit(engine_name, run, tmp_path
 
 
 KILLED = """
-import os, signal, sys, trainer
-from plumbing import run
-from plumbing.tasks import Task
+import os, signal, sys
+from three_policies import trainer
+from three_policies.plumbing import run
+from three_policies.plumbing.tasks import Task
 Task.reward = lambda self, problem, response: float(len(response) % 2)     # untaught models earn it
 log = run.Run.log
 def last(self, step, metrics):

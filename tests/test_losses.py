@@ -11,19 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from certified import certifies
-from examples import (LOSS_TYPES, MODES, batch, by_loops, config_of, every_aggregation,
-                      every_denominator, every_mode)
-from oracle import close
-from tolerances import gamma
 
-from correction import Correction, correct
-from correction import RolloutCorrectionConfig as Config
-from doctor import diagnose
-from estimators import aggregate_log_ratio
-from losses import (AGGREGATIONS, LossConfig, count, kl_loss, kl_penalty, loss_means,
-                    policy_loss)
-from surrogates import cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss, sapo_loss
+from three_policies.correction import Correction, correct
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.doctor import diagnose
+from three_policies.estimators import aggregate_log_ratio
+from three_policies.losses import (AGGREGATIONS, LossConfig, count, kl_loss, kl_penalty, loss_means,
+                                   policy_loss)
+from three_policies.surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss,
+                                       sapo_loss)
+from three_policies.tests.certified import certifies
+from three_policies.tests.examples import (LOSS_TYPES, MODES, batch, by_loops, config_of,
+                                           every_aggregation, every_denominator, every_mode)
+from three_policies.tests.oracle import close
+from three_policies.tests.tolerances import gamma
 
 
 # --------------------------------------------------------------------------- the whole is its parts
@@ -395,13 +396,16 @@ def test_weights_and_penalties_have_one_number_for_each_token():
 
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE = "import estimators, metrics, correction, losses, adapters.dialects"
+CORE = """
+from three_policies import correction, estimators, losses, metrics
+from three_policies.adapters import dialects
+"""
 
 
 def test_the_core_needs_no_omegaconf():
     """eq:correction: the core runs in a trainer with another omegaconf, or with none."""
     absent = "import sys; sys.modules.update(omegaconf=None, yaml=None, transformers=None)"
-    subprocess.run([sys.executable, "-c", f"{absent}; {CORE}"], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-c", f"{absent}\n{CORE}"], cwd=ROOT, check=True)
 
 
 def test_a_packed_batch_is_refused():

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from certified import certifies
 
-from adapters.dumps import ABOVE, append, read, response, rows_of
-from doctor import Lost, examine
-from plumbing.consult import main
-from rollout import TransformersEngine
+from three_policies.adapters.dumps import ABOVE, append, read, response, rows_of
+from three_policies.doctor import Lost, examine
+from three_policies.plumbing.consult import main
+from three_policies.rollout import TransformersEngine
+from three_policies.tests.certified import certifies
 
 OURS = {"token_ids": [4, 5, 6], "rollout_log_probs": [-1.0, None, -0.5],
         "train_log_probs": [-1.0, -2.0, None]}

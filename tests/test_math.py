@@ -11,12 +11,13 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import certified
 import pytest
-import test_house as house
 import torch
-from launching import shell
-from oracle import J, Policy, estimator_moments, rewards
+
+from three_policies.tests import test_house as house
+from three_policies.tests import certified
+from three_policies.tests.launching import shell
+from three_policies.tests.oracle import J, Policy, estimator_moments, rewards
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))

@@ -12,26 +12,25 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from bench import peak
-from bench_size import heap
-from launching import shell
 from safetensors.torch import load_file
-from waiting import HANG
 
-from plumbing.faults import process_group
-from plumbing.shards import NAMES, TensorByTensor
-from policy import load_policy
+from three_policies.plumbing.faults import process_group
+from three_policies.plumbing.shards import NAMES, TensorByTensor
+from three_policies.policy import load_policy
+from three_policies.tests.launching import shell
+from three_policies.tests.waiting import HANG
+from three_policies.tools.bench import peak
+from three_policies.tools.bench_size import heap
 
-HERE = Path(__file__).resolve().parent.parent
 SAVE = """
 import os, sys, torch
 from pathlib import Path
 from types import SimpleNamespace
-from plumbing.checkpoints import Checkpoints
-from plumbing.faults import process_group
-from plumbing.settings import load_config
-from policy import load_policy
-from rollout import WeightSync
+from three_policies.plumbing.checkpoints import Checkpoints
+from three_policies.plumbing.faults import process_group
+from three_policies.plumbing.settings import load_config
+from three_policies.policy import load_policy
+from three_policies.rollout import WeightSync
 with process_group() as device:
     policy = load_policy(sys.argv[1], 1.0, "float32", device)
     optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
@@ -77,8 +76,7 @@ def model(tmp_path_factory):
 def test_saving_takes_a_tenth_of_the_memory_at_most(model, forks, tmp_path):
     (tmp_path / "save.py").write_text(SAVE)
     process = subprocess.Popen([sys.executable, *forks, "save.py", model], cwd=tmp_path,
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                               env={**os.environ, "PYTHONPATH": str(HERE)})
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     pid, parameters = map(int, process.stdout.readline().split())      # those of the fork
     assert parameters > 50e6
     before, most, began = resident(pid), 0, time.perf_counter()
@@ -120,9 +118,9 @@ def test_a_tensor_of_any_type_and_shape_is_read_as_it_was_written(tmp_path):
 
 HELD = """
 import ctypes, sys
-from bench_size import Heap
+from three_policies.tools.bench_size import Heap
 if sys.argv[1] == "kept":
-    from plumbing.run import keep_memory
+    from three_policies.plumbing.run import keep_memory
     keep_memory()
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype, libc.malloc.restype = Heap, ctypes.c_void_p

@@ -3,17 +3,15 @@
 import csv
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT / "math")]
+from three_policies.math import merging
 
-import merging
+ROOT = Path(__file__).resolve().parent.parent
 
 CHAPTER = (ROOT / "math" / "1-three-policies.md").read_text()
 

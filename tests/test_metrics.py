@@ -11,14 +11,14 @@ import random
 import mpmath
 import pytest
 import torch
-from certified import certifies
-from examples import GOOD, KNOWN, X
-from oracle import (close, f64)
-from tolerances import NO_SPREAD, gamma
 
-from correction import Correction, correct
-from correction import RolloutCorrectionConfig as Config
-from metrics import Statistics, Tokens, merge, offpolicy_metrics, to_host
+from three_policies.correction import Correction, correct
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.metrics import Statistics, Tokens, merge, offpolicy_metrics, to_host
+from three_policies.tests.certified import certifies
+from three_policies.tests.examples import GOOD, KNOWN, X
+from three_policies.tests.oracle import (close, f64)
+from three_policies.tests.tolerances import NO_SPREAD, gamma
 
 
 # --------------------------------------------------------------------------------------- statistics

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from exhibits import EXHIBITS, exhibit, filed_by, judge, values
-from oracle import (Policy, close, estimator_moments, exact_gradient, expectation, f64, grad_J, kl,
-                    rewards, scores, token_kl)
 
-from correction import RolloutCorrectionConfig as Config
-from correction import correct
-from estimators import (aggregate_log_ratio, effective_sample_size, exp_ratio, kl_estimate,
-                        rloo_advantages, sampling_log_probs)
-from losses import (LossConfig, aggregate_loss, count, kl_loss, policy_loss, ppo_clip_loss,
-                    reinforce_loss)
-from metrics import Statistics, Tokens
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.correction import correct
+from three_policies.estimators import (aggregate_log_ratio, effective_sample_size, exp_ratio,
+                                       kl_estimate, rloo_advantages, sampling_log_probs)
+from three_policies.losses import (LossConfig, aggregate_loss, count, kl_loss, policy_loss,
+                                   ppo_clip_loss, reinforce_loss)
+from three_policies.metrics import Statistics, Tokens
+from three_policies.tests.exhibits import EXHIBITS, exhibit, filed_by, judge, values
+from three_policies.tests.oracle import (Policy, close, estimator_moments, exact_gradient,
+                                         expectation, f64, grad_J, kl, rewards, scores, token_kl)
 
 VERL = "https://github.com/verl-project/verl/blob/v0.9.1/"
 PI = Policy(3, 3, seed=0)
@@ -378,7 +378,7 @@ def share(wrong, exact):
 
 def test_a_card_says_the_share_of_the_largest_right_number():
     """It is infinite where the right number is 0, and NaN for a crash."""
-    import museum
+    from three_policies.math import museum
     found = {card.name: card.error for card in museum.cards()}
     assert list(found) == list(EXHIBITS)
     for name in EXHIBITS:
@@ -390,7 +390,7 @@ def test_a_card_says_the_share_of_the_largest_right_number():
 
 
 def test_a_card_has_a_wrong_code_a_right_one_and_an_address():
-    import museum
+    from three_policies.math import museum
     for card in museum.cards():
         assert card.wrong.strip() and card.right.strip() and card.wrong != card.right, card.name
         assert re.search(r"https://[\w.-]+/\S", card.where), f"{card.name}: {card.where}"
@@ -398,7 +398,7 @@ def test_a_card_has_a_wrong_code_a_right_one_and_an_address():
 
 def test_the_code_of_a_card_computes_its_numbers():
     """It needs nothing else than what its file has for all exhibits."""
-    import museum
+    from three_policies.math import museum
     for card in museum.cards():
         function = EXHIBITS[card.name][0]
         for code, value in zip((card.wrong, card.right), values(card.name)):

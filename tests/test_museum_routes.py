@@ -8,13 +8,13 @@ that of J at the sampler's routes. tests/exhibits.py says what an exhibit is.
 import math
 
 import pytest
-import routes
 import torch
-from exhibits import exhibit, filed_by, judge
-from routes import BEFORE, PROMPT, TREE, forward, live, log_probs
 
-from correction import RolloutCorrectionConfig as Config
-from losses import LossConfig, policy_loss
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.losses import LossConfig, policy_loss
+from three_policies.math import routes
+from three_policies.math.routes import BEFORE, PROMPT, TREE, forward, live, log_probs
+from three_policies.tests.exhibits import exhibit, filed_by, judge
 
 THETA, REWARD, ROUTES, _, MU, *_ = routes.pair(0.03, 1)
 HOW = LossConfig(aggregation="seq-mean-token-sum")

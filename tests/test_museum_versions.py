@@ -8,12 +8,12 @@ import math
 
 import pytest
 import torch
-from exhibits import exhibit, filed_by, judge
-from oracle import J, exact_gradient, grad_J
-from versions import SWITCH, Recurrent, model
 
-from correction import RolloutCorrectionConfig as Config
-from losses import LossConfig, policy_loss
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.losses import LossConfig, policy_loss
+from three_policies.math.versions import SWITCH, Recurrent, model
+from three_policies.tests.exhibits import exhibit, filed_by, judge
+from three_policies.tests.oracle import J, exact_gradient, grad_J
 
 PI, START, END, R = model(Recurrent, seed=9)
 LP, MASK, LONG = PI.log_probs(), PI.mask, PI.mask[:, [SWITCH]]

@@ -11,18 +11,18 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from conftest import weights
 from safetensors.torch import load_file
 
-import trainer
-from plumbing import tasks
-from plumbing.batches import pad
-from plumbing.faults import process_group
-from plumbing.run import Run
-from plumbing.settings import AdvantageConfig, load_config
-from policy import Policy
-from rollout import Sample, TransformersEngine
-from trainer import without_nonfinite
+from three_policies import trainer
+from three_policies.plumbing import tasks
+from three_policies.plumbing.batches import pad
+from three_policies.plumbing.faults import process_group
+from three_policies.plumbing.run import Run
+from three_policies.plumbing.settings import AdvantageConfig, load_config
+from three_policies.policy import Policy
+from three_policies.rollout import Sample, TransformersEngine
+from three_policies.tests.small import weights
+from three_policies.trainer import without_nonfinite
 
 
 def spoil(monkeypatch, policy):

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import io
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ LINES, COLUMNS = {"markdown": 8, "code": 15}, 90           # what fits on a slid
 
 @pytest.fixture(scope="module")
 def source():
-    from run_notebook import convert
+    from three_policies.math.run_notebook import convert
     return convert()
 
 
@@ -75,7 +74,6 @@ def test_exact_numbers_of_the_prose_were_printed(committed):
 def test_exact_cells_repeat(source, committed, tmp_path, monkeypatch):
     """Alone, in order, and in this process they print what the committed notebook has."""
     monkeypatch.chdir(ROOT / "math")
-    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr("tempfile.mkdtemp", lambda: str(tmp_path))
     names = {}
     for cell, old in zip(exact(source, "code"), exact(committed, "code"), strict=True):
@@ -86,7 +84,7 @@ def test_exact_cells_repeat(source, committed, tmp_path, monkeypatch):
 
 def test_a_difference_is_named(source, committed):
     """An exact cell's text counts, of another cell the presence of an output, and every source."""
-    from run_notebook import differences
+    from three_policies.math.run_notebook import differences
     assert differences(committed, committed) == []
     fewer = copy.deepcopy(source)
     fewer.cells.pop()

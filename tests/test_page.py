@@ -11,8 +11,9 @@ import zlib
 from itertools import pairwise
 
 import pytest
-from book_pages import OUT, ROOT, WIDTHS
 from matplotlib.image import imread
+
+from three_policies.tests.book_pages import OUT, ROOT, WIDTHS
 
 CHAPTERS = [path.stem for path in sorted((ROOT / "math").glob("[0-9]*.md"))]
 DOCUMENTS = [*CHAPTERS, *(path.stem for path in sorted((ROOT / "math").glob("appendix-*.md")))]

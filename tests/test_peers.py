@@ -13,15 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import (f64)
 
-from adapters import names
-from adapters.dialects import from_dialect
-from correction import correct, importance_weights
-from correction import RolloutCorrectionConfig as Config
-from estimators import aggregate_log_ratio, effective_sample_size, exp_ratio, kl_estimate
-from losses import aggregate_loss
-from metrics import to_host
+from three_policies.adapters import names
+from three_policies.adapters.dialects import from_dialect
+from three_policies.correction import correct, importance_weights
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.estimators import (aggregate_log_ratio, effective_sample_size, exp_ratio,
+                                       kl_estimate)
+from three_policies.losses import aggregate_loss
+from three_policies.metrics import to_host
+from three_policies.tests.oracle import (f64)
 
 K1 = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 PEERS = json.loads(gzip.decompress((Path(__file__).parent / "peers.json.gz").read_bytes()))

@@ -1,10 +1,10 @@
 """The presets of RolloutCorrectionConfig have verl's names and bounds, and take its arguments."""
 
 import pytest
-from launching import ROOT
 
-from correction import HISTORICAL, PRESETS
-from correction import RolloutCorrectionConfig as Config
+from three_policies.correction import HISTORICAL, PRESETS
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.tests.launching import ROOT
 
 
 def test_presets_by_todays_and_historical_names():

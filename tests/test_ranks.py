@@ -8,22 +8,24 @@ import subprocess
 import sys
 import tempfile
 
-import launching
 import pytest
 import torch
-from conftest import steady
-from launching import PATH, serving, shell, torchrun
 from safetensors.torch import load_file
-from waiting import HANG
+
+from three_policies.tests import launching
+from three_policies.tests.launching import serving, shell, torchrun
+from three_policies.tests.small import steady
+from three_policies.tests.waiting import HANG
 
 SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "rollout.prompts=8",
          "rollout.samples=4", "rollout.max_tokens=5", "rollout.staleness=1",
          "train.mini_batches=2", "train.micro_batch_size=4", "train.lr=0.01", "train.eval_every=2"]
 DRIVER = """
-import os, signal, sys, torch, rollout, trainer
-from plumbing import cards, run
-from plumbing.tasks import Task
-from tolerances import in_float64
+import os, signal, sys, torch
+from three_policies import rollout, trainer
+from three_policies.plumbing import cards, run
+from three_policies.plumbing.tasks import Task
+from three_policies.tests.tolerances import in_float64
 Task.reward = lambda self, problem, response: float(len(response) % 2)     # untaught models earn it
 fault, rank, calls = sys.argv[1], int(os.environ.get("RANK", 0)), []
 def broken(owner, name):
@@ -70,7 +72,7 @@ def train(tiny_model, forks, tmp_path_factory):
             place.mkdir(exist_ok=True)
         given = [str(directory / "driver.py"), fault, *SMALL, f"policy.path={tiny_model}",
                  *overrides]
-        environment = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         started = [subprocess.Popen(
             torchrun(ranks // agents, begin, *given, node=[*node, str(i)] if ranks > 1 else None),
             cwd=place, text=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -131,9 +133,9 @@ def test_two_agents_without_a_shared_directory_are_told_before_anything_is_train
 
 LOAD = """
 import os, sys, torch, torch.distributed as dist, transformers
-from plumbing.faults import process_group
-from policy import full_weights, load_policy
-from tolerances import in_float64
+from three_policies.plumbing.faults import process_group
+from three_policies.policy import full_weights, load_policy
+from three_policies.tests.tolerances import in_float64
 in_float64()                                                                # whatever the threads
 def forbidden(*_, **__): raise AssertionError("a rank that is not the first reads the model")
 with process_group() as device:

@@ -17,10 +17,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-import losses
-from adapters.dialects import from_dialect
-from plumbing.settings import Config, leaves, load_config
-from surrogates import LOSSES
+from three_policies import losses
+from three_policies.adapters.dialects import from_dialect
+from three_policies.plumbing.settings import Config, leaves, load_config
+from three_policies.surrogates import LOSSES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -8,17 +8,17 @@ import random
 
 import pytest
 import torch
-from certified import certifies
-from examples import KNOWN, RATIOS, bound_of
-from oracle import (close, f64)
-from tolerances import gamma
 
-from correction import correct
-from estimators import aggregate_log_ratio
-from correction import RolloutCorrectionConfig as Config
-from doctor import diagnose
-from metrics import merge
-from rejection import CRITERIA, Evidence, rejection_mask, second_moment_limit
+from three_policies.correction import correct
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.doctor import diagnose
+from three_policies.estimators import aggregate_log_ratio
+from three_policies.metrics import merge
+from three_policies.rejection import CRITERIA, Evidence, rejection_mask, second_moment_limit
+from three_policies.tests.certified import certifies
+from three_policies.tests.examples import KNOWN, RATIOS, bound_of
+from three_policies.tests.oracle import (close, f64)
+from three_policies.tests.tolerances import gamma
 
 
 # --------------------------------------------------------------------------- bounds on ρ, k2 and k3

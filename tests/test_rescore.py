@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rescore_rates import dropped, make_models, planted, sample, score, verdict
 
-from causes import Finding
-from estimators import sampling_log_probs
-from adapters.dumps import Response, append
-from plumbing.consult import explained, main
-from plumbing.hypotheses import TABLE, Scorer, module_of, paddings, to_fp8
-from plumbing.rescore import (AHEAD, Match, Rescored, likeliest, random_prompts, rescore,
-                              sample_and_score)
+from three_policies.adapters.dumps import Response, append
+from three_policies.causes import Finding
+from three_policies.estimators import sampling_log_probs
+from three_policies.math.rescore_rates import dropped, make_models, planted, sample, score, verdict
+from three_policies.plumbing.consult import explained, main
+from three_policies.plumbing.hypotheses import TABLE, Scorer, module_of, paddings, to_fp8
+from three_policies.plumbing.rescore import (AHEAD, Match, Rescored, likeliest, random_prompts,
+                                             rescore, sample_and_score)
 
 
 @pytest.mark.made_here
@@ -33,7 +33,7 @@ def test_plants_are_found_on_either_side(kind, seed, causes, tmp_path, monkeypat
     column is called is CLEAR nats ahead of what would be another verdict.
     """
     wrong, seen, judged = [], dict[str, int](), []
-    monkeypatch.setattr("plumbing.rescore.likeliest", lambda fits: judged.append(
+    monkeypatch.setattr("three_policies.plumbing.rescore.likeliest", lambda fits: judged.append(
         likeliest(fits)) or judged[-1])
     for plant in planted(kind, seed, tmp_path, groups=3, longest=16, only=causes):
         seen[plant.cause] = seen.get(plant.cause, -1) + 1
@@ -258,12 +258,13 @@ def test_the_first_token_that_the_model_does_not_have_may_be_the_prompts(drawn):
 def test_responses_are_scored_as_long_as_their_logits_fit_and_one_is_always(
         tokens, kept, drawn, monkeypatch):
     model, path, _, _ = drawn
-    monkeypatch.setattr("plumbing.rescore.LOGITS", tokens * model.config.vocab_size)
-    monkeypatch.setattr("plumbing.rescore.Scorer", lambda *_: None)
+    monkeypatch.setattr("three_policies.plumbing.rescore.LOGITS", tokens * model.config.vocab_size)
+    monkeypatch.setattr("three_policies.plumbing.rescore.Scorer", lambda *_: None)
     rows = [Response(n, [3, 4], [-1.0] * 2, [-1.0] * 2, [5], [True] * 2) for n in range(3)]
     seen = []
-    monkeypatch.setattr("plumbing.rescore.judge", lambda s, column, mask: seen.append(
-        len(column)) or Match("plain", None, None, 1.0, 0.0))
+    monkeypatch.setattr(
+        "three_policies.plumbing.rescore.judge", lambda s, column, mask: seen.append(
+            len(column)) or Match("plain", None, None, 1.0, 0.0))
     assert rescore(path, [], rows).guilty == "none" and seen == [2 * kept] * 2
 
 
@@ -354,8 +355,9 @@ def test_an_engine_is_closed_also_where_it_fails(drawn, monkeypatch):
 
     def fail(*_, **__):
         raise ZeroDivisionError
-    monkeypatch.setattr("plumbing.rescore.make_engine", lambda *_, **__: SimpleNamespace(
-        generate=fail, close=lambda: closed.append(True)))
+    monkeypatch.setattr(
+        "three_policies.plumbing.rescore.make_engine", lambda *_, **__: SimpleNamespace(
+            generate=fail, close=lambda: closed.append(True)))
     with pytest.raises(ZeroDivisionError):
         sample_and_score(drawn[1], "vllm", [[3]])
     assert closed == [True]

@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, steady, weights
-from launching import ROOT
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
-from tolerances import gamma
-from waiting import HANG, until
 
-import trainer
-from plumbing import checkpoints
-from plumbing.run import Run
-from plumbing.settings import TrainConfig, UserError, load_config
-from rollout import TransformersEngine
+from three_policies import trainer
+from three_policies.plumbing import checkpoints
+from three_policies.plumbing.run import Run
+from three_policies.plumbing.settings import TrainConfig, UserError, load_config
+from three_policies.rollout import TransformersEngine
+from three_policies.tests.launching import ROOT
+from three_policies.tests.small import SMALL, steady, weights
+from three_policies.tests.tolerances import gamma
+from three_policies.tests.waiting import HANG, until
 
 
 @pytest.mark.parametrize("cut", [[], ["rollout.top_p=0.9", "rollout.top_k=8"]])

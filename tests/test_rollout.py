@@ -6,23 +6,21 @@ test below is also a test that nothing of it reaches the sampler.
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
-from conftest import ENGINES, need
-from waiting import HANG
 
-from centering import candidate_tables
-from estimators import sampling_log_probs
-from plumbing import settings as of_runs
-from plumbing.engines import make_engine
-from rollout import KEPT, Cut
+from three_policies.centering import candidate_tables
+from three_policies.estimators import sampling_log_probs
+from three_policies.plumbing import settings as of_runs
+from three_policies.plumbing.engines import make_engine
+from three_policies.rollout import KEPT, Cut
+from three_policies.tests.small import ENGINES, need
+from three_policies.tests.waiting import HANG
 
 PROMPTS = [[3 + (7 * i + t) % 23 for t in range(n)] for i, n in enumerate([1, 3, 150, 7, 300])]
 HOSTILE = dict(do_sample=True, top_p=0.1, top_k=2, temperature=5.0, repetition_penalty=3.0,
@@ -388,7 +386,7 @@ BESIDE_FSDP = """
 import sys, torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
-from plumbing.engines import make_engine
+from three_policies.plumbing.engines import make_engine
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -420,8 +418,7 @@ def test_vllm_beside_fsdp2_on_two_ranks_leaves_no_trace(vllm_required, tiny_mode
     script = tmp_path / "beside_fsdp.py"
     script.write_text(BESIDE_FSDP)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
-    result = subprocess.run([*torchrun, script, tiny_model], env=environment, timeout=HANG,
+    result = subprocess.run([*torchrun, script, tiny_model], timeout=HANG,
                             capture_output=True, text=True)  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "done 0" in result.stdout and "done 1" in result.stdout

@@ -1,12 +1,14 @@
 """Enumeration of tiny mixtures of experts gives what a replay of routes estimates (chapter 11)."""
 
 import pytest
-from certified import certifies
-import routes
 import torch
-from oracle import close
-from routes import J, PROMPT, TREE, expected, flat, forward, frozen, live, log_probs, scores
 from torch.func import grad
+
+from three_policies.math import routes
+from three_policies.math.routes import (J, PROMPT, TREE, expected, flat, forward, frozen, live,
+                                        log_probs, scores)
+from three_policies.tests.certified import certifies
+from three_policies.tests.oracle import close
 
 THETA, REWARD, ROUTES, FROZEN_GATES, MU, T1, T2 = routes.pair(0.03, 1)
 SAMPLER = routes.nearby(THETA, 0.03, 1001)

@@ -7,17 +7,17 @@ from functools import cache
 
 import pytest
 import torch
-from certified import certifies
-from examples import MASK, OLD, PI, A, batch
-from oracle import close
-from tolerances import NO_SPREAD
 
-from correction import RolloutCorrectionConfig as Config, correct
-from estimators import aggregate_log_ratio
-from losses import LossConfig, policy_loss
-from metrics import merge, to_host
-from rejection import CRITERIA, interval, rejection_mask
-from surrogates import LOSSES, clipped_tokens
+from three_policies.correction import RolloutCorrectionConfig as Config, correct
+from three_policies.estimators import aggregate_log_ratio
+from three_policies.losses import LossConfig, policy_loss
+from three_policies.metrics import merge, to_host
+from three_policies.rejection import CRITERIA, interval, rejection_mask
+from three_policies.surrogates import LOSSES, clipped_tokens
+from three_policies.tests.certified import certifies
+from three_policies.tests.examples import MASK, OLD, PI, A, batch
+from three_policies.tests.oracle import close
+from three_policies.tests.tolerances import NO_SPREAD
 
 every_criterion = pytest.mark.parametrize("name", CRITERIA)
 LP, OLD_LP, MU_LP = (pi.log_probs().detach() for pi in (PI, OLD, PI.perturbed(1, 0.8)))
@@ -183,12 +183,12 @@ def test_what_a_clip_holds_has_no_gradient_and_all_else_has_one(name, dual_clip)
 def test_each_number_of_a_loss_is_a_setting(name):
     """Help says that the settings loss.* replace a loss's own numbers."""
     pytest.importorskip("omegaconf", reason="the trainer's settings need OmegaConf")
-    from plumbing.settings import LossSettings
+    from three_policies.plumbing.settings import LossSettings
     assert set(LOSSES[name].own) <= {of.name for of in fields(LossSettings)}
 
 
 @pytest.mark.parametrize("name", [*CRITERIA, *LOSSES])
 def test_each_row_is_in_the_help(name):
     pytest.importorskip("omegaconf", reason="the trainer's settings need OmegaConf")
-    from plumbing.settings import help_text
+    from three_policies.plumbing.settings import help_text
     assert f"\n  {name}: {(CRITERIA | LOSSES)[name][0]}" in help_text()     # statistic, meaning

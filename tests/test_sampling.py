@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from certified import certifies
-from oracle import close, f64
-from tolerances import gamma
 
-from estimators import sampling_log_probs
+from three_policies.estimators import sampling_log_probs
+from three_policies.tests.certified import certifies
+from three_policies.tests.oracle import close, f64
+from three_policies.tests.tolerances import gamma
 
 
 def slow_sampling(logits, temperature, top_k, top_p, min_p):

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import steady
-from test_data import OWN
 
-from trainer import loss_of
-from surrogates import LOSSES
-from plumbing.settings import (
-    Config, TaskConfig, TrainConfig, UserError, check_run, flat, help_text, load_config, remarks)
+from three_policies.plumbing.settings import (Config, TaskConfig, TrainConfig, UserError, check_run,
+                                              flat, help_text, load_config, remarks)
+from three_policies.surrogates import LOSSES
+from three_policies.tests.small import steady
+from three_policies.tests.test_data import OWN
+from three_policies.trainer import loss_of
 
 ROOT = Path(__file__).resolve().parent.parent
 

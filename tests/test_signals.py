@@ -1,18 +1,17 @@
 """A signal ends a run with one sentence, and SIGTERM lets the step in progress be saved."""
 
-import os
 import signal
 import subprocess
 import sys
 
 import pytest
-from conftest import SMALL
-from launching import shell
-from test_directory import HERE, LONG, as_from_a_terminal, said_until, start
-from waiting import HANG, until
 
-from plumbing import signals
-from plumbing.checkpoints import read_metrics
+from three_policies.plumbing import signals
+from three_policies.plumbing.checkpoints import read_metrics
+from three_policies.tests.launching import shell
+from three_policies.tests.small import SMALL
+from three_policies.tests.test_directory import HERE, LONG, as_from_a_terminal, said_until, start
+from three_policies.tests.waiting import HANG, until
 
 CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 WORDS = {"SIGINT": "interrupted", "SIGTERM": "ended by SIGTERM", "SIGHUP": "ended by SIGHUP"}
@@ -26,10 +25,7 @@ def test_a_signal_while_python_imports_is_one_sentence(name, tmp_path):
     """
     (tmp_path / "torch.py").write_text(
         f"import os, signal, time\nos.kill(os.getpid(), signal.{name})\ntime.sleep(60)")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{HERE}"}
-    driver = (f"import sys, runpy; sys.path[:0] = [{str(tmp_path)!r}]; "
-              f"runpy.run_path({str(HERE / 'trainer.py')!r}, run_name='__main__')")
-    result = subprocess.run([sys.executable, "-c", driver], cwd=tmp_path, env=environment,
+    result = subprocess.run([sys.executable, "-m", "three_policies.trainer"], cwd=tmp_path,
                             capture_output=True, text=True, timeout=HANG,
                             preexec_fn=as_from_a_terminal)
     assert result.returncode == CODES[name] and result.stderr == f"trainer.py: {result.stderr[12:]}"
@@ -61,9 +57,10 @@ def test_a_signal_is_one_sentence_that_names_the_last_checkpoint(
 
 
 DRIVER = """
-import os, signal, sys, trainer
-from plumbing import checkpoints, run, signals
-from plumbing.tasks import Task
+import os, signal, sys
+from three_policies import trainer
+from three_policies.plumbing import checkpoints, run, signals
+from three_policies.plumbing.tasks import Task
 run.plot = lambda *_: None
 Task.reward = lambda self, problem, response: float(len(response) % 2)
 place, name, argv = sys.argv[1], sys.argv[2], sys.argv[3:]

@@ -8,11 +8,11 @@ than 4 + |log w| + |log r| roundings.
 import math
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from tolerances import gamma
+
+from three_policies.tests.tolerances import gamma
 
 pytestmark = pytest.mark.usefixtures("skyrl_required")
 TOKEN = {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.3}
@@ -53,7 +53,7 @@ def loss(name, config, log_prob, old, advantages, rollout, mask, **options):
     """Call a loss by its name, as SkyRL's worker does; return loss, gradient and metrics."""
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 
-    import adapters.skyrl  # noqa: F401 - registers the loss
+    import three_policies.adapters.skyrl  # noqa: F401 - registers the loss
     value, metrics = PolicyLossRegistry.get(name)(
         log_prob, old, advantages, config=config, loss_mask=mask, rollout_logprobs=rollout,
         **options)
@@ -118,7 +118,7 @@ def test_another_loss_is_skyrls(case):
     """
     from skyrl.train.config import CISPOConfig, SAPOConfig
 
-    from adapters.dialects import from_dialect
+    from three_policies.adapters.dialects import from_dialect
     name, changes = OTHERS[case]
     anchor = "rollout" if "bypass_mode" in changes else "old"
     sections = {"cispo": CISPOConfig(0.2, 0.3, anchor), "sapo": SAPOConfig(0.8, 2.0)}
@@ -141,8 +141,8 @@ def test_micro_batches_add_up_to_the_reduction(reduction):
     from skyrl.backends.skyrl_train.utils.ppo_utils import (
         apply_loss_reduction_to_advantages_minibatch as scaled)
 
-    from adapters.dialects import from_dialect
-    from losses import LossConfig, policy_loss
+    from three_policies.adapters.dialects import from_dialect
+    from three_policies.losses import LossConfig, policy_loss
     block = TOKEN | GEOMETRIC
     log_prob, old, advantages, rollout, mask = batch(9)             # no sequence is empty
     whole, _ = policy_loss(
@@ -182,7 +182,7 @@ def test_what_a_micro_batch_cannot_give_is_refused():
     It asks the engine for them if a weight or a sequence's mask is on, but not for a mask of tokens
     or outliers alone.
     """
-    from correction import RolloutCorrectionConfig as Config
+    from three_policies.correction import RolloutCorrectionConfig as Config
     given = batch(0)
     with pytest.raises(ValueError, match="rollout_log_prob is missing"):
         loss("three_policies", algorithm(OUTLIER), *given[:3], None, given[-1])
@@ -200,20 +200,19 @@ def test_what_a_micro_batch_cannot_give_is_refused():
 
 def test_a_ray_worker_finds_the_loss():
     """A loss registered in the driver is pickled by SkyRL, and computes the same in a worker."""
+    from three_policies.adapters import skyrl as recipe
     import ray
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry, register_policy_loss
 
-    import adapters.skyrl
-    from correction import RolloutCorrectionConfig as Config
+    from three_policies.correction import RolloutCorrectionConfig as Config
     given = batch(0)
-    mine = partial(adapters.skyrl.three_policies, correction=Config.bypass_pg_is())
+    mine = partial(recipe.three_policies, correction=Config.bypass_pg_is())
     register_policy_loss("mine")(mine)
 
     def compute(name, config, log_prob, old, advantages, rollout, mask):
         from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
         return PolicyLossRegistry.get(name)(log_prob, old, advantages, config, mask, rollout)[0]
-    root = str(Path(__file__).resolve().parent.parent)
-    ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": root}})
+    ray.init(num_cpus=1, include_dashboard=False)
     try:
         PolicyLossRegistry.sync_with_actor()
         for name, config in (("three_policies", algorithm(TOKEN)), ("mine", algorithm({}))):

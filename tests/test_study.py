@@ -15,14 +15,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from certified import certifies
-from oracle import Policy, close, estimator_moments, exact_gradient, grad_J, rewards
 
-import trainer
-from correction import RolloutCorrectionConfig
-from losses import LossConfig, policy_loss
-from plumbing import tasks
-from plumbing.settings import TaskConfig, UserError, load_config
+from three_policies import trainer
+from three_policies.correction import RolloutCorrectionConfig
+from three_policies.losses import LossConfig, policy_loss
+from three_policies.plumbing import tasks
+from three_policies.plumbing.settings import TaskConfig, UserError, load_config
+from three_policies.tests.certified import certifies
+from three_policies.tests.oracle import (Policy, close, estimator_moments, exact_gradient, grad_J,
+                                         rewards)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -360,7 +361,6 @@ def test_a_contrast_has_a_verdict_when_all_its_seeds_are_there_and_is_adjusted_f
 
 def test_the_quick_picture_is_drawn_of_what_was_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    sys.path.insert(0, str(ROOT / "math"))
     asked = []
 
     def run_all(declared, path, workers):

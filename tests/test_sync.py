@@ -3,9 +3,9 @@
 import pytest
 import torch
 from hypothesis import given, strategies
-from tolerances import gamma
 
-from rollout import Sample, WeightSync, quantize_weights
+from three_policies.rollout import Sample, WeightSync, quantize_weights
+from three_policies.tests.tolerances import gamma
 
 
 @given(strategies.integers(2, 8), strategies.integers(0, 2**31))

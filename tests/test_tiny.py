@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-import tiny
-from correction import RolloutCorrectionConfig as Config
-from correction import importance_weights
-from estimators import kl_estimate
-from losses import LossConfig, policy_loss
+from three_policies import tiny
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.correction import importance_weights
+from three_policies.estimators import kl_estimate
+from three_policies.losses import LossConfig, policy_loss
 
 CONFIGS = {"none": Config.disabled(), "token": Config.decoupled_token_is(tiny.CAP),
            "sequence": Config.decoupled_seq_is(tiny.CAP), "bypass": Config.bypass_ppo_clip()}

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from tolerances import gamma, of_sum
+
+from three_policies.tests.tolerances import gamma, of_sum
 
 N = 2 ** 10
 SINGLE = torch.float32

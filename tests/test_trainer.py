@@ -19,20 +19,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import SMALL
-from launching import ROOT, shell
 from safetensors.torch import load_file
-from tolerances import gamma
 
-import rollout
-import trainer
-from correction import PRESETS
-from plumbing import batches, checkpoints, tasks
-from plumbing.engines import make_engine
-from plumbing.faults import process_group
-from plumbing.report import CURVES
-from plumbing.settings import Config, leaves, load_config
-from rollout import Sample, WeightSync
+from three_policies import rollout
+from three_policies import trainer
+from three_policies.correction import PRESETS
+from three_policies.plumbing import batches, checkpoints, tasks
+from three_policies.plumbing.engines import make_engine
+from three_policies.plumbing.faults import process_group
+from three_policies.plumbing.report import CURVES
+from three_policies.plumbing.settings import Config, leaves, load_config
+from three_policies.rollout import Sample, WeightSync
+from three_policies.tests.launching import ROOT, shell
+from three_policies.tests.small import SMALL
+from three_policies.tests.tolerances import gamma
 
 # -------------------------------------------------------------------------------------- it trains
 

@@ -6,27 +6,24 @@ What is exact is read from the chapter's tables, and enumerated on models that t
 import itertools
 import math
 import re
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from certified import certifies
-from examples import MODES, batch, config_of, every_aggregation
-from oracle import J, close, exact_gradient, expectation, token_kl
+
+from three_policies.correction import PRESETS
+from three_policies.estimators import kl_estimate
+from three_policies.kernels.shapes import Shape
+from three_policies.losses import LossConfig, kl_loss, kl_penalty, kl_ratio, policy_loss
+from three_policies.math import turns
+from three_policies.metrics import to_host
+from three_policies.tests.certified import certifies
+from three_policies.tests.examples import MODES, batch, config_of, every_aggregation
+from three_policies.tests.oracle import J, close, exact_gradient, expectation, token_kl
+from three_policies.tests.tolerances import NO_SPREAD
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "math")]
-
-import turns
-from tolerances import NO_SPREAD
-
-from correction import PRESETS
-from estimators import kl_estimate
-from kernels.shapes import Shape
-from losses import LossConfig, kl_loss, kl_penalty, kl_ratio, policy_loss
-from metrics import to_host
 
 CHAPTER = (ROOT / "math" / "10-turns-and-tools.md").read_text()
 SEEDS = range(1000, 1004)                               # no table has these

@@ -10,14 +10,15 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from oracle import Policy, close, exact_gradient, expectation, grad_J, kl, rewards, token_kl
-from tolerances import gamma
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import trainer
-from plumbing.faults import process_group
-from plumbing.settings import TrainConfig, correction_of, load_config, remarks
+from three_policies import trainer
+from three_policies.plumbing.faults import process_group
+from three_policies.plumbing.settings import TrainConfig, correction_of, load_config, remarks
+from three_policies.tests.oracle import (Policy, close, exact_gradient, expectation, grad_J, kl,
+                                         rewards, token_kl)
+from three_policies.tests.tolerances import gamma
 
 PI = Policy(3, 3, seed=0)
 MU, REF = PI.perturbed(1, 0.5), PI.perturbed(3, 0.5)

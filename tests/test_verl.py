@@ -71,7 +71,7 @@ def compare(case, mode, seed, whole, **options):
     """Return (loss, gradient, metrics) of verl and of the adapter on one batch."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
-    import adapters.verl  # noqa: F401 - registers the loss
+    import three_policies.adapters.verl  # noqa: F401 - registers the loss
     loss_mode, block = CASES[case]
     log_prob, old, rollout, advantages, mask = batch(seed)
     old, kept, weights = driver(block, old, rollout, mask)
@@ -129,14 +129,14 @@ def test_dual_clip_is_verls():
 
 def test_one_clip_ratio_for_both_ends():
     """eq:ppo-clip: clip_ratio is taken where clip_ratio_low and _high are null."""
-    import adapters.verl
+    from three_policies.adapters import verl as recipe
     log_prob, old, _, advantages, mask = batch(0)
     given = actor_config("three_policies", {}, {}, clip_ratio=0.05)
     object.__setattr__(given, "clip_ratio_low", None)
     object.__setattr__(given, "clip_ratio_high", None)
-    from losses import LossConfig, policy_loss
-    from correction import RolloutCorrectionConfig
-    loss, _ = adapters.verl.three_policies(old, log_prob, advantages, mask, config=given)
+    from three_policies.losses import LossConfig, policy_loss
+    from three_policies.correction import RolloutCorrectionConfig
+    loss, _ = recipe.three_policies(old, log_prob, advantages, mask, config=given)
     expected = policy_loss(log_prob, old, None, advantages, mask, RolloutCorrectionConfig(),
                            LossConfig(clip_low=0.05, clip_high=0.05, dual_clip=3.0))[0]
     assert torch.equal(loss, expected)
@@ -147,10 +147,10 @@ def test_one_clip_ratio_for_both_ends():
     ("seq-mean-token-mean", {"batch_num_tokens": 90})])
 def test_several_ranks_need_the_counts(mode, given):
     """eq:aggregation: verl averages gradients over ranks, so a local mean would be wrong."""
+    from three_policies.adapters import verl as recipe
     with pytest.raises(ValueError, match=f"^{mode} on several ranks needs the counts"):
-        import adapters.verl
         log_prob, old, _, advantages, mask = batch(0)
-        adapters.verl.three_policies(
+        recipe.three_policies(
             old, log_prob, advantages, mask, mode,
             config=actor_config("three_policies", {}, {"dp_size": 2} | given))
 
@@ -158,9 +158,9 @@ def test_several_ranks_need_the_counts(mode, given):
 @pytest.mark.parametrize("whole", [{}, {"batch_num_tokens": 90, "global_batch_size": 16}])
 def test_ratio_and_clip_fraction_are_means_over_this_workers_tokens(whole):
     """eq:ppo-clip: also if the loss is divided by the tokens of the whole mini-batch."""
-    import adapters.verl
+    from three_policies.adapters import verl as recipe
     log_prob, old, _, advantages, mask = batch(0)
-    _, found = adapters.verl.three_policies(
+    _, found = recipe.three_policies(
         old, log_prob, advantages, mask, config=actor_config("three_policies", {}, whole))
     r, A = (log_prob - old).detach().exp()[mask], advantages[mask]
     clipped = torch.where(A > 0, r > 1.15, r < 0.9).double().mean().item()
@@ -170,10 +170,10 @@ def test_ratio_and_clip_fraction_are_means_over_this_workers_tokens(whole):
 
 def test_everything_rejected_is_a_zero_loss():
     """eq:aggregation: the loss is 0 where verl's is 0/0."""
-    import adapters.verl
+    from three_policies.adapters import verl as recipe
     log_prob, old, _, advantages, mask = batch(0)
     block = BYPASS | {"rollout_rs": "token_k3", "rollout_rs_threshold": 1e-12}
-    loss, metrics = adapters.verl.three_policies(old + 1, log_prob, advantages, mask,
+    loss, metrics = recipe.three_policies(old + 1, log_prob, advantages, mask,
                                                  config=actor_config("three_policies", block, {}))
     assert loss == 0 and torch.autograd.grad(loss, log_prob)[0].eq(0).all()
     assert metrics["rollout_corr/all_rejected"] == 1
@@ -183,9 +183,9 @@ def test_verls_dataclass_is_a_dialect():
     """eq:correction: _target_ among its fields says nothing of the correction."""
     from verl.trainer.config.algorithm import RolloutCorrectionConfig as Theirs
 
-    from adapters.dialects import from_dialect
-    from adapters.verl import carried
-    from correction import PRESETS
+    from three_policies.adapters.dialects import from_dialect
+    from three_policies.adapters.verl import carried
+    from three_policies.correction import PRESETS
     assert "_target_" in Theirs()
     assert from_dialect(Theirs.decoupled_token_is()) == PRESETS["decoupled_token_is"]()
     assert from_dialect(Theirs.bypass_pg_is()) == PRESETS["bypass_pg_is"]()
@@ -196,7 +196,7 @@ def test_verls_dataclass_is_a_dialect():
 
 BLOCK, LOSS = "algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss"
 # These are the settings that adapters/verl.py documents.
-SETTINGS = ("actor_rollout_ref.model.external_lib=adapters.verl",
+SETTINGS = ("actor_rollout_ref.model.external_lib=three_policies.adapters.verl",
             f"{LOSS}.loss_mode=three_policies", f"+{LOSS}.rollout_correction=${{{BLOCK}}}")
 OWN = {name: {"rollout_is": None, **REINFORCE,
               "rollout_rs": {name: (0.5, 2.0) if name.endswith("k1") else 0.3}}
@@ -214,14 +214,14 @@ REFUSED = {"second_moment": "rollout_rs second_moment: .* use criteria of tokens
 @pytest.mark.parametrize("name", OWN)
 def test_a_micro_batch_is_corrected_alone_or_refused(name):
     """eq:correction: two halves of a mini-batch have the gradient of the whole, or are refused."""
-    import adapters.verl
-    from adapters.dialects import from_dialect
+    from three_policies.adapters import verl as recipe
+    from three_policies.adapters.dialects import from_dialect
     log_prob, _, rollout, advantages, mask = batch(0)
     whole = {"batch_num_tokens": int(mask.sum()), "global_batch_size": 8}
     config = actor_config("three_policies", OWN[name], whole)
 
     def gradient(*parts):
-        loss = sum(adapters.verl.three_policies(rollout[i], log_prob[i], advantages[i], mask[i],
+        loss = sum(recipe.three_policies(rollout[i], log_prob[i], advantages[i], mask[i],
                                                 "token-sum", config=config)[0] for i in parts)
         return torch.autograd.grad(loss, log_prob)[0]
 
@@ -237,10 +237,10 @@ def test_a_micro_batch_is_corrected_alone_or_refused(name):
 
 def test_metrics_of_bypass_mode_have_verls_meaning():
     """Where a sequence has one weight, verl's extremes are those of ρ before truncation."""
-    import adapters.verl
+    from three_policies.adapters import verl as recipe
     log_prob, _, rollout, advantages, mask = batch(0)
     block = REINFORCE | {"rollout_is": "sequence", "rollout_is_threshold": 1.01}
-    _, found = adapters.verl.three_policies(
+    _, found = recipe.three_policies(
         rollout, log_prob, advantages, mask, "token-mean",
         config=actor_config("three_policies", block, {}))
     assert found["rollout_corr/rollout_is_max"] == found["rollout_corr/rollout_is_raw_max"] > 1.01
@@ -250,7 +250,7 @@ def as_the_worker_has_it(*settings):
     """Return verl's ActorConfig, made of overrides as ActorRolloutRefWorker.init_model makes it."""
     from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
-    from verl_worker import configuration
+    from three_policies.tests.verl_worker import configuration
     config = configuration("nowhere", settings)
     OmegaConf.resolve(config)
     return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
@@ -264,10 +264,10 @@ def test_the_third_override_must_be_there(block):
 
     With it every block works.
     """
-    import adapters.verl
+    from three_policies.adapters import verl as recipe
     log_prob, old, _, advantages, mask = batch(0)
     block = [f"{BLOCK}.{setting}" for setting in block]
-    loss, _ = adapters.verl.three_policies(old, log_prob, advantages, mask,
+    loss, _ = recipe.three_policies(old, log_prob, advantages, mask,
                                            config=as_the_worker_has_it(*SETTINGS, *block),
                                            rollout_is_weights=torch.ones_like(old))
     assert loss != 0
@@ -275,7 +275,7 @@ def test_the_third_override_must_be_there(block):
                                          r"'\+actor_rollout_ref\.actor\."
                                          r"policy_loss\.rollout_correction="
                                          r"\$\{algorithm\.rollout_correction\}'$"):
-        adapters.verl.three_policies(old, log_prob, advantages, mask,
+        recipe.three_policies(old, log_prob, advantages, mask,
                                      config=as_the_worker_has_it(*SETTINGS[:2], *block))
 
 
@@ -291,20 +291,20 @@ def test_what_verls_driver_would_not_do_is_refused(block, said):
 
     Nor can the adapter do what a key asks that the block's defaults contradict.
     """
-    import adapters.verl
+    from three_policies.adapters import verl as recipe
     config = as_the_worker_has_it(*SETTINGS, *(setting.format(BLOCK) for setting in block))
     with pytest.raises(ValueError, match=f"adapters.verl does not carry {said}"):
-        adapters.verl.carried(config.policy_loss.rollout_correction)
+        recipe.carried(config.policy_loss.rollout_correction)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_that_verls_driver_did_not_make_are_missed(level):
     """verl trains uncorrected without calculate_log_probs, whatever rollout_is asks for."""
-    import adapters.verl
+    from three_policies.adapters import verl as recipe
     log_prob, old, _, advantages, mask = batch(0)
     config = as_the_worker_has_it(*SETTINGS, f"{BLOCK}.rollout_is={level}")
     with pytest.raises(ValueError, match="driver made no weights: it needs .*calculate_log_probs"):
-        adapters.verl.three_policies(old, log_prob, advantages, mask, config=config)
+        recipe.three_policies(old, log_prob, advantages, mask, config=config)
 
 
 def test_verl_itself_leaves_the_loss_to_the_user():
@@ -315,7 +315,7 @@ def test_verl_itself_leaves_the_loss_to_the_user():
     import verl
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
-    from losses import aggregate_loss, ppo_clip_loss
+    from three_policies.losses import aggregate_loss, ppo_clip_loss
     trainer = (Path(verl.__file__).parent
                / "trainer" / "ppo" / "v1" / "trainer_base.py").read_text()
     assert "def _compute_old_log_prob" in trainer and "bypass_mode" in trainer

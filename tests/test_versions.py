@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from certified import certifies
-from oracle import J, Policy, close, exact_gradient, grad_J, scores
-from versions import (SWITCH, Recurrent, correlated, counts, crossing, delayed, kept, mixture,
-                      model, off, overlong, rescored, restarted, selected, shortest, survivors)
+
+from three_policies.math.versions import (SWITCH, Recurrent, correlated, counts, crossing, delayed,
+                                          kept, mixture, model, off, overlong, rescored, restarted,
+                                          selected, shortest, survivors)
+from three_policies.tests.certified import certifies
+from three_policies.tests.oracle import J, Policy, close, exact_gradient, grad_J, scores
 
 CHAPTER = (Path(__file__).resolve().parent.parent / "math" / "9-versions.md").read_text()
 PI, START, END, R = model(Policy, seed=0)

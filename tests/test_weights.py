@@ -9,16 +9,17 @@ import math
 
 import pytest
 import torch
-from certified import certifies
-from examples import A, MASK, MU, OLD, PI, PLAIN, R, REF, SUM, moments, reinforce
-from oracle import (J, MarkovPolicy, Policy, close, estimator_moments, exact_gradient, expectation,
-                    f64, grad_J, rewards, scores)
 
-from correction import batch_normalize, correct, importance_weights
-from correction import RolloutCorrectionConfig as Config
-from estimators import aggregate_log_ratio
-from losses import LossConfig, policy_loss
-from surrogates import reinforce_loss
+from three_policies.correction import batch_normalize, correct, importance_weights
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.estimators import aggregate_log_ratio
+from three_policies.losses import LossConfig, policy_loss
+from three_policies.surrogates import reinforce_loss
+from three_policies.tests.certified import certifies
+from three_policies.tests.examples import (A, MASK, MU, OLD, PI, PLAIN, R, REF, SUM, moments,
+                                           reinforce)
+from three_policies.tests.oracle import (J, MarkovPolicy, Policy, close, estimator_moments,
+                                         exact_gradient, expectation, f64, grad_J, rewards, scores)
 
 G = scores(PI)                                                      # ∇log π_t, [N, T, P]
 RHO = (PI.log_probs() - MU.log_probs()).detach().exp()              # ρ_t = π_θ/μ

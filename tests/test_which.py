@@ -6,7 +6,6 @@ The page itself is looked at in Chromium, from disk, as tests/test_book.py does.
 import ast
 import re
 import statistics
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,19 @@ from typing import Any
 import pytest
 import yaml
 
+from three_policies.adapters.dialects import from_dialect
+from three_policies.causes import CAUSES
+from three_policies.correction import PRESETS
+from three_policies.tests.book_pages import OUT, WIDTHS
+from three_policies.tests.test_trl import MODES
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[1:1] = [str(ROOT), str(ROOT / "math")]
-
-from book_pages import OUT, WIDTHS
-from test_trl import MODES
-
-from adapters.dialects import from_dialect
-from causes import CAUSES
-from correction import PRESETS
 
 
 @pytest.fixture(scope="module")
 def path():
     """The first question, the outcomes, and every answer in the page's order."""
-    import which
+    from three_policies.math import which
     question, outcomes = which.read()
     return question, outcomes, which.answers(question)
 
@@ -40,7 +37,7 @@ def evidence(path):
 # ---------------------------------------------------------------------------------------- the path
 
 def test_at_most_six_questions_and_every_answer_leads_somewhere(path):
-    import which
+    from three_policies.math import which
     question, outcomes, answers = path
     given = yaml.safe_load((ROOT / "math/which.yaml").read_text())
     asked = [question.name, *(one.then.name for one in answers if one.then)]
@@ -51,7 +48,7 @@ def test_at_most_six_questions_and_every_answer_leads_somewhere(path):
 
 
 def test_an_answer_with_two_ends_or_none_is_refused(tmp_path):
-    import which
+    from three_policies.math import which
     text = (ROOT / "math/which.yaml").read_text()
     for before, after in (("      take: repair\n", ""),
                           ("      take: repair\n", "      take: repair\n      then: {}\n")):
@@ -71,7 +68,7 @@ def test_every_cause_of_the_doctor_has_its_answer(path):
 
 
 def test_the_doctors_record_is_its_table(path):
-    import which
+    from three_policies.math import which
     table = (ROOT / "math/doctor-rates.txt").read_text()
     for one in path[0].answers:
         rows = re.findall(r"^\| (\S+) \| (\d+) \| (\d+) \| \d+ \|$", table, re.MULTILINE)
@@ -113,7 +110,7 @@ def test_what_the_text_says_of_an_evidence_is_the_studys_verdict(path):
 
 
 def test_the_first_studys_verdict_is_its_interval(path):
-    import tables
+    from three_policies.math import tables
     for one in evidence(path):
         if one.key["study"] == "study" and "runs" not in one.key:
             rows = [tables.runs()[one.key["regime"]][one.key[x]] for x in ("arm", "against")]
@@ -202,7 +199,7 @@ def test_the_lines_for_verl_and_skyrl_are_the_preset(path):
 
 def test_verl_gets_its_loss_for_bypass_mode(path):
     """verl trains reinforce by PPO's clip without it: the museum's reinforce_in_name_alone."""
-    from test_verl import BLOCK, LOSS
+    from three_policies.tests.test_verl import BLOCK, LOSS
     lines = path[1]["bypass_pg"]["verl"]
     assert f"{LOSS}.loss_mode=bypass_mode" in lines
     assert f"'+{LOSS}.rollout_correction=${{{BLOCK}}}'" in lines

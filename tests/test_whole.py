@@ -11,11 +11,11 @@ import torch
 import transformers
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from tolerances import gamma
 
-from plumbing import models
-from plumbing.settings import UserError
-from policy import Policy, check
+from three_policies.plumbing import models
+from three_policies.plumbing.settings import UserError
+from three_policies.policy import Policy, check
+from three_policies.tests.tolerances import gamma
 
 UP = "model.layers.0.mlp.up_proj.weight"
 

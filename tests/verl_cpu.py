@@ -64,7 +64,7 @@ class Server:
     """Answer verl's requests for samples, as vLLM's server does, with the engine of rollout.py."""
 
     def __init__(self, path, length):
-        from rollout import Cut, TransformersEngine
+        from three_policies.rollout import Cut, TransformersEngine
         self.engine = TransformersEngine(path, dtype="float32", max_model_len=length, device="cpu",
                                          batch_size=1, cut=Cut(1.0, 0, 0.0, 0), candidates=0)
         self.eos_ids = [self.engine.model.config.eos_token_id]
@@ -82,7 +82,7 @@ class Server:
                                    extra_fields={"global_steps": self.step})
 
     def load(self, weights, step):
-        from rollout import quantize_weights
+        from three_policies.rollout import quantize_weights
         self.engine.update_weights(quantize_weights(weights.items(), BITS))
         self.step, self.asked = step, Counter()
 
@@ -130,7 +130,7 @@ if "DUMP" in os.environ:
     compute = PPOTrainer._compute_old_log_prob
 
     def dumping(self, batch, metrics):
-        from adapters.verl import dump
+        from three_policies.adapters.verl import dump
         batch = compute(self, batch, metrics)
         dump(batch, os.environ["DUMP"])
         return batch

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import sys
-from pathlib import Path
 
 import torch
 
@@ -100,7 +99,7 @@ def run(model, batches, overrides):
 
 
 def main(model, batches):
-    import verl_cpu  # noqa: F401 - registers a CPU with verl
+    from three_policies.tests import verl_cpu  # noqa: F401 - registers a CPU with verl
     # A store in memory takes no port.
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -110,7 +109,6 @@ def main(model, batches):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     # Ray would have set these; nothing is opened there.
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
                    "MASTER_PORT": "0"}

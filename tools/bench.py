@@ -33,11 +33,11 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.correction import correct
+from three_policies.losses import policy_loss
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from correction import RolloutCorrectionConfig as Config
-from correction import correct
-from losses import policy_loss
 
 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
     try:
@@ -165,7 +165,7 @@ def head_and_data(N, H, V, dtype):
 
 def log_prob_paths(head):
     """Return three ways from hidden states to the log-probs of the sampled tokens, in float32."""
-    from policy import Policy
+    from three_policies.policy import Policy
     ours: Any = SimpleNamespace(model=SimpleNamespace(get_output_embeddings=lambda: head),
                                 softcap=None, divisor=1.0)
     paths = {"ours": lambda h, y: Policy.log_probs(ours, h, y[:, None])[:, 0],
@@ -287,9 +287,9 @@ def bench_step(steps=12, turns=5):
     learning rate and correction, and neither evaluates nor saves. A turn is a few steps of each;
     its first step is not counted. Both are run with one thread, and with all.
     """
-    import trainer
-    from plumbing.checkpoints import read_metrics
-    from plumbing.settings import load_config
+    from three_policies import trainer
+    from three_policies.plumbing.checkpoints import read_metrics
+    from three_policies.plumbing.settings import load_config
     threads = torch.get_num_threads()
     found, last = defaultdict(list), {}
     with tempfile.TemporaryDirectory() as directory:
@@ -328,19 +328,19 @@ def bench_step(steps=12, turns=5):
 
 def bench_size():
     """Run bench_size.py, which explains its parts and floors."""
-    import bench_size as half_a_billion
+    from three_policies.tools import bench_size as half_a_billion
     half_a_billion.bench_size(table)
 
 
 def bench_costs():
     """Run bench_costs.py, which explains its three tables."""
-    import bench_costs as costs
+    from three_policies.tools import bench_costs as costs
     costs.bench_costs(table, paired, ratio)
 
 
 def bench_verl():
     """Run bench_verl.py, which needs a second Python with verl."""
-    import bench_verl as driver
+    from three_policies.tools import bench_verl as driver
     driver.bench_verl(table, ratio)
 
 
@@ -351,7 +351,7 @@ def trl_steps(config, model: str, steps: int) -> list[tuple[float, float]]:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-    from plumbing.tasks import make_task
+    from three_policies.plumbing.tasks import make_task
     task, parts, n = make_task(config.task, config.seed), config.train.mini_batches, []
     answers = {problem.question: problem.answer for problem in task.train}
 

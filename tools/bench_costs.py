@@ -23,7 +23,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from bench_size import make_model
+
+from three_policies.tools.bench_size import make_model
 
 SHAPE: dict[str, Any] = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=4,
                              num_attention_heads=2, num_key_value_heads=1, vocab_size=2048,
@@ -49,17 +50,17 @@ def rounded(a, b, out) -> None:
 
 def mismatch_of(path: str, kind: str, wide: bool) -> list[str]:
     """Return k3, the mean and the largest |log ρ|, of logits in float32 or rounded to bfloat16."""
-    import trainer
-    from adapters import vllm
-    from metrics import offpolicy_metrics
-    from plumbing.engines import make_engine
-    from plumbing.faults import process_group
-    from policy import load_policy
+    from three_policies import trainer
+    from three_policies.adapters import vllm
+    from three_policies.metrics import offpolicy_metrics
+    from three_policies.plumbing.engines import make_engine
+    from three_policies.plumbing.faults import process_group
+    from three_policies.policy import load_policy
     config, prompts = trainer.Config(), [[3 + i % 9, 5, 7] for i in range(64)]
     with process_group() as device, contextlib.ExitStack() as patches:
         if not wide:
             patches.enter_context(mock.patch("rollout.multiply", rounded))
-            patches.enter_context(mock.patch("kernels.log_probs.multiply", rounded))
+            patches.enter_context(mock.patch("three_policies.kernels.log_probs.multiply", rounded))
         elif kind == "vllm":               # on a CPU the adapter leaves it out, for its price
             LLM, params = vllm.import_vllm(device)
             patches.enter_context(mock.patch.object(vllm, "import_vllm", lambda device: (
@@ -88,7 +89,7 @@ def mismatch(table, path: str) -> None:
 
 def candidates(table, path: str) -> None:
     """Compare time and memory of 8 192 tokens: as the engine reads them, and vLLM's objects."""
-    from plumbing.engines import make_engine
+    from three_policies.plumbing.engines import make_engine
     prompts, seeds, n = [[3 + i % 9, 5, 7] for i in range(128)], [*range(128)], 128 * 64
     found = {}
     for name, asked in (("none", 0), ("64, an object each", 64), ("64, flat", 64)):
@@ -125,10 +126,10 @@ def candidates(table, path: str) -> None:
 
 def lengths(table, paired, ratio, path: str) -> None:
     """Compare updates of 64 rows of 4 to 256 tokens, most of them short, at equal most tokens."""
-    import trainer
-    from plumbing.settings import correction_of, load_config
-    from plumbing.run import open_run
-    from rollout import Sample
+    from three_policies import trainer
+    from three_policies.plumbing.settings import correction_of, load_config
+    from three_policies.plumbing.run import open_run
+    from three_policies.rollout import Sample
     settings = ["rollout.engine=transformers", "rollout.prompts=64", "rollout.samples=1",
                 "rollout.max_tokens=256", "train.mini_batches=1", "advantage.kind=reinforce",
                 "correction.preset=decoupled_token_is", f"policy.path={path}", "run=lengths"]

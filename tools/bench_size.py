@@ -42,7 +42,7 @@ SETTINGS = ["task.size=2", "task.eval_size=1", "rollout.prompts=4", "rollout.sam
 def make_model(directory: str, **shape) -> str:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from plumbing.tasks import character_tokenizer
+    from three_policies.plumbing.tasks import character_tokenizer
     torch.manual_seed(0)
     config = Qwen2Config(**shape, dtype="bfloat16", eos_token_id=1, pad_token_id=0,
                          bos_token_id=None)
@@ -78,8 +78,8 @@ def median(run, times=3) -> float:
 
 def one_step(run, step: int, options) -> tuple[dict[str, Took], Any]:
     """Run one step, and return the time and memory of each part, and the batch."""
-    import trainer
-    from correction import correct
+    from three_policies import trainer
+    from three_policies.correction import correct
     world, kept = torch.distributed.group.WORLD, {}
 
     def rollout():
@@ -169,7 +169,7 @@ def packing(run) -> float:
 def causes(run, batch, weights: list, took: dict[str, Took],
            floor: dict[str, float]) -> list[list[str]]:
     """Measure, one by one, what lies between update, sync, checkpoint and their floors."""
-    from policy import full_weights
+    from three_policies.policy import full_weights
     config, tokens = run.policy.model.config, int(batch.attention.sum())
     parts, threads = len(batch.tokens) // run.config.train.micro_batch_size, torch.get_num_threads()
     copies = [torch.empty_like(w) for w in weights]
@@ -220,7 +220,7 @@ def unused() -> float:
 
 def memory_held(run, batch, engine: float, start: float, peak: float) -> list[list[str]]:
     """List the GB that the process must hold in the update, and those that it did hold."""
-    import trainer
+    from three_policies import trainer
     weights = 4 * sum(p.numel() for p in run.policy.parameters()) / 2 ** 30
     storages, own = {}, {p.untyped_storage().data_ptr() for p in run.policy.parameters()}
 
@@ -247,9 +247,9 @@ def memory_held(run, batch, engine: float, start: float, peak: float) -> list[li
 
 
 def bench_size(table) -> None:
-    import plumbing.run
-    from plumbing.settings import correction_of, load_config
-    start, engine, make_engine = memory(), [], plumbing.run.make_engine
+    from three_policies.plumbing import run as runs
+    from three_policies.plumbing.settings import correction_of, load_config
+    start, engine, make_engine = memory(), [], runs.make_engine
 
     def weighed(*args, **settings):
         before = memory()
@@ -257,12 +257,12 @@ def bench_size(table) -> None:
         engine.append(memory() - before)
         return made
 
-    with tempfile.TemporaryDirectory() as directory, mock.patch("plumbing.run.make_engine",
-                                                                weighed):
+    with (tempfile.TemporaryDirectory() as directory,
+          mock.patch("three_policies.plumbing.run.make_engine", weighed)):
         os.chdir(directory)
         config = load_config([*SETTINGS, f"policy.path={make_model('model', **SHAPE)}"])
         options = correction_of(config)
-        with plumbing.run.open_run(config) as run:
+        with runs.open_run(config) as run:
             assert run is not None             # it is not finished: its directory was empty
             run.before = 0.0
             run.push_weights()

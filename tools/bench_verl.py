@@ -18,7 +18,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -61,11 +60,10 @@ def verls_inputs(model: Path, questions: list[str], place: Path) -> list[str]:
 
 def verls_steps(python: str, given: list[str], place: Path) -> list[dict]:
     """Return what verl logs of each step; raise with its last words if it fails."""
-    from test_verl_driver import CPU, command
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    from three_policies.tests.test_verl_driver import CPU, command
     environment = os.environ | {
         "PATH": os.pathsep.join([str(Path(python).parent.absolute()), os.environ["PATH"]]),
-        "PYTHONPATH": path, "VERL_USE_EXTERNAL_MODULES": "verl_cpu", "OMP_NUM_THREADS": "1",
+        "VERL_USE_EXTERNAL_MODULES": "three_policies.tests.verl_cpu", "OMP_NUM_THREADS": "1",
         "VERL_FILE_LOGGER_PATH": str(place / "steps.jsonl"), "HF_HUB_OFFLINE": "1",
         "RAY_worker_niceness": "0"}
     (place / "steps.jsonl").unlink(missing_ok=True)
@@ -78,16 +76,15 @@ def verls_steps(python: str, given: list[str], place: Path) -> list[dict]:
 
 
 def bench_verl(table, ratio, steps=6, turns=3) -> None:
-    import trainer
-    from plumbing.checkpoints import read_metrics
-    from plumbing.settings import load_config
-    from plumbing.tasks import make_task
+    from three_policies import trainer
+    from three_policies.plumbing.checkpoints import read_metrics
+    from three_policies.plumbing.settings import load_config
+    from three_policies.plumbing.tasks import make_task
     python = os.environ.get("BENCH_VERL")
     if python is None:
         print("verl: not installed (BENCH_VERL is the Python of requirements/adapters.txt)")
         return
     python = str(Path(python).absolute())
-    sys.path.append(str(ROOT / "tests"))
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in [*PARTS, "together"]}
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)

@@ -34,18 +34,18 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from three_policies import trainer
+from three_policies.correction import PRESETS, correct
+from three_policies.estimators import kl_estimate
+from three_policies.plumbing.cards import GIB, Shapes, matrix_rate, memory
+from three_policies.plumbing.engines import make_engine
+from three_policies.plumbing.faults import process_group
+from three_policies.plumbing.models import empty_model
+from three_policies.plumbing.tasks import Task, character_tokenizer
+from three_policies.policy import full_tensor, full_weights, load_policy
+from three_policies.rollout import DTYPES, Sample
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import trainer
-from correction import PRESETS, correct
-from estimators import kl_estimate
-from plumbing.cards import GIB, Shapes, matrix_rate, memory
-from plumbing.engines import make_engine
-from plumbing.faults import process_group
-from plumbing.models import empty_model
-from plumbing.tasks import Task, character_tokenizer
-from policy import full_tensor, full_weights, load_policy
-from rollout import DTYPES, Sample
 
 ON_GPU = torch.cuda.is_available()
 LARGE: dict[str, Any] = dict(

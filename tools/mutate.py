@@ -4,23 +4,21 @@
 
 It is run by hand: the 300 take about an hour of one core. An error is one change of one expression:
 an operator, a comparison, a sign, a constant, a condition, a dropped detach, where or clamp, max
-for min, sum for mean. Messages and annotations are left alone. The tests run on a copy.
+for min, sum for mean. Messages and annotations are left alone. The tests run on a copy that
+Python finds first, because they start beside it.
 """
 
 import ast
-import os
 import random
 import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis  # noqa: F401   (here, so that every fork has it)
-import pytest
-import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
@@ -34,11 +32,7 @@ OWN_TESTS = {
     "doctor.py": ("doctor", "examine")}
 TESTS = [*dict.fromkeys(name for names in OWN_TESTS.values() for name in names),
          "peers", "dialects", "museum"]
-BESIDE = ("tests/oracle.py", "tests/exhibits.py", "tests/examples.py", "tests/conftest.py",
-          "tests/launching.py", "tests/perturbed.py", "tests/waiting.py", "tests/certified.py",
-          "tests/book_pages.py", "tests/tolerances.py", "tests/peers.json.gz", "causes.py",
-          "adapters/dialects.py", "adapters/dumps.py", "adapters/names.py", "plumbing/settings.py",
-          "pyproject.toml")                                                 # what the tests need
+LEFT = shutil.ignore_patterns(".git", ".pyright", "node_modules", "runs", "build", "book")
 OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.BitAnd: "|",
              ast.BitOr: "&", ast.And: "or", ast.Or: "and"}
 COMPARISONS = {ast.Lt: ("<=", ">"), ast.Gt: (">=", "<"), ast.LtE: ("<", ">"), ast.GtE: (">", "<"),
@@ -127,7 +121,7 @@ def mutants(source: str) -> list[tuple[int, str, str]]:
 
 
 def path_of(test: str) -> str:
-    return f"tests/test_{test}.py"
+    return f"three_policies/tests/test_{test}.py"
 
 
 def caught(copy: Path, files: list[str], seconds: int) -> bool:
@@ -135,27 +129,16 @@ def caught(copy: Path, files: list[str], seconds: int) -> bool:
 
     `seconds` are the processor's own, so that other work beside it changes no count.
     """
-    child = os.fork()                               # torch and pytest are imported already
-    if child == 0:
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-        os.chdir(copy)
-        sys.path[:0] = [str(copy), str(copy / "tests")]
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
-        os._exit(int(pytest.main(["-xq", "-p", "no:cacheprovider", *files]) != 0))
-    return os.waitpid(child, 0)[1] != 0
+    command = [sys.executable, "-B", "-m", "pytest", "-xq", "-p", "no:cacheprovider", *files]
+    return subprocess.run(
+        command, cwd=copy.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    ).returncode != 0
 
 
 def main(n: int, seed: int) -> None:
-    torch.set_num_threads(1)
-    sys.dont_write_bytecode = True
     with tempfile.TemporaryDirectory() as place:
-        copy = Path(place)
-        for name in ("tests", "adapters", "plumbing"):
-            (copy / name).mkdir()
-        for name in [*OWN_TESTS, *map(path_of, TESTS), *BESIDE]:
-            shutil.copy(ROOT / name, copy / name)
+        copy = Path(shutil.copytree(ROOT, Path(place, "three_policies"), ignore=LEFT))
         if caught(copy, [*map(path_of, TESTS)], 600):
             sys.exit("the tests fail without any mutant")
         sources = {name: (ROOT / name).read_text() for name in OWN_TESTS}
