@@ -4,7 +4,7 @@ Off-policy a baseline is free only if w ∇log π_θ has mean 0 under μ = π_ro
 rejecting tokens breaks this. Subtracting the mean restores it, and needs the other tokens that μ
 might have drawn:
 
-    rollout.py, adapters/vllm.py   return ids, log μ of each token's candidates    Sample.candidates
+    rollout.py, engines/vllm.py   return ids, log μ of each token's candidates    Sample.candidates
     `candidate_tables`             pads them to the batch's shape                  [B, T, K]
     policy.py                      adds log π_θ of these ids in the token's place  [B, T, K]
     `centering_loss`               returns the mean, as a loss to be added         [B, T]

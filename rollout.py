@@ -13,8 +13,8 @@ This file decides
 * μ differs from π_old for three reasons, each a setting: the engine's arithmetic (`dtype`), rounded
   weights (`quantize_bits`) and stale weights (`staleness`). With `update_every` the stale weights
   are replaced within a response, as an asynchronous trainer does (math/9-versions.md).
-The engine here is Hugging Face's; vLLM's is in adapters/vllm.py. `make_engine` of
-plumbing/engines.py chooses between them. Left out are tensor parallelism (every rank holds a whole
+The engine here is Hugging Face's; vLLM's is in engines/vllm.py. `make_engine` of
+engines/choice.py chooses between them. Left out are tensor parallelism (every rank holds a whole
 engine), image inputs, tools and several turns (math/10-turns-and-tools.md), replayed routes
 (math/11-routes.md).
 

@@ -70,7 +70,7 @@ print("asked:", task.train[0].question, "  right answer:", task.train[0].answer)
 # every token that it drew: log μ. Its weights may be cast to 16 bits, or rounded to 4.
 
 # %%
-from three_policies.plumbing.engines import make_engine
+from three_policies.engines.choice import make_engine
 from three_policies.rollout import quantize_weights
 
 model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="float32")

@@ -23,7 +23,7 @@ def respond(config, task):
     from transformers import AutoTokenizer
 
     from three_policies import trainer
-    from three_policies.plumbing.engines import make_engine
+    from three_policies.engines.choice import make_engine
     from three_policies.plumbing.tasks import make_demo_model, seed_of
     from three_policies.policy import full_weights, load_policy
     from three_policies.rollout import WeightSync

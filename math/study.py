@@ -78,7 +78,7 @@ def warm_start(config, lock: Path) -> None:
 
 def in_float32(evaluate):
     """Return an evaluator that is the same for all arms: the transformers engine in float32."""
-    from three_policies.plumbing.engines import make_engine
+    from three_policies.engines.choice import make_engine
     from three_policies.plumbing.tasks import make_demo_model
 
     def evaluated(run):

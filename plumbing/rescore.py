@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from three_policies.adapters.dumps import Response, response, rows_of
+from three_policies.engines.choice import make_engine
 from three_policies.kernels.shapes import pad_rows
-from three_policies.plumbing.engines import make_engine
 from three_policies.plumbing.hypotheses import (DIVIDED, EXACT, HALF, IN_16_BITS, NEVER, SCALED,
                                                 STALE, TABLE, Hypothesis, Scorer, bounded_log_odds)
 from three_policies.plumbing.models import read_model

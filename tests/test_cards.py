@@ -20,8 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config
 
 from three_policies import trainer
+from three_policies.engines import choice
 from three_policies.math import tables
-from three_policies.plumbing import cards, engines, faults, run as run_module
+from three_policies.plumbing import cards, faults, run as run_module
 from three_policies.plumbing.cards import (GIB, Shapes, host_bytes, judge_host, memory,
                                            memory_metrics, require_room, smallest_engine,
                                            update_flops)
@@ -386,10 +387,10 @@ def test_vllm_is_announced_before_it_starts(monkeypatch, tiny_model):
         assert told == ["vLLM starts: seconds on a CPU, up to three minutes on a GPU; with "
                         "VLLM_LOGGING_LEVEL=WARNING it shows what it prints"]
         raise InterruptedError
-    monkeypatch.setattr(engines, "import_vllm", lambda device: None)
-    monkeypatch.setattr(engines, "VllmEngine", start)
+    monkeypatch.setattr(choice, "import_vllm", lambda device: None)
+    monkeypatch.setattr(choice, "VllmEngine", start)
     with pytest.raises(InterruptedError):
-        engines.make_engine("vllm", tiny_model, dtype="float32", max_model_len=64, say=told.append)
+        choice.make_engine("vllm", tiny_model, dtype="float32", max_model_len=64, say=told.append)
 
 
 def test_an_engine_that_does_not_start_ends_the_run_in_time(run, monkeypatch, capfd):

@@ -11,9 +11,9 @@ from transformers import MixtralConfig
 
 from three_policies import rollout
 from three_policies import trainer
-from three_policies.adapters.vllm import VllmEngine, import_vllm
+from three_policies.engines.choice import make_engine
+from three_policies.engines.vllm import VllmEngine, import_vllm
 from three_policies.kernels.shapes import Shape, pad_rows, to_device
-from three_policies.plumbing.engines import make_engine
 from three_policies.plumbing.faults import process_group
 from three_policies.plumbing.models import add_adapter
 from three_policies.plumbing.settings import PolicyConfig
@@ -102,7 +102,7 @@ class PretendVllm:
 def gpu_engine(tiny_model, monkeypatch):
     def make(device="cuda", **settings):
         monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-        for place in ("three_policies.adapters.vllm", "three_policies.plumbing.engines"):
+        for place in ("three_policies.engines.vllm", "three_policies.engines.choice"):
             monkeypatch.setattr(f"{place}.import_vllm", lambda device: (PretendVllm, dict))
         return make_engine("vllm", tiny_model, dtype="bfloat16", max_model_len=64, device=device,
                            **settings)
@@ -239,8 +239,8 @@ def test_a_vllm_for_another_device_is_not_taken(vllm, device, words, tiny_model,
     platform = SimpleNamespace(current_platform=SimpleNamespace(device_type=vllm))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=PretendVllm, SamplingParams=dict))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
-    monkeypatch.setattr("three_policies.plumbing.engines.find_spec", lambda name: True)
-    monkeypatch.setattr("three_policies.plumbing.engines.TransformersEngine",
+    monkeypatch.setattr("three_policies.engines.choice.find_spec", lambda name: True)
+    monkeypatch.setattr("three_policies.engines.choice.TransformersEngine",
                         lambda path, **settings: "its place")
     asked = dict(dtype="float32", max_model_len=64, device=device)
     with pytest.raises(RuntimeError, match=f"^vLLM is built for {words}; inst"):
@@ -268,7 +268,7 @@ def test_an_engine_that_does_not_start_says_why_once(error, said, run, monkeypat
 
 
 def test_vllm_on_a_cpu_has_no_adapter_beside_experts(monkeypatch, tmp_path):
-    monkeypatch.setattr("three_policies.adapters.vllm.import_vllm", lambda device: (None, None))
+    monkeypatch.setattr("three_policies.engines.vllm.import_vllm", lambda device: (None, None))
     MixtralConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                   num_attention_heads=2, num_local_experts=2).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="beside experts: set rollout.adapter=merged$"):

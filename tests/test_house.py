@@ -29,7 +29,7 @@ from three_policies.tests.examples import bound_of
 ROOT = Path(__file__).resolve().parent.parent
 BOOK = ("estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses",
         "causes", "doctor", "policy", "rollout", "trainer")
-CORE, PACKAGES = BOOK[:9], ("kernels", "plumbing", "adapters")
+CORE, PACKAGES = BOOK[:9], ("kernels", "engines", "plumbing", "adapters")
 MAY_IMPORT = {
     "estimators": set(), "surrogates": {"estimators"}, "rejection": {"estimators"},
     "metrics": {"estimators", "rejection"},
@@ -40,9 +40,10 @@ MAY_IMPORT = {
     "kernels": set(), "policy": {"kernels", "plumbing.models"},
     "rollout": {"estimators", "kernels"},
     "plumbing": {"plumbing", "policy", "rollout", "metrics", "centering", "causes", "doctor",
-                 "kernels", "adapters.dialects", "adapters.dumps", "adapters.vllm",
+                 "kernels", "adapters.dialects", "adapters.dumps", "engines",
                  "correction", "rejection", "surrogates"},
-    "adapters": {"adapters", *CORE, "rollout"},
+    "engines": {"engines", "rollout", "kernels", "plumbing.settings"},
+    "adapters": {"adapters", *CORE},
     "trainer": {*BOOK[:-1], "kernels", "plumbing", "adapters"}}
 
 # These public functions cite an equation and are not entered by a run, each with the reason.

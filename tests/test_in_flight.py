@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from three_policies.adapters.dumps import read
-from three_policies.plumbing.engines import make_engine
+from three_policies.engines.choice import make_engine
 from three_policies.rollout import InFlight
 from three_policies.tests.tolerances import gamma
 

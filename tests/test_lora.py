@@ -9,8 +9,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from three_policies.engines.choice import make_engine
 from three_policies.plumbing.checkpoints import read_metrics
-from three_policies.plumbing.engines import make_engine
 from three_policies.plumbing.faults import process_group
 from three_policies.plumbing.models import add_adapter, read_model
 from three_policies.plumbing.settings import PolicyConfig, UserError

@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from three_policies.centering import candidate_tables
+from three_policies.engines.choice import make_engine
 from three_policies.estimators import sampling_log_probs
 from three_policies.plumbing import settings as of_runs
-from three_policies.plumbing.engines import make_engine
 from three_policies.rollout import KEPT, Cut
 from three_policies.tests.small import ENGINES, need
 from three_policies.tests.waiting import HANG
@@ -386,7 +386,7 @@ BESIDE_FSDP = """
 import sys, torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
-from three_policies.plumbing.engines import make_engine
+from three_policies.engines.choice import make_engine
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

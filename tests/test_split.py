@@ -13,9 +13,9 @@ import transformers
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from three_policies import trainer
+from three_policies.engines.choice import make_engine
 from three_policies.estimators import sampling_log_probs
 from three_policies.kernels.log_probs import TokenLogProbs, widen_head
-from three_policies.plumbing.engines import make_engine
 from three_policies.plumbing.faults import process_group
 from three_policies.plumbing.models import attend
 from three_policies.policy import Policy, full_weights, load_policy

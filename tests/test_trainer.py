@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 from three_policies import rollout
 from three_policies import trainer
 from three_policies.correction import PRESETS
+from three_policies.engines.choice import make_engine
 from three_policies.plumbing import batches, checkpoints, tasks
-from three_policies.plumbing.engines import make_engine
 from three_policies.plumbing.faults import process_group
 from three_policies.plumbing.report import CURVES
 from three_policies.plumbing.settings import Config, leaves, load_config

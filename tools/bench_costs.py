@@ -51,9 +51,9 @@ def rounded(a, b, out) -> None:
 def mismatch_of(path: str, kind: str, wide: bool) -> list[str]:
     """Return k3, the mean and the largest |log ρ|, of logits in float32 or rounded to bfloat16."""
     from three_policies import trainer
-    from three_policies.adapters import vllm
+    from three_policies.engines import vllm
     from three_policies.metrics import offpolicy_metrics
-    from three_policies.plumbing.engines import make_engine
+    from three_policies.engines.choice import make_engine
     from three_policies.plumbing.faults import process_group
     from three_policies.policy import load_policy
     config, prompts = trainer.Config(), [[3 + i % 9, 5, 7] for i in range(64)]
@@ -89,7 +89,7 @@ def mismatch(table, path: str) -> None:
 
 def candidates(table, path: str) -> None:
     """Compare time and memory of 8 192 tokens: as the engine reads them, and vLLM's objects."""
-    from three_policies.plumbing.engines import make_engine
+    from three_policies.engines.choice import make_engine
     prompts, seeds, n = [[3 + i % 9, 5, 7] for i in range(128)], [*range(128)], 128 * 64
     found = {}
     for name, asked in (("none", 0), ("64, an object each", 64), ("64, flat", 64)):

@@ -11,7 +11,7 @@ the steps:
                 and one pass of the optimizer over its state
     sync        one copy and cast of all weights
     rollout     the same requests to a bare vllm.LLM: the engine's own, without what
-                adapters/vllm.py does around it
+                engines/vllm.py does around it
     checkpoint  writing the same bytes beside a file of that size, which is then deleted
 A second table measures what lies between a part and its floor. A third compares the memory of the
 process, as the kernel counts it, with the sum of what it must hold.

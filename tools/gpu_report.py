@@ -36,9 +36,9 @@ from safetensors.torch import load_file
 
 from three_policies import trainer
 from three_policies.correction import PRESETS, correct
+from three_policies.engines.choice import make_engine
 from three_policies.estimators import kl_estimate
 from three_policies.plumbing.cards import GIB, Shapes, matrix_rate, memory
-from three_policies.plumbing.engines import make_engine
 from three_policies.plumbing.faults import process_group
 from three_policies.plumbing.models import empty_model
 from three_policies.plumbing.tasks import Task, character_tokenizer
