@@ -6,7 +6,7 @@ This file makes two separate decisions, and neither changes the other:
               batch-normalised or not
     mask      what rejection.py keeps; every criterion looks at the original mask
 The loss's denominator is a third, separate choice, made in losses.py. metrics.py measures how far
-apart the policies are, from what `correct` returns. Bounds always bound ρ; adapters/dialects.py
+apart the policies are, from what `correct` returns. Bounds always bound ρ; interop/dialects.py
 reads the configurations of other systems. Derivation: math/.
 
     config = RolloutCorrectionConfig.decoupled_seq_is_rs()
@@ -211,7 +211,7 @@ class RolloutCorrectionConfig:
                 raise TypeError(
                     f"RolloutCorrectionConfig has no argument {key!r}; it has "
                     f"{', '.join(cls.__dataclass_fields__)}; from_dialect({{…}}) of "
-                    "adapters/dialects.py reads the keys of verl and SkyRL")
+                    "interop/dialects.py reads the keys of verl and SkyRL")
         return super().__new__(cls)
 
     def __post_init__(self):
@@ -238,7 +238,7 @@ class RolloutCorrectionConfig:
         given: Any = self.rollout_rs                    # as a configuration file has it
         criteria: Mapping[str, Any] = {} if given is None else given
         if not isinstance(given, (Mapping, NoneType)):
-            text = " (from_dialect of adapters/dialects.py reads verl's text)"
+            text = " (from_dialect of interop/dialects.py reads verl's text)"
             raise ValueError(f"rollout_rs must be a mapping from criterion to bound, such as "
                              f"{{seq_mean_k3: 0.01}}, not {given!r}{text * isinstance(given, str)}")
         object.__setattr__(self, "rollout_rs", read_criteria(criteria))

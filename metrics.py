@@ -5,7 +5,7 @@ This file decides
 * Every metric follows from per-sequence sufficient statistics [B]: the count, mean, spread, max and
   min of log ρ, ρ, the weights and the rejection statistics. A [B, T] tensor is thus read once, and
   micro-batches and ranks merge to the metrics of the whole.
-* A metric has verl 0.9's name where it has one; adapters/names.py has other systems' names.
+* A metric has verl 0.9's name where it has one; interop/names.py has other systems' names.
   `rollout_is_raw_*` describes ρ before truncation, which would hide degenerate weights.
 Percentiles are left out, since they cannot be merged. Derivation: math/12-diagnostics.md.
 

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 import yaml
 
-from three_policies.adapters.dialects import from_dialect
 from three_policies.correction import PRESETS, RolloutCorrectionConfig, correct
 from three_policies.doctor import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED, diagnose
 from three_policies.estimators import LEVELS, kl_estimate, masked_log_ratio
+from three_policies.interop.dialects import from_dialect
 from three_policies.losses import LossConfig, kl_loss, policy_loss, reinforce_loss
 from three_policies.math import versions
 from three_policies.math import routes
@@ -1484,7 +1484,7 @@ def block(name):
 
 def main(arguments):
     stale = {}
-    for path in [ROOT / "README.md", ROOT / "adapters" / "README.md",
+    for path in [ROOT / "README.md", ROOT / "interop/README.md",
                  *sorted((ROOT / "math").glob("*.md"))]:
         old = path.read_text() if path.exists() else ""
         marked = re.compile("<!-- begin: (" + "|".join(TABLES) + r") -->.*?<!-- end: \1 -->",

@@ -26,8 +26,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
-from three_policies.adapters.dialects import KEYS, OWN, WRAPPERS, from_dialect, kl_kind, own_keys
 from three_policies.correction import HISTORICAL, PRESETS, RolloutCorrectionConfig
+from three_policies.interop.dialects import KEYS, OWN, WRAPPERS, from_dialect, kl_kind, own_keys
 from three_policies.rejection import CRITERIA, interval
 from three_policies.surrogates import LOSSES
 
@@ -277,7 +277,7 @@ def load_config(argv: list[str]) -> Config:
         raise UserError("the trainer needs OmegaConf 2.4, and here is "
                         f"{omegaconf.__version__}, which "
                         "hydra (and so verl) asks for: give the trainer an environment of its own, "
-                        "pip install -r requirements.txt; the core and adapters/ need no OmegaConf")
+                        "pip install -r requirements.txt; the core and interop/ need no OmegaConf")
     if deleted := next((a[1:] for a in argv if a.startswith("~")), None):
         raise UserError(f"Hydra's ~{deleted} is not read here: write {deleted.split('=')[0]}=null")
     paths = [a for a in argv if "=" not in a or (a.endswith(".yaml") and Path(a).is_file())]

@@ -1,4 +1,4 @@
-"""adapters/dialects.py reads configurations as others print them, and finds contradictions."""
+"""interop/dialects.py reads configurations as others print them, and finds contradictions."""
 
 import math
 import re
@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from three_policies.adapters.dialects import from_dialect, kl_kind
 from three_policies.correction import correct
 from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.estimators import kl_estimate
+from three_policies.interop.dialects import from_dialect, kl_kind
 from three_policies.rejection import CRITERIA
 from three_policies.tests.examples import STEADY
 

@@ -1,7 +1,7 @@
 """verl's and SkyRL's documents are read as they are written, and a run says what it took them for.
 
 Each test holds one statement of a document: a preset's bounds, an argument, "compute metrics only",
-a metric's name. Where a document and the released code differ, adapters/README.md has a row.
+a metric's name. Where a document and the released code differ, interop/README.md has a row.
 """
 
 import json
@@ -13,11 +13,11 @@ import pytest
 import torch
 import yaml
 
-from three_policies.adapters import names
-from three_policies.adapters.dialects import from_dialect, own_keys
 from three_policies.correction import PRESETS, correct
 from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.doctor import diagnose
+from three_policies.interop import names
+from three_policies.interop.dialects import from_dialect, own_keys
 from three_policies.losses import LossConfig, policy_loss
 from three_policies.metrics import merge, to_host
 from three_policies.plumbing.settings import (UserError, correction_of, in_own_keys, load_config,
@@ -213,7 +213,7 @@ def test_an_override_of_hydras_is_answered_without_its_plus():
 @pytest.mark.parametrize("make, words", [
     (lambda: Config(rollout_rs="token", rollout_rs_threshold=2.0), "'rollout_rs_threshold'.*from_"),
     (lambda: Config(use_tis=True), "'use_tis'; it has rollout_is, .*from_dialect"),
-    (lambda: Config(rollout_rs="token_k1"), "not 'token_k1' .from_dialect of adapters/dialects")])
+    (lambda: Config(rollout_rs="token_k1"), "not 'token_k1' .from_dialect of interop/dialects")])
 def test_verls_constructor_is_answered_with_the_function_that_reads_it(make, words):
     with pytest.raises((TypeError, ValueError), match=words):
         make()

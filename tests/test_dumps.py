@@ -359,7 +359,7 @@ def test_the_prompt_ends_where_the_rows_own_mask_begins():
 
 
 def test_verls_batch_is_a_dump(tmp_path, verl_required):
-    from three_policies.adapters.verl import dump
+    from three_policies.interop.verl import dump
     given = padded()
     given |= {name: torch.nn.functional.pad(given[name], (2, 0))      # wider than the responses
               for name in ("prompts", "prompt_mask")}
@@ -378,7 +378,7 @@ def test_verls_batch_is_a_dump(tmp_path, verl_required):
 
 def test_verls_queue_is_a_dump(tmp_path, monkeypatch, verl_required):
     """verl's default trainer hands over keys; TransferQueue has each row without its padding."""
-    from three_policies.adapters.verl import dump
+    from three_policies.interop.verl import dump
     given = padded()
     masks = {"prompts": given["prompt_mask"], "responses": given["token_mask"]}
     columns = {"prompts": given["prompts"], "responses": given["tokens"],

@@ -398,7 +398,7 @@ def test_weights_and_penalties_have_one_number_for_each_token():
 ROOT = Path(__file__).resolve().parent.parent
 CORE = """
 from three_policies import correction, estimators, losses, metrics
-from three_policies.adapters import dialects
+from three_policies.interop import dialects
 """
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from three_policies.adapters import names
-from three_policies.adapters.dialects import from_dialect
 from three_policies.correction import correct, importance_weights
 from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.estimators import (aggregate_log_ratio, effective_sample_size, exp_ratio,
                                        kl_estimate)
+from three_policies.interop import names
+from three_policies.interop.dialects import from_dialect
 from three_policies.losses import aggregate_loss
 from three_policies.metrics import to_host
 from three_policies.tests.oracle import (f64)
@@ -249,7 +249,7 @@ def test_all_cases_are_looked_at():
 
 
 def named(function, **metrics):
-    """Return what a function of adapters/names.py adds to metrics or puts in their place."""
+    """Return what a function of interop/names.py adds to metrics or puts in their place."""
     ours = {f"rollout_corr/rollout_{name}": x for name, x in metrics.items()}
     return {name.removeprefix("rollout_corr/rollout_"): x for name, x in function(ours).items()}
 

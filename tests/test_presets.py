@@ -103,7 +103,7 @@ def test_presets_take_the_arguments_of_verls_documents(made, expected):
     (lambda: Config.bypass_pg_geo_rs((0.9, 1.1), 0.5), "leave rs_threshold_lower out"),
 ])
 def test_a_presets_wrong_argument_is_one_sentence(call, words):
-    """An unknown argument is Python's TypeError; only adapters/dialects.py reads "lo_hi"."""
+    """An unknown argument is Python's TypeError; only interop/dialects.py reads "lo_hi"."""
     with pytest.raises((TypeError, ValueError), match=words):
         call()
 

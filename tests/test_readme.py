@@ -18,13 +18,13 @@ import torch
 from omegaconf import OmegaConf
 
 from three_policies import losses
-from three_policies.adapters.dialects import from_dialect
+from three_policies.interop.dialects import from_dialect
 from three_policies.plumbing.settings import Config, leaves, load_config
 from three_policies.surrogates import LOSSES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-ADAPTERS = (ROOT / "adapters" / "README.md").read_text(encoding="utf-8")
+ADAPTERS = (ROOT / "interop/README.md").read_text(encoding="utf-8")
 DOCUMENTS = "\n".join([README, ADAPTERS, *(
     path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("math/appendix-*.md")))])
 COMMANDS = sorted({command for command in re.findall(
@@ -104,7 +104,7 @@ def test_requirements_named_in_the_documents_exist():
 
 
 def test_a_package_name_may_be_put_before_the_files(tmp_path):
-    """eq:correction: the commands of adapters/README.md work away from the repository, too."""
+    """eq:correction: the commands of interop/README.md work away from the repository, too."""
     (commands,) = re.findall("```bash\n(mkdir three_policies.*?)```", ADAPTERS, re.DOTALL)
     ignore = shutil.ignore_patterns(".*", "runs", "tests", "math", "__pycache__")
     shutil.copytree(ROOT, tmp_path / "clone", ignore=ignore)
@@ -112,7 +112,7 @@ def test_a_package_name_may_be_put_before_the_files(tmp_path):
     shutil.move(tmp_path / "clone" / "three_policies", tmp_path)
     program = """
 import sys, torch
-from three_policies.adapters.dialects import from_dialect
+from three_policies.interop.dialects import from_dialect
 from three_policies.losses import policy_loss
 x = torch.zeros(2, 3)
 loss, _ = policy_loss(x, x, x, x + 1, x + 1, from_dialect({"preset": "decoupled_token_is"}))

@@ -1,4 +1,4 @@
-"""adapters/skyrl.py agrees with SkyRL's own losses, and a Ray worker finds it, in SkyRL 0.4.0.
+"""interop/skyrl.py agrees with SkyRL's own losses, and a Ray worker finds it, in SkyRL 0.4.0.
 
 SkyRL forms each ratio in float32, whatever it is given: it rounds log ρ by |log ρ| units at most,
 and the exponential by two. The rest is float64 on both sides. So a term w r A differs by no more
@@ -53,7 +53,7 @@ def loss(name, config, log_prob, old, advantages, rollout, mask, **options):
     """Call a loss by its name, as SkyRL's worker does; return loss, gradient and metrics."""
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
 
-    import three_policies.adapters.skyrl  # noqa: F401 - registers the loss
+    import three_policies.interop.skyrl  # noqa: F401 - registers the loss
     value, metrics = PolicyLossRegistry.get(name)(
         log_prob, old, advantages, config=config, loss_mask=mask, rollout_logprobs=rollout,
         **options)
@@ -118,7 +118,7 @@ def test_another_loss_is_skyrls(case):
     """
     from skyrl.train.config import CISPOConfig, SAPOConfig
 
-    from three_policies.adapters.dialects import from_dialect
+    from three_policies.interop.dialects import from_dialect
     name, changes = OTHERS[case]
     anchor = "rollout" if "bypass_mode" in changes else "old"
     sections = {"cispo": CISPOConfig(0.2, 0.3, anchor), "sapo": SAPOConfig(0.8, 2.0)}
@@ -141,7 +141,7 @@ def test_micro_batches_add_up_to_the_reduction(reduction):
     from skyrl.backends.skyrl_train.utils.ppo_utils import (
         apply_loss_reduction_to_advantages_minibatch as scaled)
 
-    from three_policies.adapters.dialects import from_dialect
+    from three_policies.interop.dialects import from_dialect
     from three_policies.losses import LossConfig, policy_loss
     block = TOKEN | GEOMETRIC
     log_prob, old, advantages, rollout, mask = batch(9)             # no sequence is empty
@@ -200,7 +200,7 @@ def test_what_a_micro_batch_cannot_give_is_refused():
 
 def test_a_ray_worker_finds_the_loss():
     """A loss registered in the driver is pickled by SkyRL, and computes the same in a worker."""
-    from three_policies.adapters import skyrl as recipe
+    from three_policies.interop import skyrl as recipe
     import ray
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry, register_policy_loss
 

@@ -1,4 +1,4 @@
-"""adapters/trl.py agrees with TRL's own trainer, in TRL 1.16.0, with a stub in vLLM's place.
+"""interop/trl.py agrees with TRL's own trainer, in TRL 1.16.0, with a stub in vLLM's place.
 
 The stub answers as TRL's VLLMGeneration does: tokens drawn from a seed, and log-probs that differ
 from the trainer's by noise, some of them missing. The model is float64, so that nothing depends on
@@ -141,7 +141,7 @@ def test_the_loss_is_trls(trainer, loss, mode, schedule):
 
     Some rows are empty.
     """
-    from three_policies.adapters.trl import PolicyLossGRPOTrainer
+    from three_policies.interop.trl import PolicyLossGRPOTrainer
     names = dict(zip(
         ("gradient_accumulation_steps", "steps_per_generation", "num_iterations"), schedule))
     ours = trainer(PolicyLossGRPOTrainer, mode, config(mode), loss_type=loss.split()[0], **names,
@@ -157,7 +157,7 @@ def test_the_loss_is_trls(trainer, loss, mode, schedule):
 
 def test_evaluation_divides_by_the_batch(trainer):
     """eq:aggregation: evaluation accumulates nothing: the batch is its own generation batch."""
-    from three_policies.adapters.trl import PolicyLossGRPOTrainer
+    from three_policies.interop.trl import PolicyLossGRPOTrainer
     ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"),
                    steps_per_generation=4)
     inputs = next(first_batches(ours, 1))
@@ -175,14 +175,14 @@ def test_evaluation_divides_by_the_batch(trainer):
 
 
 def test_a_dual_clip_at_the_clips_own_end_is_carried(trainer):
-    from three_policies.adapters.trl import PolicyLossGRPOTrainer
+    from three_policies.interop.trl import PolicyLossGRPOTrainer
     trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), epsilon=0.25, delta=1.25)
 
 
 @pytest.mark.parametrize("loss", ["dapo", "cispo"])
 def test_tokens_of_all_processes_are_shared_among_them(loss, trainer, monkeypatch):
     """eq:aggregation: gradients are averaged, so each of two divides by half of the tokens."""
-    from three_policies.adapters.trl import PolicyLossGRPOTrainer
+    from three_policies.interop.trl import PolicyLossGRPOTrainer
     ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), loss_type=loss,
                    **LOSSES.get(loss, {}))
     *_, inputs = first_batches(ours, 2)
@@ -194,7 +194,7 @@ def test_tokens_of_all_processes_are_shared_among_them(loss, trainer, monkeypatc
 
 def test_without_vllm_nothing_is_known_of_the_sampler(trainer):
     """eq:ppo-clip: without old_per_token_logps, as in aligned steps, π_old is this forward pass."""
-    from three_policies.adapters.trl import PolicyLossGRPOTrainer
+    from three_policies.interop.trl import PolicyLossGRPOTrainer
     from three_policies.correction import RolloutCorrectionConfig
     ours = trainer(PolicyLossGRPOTrainer, correction=RolloutCorrectionConfig(), use_vllm=False,
                    mask_truncated_completions=False)
@@ -221,7 +221,7 @@ def environment(prompts, trainer):
 @pytest.mark.parametrize("mode", MODES)
 def test_tools_tokens_are_masked(trainer, mode):
     """eq:aggregation: tools' tokens are masked in the loss, in the weights and in what divides."""
-    from three_policies.adapters.trl import PolicyLossGRPOTrainer
+    from three_policies.interop.trl import PolicyLossGRPOTrainer
     ours = trainer(PolicyLossGRPOTrainer, mode, config(mode), environment, loss_type="bnpo")
     for inputs in first_batches(ours, 2):
         assert (inputs["tool_mask"] == 0).any()
@@ -231,7 +231,7 @@ def test_tools_tokens_are_masked(trainer, mode):
 
 def test_a_rollout_func_without_vllm(trainer):
     """eq:decoupled-ppo: a rollout_func gives log-probs (NaN: none); ρ is of this forward pass."""
-    from three_policies.adapters.trl import PolicyLossGRPOTrainer
+    from three_policies.interop.trl import PolicyLossGRPOTrainer
     ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), use_vllm=False,
                    rollout_func=environment)
     missing = 0
@@ -255,7 +255,7 @@ def test_a_rollout_func_without_vllm(trainer):
 
 def test_bypass_and_reinforce(trainer):
     """eq:bypass, eq:off-policy: bypass is PPO on π_θ/μ, REINFORCE is −min(π_θ/μ, 2) A log π_θ."""
-    from three_policies.adapters.trl import PolicyLossGRPOTrainer
+    from three_policies.interop.trl import PolicyLossGRPOTrainer
     from three_policies.correction import PRESETS
     ours = trainer(PolicyLossGRPOTrainer, correction=PRESETS["bypass_ppo_clip"](), loss_type="grpo")
     *_, inputs = first_batches(ours, 2)
@@ -290,7 +290,7 @@ def test_a_ratio_of_one_is_logged_as_one(trainer, loss, schedule):
 
     And loss/policy is the loss that TRL logs.
     """
-    from three_policies.adapters.trl import PolicyLossGRPOTrainer
+    from three_policies.interop.trl import PolicyLossGRPOTrainer
     accumulated, steps, _ = schedule
     ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), loss_type=loss,
                    learning_rate=0.0, gradient_accumulation_steps=accumulated,
@@ -313,7 +313,7 @@ def test_logged_means_are_over_all_kept_tokens(trainer, monkeypatch):
 
     The mean of the micro-batches' means is another number.
     """
-    from three_policies.adapters import trl as recipe
+    from three_policies.interop import trl as recipe
     from three_policies.correction import correct
     from three_policies.losses import policy_loss
     from three_policies.metrics import merge, to_host
@@ -347,7 +347,7 @@ def test_logged_means_are_over_all_kept_tokens(trainer, monkeypatch):
 
 def test_logged_means_over_two_ranks(trainer, monkeypatch):
     """eq:aggregation: two micro-batches are logged alike on two ranks and, in turn, on one."""
-    from three_policies.adapters.trl import PolicyLossGRPOTrainer
+    from three_policies.interop.trl import PolicyLossGRPOTrainer
     ours = trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), loss_type="grpo")
     batches, sent = list(first_batches(ours, 2)), []
 
@@ -379,7 +379,7 @@ def test_weights_alone(trainer, monkeypatch, mode, tools):
     """
     from trl import GRPOTrainer
 
-    from three_policies.adapters.trl import WeightedGRPOTrainer
+    from three_policies.interop.trl import WeightedGRPOTrainer
     generate, seen = GRPOTrainer._generate_and_score_completions, []
 
     def remember(self, inputs):
@@ -404,7 +404,7 @@ def test_rejection_alone(trainer):
 
     NaN agrees with all.
     """
-    from three_policies.adapters.trl import WeightedGRPOTrainer
+    from three_policies.interop.trl import WeightedGRPOTrainer
     from three_policies.correction import RolloutCorrectionConfig
     correction = RolloutCorrectionConfig(rollout_rs={"token_k1": (0.8, 1.2), "opsm": 1e-3})
     ours = trainer(WeightedGRPOTrainer, correction=correction)
@@ -422,7 +422,7 @@ def test_rejection_alone(trainer):
 
 def test_what_is_of_the_whole_batch_is_of_all_ranks(trainer, monkeypatch):
     """eq:merge: the mean weight and the logged metrics are reduced over the group of ranks."""
-    from three_policies.adapters import trl as recipe
+    from three_policies.interop import trl as recipe
     groups, make = [], recipe.correct
     monkeypatch.setattr(recipe, "_group", lambda: "all ranks")
     monkeypatch.setattr(recipe, "correct", lambda *given: groups.append(
@@ -445,7 +445,7 @@ def test_training_ends_with_trls_weights(trainer, loss, mode):
     """eq:decoupled-ppo: ten steps end alike by TRL's loss, by our weights and by our loss."""
     from trl import GRPOTrainer
 
-    from three_policies.adapters.trl import PolicyLossGRPOTrainer, WeightedGRPOTrainer
+    from three_policies.interop.trl import PolicyLossGRPOTrainer, WeightedGRPOTrainer
     ended = []
     for kind in (GRPOTrainer, WeightedGRPOTrainer, PolicyLossGRPOTrainer):
         run = trainer(kind, mode, None if kind is GRPOTrainer else config(mode), loss_type=loss,
@@ -469,7 +469,7 @@ def test_training_ends_with_trls_weights(trainer, loss, mode):
     ({"use_vllm": False}, "use_vllm=False without a rollout_func")])
 def test_what_the_loss_does_not_carry_is_named(trainer, settings, words):
     """eq:correction: a setting that the loss does not carry is named rather than ignored."""
-    from three_policies.adapters.trl import PolicyLossGRPOTrainer
+    from three_policies.interop.trl import PolicyLossGRPOTrainer
     with pytest.raises(ValueError, match=f"PolicyLossGRPOTrainer does not carry {words}$"):
         trainer(PolicyLossGRPOTrainer, correction=config("token_truncate"), **settings)
 
@@ -482,7 +482,7 @@ def test_what_the_loss_does_not_carry_is_named(trainer, settings, words):
     ({"loss_type": "gspo"}, {"loss_type": "sapo"}, "loss_type gspo under sapo")])
 def test_corrections_that_the_loss_does_not_carry(trainer, options, settings, words):
     """eq:correction: so is a correction that it does not carry."""
-    from three_policies.adapters.trl import PolicyLossGRPOTrainer
+    from three_policies.interop.trl import PolicyLossGRPOTrainer
     with pytest.raises(ValueError, match=f"does not carry {words}$"):
         trainer(PolicyLossGRPOTrainer, correction=config("token_truncate", **options), **settings)
 
@@ -495,6 +495,6 @@ def test_corrections_that_the_loss_does_not_carry(trainer, options, settings, wo
      "vllm_importance_sampling_correction=False")])
 def test_what_the_weights_do_not_carry_is_named(trainer, options, settings, words):
     """eq:correction: TRL would leave these out, or has no place for the weights."""
-    from three_policies.adapters.trl import WeightedGRPOTrainer
+    from three_policies.interop.trl import WeightedGRPOTrainer
     with pytest.raises(ValueError, match=f"WeightedGRPOTrainer does not carry {words}$"):
         trainer(WeightedGRPOTrainer, correction=config("token_truncate", **options), **settings)

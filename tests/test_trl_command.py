@@ -1,4 +1,4 @@
-"""The script and the command of adapters/README.md train with TRL, word for word."""
+"""The script and the command of interop/README.md train with TRL, word for word."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def test_the_script_of_the_page_trains(tiny_model, tmp_path):
     (tmp_path / "model/generation_config.json").write_text(json.dumps(
         {"eos_token_id": [*range(26)], "pad_token_id": 0, "repetition_penalty": 1.1, "top_p": 0.8,
          "top_k": 5, "do_sample": True}))
-    page = (ROOT / "adapters" / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "interop/README.md").read_text(encoding="utf-8")
     script, command = re.search(r"Save this as `train_trl.py`.*?```python\n(.*?)```.*?"
                                 r"```bash\n(python train_trl.*?)\n```", page, re.DOTALL).groups()
     (tmp_path / "train_trl.py").write_text(script)

@@ -36,14 +36,14 @@ class Sampler(Engine):
 
 
 def test_a_batch_without_log_probs_is_one_sentence(tmp_path):
-    from three_policies.adapters.trl import dump
+    from three_policies.interop.trl import dump
     with pytest.raises(ValueError, match="no old_per_token_logps and no sampling_per_token_logps: "
                                          "a dump needs use_vllm=True"):
         dump({"completion_mask": torch.ones(1, 1)}, str(tmp_path / "dump.jsonl"))
 
 
 def test_a_tools_tokens_are_dumped_and_do_not_count(tmp_path):
-    from three_policies.adapters.trl import dump
+    from three_policies.interop.trl import dump
     ids, log_prob = torch.tensor([[5, 6, 7, 0]]), torch.full((1, 4), -1.0)
     dump({"prompt_ids": torch.tensor([[3]]), "prompt_mask": torch.tensor([[1]]),
           "completion_ids": ids, "completion_mask": torch.tensor([[1, 1, 1, 0]]),
@@ -59,7 +59,7 @@ def test_the_doctor_finds_what_trls_sampler_does_otherwise(
         how, cause, trainer, tmp_path, monkeypatch):  # noqa: F811
     import trl
 
-    from three_policies.adapters.trl import dump
+    from three_policies.interop.trl import dump
 
     class Dumping(trl.GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
@@ -90,7 +90,7 @@ def test_the_weights_say_how_many_log_probs_are_missing(tools, trainer, monkeypa
     """ρ is 1 there, which no other metric shows; a tool's tokens have none, and are not counted."""
     from trl import GRPOTrainer
 
-    from three_policies.adapters.trl import MISSING, WeightedGRPOTrainer
+    from three_policies.interop.trl import MISSING, WeightedGRPOTrainer
     generate, seen = GRPOTrainer._generate_and_score_completions, []
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions",
                         lambda self, inputs: seen.append(generate(self, inputs)) or dict(seen[-1]))
@@ -105,7 +105,7 @@ def test_the_weights_say_how_many_log_probs_are_missing(tools, trainer, monkeypa
 
 def test_the_loss_logs_how_many_log_probs_are_missing_of_all_tokens(trainer):  # noqa: F811
     """It is one share of all micro-batches, with and without a rejected token."""
-    from three_policies.adapters.trl import MISSING, PolicyLossGRPOTrainer
+    from three_policies.interop.trl import MISSING, PolicyLossGRPOTrainer
     correction = config("token_truncate", rollout_rs={"token_k1": (0.9, 1.1)})
     ours = trainer(PolicyLossGRPOTrainer, correction=correction, loss_type="grpo")
     batches = list(first_batches(ours, 2))
@@ -118,7 +118,7 @@ def test_the_loss_logs_how_many_log_probs_are_missing_of_all_tokens(trainer):  #
 
 
 def test_a_batch_with_missing_log_probs_is_a_dump_that_says_so(tmp_path):
-    from three_policies.adapters.trl import dump
+    from three_policies.interop.trl import dump
     log_prob = torch.full((2, 3), -1.0)
     sampled = torch.tensor([[float("nan")] * 3, [-1.0, float("nan"), float("nan")]])
     dump({"prompt_ids": torch.tensor([[3]] * 2), "prompt_mask": torch.ones(2, 1),

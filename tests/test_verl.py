@@ -1,4 +1,4 @@
-"""adapters/verl.py agrees with verl's own losses, and runs in verl's own worker, in verl 0.9.1."""
+"""interop/verl.py agrees with verl's own losses, and runs in verl's own worker, in verl 0.9.1."""
 
 import json
 import math
@@ -71,7 +71,7 @@ def compare(case, mode, seed, whole, **options):
     """Return (loss, gradient, metrics) of verl and of the adapter on one batch."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
-    import three_policies.adapters.verl  # noqa: F401 - registers the loss
+    import three_policies.interop.verl  # noqa: F401 - registers the loss
     loss_mode, block = CASES[case]
     log_prob, old, rollout, advantages, mask = batch(seed)
     old, kept, weights = driver(block, old, rollout, mask)
@@ -129,7 +129,7 @@ def test_dual_clip_is_verls():
 
 def test_one_clip_ratio_for_both_ends():
     """eq:ppo-clip: clip_ratio is taken where clip_ratio_low and _high are null."""
-    from three_policies.adapters import verl as recipe
+    from three_policies.interop import verl as recipe
     log_prob, old, _, advantages, mask = batch(0)
     given = actor_config("three_policies", {}, {}, clip_ratio=0.05)
     object.__setattr__(given, "clip_ratio_low", None)
@@ -147,7 +147,7 @@ def test_one_clip_ratio_for_both_ends():
     ("seq-mean-token-mean", {"batch_num_tokens": 90})])
 def test_several_ranks_need_the_counts(mode, given):
     """eq:aggregation: verl averages gradients over ranks, so a local mean would be wrong."""
-    from three_policies.adapters import verl as recipe
+    from three_policies.interop import verl as recipe
     with pytest.raises(ValueError, match=f"^{mode} on several ranks needs the counts"):
         log_prob, old, _, advantages, mask = batch(0)
         recipe.three_policies(
@@ -158,7 +158,7 @@ def test_several_ranks_need_the_counts(mode, given):
 @pytest.mark.parametrize("whole", [{}, {"batch_num_tokens": 90, "global_batch_size": 16}])
 def test_ratio_and_clip_fraction_are_means_over_this_workers_tokens(whole):
     """eq:ppo-clip: also if the loss is divided by the tokens of the whole mini-batch."""
-    from three_policies.adapters import verl as recipe
+    from three_policies.interop import verl as recipe
     log_prob, old, _, advantages, mask = batch(0)
     _, found = recipe.three_policies(
         old, log_prob, advantages, mask, config=actor_config("three_policies", {}, whole))
@@ -170,7 +170,7 @@ def test_ratio_and_clip_fraction_are_means_over_this_workers_tokens(whole):
 
 def test_everything_rejected_is_a_zero_loss():
     """eq:aggregation: the loss is 0 where verl's is 0/0."""
-    from three_policies.adapters import verl as recipe
+    from three_policies.interop import verl as recipe
     log_prob, old, _, advantages, mask = batch(0)
     block = BYPASS | {"rollout_rs": "token_k3", "rollout_rs_threshold": 1e-12}
     loss, metrics = recipe.three_policies(old + 1, log_prob, advantages, mask,
@@ -183,8 +183,8 @@ def test_verls_dataclass_is_a_dialect():
     """eq:correction: _target_ among its fields says nothing of the correction."""
     from verl.trainer.config.algorithm import RolloutCorrectionConfig as Theirs
 
-    from three_policies.adapters.dialects import from_dialect
-    from three_policies.adapters.verl import carried
+    from three_policies.interop.dialects import from_dialect
+    from three_policies.interop.verl import carried
     from three_policies.correction import PRESETS
     assert "_target_" in Theirs()
     assert from_dialect(Theirs.decoupled_token_is()) == PRESETS["decoupled_token_is"]()
@@ -195,8 +195,8 @@ def test_verls_dataclass_is_a_dialect():
 # ------------------------------------------------------------------------------ what is not carried
 
 BLOCK, LOSS = "algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss"
-# These are the settings that adapters/verl.py documents.
-SETTINGS = ("actor_rollout_ref.model.external_lib=three_policies.adapters.verl",
+# These are the settings that interop/verl.py documents.
+SETTINGS = ("actor_rollout_ref.model.external_lib=three_policies.interop.verl",
             f"{LOSS}.loss_mode=three_policies", f"+{LOSS}.rollout_correction=${{{BLOCK}}}")
 OWN = {name: {"rollout_is": None, **REINFORCE,
               "rollout_rs": {name: (0.5, 2.0) if name.endswith("k1") else 0.3}}
@@ -214,8 +214,8 @@ REFUSED = {"second_moment": "rollout_rs second_moment: .* use criteria of tokens
 @pytest.mark.parametrize("name", OWN)
 def test_a_micro_batch_is_corrected_alone_or_refused(name):
     """eq:correction: two halves of a mini-batch have the gradient of the whole, or are refused."""
-    from three_policies.adapters import verl as recipe
-    from three_policies.adapters.dialects import from_dialect
+    from three_policies.interop import verl as recipe
+    from three_policies.interop.dialects import from_dialect
     log_prob, _, rollout, advantages, mask = batch(0)
     whole = {"batch_num_tokens": int(mask.sum()), "global_batch_size": 8}
     config = actor_config("three_policies", OWN[name], whole)
@@ -228,7 +228,7 @@ def test_a_micro_batch_is_corrected_alone_or_refused(name):
     ours = from_dialect(OWN[name])
     assert (name in REFUSED) == (ours.of_whole_batches or ours.score_centering)
     if name in REFUSED:
-        with pytest.raises(ValueError, match=f"adapters.verl does not carry {REFUSED[name]}"):
+        with pytest.raises(ValueError, match=f"interop.verl does not carry {REFUSED[name]}"):
             gradient(slice(8))
     else:
         together, apart = gradient(slice(8)), gradient(slice(3), slice(3, 8))
@@ -237,7 +237,7 @@ def test_a_micro_batch_is_corrected_alone_or_refused(name):
 
 def test_metrics_of_bypass_mode_have_verls_meaning():
     """Where a sequence has one weight, verl's extremes are those of ρ before truncation."""
-    from three_policies.adapters import verl as recipe
+    from three_policies.interop import verl as recipe
     log_prob, _, rollout, advantages, mask = batch(0)
     block = REINFORCE | {"rollout_is": "sequence", "rollout_is_threshold": 1.01}
     _, found = recipe.three_policies(
@@ -264,7 +264,7 @@ def test_the_third_override_must_be_there(block):
 
     With it every block works.
     """
-    from three_policies.adapters import verl as recipe
+    from three_policies.interop import verl as recipe
     log_prob, old, _, advantages, mask = batch(0)
     block = [f"{BLOCK}.{setting}" for setting in block]
     loss, _ = recipe.three_policies(old, log_prob, advantages, mask,
@@ -291,16 +291,16 @@ def test_what_verls_driver_would_not_do_is_refused(block, said):
 
     Nor can the adapter do what a key asks that the block's defaults contradict.
     """
-    from three_policies.adapters import verl as recipe
+    from three_policies.interop import verl as recipe
     config = as_the_worker_has_it(*SETTINGS, *(setting.format(BLOCK) for setting in block))
-    with pytest.raises(ValueError, match=f"adapters.verl does not carry {said}"):
+    with pytest.raises(ValueError, match=f"three_policies.interop.verl does not carry {said}"):
         recipe.carried(config.policy_loss.rollout_correction)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_that_verls_driver_did_not_make_are_missed(level):
     """verl trains uncorrected without calculate_log_probs, whatever rollout_is asks for."""
-    from three_policies.adapters import verl as recipe
+    from three_policies.interop import verl as recipe
     log_prob, old, _, advantages, mask = batch(0)
     config = as_the_worker_has_it(*SETTINGS, f"{BLOCK}.rollout_is={level}")
     with pytest.raises(ValueError, match="driver made no weights: it needs .*calculate_log_probs"):

@@ -1,4 +1,4 @@
-"""adapters/verl.py trains under verl 0.9.1's whole driver on Ray, started by the README's command.
+"""interop/verl.py trains under verl 0.9.1's whole driver on Ray, started by the README's command.
 
 The driver, its trainer, the agent loop, TransferQueue, FSDP2 and the weight sync are verl's own, in
 eight to ten processes on two cores. verl_cpu.py supplies what verl has for accelerators alone, and
@@ -65,8 +65,8 @@ MODES = {"token": ["rollout_is=token"],
 
 
 def command():
-    """Return the command of adapters/README.md that starts verl, as one pastes it into a shell."""
-    text = (ROOT / "adapters" / "README.md").read_text()
+    """Return the command of interop/README.md that starts verl, as one pastes it into a shell."""
+    text = (ROOT / "interop/README.md").read_text()
     found, = re.findall(r"```bash\n([^`]*verl\.trainer\.main_ppo[^`]*)```", text)
     return found.rstrip()
 
@@ -159,7 +159,7 @@ def test_the_driver_brings_what_the_loss_needs(start, mode, ranks, tmp_path):
 
     The loss "compared" of verl_cpu.py computes both in float64, of the same tensors and settings.
     Where the engine's temperature or its top-p is not the trainer's, the doctor finds that in the
-    batch that `adapters.verl.dump` wrote.
+    batch that `three_policies.interop.verl.dump` wrote.
     """
     variables, overrides, cause = FAULTS.get((mode, ranks), ({}, [], None))
     if cause:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from three_policies.adapters.dialects import from_dialect
 from three_policies.causes import CAUSES
 from three_policies.correction import PRESETS
+from three_policies.interop.dialects import from_dialect
 from three_policies.tests.book_pages import OUT, WIDTHS
 from three_policies.tests.test_trl import MODES
 

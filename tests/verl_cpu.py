@@ -9,7 +9,7 @@ same samples. One server serves all ranks. Left out are sleeping, aborted reques
 tools. verl patches a class wherever TRL is installed that TRL 1.16 no longer has: it is made up.
 Where DUMP names a file, each batch is dumped for doctor.py.
 
-The loss "compared" is adapters/verl.py's, and logs how far verl's own is from it.
+The loss "compared" is interop/verl.py's, and logs how far verl's own is from it.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ if "DUMP" in os.environ:
     compute = PPOTrainer._compute_old_log_prob
 
     def dumping(self, batch, metrics):
-        from three_policies.adapters.verl import dump
+        from three_policies.interop.verl import dump
         batch = compute(self, batch, metrics)
         dump(batch, os.environ["DUMP"])
         return batch

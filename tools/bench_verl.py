@@ -5,7 +5,7 @@
 
 Both train the demo's model from the same weights, float32, with token weights: 16 prompts × 16
 samples, π_old, four updates, the sync of the weights. Each has one thread, and one process that
-trains. verl's is the command of adapters/README.md, as tests/test_verl_driver.py starts it, with
+trains. verl's is the command of interop/README.md, as tests/test_verl_driver.py starts it, with
 verl's own loss. Its start and its first step are not counted. The two take turns.
 
 Sampling is left out of both: verl's rollout here is a helper of the tests, which samples one

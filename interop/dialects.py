@@ -2,9 +2,9 @@
 
 This file decides what verl 0.6.0, 0.6.1, 0.9, SkyRL and prime-rl mean by their keys. A key that is
 left out has their default; null is off or refused, as it is there. Where a document and
-the released code differ, a table of adapters/README.md names both. Tensors do not occur here.
+the released code differ, a table of interop/README.md names both. Tensors do not occur here.
 
-    from three_policies.adapters.dialects import from_dialect
+    from three_policies.interop.dialects import from_dialect
     config = from_dialect({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"})
 """
 

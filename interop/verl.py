@@ -7,7 +7,7 @@ made here, as the actor's copy of the block says. verl's default trainer neither
 nor chooses a loss for bypass mode. Without loss_mode it trains with PPO's clip around π_rollout,
 whatever loss_type says, and never calls this file. So three settings are needed:
 
-    actor_rollout_ref.model.external_lib=three_policies.adapters.verl
+    actor_rollout_ref.model.external_lib=three_policies.interop.verl
     actor_rollout_ref.actor.policy_loss.loss_mode=three_policies
     '+actor_rollout_ref.actor.policy_loss.rollout_correction=${algorithm.rollout_correction}'
 
@@ -31,9 +31,9 @@ from torch import Tensor
 from verl.trainer.config.algorithm import RolloutCorrectionConfig as VerlBlock
 from verl.trainer.ppo.core_algos import register_policy_loss
 
-from three_policies.adapters.dialects import from_dialect
+from three_policies.interop.dialects import from_dialect
 from three_policies.adapters.dumps import append, rows_of
-from three_policies.adapters.names import PREFIX, verl
+from three_policies.interop.names import PREFIX, verl
 from three_policies.correction import Correction, RolloutCorrectionConfig
 from three_policies.losses import Counts, LossConfig, loss_means, policy_loss
 from three_policies.metrics import to_host
@@ -125,7 +125,7 @@ def carried(block: Any) -> RolloutCorrectionConfig:
         "own keys alone: write those out": unread and not block.get("bypass_mode")}
     for sentence, asked in refused.items():
         if asked:
-            raise ValueError(f"adapters.verl does not carry {sentence}")
+            raise ValueError(f"three_policies.interop.verl does not carry {sentence}")
     return ours
 
 

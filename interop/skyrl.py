@@ -17,8 +17,8 @@ from typing import Any
 from skyrl.backends.skyrl_train.utils.ppo_utils import register_policy_loss
 from torch import Tensor
 
-from three_policies.adapters.dialects import from_dialect
-from three_policies.adapters.names import PREFIX, skyrl
+from three_policies.interop.dialects import from_dialect
+from three_policies.interop.names import PREFIX, skyrl
 from three_policies.correction import RolloutCorrectionConfig
 from three_policies.losses import LossConfig, policy_loss
 from three_policies.metrics import to_host
@@ -45,7 +45,7 @@ def three_policies(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor,
            CRITERIA[name].of == "batch" for name in ours.rollout_rs}}
     for sentence, here in refused.items():
         if here:
-            raise ValueError(f"adapters.skyrl does not carry {sentence}")
+            raise ValueError(f"three_policies.interop.skyrl does not carry {sentence}")
     clips = ((config.cispo.cispo_eps_clip_low, config.cispo.cispo_eps_clip_high)
              if ours.loss_type == "cispo" else (config.eps_clip_low, config.eps_clip_high))
     how = LossConfig(*clips, tau_positive=config.sapo.tau_pos, tau_negative=config.sapo.tau_neg,

@@ -4,7 +4,7 @@ Ours are verl 0.9's names wherever it has one. Each function returns the metrics
 system's names added, or in place of ours where one name means two things. Metrics of theirs that
 cannot be merged exactly, such as verl 0.6.0's percentiles, are left out.
 
-    from three_policies.adapters.names import skyrl
+    from three_policies.interop.names import skyrl
     metrics = skyrl(to_host(correct(old_log_prob, rollout_log_prob, mask, config).metrics))
 """
 
