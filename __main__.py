@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signals.catch()                # before the other imports, which take seconds
         from three_policies.trainer import main as command
     elif name == "doctor":
-        from three_policies.plumbing.consult import main as command
+        from three_policies.doctor.command import main as command
     else:
         print(COMMANDS, file=sys.stdout if name in ("-h", "--help") else sys.stderr)
         return 0 if name in ("-h", "--help") else 2

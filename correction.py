@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from three_policies.checks import choice, flag, interval, is_list, number, same_shape
 from three_policies.estimators import (LEVELS, OF_TOKENS, aggregate_log_ratio, exp_ratio,
-                                       masked_log_ratio, outside, same_shape)
+                                       masked_log_ratio, outside)
 from three_policies.metrics import Grounds, Statistics, measure
-from three_policies.rejection import (CRITERIA, Evidence, choice, flag, interval, is_list,
-                                      judge_all, keep_all_agree, number, read_criteria)
+from three_policies.rejection import CRITERIA, Evidence, judge_all, keep_all_agree, read_criteria
 from three_policies.rejection import rejection_mask as rejection_mask      # re-exported
 from three_policies.surrogates import LOSSES, Loss
 

@@ -13,6 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from three_policies.checks import same_shape
+
 # In nats: log-ratios are clamped to ±20 before they are exponentiated. Beyond e^20 ≈ 4.9e8 the
 # size of a ratio says nothing more. Its square, which χ² and ESS need, still fits in a float32.
 SAFETY_BOUND = 20.0
@@ -23,14 +25,6 @@ KL_KINDS = ("k1", "k2", "k3", "abs")
 
 
 # ------------------------------------------------------------------------------- log-ratios
-
-def same_shape(what: str, **tensors: Tensor) -> None:
-    """Raise ValueError unless all tensors have one shape; broadcasting would give other numbers."""
-    first, *others = tensors.values()
-    if any(x.shape != first.shape for x in others):            # a traced size has no hash
-        *shapes, last = (f"{name} {tuple(x.shape)}" for name, x in tensors.items())
-        raise ValueError(f"{', '.join(shapes)} and {last} must have one shape {what}".rstrip())
-
 
 def widen(x: Tensor) -> Tensor:
     """Return x in float32, or as it is if wider: sums and differences of 16 bits lose too much."""

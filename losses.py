@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from three_policies.centering import centering_loss
+from three_policies.checks import choice, same_shape
 from three_policies.correction import Correction, RolloutCorrectionConfig, correct
 from three_policies.estimators import (SAFETY_BOUND, aggregate_log_ratio, exp_ratio, kl_estimate,
-                                       masked_log_ratio, same_shape, widen)
-from three_policies.rejection import choice
+                                       masked_log_ratio, widen)
 from three_policies.surrogates import Loss
 from three_policies.surrogates import (cispo_loss as cispo_loss,     # re-exported
-                        gspo_loss as gspo_loss,
-                        ppo_clip_loss as ppo_clip_loss,
-                        reinforce_loss as reinforce_loss,
-                        sapo_loss as sapo_loss)
+                                       gspo_loss as gspo_loss,
+                                       ppo_clip_loss as ppo_clip_loss,
+                                       reinforce_loss as reinforce_loss,
+                                       sapo_loss as sapo_loss)
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
                 "seq-mean-token-sum-norm")

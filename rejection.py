@@ -11,21 +11,18 @@ Derivation: math/6-correction.md and math/7-methods-and-prices.md.
 
 # pyright: reportUnknownMemberType=false
 # (torch has no types for all_reduce)
-import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from functools import partial
-from numbers import Real
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from three_policies.estimators import (SAFETY_BOUND, extremes, kl_estimate, same_shape,
-                                       sequence_log_ratio, widen)
+from three_policies.checks import choice, interval, number, same_shape
+from three_policies.estimators import SAFETY_BOUND, extremes, kl_estimate, sequence_log_ratio, widen
 
 
 # ----------------------------------------------------------- what a criterion sees and returns
@@ -175,60 +172,6 @@ def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float,
     largest = torch.cat([kept.flatten(), kept.new_zeros(1)]).amax()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return largest
-
-
-# ----------------------------------------------------------------------------- how a bound is read
-
-def nearest(word: Any, allowed: Any) -> str:
-    """Return the end of an error message: the nearest allowed name, or all of them."""
-    close = difflib.get_close_matches(str(word), [str(a) for a in allowed], n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; allowed: {', '.join(map(str, allowed))}"
-
-
-def number(key: str, value: Any) -> float:
-    """Return a positive number, or raise a ValueError that names the key."""
-    with suppress(ValueError, OverflowError):
-        known = not isinstance(value, bool) and isinstance(value, (Real, str))  # numpy's, too
-        odd = isinstance(value, str) and "_" in value               # float("0.5_2") is 0.52
-        if known and not odd and float(value) > 0:
-            return float(value) if float(value) < 3e38 else math.inf        # float32 ends there
-    raise ValueError(f"{key} must be a positive number, not {value!r}")
-
-
-def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    """Say whether a value is a sequence and no text: a list, a tuple, OmegaConf's list."""
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
-def interval(key: str, value: Any) -> tuple[float | None, float | None]:
-    """Return (lo, hi) with lo ≤ hi, or raise ValueError; one may be open: None, or lo = 0."""
-    ends: list[Any] = [*value] if is_list(value) else []
-    if len(ends) != 2:
-        raise ValueError(f"{key} must be a pair [lo, hi] of bounds on ρ, either of which may be "
-                         f"null, not {value!r}")
-    if type(ends[0]) in (int, float) and ends[0] == 0:
-        ends[0] = None                              # every ρ is above 0
-    lo, hi = (None if end is None else number(key, end) for end in ends)
-    if lo is None and hi is None:
-        raise ValueError(f"{key} must have at least one bound that is not null")
-    if lo is not None and hi is not None and lo > hi:
-        raise ValueError(f"{key} must have lo ≤ hi, not [{lo:g}, {hi:g}]")
-    return lo, hi
-
-
-def choice(key: str, value: Any, allowed: Any) -> None:
-    """Raise ValueError unless the value is one of the allowed words."""
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{key} cannot be {value!r}{nearest(value, allowed)}")
-
-
-def flag(key: str, value: Any) -> bool:
-    """Return true or false, or raise a ValueError that names the key."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{key} must be true or false, not {value!r}")
-    return value
 
 
 # ------------------------------------------------------------------------------------ the rows

@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from three_policies.adapters.dumps import rows_of
 from three_policies.correction import (Correction, RolloutCorrectionConfig, correct,
                                        importance_weights)
+from three_policies.doctor.dumps import rows_of
 from three_policies.estimators import (grpo_advantages, masked_log_ratio, reinforce_advantages,
                                        rloo_advantages)
 from three_policies.kernels.shapes import Shape, to_device
@@ -176,7 +176,7 @@ def score(policy: Callable[..., Any], batch: Batch, config: Config) -> Tensor:
 
 
 def records(policy: Policy, batch: Batch, config: Config) -> list[dict[str, Any]]:
-    """Return the rows as doctor.py reads them; bypass mode computes π_old for this alone."""
+    """Return the rows as the doctor reads them; bypass mode computes π_old for this alone."""
     old, start = batch.old_log_prob, batch.tokens.shape[1] - batch.response_mask.shape[1]
     old = score(policy, batch, config) if old is None else old
     (prompts, tokens), (prompt_mask, token_mask) = (

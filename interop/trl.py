@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from trl import GRPOTrainer
 
-from three_policies.adapters.dumps import append, rows_of
 from three_policies.correction import Correction, RolloutCorrectionConfig, correct
+from three_policies.doctor.dumps import append, rows_of
 from three_policies.losses import Counts, LossConfig, loss_means, policy_loss
 from three_policies.metrics import merge, to_host
 from three_policies.rejection import CRITERIA
@@ -43,7 +43,7 @@ def _refuse(trainer: Any, found: dict[str, bool]) -> None:
 
 
 def dump(batch: dict[str, Any], path: str) -> None:
-    """Append what `_generate_and_score_completions` returned to a dump for doctor.py.
+    """Append what `_generate_and_score_completions` returned to a dump for the doctor.
 
     Call it there in a subclass of the trainer. Log-probs of both sides are there with use_vllm and
     vllm_importance_sampling_correction, or with a rollout_func and num_iterations above 1; else it

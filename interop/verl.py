@@ -32,7 +32,7 @@ from verl.trainer.config.algorithm import RolloutCorrectionConfig as VerlBlock
 from verl.trainer.ppo.core_algos import register_policy_loss
 
 from three_policies.interop.dialects import from_dialect
-from three_policies.adapters.dumps import append, rows_of
+from three_policies.doctor.dumps import append, rows_of
 from three_policies.interop.names import PREFIX, verl
 from three_policies.correction import Correction, RolloutCorrectionConfig
 from three_policies.losses import Counts, LossConfig, loss_means, policy_loss
@@ -70,7 +70,7 @@ def three_policies(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor,
 
 
 def dump(data: Any, path: str) -> None:
-    """Append a batch of verl's driver to a dump for doctor.py.
+    """Append a batch of verl's driver to a dump for the doctor.
 
     data: what the trainer's `_compute_old_log_prob` returns, or, with trainer.use_v1=false, what
     `calculate_debug_metrics` gets. It needs actor_rollout_ref.rollout.calculate_log_probs=true.

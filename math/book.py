@@ -40,10 +40,7 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonConsoleLexer, get_lexer_by_name, get_lexer_for_filename
 
-from three_policies.math import moving
-from three_policies.math import museum
-from three_policies.math import tables
-from three_policies.math import which
+from three_policies.math import moving, museum, tables, which
 
 ROOT = Path(__file__).resolve().parent.parent
 

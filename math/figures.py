@@ -38,25 +38,20 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from three_policies.adapters.dumps import response
-from three_policies.causes import Tokens
+from three_policies.checks import UserError
 from three_policies.correction import PRESETS
 from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.doctor import panels, plants, sides
+from three_policies.doctor.causes import Tokens
+from three_policies.doctor.dumps import response
 from three_policies.estimators import (aggregate_log_ratio, grpo_advantages, kl_estimate,
                                        rloo_advantages)
 from three_policies.losses import aggregate_loss
-from three_policies.math import merging
-from three_policies.math import routes
-from three_policies.math import turns
-from three_policies.math import versions
-from three_policies.math import words
-from three_policies.plumbing import gallery
-from three_policies.plumbing.settings import CHANGEABLE, SPLITS, UserError, flat, leaves, read_yaml
+from three_policies.math import merging, routes, turns, versions, words
+from three_policies.plumbing.settings import CHANGEABLE, SPLITS, flat, leaves, read_yaml
 from three_policies.plumbing.settings import Config as Settings
 from three_policies.surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss,
                                        sapo_loss)
-from three_policies.tests import plants
-from three_policies.tests import sides
 from three_policies.tests.oracle import (J, Policy, estimator_moments, expectation, grad_J, rewards,
                                          scores)
 
@@ -1127,7 +1122,7 @@ def signatures():
         model = sides.subject(3, "Qwen2")
         planted = {"healthy, bf16": plants.plant(model, "healthy", 3, variant="bf16-sampler")} | {
             cause: plants.plant(model, cause, seed=3, severity=0.6) for cause in SIGNED}
-        return gallery.draw({name: Tokens.of([response(i, row) for i, row in enumerate(rows, 1)])
+        return panels.draw({name: Tokens.of([response(i, row) for i, row in enumerate(rows, 1)])
                              for name, rows in planted.items()})
 
 
@@ -1152,7 +1147,7 @@ PIXELS = ("card", "signatures")
 def save_as_png(figure, path):
     """Write a figure with 192 colours, (nearly) all of them: with fewer, two would look alike."""
     image = io.BytesIO()
-    figure.savefig(image, dpi=gallery.DPI)
+    figure.savefig(image, dpi=panels.DPI)
     few = Image.open(image).convert("RGB").quantize(192, Image.Quantize.FASTOCTREE,
                                                     dither=Image.Dither.NONE)
     few.save(path, optimize=True)
@@ -1166,5 +1161,5 @@ if __name__ == "__main__":
         if name in PIXELS:
             save_as_png(figure, path.with_suffix(".png"))
         else:
-            path.with_suffix(".svg").write_text(as_svg(figure, name, gallery.DPI))
+            path.with_suffix(".svg").write_text(as_svg(figure, name, panels.DPI))
         plt.close(figure)

@@ -155,12 +155,12 @@ for name, (log_mu, log_pi, mask) in sides.items():
 # ## 3. Is it a bug?
 #
 # The law tells much of this. If the mean of ρ is not 1, then π is not a distribution over
-# what was sampled, and something is broken. `doctor.py` tests that and more.
+# what was sampled, and something is broken. The doctor tests that and more.
 #
 # First our 4-bit sampler. The doctor sees the two columns of log-probs, nothing else.
 
 # %%
-from three_policies.adapters.dumps import response
+from three_policies.doctor.dumps import response
 from three_policies.doctor import examine
 
 def dump(samples, log_pi):
@@ -178,7 +178,7 @@ print(examine(dump(rounded, log_pi)))
 # do not always tell. With the model the doctor can try what it knows, one row at a time.
 
 # %%
-from three_policies.plumbing.rescore import rescore
+from three_policies.doctor.rescore import rescore
 
 print(*rescore(path, [], dump(rounded, log_pi)[:64]).lines(), sep="\n")
 
@@ -388,6 +388,6 @@ for name in ("naive", "decoupled_token_is", "decoupled_seq_is"):
 #
 # * Set `rollout.staleness=0`, or `rollout.quantize_bits=8`. What is left of the collapse?
 # * Take another preset, such as `bypass_ppo_clip`. Chapter 6 lists them all.
-# * Give the doctor a dump of your own run: `python doctor.py DUMP.jsonl`.
+# * Give the doctor a dump of your own run: `three-policies doctor DUMP.jsonl`.
 #
 # The proofs are in `math/`, beginning with [chapter 1](1-three-policies.md).

@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 
 from three_policies import doctor
-from three_policies.adapters.dumps import response
-from three_policies.causes import log_odds, pairs
-from three_policies.tests import plants
-from three_policies.tests import sides
+from three_policies.doctor import plants, sides
+from three_policies.doctor.causes import CAUSES, log_odds, pairs
+from three_policies.doctor.dumps import response
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,7 +29,7 @@ def planted(cause):
 
 
 def signature(report, size=200, points=150):
-    """Thin the five panels of `plumbing.gallery` to whole numbers of at most `size`."""
+    """Thin the five panels of panels.py to whole numbers of at most `size`."""
     x, gap = report.looked_at, report.looked_at.e()
     wide = gap.abs().quantile(0.99).clamp(min=0.05).item()
 
@@ -67,7 +66,7 @@ def record():
         report = planted(cause)
         name = report.causes[0].cause if report.causes else "healthy"
         assert name == cause, f"the doctor says {name} of a planted {cause}"
-        what = doctor.CAUSES[cause][0] if report.causes else "two kernels, one of them in bfloat16"
+        what = CAUSES[cause][0] if report.causes else "two kernels, one of them in bfloat16"
         dumps.append({"cause": cause, "what": what, "said": report.in_short(),
                       **signature(report)})
     lines = ",\n".join(json.dumps(dump, ensure_ascii=False) for dump in dumps)

@@ -242,7 +242,7 @@ def summary(lines: list[dict]) -> dict:
 
 def judged(lines: list[dict]) -> str:
     """Return what `diagnose` looks at, step by step, as JSON with four digits."""
-    from three_policies.doctor import BY_SEQUENCE, HEALTHY
+    from three_policies.doctor.health import BY_SEQUENCE, HEALTHY
     names = {*(row[0] for row in HEALTHY), *BY_SEQUENCE.values(), "rollout_is_per_sequence",
              "is_ratio_mean", "is_ratio_z", "kl", "kl_z"}
     steps = [{name.removeprefix("rollout_corr/"): float(f"{value:.4g}")

@@ -24,23 +24,20 @@ from typing import Any
 import torch
 import yaml
 
+from three_policies.checks import UserError
+from three_policies.checks import interval as read_interval
 from three_policies.correction import PRESETS, RolloutCorrectionConfig, correct
-from three_policies.doctor import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED, diagnose
+from three_policies.doctor.health import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED, diagnose
 from three_policies.estimators import LEVELS, kl_estimate, masked_log_ratio
 from three_policies.interop.dialects import from_dialect
 from three_policies.losses import LossConfig, kl_loss, policy_loss, reinforce_loss
-from three_policies.math import versions
-from three_policies.math import routes
-from three_policies.math import merging
-from three_policies.math import turns
-from three_policies.math import words
+from three_policies.math import merging, routes, turns, versions, words
 from three_policies.math.contrasts import holm, mcnemar, sign_flip
 from three_policies.plumbing.cards import (GIB, Shapes, host_bytes, memory, require_room,
                                            smallest_engine)
 from three_policies.plumbing.models import add_adapter
-from three_policies.plumbing.settings import PolicyConfig, UserError, documented, load_config
+from three_policies.plumbing.settings import PolicyConfig, documented, load_config
 from three_policies.rejection import CRITERIA
-from three_policies.rejection import interval as read_interval
 from three_policies.surrogates import LOSSES
 from three_policies.tests import certified
 from three_policies.tests.oracle import (J, Policy, exact_gradient, expectation, kl, rewards,

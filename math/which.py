@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from three_policies.causes import CAUSES
+from three_policies.doctor.causes import CAUSES
 from three_policies.math import tables
 from three_policies.math.study import config_of
 

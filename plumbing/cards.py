@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from three_policies.plumbing.settings import Config, UserError
+from three_policies.checks import UserError
+from three_policies.plumbing.settings import Config
 from three_policies.rollout import DTYPES
 
 GIB = 2 ** 30

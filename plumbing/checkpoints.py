@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
+from three_policies.checks import UserError
 from three_policies.plumbing.faults import cause_of, explain
 from three_policies.plumbing.models import digest_of
-from three_policies.plumbing.settings import CHANGEABLE, Config, UserError, flat, without_slash
+from three_policies.plumbing.settings import CHANGEABLE, Config, flat, without_slash
 from three_policies.plumbing.shards import TensorByTensor
 
 # Older ones must not stay beside new ones: they would be read instead.

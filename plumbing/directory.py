@@ -19,7 +19,7 @@ from typing import IO
 import torch.distributed as dist
 from tqdm import tqdm
 
-from three_policies.plumbing.settings import UserError
+from three_policies.checks import UserError
 
 
 FILES = ("config.yaml", "metrics.jsonl", "finished.json", "curves.png", "eval.jsonl")

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
-from three_policies.plumbing.settings import UserError
+from three_policies.checks import UserError
 from three_policies.plumbing.signals import Ended, Received
 
 # How torch, vLLM and gloo word these two failures.

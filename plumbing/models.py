@@ -21,7 +21,8 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import cached_file
 
-from three_policies.plumbing.settings import PolicyConfig, UserError
+from three_policies.checks import UserError
+from three_policies.plumbing.settings import PolicyConfig
 
 
 def require_place(path: str, key: str = "policy.path=") -> None:

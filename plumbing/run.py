@@ -29,8 +29,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from tqdm import tqdm
 
-from three_policies.adapters.dumps import append, response
+from three_policies.checks import UserError
 from three_policies.doctor import diagnose, examine
+from three_policies.doctor.dumps import append, response
 from three_policies.engines.choice import make_engine
 from three_policies.metrics import to_host
 from three_policies.plumbing import signals
@@ -44,7 +45,7 @@ from three_policies.plumbing.faults import (end_after, explain, process_group,
 from three_policies.plumbing.models import (add_adapter, configuration, empty_model, read_tokenizer,
                                             require_place, require_vocabulary)
 from three_policies.plumbing.report import closing_table, ess, summarize, plot
-from three_policies.plumbing.settings import Config, UserError, correction_of, in_own_keys, remarks
+from three_policies.plumbing.settings import Config, correction_of, in_own_keys, remarks
 from three_policies.plumbing.tasks import Task, leave_out, make_demo_model, make_task, seed_of
 from three_policies.policy import Policy, full_weights, load_policy
 from three_policies.rollout import Cut, NamedTensor, Sample, WeightSync
@@ -477,7 +478,7 @@ class Run:
         return not self.looked or step <= self.done + self.config.train.dump
 
     def look_at(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Dump a step's rows from all ranks, and report what doctor.py says of the first step."""
+        """Dump a step's rows from all ranks, and report what the doctor says of the first step."""
         if step <= self.done + self.config.train.dump:
             parts: list[Any] = [None] * dist.get_world_size()
             dist.gather_object(rows, parts if self.main else None)
@@ -490,7 +491,7 @@ class Run:
             sizes = itertools.accumulate(len(row["token_ids"]) for row in rows)
             few = [row for row, size in zip(rows, sizes) if size <= LOOKED_AT] or rows[:1]
             report = examine(itertools.starmap(response, enumerate(few, 1)))
-            self.say(f"the first batch, as doctor.py sees it: {report.in_short()}")
+            self.say(f"the first batch, as the doctor sees it: {report.in_short()}")
         self.looked = True
 
     def save_if_due(self, step: int) -> None:

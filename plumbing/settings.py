@@ -26,22 +26,14 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
+from three_policies.checks import UserError, interval
 from three_policies.correction import HISTORICAL, PRESETS, RolloutCorrectionConfig
 from three_policies.interop.dialects import KEYS, OWN, WRAPPERS, from_dialect, kl_kind, own_keys
-from three_policies.rejection import CRITERIA, interval
+from three_policies.rejection import CRITERIA
 from three_policies.surrogates import LOSSES
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE_KINDS = ("jsonl", "parquet")          # of task.kind: the questions come from a file
-
-
-class UserError(Exception):
-    """Carry one sentence, on one line, for the user."""
-
-    silent: bool
-
-    def __init__(self, sentence: str):
-        super().__init__(" ".join(sentence.split()))
 
 
 # -------------------------------------------------------------------------------- what there is
@@ -189,7 +181,7 @@ class TrainConfig:
     eval_every: int = setting(50, "steps between evaluations", 1)
     dump: int = setting(
         0, "steps after each start whose tokens and log-probs go to runs/<run>/dumps/, for "
-        "doctor.py; also named run.dump", 0)
+        "the doctor; also named run.dump", 0)
     grace: float = setting(25.0, "seconds after SIGTERM in which a step may end and be saved", 0)
     on_nonfinite: Literal["raise", "skip"] = setting(
         "raise", "on a number that is not finite: end the run, or leave the sample out")

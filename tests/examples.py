@@ -12,10 +12,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from three_policies.checks import interval
 from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.estimators import chi_square, exp_ratio
 from three_policies.losses import AGGREGATIONS, LossConfig, policy_loss
-from three_policies.rejection import CRITERIA, interval
+from three_policies.rejection import CRITERIA
 from three_policies.tests.oracle import (Policy, estimator_moments, f64, rewards)
 
 # Every run has the same examples, and none judges the speed of the machine.

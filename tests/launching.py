@@ -28,6 +28,7 @@ from pathlib import Path
 from three_policies.tests.waiting import HANG
 
 HERE = Path(__file__).resolve()
+ROOT = HERE.parent.parent
 # What many forks need, and what each would otherwise import or compile for itself.
 IMPORTED = """
 import matplotlib.pyplot, peft, torch.distributed.run

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
-from three_policies import causes
+from three_policies.doctor import causes
 
 CLEAR = 1.25            # a factor; in each draw of perturbed.py a verdict is as clear
 

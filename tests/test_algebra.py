@@ -14,9 +14,9 @@ import torch
 from sympy import Rational as Q
 from sympy import diff, exp, expand, log, simplify
 
-from three_policies import causes
-from three_policies.correction import RolloutCorrectionConfig as Config
-from three_policies.correction import batch_normalize, importance_weights
+from three_policies.correction import (batch_normalize, importance_weights,
+                                       RolloutCorrectionConfig as Config)
+from three_policies.doctor import causes
 from three_policies.estimators import (aggregate_log_ratio, chi_square, effective_sample_size,
                                        grpo_advantages, kl_estimate, perplexity, rloo_advantages)
 from three_policies.losses import LossConfig, kl_loss, kl_ratio, policy_loss

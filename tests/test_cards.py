@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config
 
 from three_policies import trainer
+from three_policies.checks import UserError
 from three_policies.engines import choice
 from three_policies.math import tables
 from three_policies.plumbing import cards, faults, run as run_module
@@ -27,7 +28,7 @@ from three_policies.plumbing.cards import (GIB, Shapes, host_bytes, judge_host, 
                                            memory_metrics, require_room, smallest_engine,
                                            update_flops)
 from three_policies.plumbing.models import add_adapter
-from three_policies.plumbing.settings import UserError, load_config
+from three_policies.plumbing.settings import load_config
 from three_policies.tests.launching import ROOT
 from three_policies.tests.small import steady, weights
 from three_policies.tests.test_gpu import drive

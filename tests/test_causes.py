@@ -1,7 +1,7 @@
-"""doctor.py names the cause of a gap from a dump, on plants of tests/plants.py.
+"""The doctor names the cause of a gap from a dump, on plants of doctor/plants.py.
 
 Plants are of models that are made here, so each stands clear of the limits: see margins.py.
-math/doctor_rates.py counts how often it is right, on models that its rules never saw.
+doctor/rates.py counts how often it is right, on models that its rules never saw.
 """
 
 import functools
@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from three_policies import causes
 from three_policies import doctor
-from three_policies.adapters.dumps import Response, response
+from three_policies.doctor import causes, plants, sides
+from three_policies.doctor.dumps import Response, response
 from three_policies.estimators import sampling_log_probs
-from three_policies.tests import plants
-from three_policies.tests import sides
 from three_policies.tests.certified import certifies
 from three_policies.tests.margins import stands_clear, stays_below
 from three_policies.tests.oracle import Policy, close, expectation, kl
@@ -522,8 +520,8 @@ def test_a_law_that_leaves_most_of_the_gap_is_no_first_cause(noise, named):
 
 
 def test_every_limit_set_by_hand_is_held_against_two_splits():
-    """math/doctor-rates.txt has a row for each limit and split, with the limit as it is."""
-    table = (Path(__file__).parent.parent / "math/doctor-rates.txt").read_text()
+    """doctor/rates.txt has a row for each limit and split, with the limit as it is."""
+    table = (Path(__file__).parent.parent / "doctor/rates.txt").read_text()
     for name, limit in causes.LIMITS.items():
         assert table.count(f"\n| {name} | {limit:.3g} | ") == 2
     assert causes.beyond("eos", causes.LIMITS["eos"] + 1e-9)

@@ -13,9 +13,7 @@ import torch
 from three_policies.correction import importance_weights
 from three_policies.estimators import (grpo_advantages, masked_log_ratio, rloo_advantages,
                                        sampling_log_probs)
-from three_policies.math import routes
-from three_policies.math import turns
-from three_policies.math import versions
+from three_policies.math import routes, turns, versions
 from three_policies.tests.certified import certifies
 from three_policies.tests.oracle import (J, Policy, close, exact_gradient, expectation, grad_J,
                                          rewards, scores)

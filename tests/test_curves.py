@@ -14,7 +14,7 @@ import yaml
 from matplotlib.colors import to_rgba
 from PIL import Image
 
-from three_policies.plumbing.settings import UserError
+from three_policies.checks import UserError
 from three_policies.tests.launching import shell
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,10 +13,11 @@ from decimal import Decimal
 import pytest
 import transformers
 
+from three_policies.checks import UserError
 from three_policies.plumbing import tasks
 from three_policies.plumbing.faults import process_group
 from three_policies.plumbing.run import Run
-from three_policies.plumbing.settings import FILE_KINDS, TaskConfig, UserError, load_config
+from three_policies.plumbing.settings import FILE_KINDS, TaskConfig, load_config
 from three_policies.tests.launching import shell
 
 ROWS = [{"question": f"{a}+{b}=", "answer": f"{a} and {b} are {a + b}.\n#### {a + b}"}

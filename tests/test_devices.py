@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import MixtralConfig
 
-from three_policies import rollout
-from three_policies import trainer
+from three_policies import rollout, trainer
 from three_policies.engines.choice import make_engine
 from three_policies.engines.vllm import VllmEngine, import_vllm
 from three_policies.kernels.shapes import Shape, pad_rows, to_device

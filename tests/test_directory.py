@@ -23,13 +23,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from three_policies.checks import UserError
 from three_policies.plumbing import directory
 from three_policies.plumbing.checkpoints import read_metrics, write_aside
 from three_policies.plumbing.directory import (hold_directory, lock_file, require_writable,
                                                take_turns)
 from three_policies.plumbing.faults import process_group
 from three_policies.plumbing.models import digest_of
-from three_policies.plumbing.settings import UserError
 from three_policies.tests.launching import shell
 from three_policies.tests.small import SMALL, make_tiny_model, weights
 from three_policies.tests.waiting import HANG

@@ -1,4 +1,4 @@
-"""doctor.py: `diagnose` says what is wrong in metrics, and is silent about what is not.
+"""doctor: `diagnose` says what is wrong in metrics, and is silent about what is not.
 
 What a whole run says is tested in test_lessons.py.
 """
@@ -10,7 +10,7 @@ import torch
 
 from three_policies.correction import correct
 from three_policies.correction import RolloutCorrectionConfig as Config
-from three_policies.doctor import DUMP, HEALTHY, NO_LESSON, diagnose
+from three_policies.doctor.health import DUMP, HEALTHY, NO_LESSON, diagnose
 from three_policies.estimators import sampling_log_probs
 from three_policies.losses import policy_loss
 from three_policies.metrics import offpolicy_metrics, to_host

@@ -1,4 +1,4 @@
-"""The trainer writes dumps, and doctor.py reads them and rows of other trainers."""
+"""The trainer writes dumps, and the doctor reads them and rows of other trainers."""
 
 import argparse
 import gzip
@@ -14,15 +14,15 @@ import pytest
 import torch
 from PIL import Image
 
-from three_policies.adapters.dumps import append, read, response, rows_of
-from three_policies.causes import Finding, Tokens
+from three_policies.checks import UserError
 from three_policies.doctor import Report
-from three_policies.plumbing.consult import consult, main
-from three_policies.plumbing.settings import UserError
+from three_policies.doctor.causes import Finding, Tokens
+from three_policies.doctor.command import consult, main
+from three_policies.doctor.dumps import append, read, response, rows_of
 from three_policies.tests.launching import ROOT
 from three_policies.tests.tolerances import gamma
 
-SAID = "the first batch, as doctor.py sees it: "
+SAID = "the first batch, as the doctor sees it: "
 
 
 def test_a_run_dumps_its_first_steps_and_says_what_the_doctor_makes_of_the_first(run, capsys):
@@ -101,7 +101,7 @@ def planted(tmp_path):
 
 
 def test_the_figure_is_a_row_above_those_of_the_book(planted, tmp_path):
-    from three_policies.plumbing.gallery import SIGNATURES
+    from three_policies.doctor.panels import SIGNATURES
     assert main([str(planted), "--figure", str(tmp_path / "figure.png")]) == 1
     with Image.open(tmp_path / "figure.png") as found, Image.open(SIGNATURES) as known:
         assert found.width == known.width and found.height > known.height + 100
@@ -111,8 +111,8 @@ def test_the_figure_is_a_row_above_those_of_the_book(planted, tmp_path):
 
 def test_the_five_panels_hold_what_their_titles_say(monkeypatch):
     """Four tokens by hand for each response to one prompt; the second response is masked."""
-    from three_policies.causes import Tokens, log_odds
-    from three_policies.plumbing import gallery
+    from three_policies.doctor.causes import Tokens, log_odds
+    from three_policies.doctor import panels
     mu = torch.tensor([[-1.0, -2, -3, -0.5], [-2, -1, -0.25, -4], [-3, -30, -0.5, -1]]).double()
     pi = torch.tensor([[-2.0, -1, -3, -0.75], [-1, -1.5, -0.5, -2], [-2, -1, -0.25, -3]]).double()
     counts = torch.tensor([True, False, True, True])                # of which response
@@ -122,11 +122,11 @@ def test_the_five_panels_hold_what_their_titles_say(monkeypatch):
             for n in range(4)]
     one = response(1, {"token_ids": [5, 6], "rollout_log_probs": [-1, -2],
                        "train_log_probs": [-1, -2]})
-    monkeypatch.setattr(gallery, "SHOWN", 4)                        # every third token is a point
-    figure = gallery.draw({"planted": Tokens.of([response(n, row) for n, row in enumerate(rows)]),
+    monkeypatch.setattr(panels, "SHOWN", 4)                        # every third token is a point
+    figure = panels.draw({"planted": Tokens.of([response(n, row) for n, row in enumerate(rows)]),
                            "equal": Tokens.of([one])})
     cloud, by_token, grid, after, running, *below = figure.axes
-    assert [axis.get_title() for axis in figure.axes] == [*gallery.TITLES, *[""] * 5]
+    assert [axis.get_title() for axis in figure.axes] == [*panels.TITLES, *[""] * 5]
     assert (cloud.get_ylabel(), below[0].get_ylabel()) == ("planted", "equal")
 
     def close(found, wanted):
@@ -220,7 +220,7 @@ def test_a_bad_row_is_one_sentence_with_its_line(row, said, tmp_path, capsys):
 def test_a_dump_of_masked_or_empty_responses_has_no_token(tmp_path, capsys):
     append(tmp_path / "dump.jsonl", [GOOD | {"response_mask": [0, 0]}, {name: [] for name in GOOD}])
     assert main([str(tmp_path / "dump.jsonl")]) == 2
-    assert capsys.readouterr().err == "doctor.py: the dump has no token that counts\n"
+    assert capsys.readouterr().err == "doctor: the dump has no token that counts\n"
 
 
 @pytest.mark.parametrize("given, said", [
@@ -232,7 +232,7 @@ def test_what_would_be_left_out_is_refused(given, said, planted, capsys):
 
 
 @pytest.mark.parametrize("place, code, said", [
-    ("/dev/full", 2, "doctor.py: [Errno 28] No space left on device\n"), ("pipe", 1, "")])
+    ("/dev/full", 2, "doctor: [Errno 28] No space left on device\n"), ("pipe", 1, "")])
 def test_a_report_that_nobody_can_read_has_no_traceback(place, code, said, planted):
     """A pipe's reader may have gone: `| head -1`."""
     end = open(place, "w") if place != "pipe" else os.fdopen((pipe := os.pipe())[1], "w")
@@ -254,11 +254,11 @@ def test_a_continued_run_dumps_its_first_steps_too(run):
 def test_a_model_scores_the_first_responses_and_the_report_is_of_all(
         tiny_model, tmp_path, monkeypatch):
     """All older checkpoints are looked at before the first is loaded."""
-    from three_policies.plumbing.rescore import Match, Rescored
+    from three_policies.doctor.rescore import Match, Rescored
     scored, plain, model = [], Match("plain", None, None, 1.0, 0.0), str(tiny_model)
-    monkeypatch.setattr("three_policies.plumbing.consult.RESCORED", 2)
+    monkeypatch.setattr("three_policies.doctor.command.RESCORED", 2)
     monkeypatch.setattr(
-        "three_policies.plumbing.rescore.rescore", lambda path, older, few: scored.append(
+        "three_policies.doctor.rescore.rescore", lambda path, older, few: scored.append(
             (path, older, [r.line for r in few])) or Rescored(plain, plain, "none"))
     append(tmp_path / "dump.jsonl", [GOOD] * 5)
     given = argparse.Namespace(dump=tmp_path / "dump.jsonl", model=model, older=[model] * 2,
@@ -277,15 +277,15 @@ def test_a_dump_or_a_model_must_be_given(capsys):
 
 
 def test_a_bug_is_told_from_a_cause(monkeypatch, capsys):
-    monkeypatch.setattr("three_policies.plumbing.consult.consult", lambda _: 1 / 0)
+    monkeypatch.setattr("three_policies.doctor.command.consult", lambda _: 1 / 0)
     assert main(["x"]) == 2 and "ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_the_report_ends_with_what_the_model_says(monkeypatch, capsys):
-    from three_policies.plumbing.rescore import Match, Rescored
+    from three_policies.doctor.rescore import Match, Rescored
     plain = Match("plain", None, None, 1.0, 0.0)
     rescored = Rescored(plain, plain._replace(name="hot", cause="temperature"), "train")
-    monkeypatch.setattr("three_policies.plumbing.consult.consult",
+    monkeypatch.setattr("three_policies.doctor.command.consult",
                         lambda _: (types.SimpleNamespace(faulty=True), rescored))
     assert main(["x"]) == 1
     assert capsys.readouterr().out.splitlines()[1:] == rescored.lines()
@@ -298,7 +298,7 @@ def test_two_causes_have_the_exit_code_of_one(monkeypatch, capsys):
             (1.0, 0.005, [found, found], 1), (1.0, 0.005, [], 0), (1.0, 0.5, [found], 1),
             (1.0, 0.5, [], 0), (2.0, 0.1, [], 1)):      # undecided; a fault without a name
         report = Report(7, 1000, mean, error, (), causes, Tokens.of([]))
-        monkeypatch.setattr("three_policies.plumbing.consult.consult",
+        monkeypatch.setattr("three_policies.doctor.command.consult",
                             lambda _, report=report: (report, None))
         assert main(["x", "--json"]) == code == main(["x"])
         said = json.loads(capsys.readouterr().out.splitlines()[0])
@@ -308,7 +308,7 @@ def test_two_causes_have_the_exit_code_of_one(monkeypatch, capsys):
 def test_a_side_that_only_the_model_finds_guilty_is_a_fault(monkeypatch, capsys):
     """The dump alone shows nothing, and what the model finds has no name."""
     for guilty, code in (("none", 0), ("train", 1)):
-        monkeypatch.setattr("three_policies.plumbing.consult.consult", lambda _, guilty=guilty: (
+        monkeypatch.setattr("three_policies.doctor.command.consult", lambda _, guilty=guilty: (
             types.SimpleNamespace(faulty=False, as_json=dict),
             types.SimpleNamespace(guilty=guilty, as_json=dict)))
         assert main(["x", "--json"]) == code
@@ -323,7 +323,7 @@ def test_without_a_dump_the_model_samples_and_is_in_order(tiny_model, capsys):
 
 @pytest.mark.made_here
 def test_the_model_names_the_guilty_side_of_a_dump(tiny_model, tmp_path, capsys):
-    from three_policies.plumbing.rescore import random_prompts, sample_and_score
+    from three_policies.doctor.rescore import random_prompts, sample_and_score
     found = sample_and_score(str(tiny_model), "transformers", random_prompts(str(tiny_model)),
                              top_p=0.8)
     append(tmp_path / "dump.jsonl", [

@@ -1,13 +1,14 @@
-"""doctor.py: `examine` reads a dump once; E[ρ] is of all tokens, the causes of a bounded part."""
+"""doctor: `examine` reads a dump once; E[ρ] is of all tokens, the causes of a bounded part."""
 
 import math
 
 import pytest
 import torch
 
-from three_policies import causes
 from three_policies import doctor
-from three_policies.adapters.dumps import response
+from three_policies.doctor import causes
+from three_policies.doctor.dumps import response
+from three_policies.doctor.report import COSTS
 from three_policies.tests.certified import certifies
 
 
@@ -153,7 +154,7 @@ def test_what_is_missing_is_named_with_its_cost():
     del given["prompt_ids"], given["entropy"]
     report = doctor.examine([response(1, given)])
     assert report.missing == ("entropy", "prompt_ids")
-    assert all(f"Without {name}: {cost}." in str(report) for name, cost in doctor.COSTS)
+    assert all(f"Without {name}: {cost}." in str(report) for name, cost in COSTS)
 
 
 @pytest.mark.parametrize("name", ["prompt_ids", "entropy"])
@@ -194,7 +195,7 @@ def test_a_line_and_json_begin_with_the_first_cause():
                                                 (11_999, 11_999, 4000)])
 def test_memory_is_bounded_and_the_identity_is_of_all_tokens(limit, most, least, monkeypatch):
     """No more than LIMIT tokens stay in memory, in whole groups, however many rows are read."""
-    monkeypatch.setattr(doctor, "LIMIT", limit)
+    monkeypatch.setattr("three_policies.doctor.report.LIMIT", limit)
     stayed = []
     of = causes.Tokens.of
 
@@ -211,14 +212,14 @@ def test_memory_is_bounded_and_the_identity_is_of_all_tokens(limit, most, least,
 
 
 def test_of_one_group_that_is_larger_than_the_limit_a_part_stays(monkeypatch):
-    monkeypatch.setattr(doctor, "LIMIT", 90)
+    monkeypatch.setattr("three_policies.doctor.report.LIMIT", 90)
     report = doctor.examine(response(i + 1, row()) for i in range(100))
     assert report.tokens == 300 and 45 <= len(report.looked_at.mu) <= 90
 
 
 def test_masked_tokens_take_their_place_in_memory(monkeypatch):
     """LIMIT counts them in every row: 11 whole rows of 18 tokens are below 200."""
-    monkeypatch.setattr(doctor, "LIMIT", 200)
+    monkeypatch.setattr("three_policies.doctor.report.LIMIT", 200)
     wide = row(**{name: values * 6 for name, values in row().items()
                   if name in ("token_ids", "rollout_log_probs", "train_log_probs", "entropy")})
     rows = [response(i + 1, wide | {"response_mask": [1] + [0] * 17}) for i in range(100)]
@@ -232,6 +233,6 @@ def test_an_empty_response_lacks_nothing():
 
 
 def test_a_response_that_is_larger_than_the_limit_stays_whole(monkeypatch):
-    monkeypatch.setattr(doctor, "LIMIT", 2)
+    monkeypatch.setattr("three_policies.doctor.report.LIMIT", 2)
     report = doctor.examine([response(1, row())])
     assert len(report.looked_at.mu) == report.tokens == 3

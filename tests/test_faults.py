@@ -23,8 +23,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from three_policies.checks import UserError
 from three_policies.plumbing import faults
-from three_policies.plumbing.settings import UserError
 from three_policies.tests.launching import shell
 
 HERE = Path(__file__).resolve().parent.parent

@@ -1,4 +1,4 @@
-"""doctor.py reads rows of several systems, and a bad row is one sentence."""
+"""The doctor reads rows of several systems, and a bad row is one sentence."""
 
 import json
 import math
@@ -6,9 +6,9 @@ import math
 import pytest
 
 from three_policies import doctor
-from three_policies.adapters.dumps import WHOLE, Response, read, response
-from three_policies.plumbing.consult import main
-from three_policies.tests import plants
+from three_policies.doctor import plants
+from three_policies.doctor.command import main
+from three_policies.doctor.dumps import WHOLE, Response, read, response
 from three_policies.tests.margins import stands_clear
 from three_policies.tests.test_causes import names, planted
 
@@ -73,7 +73,7 @@ def test_a_bad_row_is_one_sentence_with_its_line(tmp_path, capsys, text, says):
     path.write_text(f"{json.dumps(row())}\n{text}\n", "latin-1")
     assert main([str(path)]) == 2
     out, error = capsys.readouterr()
-    assert not out and error.startswith("doctor.py: line 2: ")
+    assert not out and error.startswith("doctor: line 2: ")
     assert says in error and error.count("\n") == 1
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 import transformers
 
-from three_policies.adapters.dumps import Response, append
-from three_policies.math.rescore_rates import in_bfloat16, sample, score
-from three_policies.plumbing.consult import main
-from three_policies.plumbing.hypotheses import COARSE, Scorer
-from three_policies.plumbing.rescore import ARRIVED, Grid, rescore
+from three_policies.doctor.command import main
+from three_policies.doctor.dumps import Response, append
+from three_policies.doctor.hypotheses import COARSE, Scorer
+from three_policies.doctor.rescore import ARRIVED, Grid, rescore
+from three_policies.doctor.rescore_rates import in_bfloat16, sample, score
 
 PROMPTS = [[3 + i, 5, 7, 9 + i] for i in range(8) for _ in range(2)]
 

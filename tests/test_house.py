@@ -19,8 +19,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 
-from three_policies.correction import RolloutCorrectionConfig as Config
-from three_policies.correction import correct
+from three_policies.correction import correct, RolloutCorrectionConfig as Config
 from three_policies.metrics import to_host
 from three_policies.rejection import CRITERIA
 from three_policies.surrogates import LOSSES

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from three_policies.adapters.dumps import read
+from three_policies.doctor.dumps import read
 from three_policies.engines.choice import make_engine
 from three_policies.rollout import InFlight
 from three_policies.tests.tolerances import gamma

@@ -9,11 +9,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from three_policies.checks import UserError
 from three_policies.engines.choice import make_engine
 from three_policies.plumbing.checkpoints import read_metrics
 from three_policies.plumbing.faults import process_group
 from three_policies.plumbing.models import add_adapter, read_model
-from three_policies.plumbing.settings import PolicyConfig, UserError
+from three_policies.plumbing.settings import PolicyConfig
 from three_policies.policy import Policy, full_weights, load_policy
 from three_policies.tests.launching import shell, torchrun
 from three_policies.tests.oracle import close

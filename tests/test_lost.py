@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from three_policies.adapters.dumps import ABOVE, append, read, response, rows_of
-from three_policies.doctor import Lost, examine
-from three_policies.plumbing.consult import main
+from three_policies.doctor import examine
+from three_policies.doctor.command import main
+from three_policies.doctor.dumps import ABOVE, append, read, response, rows_of
+from three_policies.doctor.report import Lost
 from three_policies.rollout import TransformersEngine
 from three_policies.tests.certified import certifies
 
@@ -95,7 +96,7 @@ def test_a_dump_that_has_them_all_says_so_and_one_that_has_none_does_not(tmp_pat
     dump(tmp_path / "dump.jsonl", dict.fromkeys(range(8), 50))
     assert main([str(tmp_path / "dump.jsonl")]) == 2
     assert capsys.readouterr().err == (
-        "doctor.py: the dump has no token that counts: 400 of 400 sampled tokens have no finite "
+        "doctor: the dump has no token that counts: 400 of 400 sampled tokens have no finite "
         "log-prob and are left out: whole rows of them, 8 of 8\n")
 
 
@@ -121,7 +122,7 @@ def test_the_trainers_dump_has_what_the_trainer_left_out(run, monkeypatch, capsy
     [lost] = [r for r in found if r.not_finite]
     assert lost.not_finite == 1 and lost.mask == [True, False] + [True] * (len(lost.mask) - 2)
     assert all(all(r.mask) for r in found if r is not lost)
-    assert "1 of " in capsys.readouterr().err.split("as doctor.py sees it: ")[1].splitlines()[0]
+    assert "1 of " in capsys.readouterr().err.split("as the doctor sees it: ")[1].splitlines()[0]
 
 
 def test_an_engine_that_is_sampled_by_the_doctor_may_record_nan(tiny_model, monkeypatch, capsys):

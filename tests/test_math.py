@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from three_policies.tests import test_house as house
-from three_policies.tests import certified
+from three_policies.tests import certified, test_house as house
 from three_policies.tests.launching import shell
 from three_policies.tests.oracle import J, Policy, estimator_moments, rewards
 

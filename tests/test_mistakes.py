@@ -13,11 +13,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from three_policies import trainer
+from three_policies.checks import UserError
 from three_policies.correction import PRESETS, RolloutCorrectionConfig
 from three_policies.plumbing import tasks
 from three_policies.plumbing.faults import process_group
 from three_policies.plumbing.run import Run
-from three_policies.plumbing.settings import TaskConfig, UserError, correction_of, load_config
+from three_policies.plumbing.settings import TaskConfig, correction_of, load_config
 from three_policies.rollout import KEPT
 from three_policies.tests.launching import ROOT
 from three_policies.tests.test_data import MADE

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from three_policies.correction import RolloutCorrectionConfig as Config
-from three_policies.correction import correct
+from three_policies.correction import correct, RolloutCorrectionConfig as Config
 from three_policies.estimators import (aggregate_log_ratio, effective_sample_size, exp_ratio,
                                        kl_estimate, rloo_advantages, sampling_log_probs)
 from three_policies.losses import (LossConfig, aggregate_loss, count, kl_loss, policy_loss,

@@ -5,8 +5,8 @@ import math
 import torch
 from torch.nn.functional import logsigmoid
 
-from three_policies import causes
-from three_policies.adapters.dumps import Response
+from three_policies.doctor import causes
+from three_policies.doctor.dumps import Response
 
 ROWS, LENGTH = 60, 10
 

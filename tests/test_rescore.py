@@ -1,6 +1,6 @@
 """Rescoring finds the guilty side, the cause and its value; plants are those of rescore_rates.py.
 
-The rates over other models are printed by `python math/rescore_rates.py`.
+The rates over other models are printed by `python doctor/rescore_rates.py`.
 """
 
 import json
@@ -11,14 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from three_policies.adapters.dumps import Response, append
-from three_policies.causes import Finding
+from three_policies.doctor.causes import Finding
+from three_policies.doctor.command import explained, main
+from three_policies.doctor.dumps import Response, append
+from three_policies.doctor.hypotheses import TABLE, Scorer, module_of, paddings, to_fp8
+from three_policies.doctor.rescore import (AHEAD, Match, Rescored, likeliest, random_prompts,
+                                           rescore, sample_and_score)
+from three_policies.doctor.rescore_rates import (dropped, make_models, planted, sample, score,
+                                                 verdict)
 from three_policies.estimators import sampling_log_probs
-from three_policies.math.rescore_rates import dropped, make_models, planted, sample, score, verdict
-from three_policies.plumbing.consult import explained, main
-from three_policies.plumbing.hypotheses import TABLE, Scorer, module_of, paddings, to_fp8
-from three_policies.plumbing.rescore import (AHEAD, Match, Rescored, likeliest, random_prompts,
-                                             rescore, sample_and_score)
 
 
 @pytest.mark.made_here
@@ -33,7 +34,7 @@ def test_plants_are_found_on_either_side(kind, seed, causes, tmp_path, monkeypat
     column is called is CLEAR nats ahead of what would be another verdict.
     """
     wrong, seen, judged = [], dict[str, int](), []
-    monkeypatch.setattr("three_policies.plumbing.rescore.likeliest", lambda fits: judged.append(
+    monkeypatch.setattr("three_policies.doctor.rescore.likeliest", lambda fits: judged.append(
         likeliest(fits)) or judged[-1])
     for plant in planted(kind, seed, tmp_path, groups=3, longest=16, only=causes):
         seen[plant.cause] = seen.get(plant.cause, -1) + 1
@@ -258,12 +259,12 @@ def test_the_first_token_that_the_model_does_not_have_may_be_the_prompts(drawn):
 def test_responses_are_scored_as_long_as_their_logits_fit_and_one_is_always(
         tokens, kept, drawn, monkeypatch):
     model, path, _, _ = drawn
-    monkeypatch.setattr("three_policies.plumbing.rescore.LOGITS", tokens * model.config.vocab_size)
-    monkeypatch.setattr("three_policies.plumbing.rescore.Scorer", lambda *_: None)
+    monkeypatch.setattr("three_policies.doctor.rescore.LOGITS", tokens * model.config.vocab_size)
+    monkeypatch.setattr("three_policies.doctor.rescore.Scorer", lambda *_: None)
     rows = [Response(n, [3, 4], [-1.0] * 2, [-1.0] * 2, [5], [True] * 2) for n in range(3)]
     seen = []
     monkeypatch.setattr(
-        "three_policies.plumbing.rescore.judge", lambda s, column, mask: seen.append(
+        "three_policies.doctor.rescore.judge", lambda s, column, mask: seen.append(
             len(column)) or Match("plain", None, None, 1.0, 0.0))
     assert rescore(path, [], rows).guilty == "none" and seen == [2 * kept] * 2
 
@@ -278,7 +279,7 @@ def test_a_damaged_model_is_one_sentence(drawn, tmp_path, capsys):
                          (["--engine", "transformers"], "--engine transformers does not start ")):
         assert main([*given, "--model", str(tmp_path / "model")]) == 2
         said = capsys.readouterr().err
-        assert said.startswith("doctor.py: ") and words in said and said.count("\n") == 1
+        assert said.startswith("doctor: ") and words in said and said.count("\n") == 1
 
 
 def test_rows_after_the_256th_keep_their_own_positions(drawn):
@@ -356,7 +357,7 @@ def test_an_engine_is_closed_also_where_it_fails(drawn, monkeypatch):
     def fail(*_, **__):
         raise ZeroDivisionError
     monkeypatch.setattr(
-        "three_policies.plumbing.rescore.make_engine", lambda *_, **__: SimpleNamespace(
+        "three_policies.doctor.rescore.make_engine", lambda *_, **__: SimpleNamespace(
             generate=fail, close=lambda: closed.append(True)))
     with pytest.raises(ZeroDivisionError):
         sample_and_score(drawn[1], "vllm", [[3]])

@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
 
 from three_policies import trainer
+from three_policies.checks import UserError
 from three_policies.plumbing import checkpoints
 from three_policies.plumbing.run import Run
-from three_policies.plumbing.settings import TrainConfig, UserError, load_config
+from three_policies.plumbing.settings import TrainConfig, load_config
 from three_policies.rollout import TransformersEngine
 from three_policies.tests.launching import ROOT
 from three_policies.tests.small import SMALL, steady, weights

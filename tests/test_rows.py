@@ -8,11 +8,12 @@ from functools import cache
 import pytest
 import torch
 
+from three_policies.checks import interval
 from three_policies.correction import RolloutCorrectionConfig as Config, correct
 from three_policies.estimators import aggregate_log_ratio
 from three_policies.losses import LossConfig, policy_loss
 from three_policies.metrics import merge, to_host
-from three_policies.rejection import CRITERIA, interval, rejection_mask
+from three_policies.rejection import CRITERIA, rejection_mask
 from three_policies.surrogates import LOSSES, clipped_tokens
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import MASK, OLD, PI, A, batch

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from three_policies import tiny
-from three_policies.correction import RolloutCorrectionConfig as Config
-from three_policies.correction import importance_weights
+from three_policies.correction import importance_weights, RolloutCorrectionConfig as Config
 from three_policies.estimators import kl_estimate
 from three_policies.losses import LossConfig, policy_loss
 

@@ -21,8 +21,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from three_policies import rollout
-from three_policies import trainer
+from three_policies import rollout, trainer
 from three_policies.correction import PRESETS
 from three_policies.engines.choice import make_engine
 from three_policies.plumbing import batches, checkpoints, tasks

@@ -5,8 +5,8 @@ import types
 import pytest
 import torch
 
-from three_policies.adapters.dumps import read
 from three_policies.doctor import examine
+from three_policies.doctor.dumps import read
 from three_policies.estimators import sampling_log_probs
 from three_policies.tests.test_trl import (  # noqa: F401  (trainer is a fixture)
     Engine, config, environment, first_batches, trainer)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from three_policies.adapters.dumps import read
 from three_policies.doctor import examine
+from three_policies.doctor.dumps import read
 from three_policies.tests.launching import ROOT, serving
 from three_policies.tests.small import required
 from three_policies.tests.tolerances import gamma

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from three_policies.causes import CAUSES
 from three_policies.correction import PRESETS
+from three_policies.doctor.causes import CAUSES
 from three_policies.interop.dialects import from_dialect
 from three_policies.tests.book_pages import OUT, WIDTHS
 from three_policies.tests.test_trl import MODES
@@ -69,7 +69,7 @@ def test_every_cause_of_the_doctor_has_its_answer(path):
 
 def test_the_doctors_record_is_its_table(path):
     from three_policies.math import which
-    table = (ROOT / "math/doctor-rates.txt").read_text()
+    table = (ROOT / "doctor/rates.txt").read_text()
     for one in path[0].answers:
         rows = re.findall(r"^\| (\S+) \| (\d+) \| (\d+) \| \d+ \|$", table, re.MULTILINE)
         rows = {name: (int(n), int(first)) for name, n, first in rows if name in one.causes}

@@ -78,9 +78,7 @@ def in_float64() -> None:
     """
     from transformers.models.qwen2 import modeling_qwen2
 
-    from three_policies import policy
-    from three_policies import rollout
-    from three_policies import trainer
+    from three_policies import policy, rollout, trainer
     from three_policies.plumbing import shards
     precision, read, empty, pad = (policy.MixedPrecisionPolicy, policy.read_model,
                                    policy.empty_model, trainer.pad)

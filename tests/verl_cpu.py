@@ -7,7 +7,7 @@ engine rounds its weights to BITS bits, so π_rollout differs from π_old as und
 seed of a sample follows from the step, the prompt and how often it was asked, so all runs draw the
 same samples. One server serves all ranks. Left out are sleeping, aborted requests, images and
 tools. verl patches a class wherever TRL is installed that TRL 1.16 no longer has: it is made up.
-Where DUMP names a file, each batch is dumped for doctor.py.
+Where DUMP names a file, each batch is dumped for the doctor.
 
 The loss "compared" is interop/verl.py's, and logs how far verl's own is from it.
 """

@@ -33,8 +33,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from three_policies.correction import RolloutCorrectionConfig as Config
-from three_policies.correction import correct
+from three_policies.correction import correct, RolloutCorrectionConfig as Config
 from three_policies.losses import policy_loss
 
 ROOT = Path(__file__).resolve().parent.parent

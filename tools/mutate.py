@@ -1,4 +1,4 @@
-"""Plant one-line errors in the core, causes.py aside, and count those that its tests notice.
+"""Plant one-line errors in the core, doctor/causes.py aside, and count those that its tests notice.
 
     python tools/mutate.py [N] [SEED]       # N mutants drawn at random (300), of all there are
 
@@ -29,7 +29,7 @@ OWN_TESTS = {
     "correction.py": ("correction", "weights", "presets"),
     "metrics.py": ("metrics", "rows"), "centering.py": ("centering",),
     "losses.py": ("losses", "aggregation", "kl_loss", "decoupled"),
-    "doctor.py": ("doctor", "examine")}
+    "doctor/health.py": ("doctor",), "doctor/report.py": ("examine",)}
 TESTS = [*dict.fromkeys(name for names in OWN_TESTS.values() for name in names),
          "peers", "dialects", "museum"]
 LEFT = shutil.ignore_patterns(".git", ".pyright", "node_modules", "runs", "build", "book")

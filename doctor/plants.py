@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from three_policies.tests.sides import (BOS, EOS, PAD, Side, Subject, draw, log_probs, logits, pick,
-                                        prompts)
+from three_policies.doctor.sides import (BOS, EOS, PAD, Side, Subject, draw, log_probs, logits,
+                                         pick, prompts)
 
 
 def scaled(low: float, high: float, severity: float) -> float:

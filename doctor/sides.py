@@ -1,6 +1,6 @@
 """A side is one program's view of a dump: a tiny model from a seed, and what changes its logits.
 
-tests/plants.py makes faults of these: a side differs from the clean one in a few of its fields.
+doctor/plants.py makes faults of these: a side differs from the clean one in a few of its fields.
 """
 
 import copy

@@ -1,11 +1,11 @@
-"""Count how often doctor.py names the planted cause, on models that its rules never saw.
+"""Count how often the doctor names the planted cause, on models that its rules never saw.
 
 The rules of causes.py were written while looking at the dumps of the split `written` and at those
 of earlier judgements: seeds from 5000, 9000, 13000, 17000, 21000 and 27000. They are judged on the
 split `judged`: other architectures, seeds from 31000. These were judged once, after the rules had
-been committed. math/doctor-rates.txt is the output.
+been committed. doctor/rates.txt is the output.
 
-    python math/doctor_rates.py --cache DIR [--split judged] [--write math/doctor-rates.txt]
+    python doctor/rates.py --cache DIR [--split judged] [--write doctor/rates.txt]
 
 A plant must be seen to count: see `visible`. Where the cache has both splits, both are held against
 the limits that were set by hand.
@@ -24,12 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from three_policies import causes
 from three_policies import doctor
-from three_policies.adapters.dumps import read
-from three_policies.causes import log_odds
-from three_policies.tests import plants
-from three_policies.tests import sides
+from three_policies.doctor import causes, plants, sides
+from three_policies.doctor.causes import log_odds
+from three_policies.doctor.dumps import read
 
 
 SPLITS = {"written": ("Qwen2", "Llama", "Mixtral", "Olmo2"),
@@ -132,7 +130,7 @@ def visible(case: Case) -> Case:
 
     It can be seen if what is planted alone, without noise, makes a gap at least VISIBLE times as
     large as bfloat16 makes between two kernels of the same model. If not even the largest severity
-    does, the next model of the architecture is taken, three times at most. doctor.py has no part
+    does, the next model of the architecture is taken, three times at most. The doctor has no part
     in this.
     """
     if case.cause in ("healthy", *ALWAYS) or case.second:
@@ -259,7 +257,7 @@ def met(x: causes.Tokens) -> dict[str, float]:
 
 
 def limits(split: str, cache: Path) -> str:
-    """Return how far from each limit of causes.py its value lies, as a table.
+    """Return how far from each limit of doctor/causes.py its value lies, as a table.
 
     A dump's value is the largest that the rule met in it. Rules that do not apply to a dump, such
     as those of padding where all prompts are equally long, have none.
@@ -313,4 +311,4 @@ if __name__ == "__main__":
         limits(split, given.cache) for split in SPLITS if (given.cache / split).exists())
     print(text)
     if given.write:
-        given.write.write_text(f"# How often doctor.py names the cause\n\n{JUDGED}\n{text}")
+        given.write.write_text(f"# How often the doctor names the cause\n\n{JUDGED}\n{text}")

@@ -1,7 +1,7 @@
-"""Run the doctor's command: read a dump, or sample one, and print what doctor.py finds in it.
+"""The doctor's command: read a dump, or sample one, and print what is found in it.
 
-    python doctor.py DUMP.jsonl [--json] [--figure FILE.png]
-    python doctor.py [DUMP.jsonl] --model DIR [--older DIR …] [--engine vllm]
+    three-policies doctor DUMP.jsonl [--json] [--figure FILE.png]
+    three-policies doctor [DUMP.jsonl] --model DIR [--older DIR …] [--engine vllm]
 """
 
 import argparse
@@ -13,21 +13,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from three_policies.adapters.dumps import read
-from three_policies.causes import Finding
+from three_policies.checks import UserError
 from three_policies.doctor import Report, examine
-from three_policies.plumbing.settings import ENGINES, UserError
+from three_policies.doctor.causes import Finding
+from three_policies.doctor.dumps import read
 from three_policies.plumbing.signals import show
 
 if TYPE_CHECKING:
-    from three_policies.plumbing.rescore import Rescored
+    from three_policies.doctor.rescore import Rescored
 
 RESCORED = 1024                 # most responses that the model scores
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0 if no fault is found, 1 for a fault, 2 for unreadable input."""
-    parser = argparse.ArgumentParser(prog="doctor.py", description="Find why two log-probs differ.")
+    parser = argparse.ArgumentParser(
+        prog="three-policies doctor", description="Find why two log-probs differ.")
     parser.add_argument("dump", nargs="?", metavar="DUMP", help="JSON-lines or parquet, a response "
                         "a row; without DUMP the engine samples from --model")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
@@ -36,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "Hugging Face's format: it rescores the dump")
     parser.add_argument("--older", metavar="DIR", nargs="+", default=[],
                         help="its older weights, in the same format, newest first")
-    parser.add_argument("--engine", default="auto", choices=ENGINES,
-                        help="what samples if there is no DUMP")
+    parser.add_argument("--engine", default="auto", metavar="NAME",
+                        help="what samples if there is no DUMP: auto, vllm or transformers")
     given = parser.parse_args(argv)
     if not (given.dump or given.model):
         parser.error("give a DUMP, --model DIR, or both")
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, IsADirectoryError):
             why = (f"{error.filename} is a directory: give a file of it, such as a run's "
                    "dumps/step-000001.jsonl")
-        print(f"doctor.py: {why}", file=sys.stderr)
+        print(f"doctor: {why}", file=sys.stderr)
         return 2
     except Exception:                  # a bug: Python would exit with 1, which says a cause
         traceback.print_exc()
@@ -75,7 +76,7 @@ def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
         from transformers.utils import logging
 
         from three_policies.plumbing.models import require_place
-        from three_policies.plumbing.rescore import random_prompts, rescore, sample_and_score
+        from three_policies.doctor.rescore import random_prompts, rescore, sample_and_score
         logging.disable_progress_bar()
         logging.set_verbosity_error()
         for key, path in zip(["--model ", *["--older "] * len(given.older)],
@@ -92,7 +93,7 @@ def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
     if rescored:
         report = report._replace(causes=explained(rescored, report.causes))
     if given.figure:
-        from three_policies.plumbing.gallery import save
+        from three_policies.doctor.panels import save
         save(report.looked_at, given.figure)
     return report, rescored
 

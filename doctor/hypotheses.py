@@ -1,7 +1,7 @@
 """List what a recorded column may be: hypotheses, each with log-probs by the trainer's model.
 
 This file decides which hypotheses there are, and which of their values are tried. To add one, add a
-row to `TABLE`; plumbing/rescore.py matches columns to the rows. Two faults on one side at once are
+row to `TABLE`; doctor/rescore.py matches columns to the rows. Two faults on one side at once are
 left out.
 """
 

@@ -1,6 +1,6 @@
 """Rescoring decides what a dump can only suggest: which distribution IS log μ, which IS log π?
 
-The trainer's model scores the same tokens under every row of plumbing/hypotheses.py, and both
+The trainer's model scores the same tokens under every row of doctor/hypotheses.py, and both
 columns of a dump are matched to these scores. This file decides
 * A hypothesis h is judged by the share of the gap to the plain model that it leaves,
   Σ(recorded − h)² / Σ(recorded − plain)². Both are log-odds: there, noise of the logits has the
@@ -23,17 +23,17 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from three_policies.adapters.dumps import Response, response, rows_of
+from three_policies.doctor.dumps import Response, response, rows_of
+from three_policies.doctor.hypotheses import (DIVIDED, EXACT, HALF, IN_16_BITS, NEVER, SCALED,
+                                              STALE, TABLE, Hypothesis, Scorer, bounded_log_odds)
 from three_policies.engines.choice import make_engine
 from three_policies.kernels.shapes import pad_rows
-from three_policies.plumbing.hypotheses import (DIVIDED, EXACT, HALF, IN_16_BITS, NEVER, SCALED,
-                                                STALE, TABLE, Hypothesis, Scorer, bounded_log_odds)
 from three_policies.plumbing.models import read_model
 from three_policies.policy import Policy
 from three_policies.rollout import DTYPES
 
 LOGITS = 2 ** 28       # at most, in float32: 1 GB; further responses are left out
-# Set by hand, on the 216 faults that `python math/rescore_rates.py --tune` plants in tiny models.
+# Set by hand, on the 216 faults that `python doctor/rescore_rates.py --tune` plants in tiny models.
 SOLVED = 1e-4          # share left: no further row is tried
 HARMLESS = 0.05        # share left by the plain model in bfloat16: its own kernels left up to 0.034
 EXPLAINED = 0.35       # share left: right rows, but for dropout, left up to 0.06, and up to 0.19

@@ -4,7 +4,7 @@ Tokens were drawn from p. μ is what the sampler recorded of them, π what the t
 ρ = π/μ. Each cause follows a law, and this file decides which law names which cause. Laws compete
 in one unit, the share of the gap that each leaves. The best one's effect is taken out of the data,
 and the rest is looked at again. Where a law is an identity, the data give its standard error.
-The main numbers that were set by hand are LIMITS; math/doctor-rates.txt says how far signals lie
+The main numbers that were set by hand are LIMITS; doctor/rates.txt says how far signals lie
 from them, and how often all of it is right.
 Derivation: math/16-what-is-wrong.md.
 
@@ -31,7 +31,7 @@ NEVER = LOWEST - 1      # stands for log π = −∞
 ROUNDING = 1e-4         # of E[ρ]: float32 alone may move it by so much
 
 # Limits that were set by hand, on the dumps of the split `written` and of earlier judged splits.
-# math/doctor-rates.txt says how far from its limit each value lies, with and without the cause.
+# doctor/rates.txt says how far from its limit each value lies, with and without the cause.
 LIMITS = {
     "eos": 3.5, "tool": 1.0, "retokenised": 3.2, "stale": 1.5, "padding": 4.0,
     "padding, growing": 1.6, "window": 3.0, "in-flight": 3.0,   # the gap in a part over that of all
@@ -79,7 +79,7 @@ class Tokens(NamedTuple):
 
     @classmethod
     def of(cls, responses: Sequence[Any]) -> "Tokens":
-        """Make the columns from responses as adapters/dumps.py reads them."""
+        """Make the columns from responses as doctor/dumps.py reads them."""
         rows: list[tuple[Any, ...]] = []
         numbers: dict[int, int] = {}
         over: list[tuple[float, float]] = []
@@ -850,8 +850,8 @@ CAUSES = {
               "fewer steps of delay: rollout.staleness here, the asynchronous level elsewhere; or "
               "token weights (correction.preset=decoupled_token_is)"),
     "weights": ("the weights differ: stale, rounded, partly synchronised, or another adapter",
-                "sync all weights before a rollout, unrounded; python doctor.py DUMP --model DIR "
-                "tells which differ; until then token weights "
+                "sync all weights before a rollout, unrounded; three-policies doctor DUMP "
+                "--model DIR tells which differ; until then token weights "
                 "(correction.preset=decoupled_token_is)"),
     "below-grid": ("the update is below the engine's grid: rounding to 16 bits takes it away",
                    "train in the engine's precision, so that both sides hold one set of weights, "

@@ -1,8 +1,8 @@
 """Plant causes into tiny models, rescore, and count how often side, cause and value are right.
 
-    python math/rescore_rates.py [--tune] [-v] [CAUSE …]
+    python doctor/rescore_rates.py [--tune] [-v] [CAUSE …]
 
-Rules and thresholds of plumbing/rescore.py were chosen on TUNED. The rates are those of JUDGED:
+Rules and thresholds of doctor/rescore.py were chosen on TUNED. The rates are those of JUDGED:
 other weights, prompts and draws. Without arguments the table goes to rescore-rates.txt.
 """
 
@@ -17,10 +17,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from three_policies.adapters.dumps import Response
+from three_policies.doctor.dumps import Response
+from three_policies.doctor.rescore import Rescored, rescore
 from three_policies.estimators import sampling_log_probs
 from three_policies.kernels.shapes import pad_rows
-from three_policies.plumbing.rescore import Rescored, rescore
 from three_policies.rollout import quantize_weights
 
 VOCABULARY, OLDER = 40, 3
@@ -348,7 +348,7 @@ def main(arguments: list[str]) -> None:
             if not arguments:
                 Path(__file__).with_name("rescore-rates.txt").write_text("\n".join([
                     "# How often rescoring is right", "",
-                    "Written by `python math/rescore_rates.py`, on tiny models with seeds: "
+                    "Written by `python doctor/rescore_rates.py`, on tiny models with seeds: "
                     + ", ".join(f"{a} {b}" for a, b in models[:models.index((kind, seed)) + 1])
                     + ".", "A plant has 32 responses of at most 32 tokens; \"none\" is a healthy "
                     "pair, \"unknown\" a", "fault that no row of the table has.", "",

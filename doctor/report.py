@@ -1,0 +1,165 @@
+"""Say what a dump of log-probs holds: whether π is a distribution, and the causes of a mismatch.
+
+A dump has log μ and log π of sampled tokens. causes.py has the laws that tell its cause.
+"""
+
+import math
+import zlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from three_policies.doctor.causes import (CAUSES, ROUNDING, Finding, Tokens, find_causes, one_sided,
+                                          undrawn)
+
+LIMIT = 300_000         # most tokens, masked ones too, that are searched for causes
+TELLS = 0.05            # E[ρ] is affirmed if its doubt is at most this: see `Report.proper`
+COSTS = (("prompt_ids", "temperature, penalty, padding and window are found less well or never"),
+         ("entropy", "a mistake that both sides make cannot be found, nor a division after the "
+          "softmax told from a cut"))
+
+
+class Lost(NamedTuple):
+    """The sampled tokens of which a side has no finite log-prob."""
+
+    tokens: int = 0
+    responses: int = 0                  # that have such a token
+    whole: int = 0                      # of these, that have no other sampled token
+
+    def says(self, tokens: int, responses: int) -> str:
+        """Return a sentence, given how many other tokens and how many responses there are."""
+        rows = (f"whole rows of them, {self.whole} of {responses}" if self.whole == self.responses
+                else f"in {self.responses} of {responses} responses, "
+                f"{f'{self.whole} of them' if self.whole else 'none'} whole")
+        return (f"{self.tokens} of {tokens + self.tokens} sampled tokens have no finite log-prob "
+                f"and are left out: {rows}")
+
+
+class Report(NamedTuple):
+    """Hold what a dump says: E[ρ] over all its tokens, and at most three causes."""
+
+    responses: int
+    tokens: int
+    mean: float                         # E[ρ], and its standard error
+    error: float
+    missing: tuple[str, ...]            # names of COSTS that the dump lacks
+    causes: list[Finding]
+    looked_at: Tokens                   # those that were searched for causes
+    lost: Lost = Lost()
+
+    @property
+    def proper(self) -> bool | None:
+        """True if π is a distribution over what μ sampled, False if not, None if undecided.
+
+        A broken record moves E[ρ]: a cut that keeps the mass Z makes it Z. Five standard errors are
+        in doubt, and so is what n tokens need not show, a mass of 5/n (`undrawn`). Near 1, E[ρ]
+        affirms a distribution if all doubt is at most TELLS, since then a loss of more would have
+        been seen. That is 5/n at n = 100, with fewer tokens nothing is said; so the error must be
+        at most 0.01. Far from 1, E[ρ] denies it, unless five errors reach 0: then a few tokens
+        make up the mean, and its error is as unknown.  (eq:martingale, eq:affirmed)
+        """
+        if self.tokens < 100:
+            return None
+        doubt = max(5 * self.error, ROUNDING)
+        if abs(self.mean - 1) <= doubt:
+            return True if doubt <= TELLS else None
+        if self.mean <= doubt or undrawn(self.looked_at.d().expm1(), 1.0):
+            return None
+        return False
+
+    @property
+    def faulty(self) -> bool:
+        """True if there is a cause, an E[ρ] that no pair of distributions has, or a lost token."""
+        return bool(self.causes or self.proper is False or self.lost.tokens)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what --json prints; `not_finite` is there if such tokens are."""
+        lost = {"not_finite": self.lost._asdict()} if self.lost.tokens else {}
+        return {"proper": self.proper, "e_rho": [self.mean, self.error], "tokens": self.tokens,
+                **lost,
+                "causes": [{"cause": f.cause, "confidence": f.confidence, "evidence": f.evidence,
+                            "remedy": CAUSES[f.cause][1]} for f in self.causes]}
+
+    def in_short(self) -> str:
+        """Return one line: E[ρ], the first cause, and what is not finite."""
+        first = self.causes[0] if self.causes else None
+        undecided = " (undecided)" * (self.proper is None)
+        lost = f"; {self.lost.says(self.tokens, self.responses)}" * bool(self.lost.tokens)
+        return f"E[ρ] = {self.mean:.4f} ± {self.error:.4f}{undecided}; " + (
+            f"{first.cause} ({first.confidence}): {first.evidence}" if first else
+            f"no cause found: {self.without_cause()}") + lost
+
+    def without_cause(self) -> str:
+        """Say what is known without a cause: the noise of two kernels explains no E[ρ] but 1."""
+        if self.proper is not False:
+            return "what differs is within the noise of two kernels"
+        return "E[ρ] says only that log μ is not of what was drawn, or that π " + (
+            "lacks a cut that μ had" if self.mean < 1 else "adds up to more than 1")
+
+    def verdict(self) -> str:
+        """Say whether π is a distribution, or what leaves that undecided."""
+        found = f"E[ρ] = {self.mean:.4f} ± {self.error:.4f} (expected 1)"
+        if self.proper is None:
+            why = ("fewer than 100 tokens cannot tell" if self.tokens < 100 else
+                   f"an error above {TELLS / 5:g} would hide a broken record"
+                   if self.error > TELLS / 5 else
+                   "tokens that were never drawn may make up the difference")
+            return f"{found} is undecided: {why}."
+        if self.proper:
+            return f"π is a distribution over what μ sampled: {found}."
+        over = self.looked_at.d().expm1()                           # ρ − 1
+        unless = ", unless it has over twice μ's mass on tokens that were never drawn" * (
+            bool(over.mean() < 0) and one_sided(over))
+        return f"π is NOT a distribution over what μ sampled{unless}: {found}."
+
+    def __str__(self) -> str:
+        lines = [f"{self.responses} responses, {self.tokens} tokens.",
+                 *([f"{self.lost.says(self.tokens, self.responses)}. Look at the engine's output "
+                    "first."] * bool(self.lost.tokens)),
+                 *(f"Without {name}: {cost}." for name, cost in COSTS if name in self.missing),
+                 self.verdict()]
+        others = {f.other.cause for f in self.causes if f.other}
+        for f in self.causes:
+            what, remedy = CAUSES[f.cause]
+            word = "Or" if f.cause in others and f.left >= 1 else "Then"
+            lines += [f"{'Cause' if f is self.causes[0] else word:8}{what} ({f.cause}): "
+                      f"{f.confidence}", f"        {f.evidence}", f"Do      {remedy}"]
+        if not self.causes:
+            copied = len(self.looked_at.mu) and not self.looked_at.d().any()
+            lines.append("No cause found: " + (
+                "both columns are equal to the last digit, as if one were a copy of the other."
+                if copied else f"{self.without_cause()}."))
+        return "\n".join(lines)
+
+
+def examine(dump: Iterable[Any]) -> Report:
+    """Read responses (adapters.dumps.Response) once: E[ρ] is of all, the causes of a part.
+
+    (eq:affirmed)
+    The part has at most LIMIT tokens, in whole groups of equal prompts, chosen by a hash of the
+    prompt. So memory is bounded, and tokens after one prefix stay together. Of a group that is
+    larger by itself, only a part stays.
+    """
+    kept: list[tuple[float, Any]] = []
+    share, held, responses, tokens, total, squares = 1.0, 0, 0, 0, 0.0, 0.0
+    lacking, lost = set[str](), Lost()
+    for r in dump:
+        columns = zip(r.rollout_log_probs, r.train_log_probs, r.mask)
+        over = [math.expm1(min(20.0, pi - mu)) for mu, pi, counts in columns if counts]   # ρ − 1
+        responses, tokens = responses + 1, tokens + len(over)
+        total, squares = total + sum(over), squares + sum(x * x for x in over)
+        lost = Lost(lost.tokens + r.not_finite, lost.responses + (r.not_finite > 0),
+                    lost.whole + (r.not_finite > 0 and not over))
+        lacking |= {name for name, x in (("prompt_ids", r.prompt_ids), ("entropy", r.entropy))
+                    if x is None and r.token_ids}
+        text = repr(r.token_ids if r.prompt_ids is None else (r.prompt_ids, r.line >> 12))
+        place = zlib.crc32(text.encode()) / 2 ** 32
+        if place < share:
+            kept.append((place, r))
+            held += len(r.token_ids)
+        while held > LIMIT and len(kept) > 1:
+            share /= 2
+            kept = [(p, one) for p, one in kept if p < share] or kept[:len(kept) // 2]
+            held = sum(len(one.token_ids) for _, one in kept)
+    mean, part = 1 + total / max(1, tokens), Tokens.of([r for _, r in kept])
+    return Report(responses, tokens, mean, math.sqrt(squares) / max(1, tokens),
+                  tuple(sorted(lacking)), find_causes(part), part, lost)
