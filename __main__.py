@@ -11,7 +11,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Hand the arguments to the command that the first one names; return its exit status."""
     name, *given = [*(sys.argv[1:] if argv is None else argv)] or [""]
     if name == "train":
-        from three_policies.plumbing import signals
+        from three_policies.training import signals
         signals.catch()                # before the other imports, which take seconds
         from three_policies.trainer import main as command
     elif name == "doctor":

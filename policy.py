@@ -33,9 +33,9 @@ from torch.distributed.fsdp import (CPUOffloadPolicy, FSDPModule, MixedPrecision
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from three_policies.kernels.log_probs import TokenLogProbs
-from three_policies.kernels.shapes import Shape, refuse_parts, run_prompts, spread
-from three_policies.plumbing.models import empty_model, read_model, use_attention
+from three_policies.training.heads import TokenLogProbs
+from three_policies.training.shapes import Shape, refuse_parts, run_prompts, spread
+from three_policies.training.models import empty_model, read_model, use_attention
 
 
 class Policy(nn.Module):

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 from three_policies.estimators import sampling_log_probs
-from three_policies.kernels.log_probs import widen_head
-from three_policies.kernels.shapes import Shape, pad_rows, run_prompts, to_device
+from three_policies.training.heads import widen_head
+from three_policies.training.shapes import Shape, pad_rows, run_prompts, to_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KEPT = 1024  # largest top-k: 4 KB a token in training, 8 with ties; a vocabulary of bytes fits
@@ -352,7 +352,7 @@ def _round_to_bits(weight: Tensor, bits: int) -> Tensor:
     return ((w / step).round() * step).to(weight.dtype)
 
 
-# ---- plumbing: nothing below is about the method ------------------------------------------------
+# ---- the work: nothing below is about the method ------------------------------------------------
 
 
 def check_request(engine: Engine, prompts: Sequence[Sequence[int]], seeds: Sequence[int],

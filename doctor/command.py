@@ -17,7 +17,7 @@ from three_policies.checks import UserError
 from three_policies.doctor import Report, examine
 from three_policies.doctor.causes import Finding
 from three_policies.doctor.dumps import read
-from three_policies.plumbing.signals import show
+from three_policies.training.signals import show
 
 if TYPE_CHECKING:
     from three_policies.doctor.rescore import Rescored
@@ -75,7 +75,7 @@ def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
     if given.model:                 # imported here: a dump alone needs no transformers
         from transformers.utils import logging
 
-        from three_policies.plumbing.models import require_place
+        from three_policies.training.models import require_place
         from three_policies.doctor.rescore import random_prompts, rescore, sample_and_score
         logging.disable_progress_bar()
         logging.set_verbosity_error()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from three_policies.kernels.shapes import pad_rows
+from three_policies.training.shapes import pad_rows
 from three_policies.rollout import quantize_weights
 
 NEVER = -30.0          # the log-prob of a token that a cut excludes

@@ -27,8 +27,8 @@ from three_policies.doctor.dumps import Response, response, rows_of
 from three_policies.doctor.hypotheses import (DIVIDED, EXACT, HALF, IN_16_BITS, NEVER, SCALED,
                                               STALE, TABLE, Hypothesis, Scorer, bounded_log_odds)
 from three_policies.engines.choice import make_engine
-from three_policies.kernels.shapes import pad_rows
-from three_policies.plumbing.models import read_model
+from three_policies.training.shapes import pad_rows
+from three_policies.training.models import read_model
 from three_policies.policy import Policy
 from three_policies.rollout import DTYPES
 

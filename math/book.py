@@ -49,7 +49,7 @@ CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.n
 # In reading order; math/turns.py is what 10-turns-and-tools.md enumerates.
 FILES = [f"{name}.py" for name in (
     "estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses",
-    "causes", "doctor", "policy", "rollout", "trainer", "kernels/log_probs",
+    "doctor/causes", "doctor/health", "doctor/report", "policy", "rollout", "trainer", "training/heads",
     *(f"math/{word}" for chapter in CHAPTERS for word in chapter.stem.split("-")
       if (ROOT / "math" / f"{word}.py").exists()))]
 APPENDICES = sorted((ROOT / "math").glob("appendix-*.md"), key=lambda path: path.read_text())

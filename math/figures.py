@@ -48,8 +48,8 @@ from three_policies.estimators import (aggregate_log_ratio, grpo_advantages, kl_
                                        rloo_advantages)
 from three_policies.losses import aggregate_loss
 from three_policies.math import merging, routes, turns, versions, words
-from three_policies.plumbing.settings import CHANGEABLE, SPLITS, flat, leaves, read_yaml
-from three_policies.plumbing.settings import Config as Settings
+from three_policies.training.settings import CHANGEABLE, SPLITS, flat, leaves, read_yaml
+from three_policies.training.settings import Config as Settings
 from three_policies.surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss,
                                        sapo_loss)
 from three_policies.tests.oracle import (J, Policy, estimator_moments, expectation, grad_J, rewards,
@@ -830,7 +830,7 @@ MARKERS = "osD^vXP<>"  # 8, 7 and 9 of them: no two groups have the same three
 
 def read_run(given):
     """Return a run's name, seed, other settings and {step: {metric: number}}."""
-    from three_policies.plumbing.checkpoints import read_metrics      # loads transformers
+    from three_policies.training.checkpoints import read_metrics      # loads transformers
     places, files = [Path(given), Path("runs") / given], ("config.yaml", "metrics.jsonl")
     found = [place for place in places if any((place / file).exists() for file in files)]
     if not found:

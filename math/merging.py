@@ -64,9 +64,9 @@ def make_base(seed: int, directory: Path) -> dict[str, Tensor]:
     """Write the demo's model with weights in bfloat16; return those that get an adapter."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from three_policies.plumbing.faults import process_group
-    from three_policies.plumbing.settings import load_config
-    from three_policies.plumbing.tasks import make_demo_model, make_task
+    from three_policies.training.faults import process_group
+    from three_policies.training.settings import load_config
+    from three_policies.training.tasks import make_demo_model, make_task
     config = load_config([f"seed={seed}"])
     with process_group():
         path = make_demo_model(config, make_task(config.task, config.seed))

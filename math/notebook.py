@@ -54,9 +54,9 @@ transformers.utils.logging.disable_progress_bar()
 # only in part, which leaves something to learn. This takes about a minute.
 
 # %%
-from three_policies.plumbing.faults import process_group
-from three_policies.plumbing.settings import load_config
-from three_policies.plumbing.tasks import make_demo_model, make_task
+from three_policies.training.faults import process_group
+from three_policies.training.settings import load_config
+from three_policies.training.tasks import make_demo_model, make_task
 
 TASK = ["seed=3", "task.kind=sort", "task.size=8", "task.eval_size=512"]
 config = load_config(TASK)
@@ -88,7 +88,7 @@ def answers(dtype, bits):
 # own probability of each: log π.
 
 # %%
-from three_policies.kernels.shapes import pad_rows
+from three_policies.training.shapes import pad_rows
 
 @torch.no_grad()
 def both_sides(samples, temperature=1.0):
@@ -312,7 +312,7 @@ for tokens in (3, 9, 64, 256, 1024):
 
 # %%
 from three_policies import trainer
-from three_policies.plumbing.checkpoints import read_metrics
+from three_policies.training.checkpoints import read_metrics
 
 SETTINGS = [*TASK, "rollout.engine=transformers", "rollout.prompts=64",
             "rollout.samples=8", "rollout.quantize_bits=4", "rollout.staleness=4",

@@ -24,7 +24,7 @@ def respond(config, task):
 
     from three_policies import trainer
     from three_policies.engines.choice import make_engine
-    from three_policies.plumbing.tasks import make_demo_model, seed_of
+    from three_policies.training.tasks import make_demo_model, seed_of
     from three_policies.policy import full_weights, load_policy
     from three_policies.rollout import WeightSync
     path, rollout, device = make_demo_model(config, task), config.rollout, torch.device("cpu")
@@ -55,8 +55,8 @@ def respond(config, task):
 
 def main():
     from three_policies.math import study
-    from three_policies.plumbing.faults import process_group
-    from three_policies.plumbing.tasks import make_task
+    from three_policies.training.faults import process_group
+    from three_policies.training.tasks import make_task
     declared, found = study.declared(ROOT / "math" / "study-64.yaml"), {}
     for width, (regime, arm) in ARMS.items():
         config = study.config_of(declared, regime, arm, SEED)

@@ -36,8 +36,8 @@ ROOT = Path(__file__).parent.parent
 def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
     """Train a cell, and return its line of the table from the run's metrics."""
     from three_policies import trainer
-    from three_policies.plumbing.checkpoints import read_metrics
-    from three_policies.plumbing.run import directory_of
+    from three_policies.training.checkpoints import read_metrics
+    from three_policies.training.run import directory_of
     config = config_of(study, regime, method, seed)
     log = Path("runs") / ".study" / f"{config.run}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
 
 
 def config_of(study: dict, regime: str, method: str, seed: int):
-    from three_policies.plumbing.settings import flat, load_config
+    from three_policies.training.settings import flat, load_config
     settings = flat({**study["settings"], "correction": {"preset": method}, "seed": seed})
     settings |= study["regimes"][regime] | study["methods"].get(method, {})
     settings["run"] = f"{study['name']}-{regime}-{method}-{seed}"
@@ -69,8 +69,8 @@ def config_of(study: dict, regime: str, method: str, seed: int):
 
 def warm_start(config, lock: Path) -> None:
     """Make the policy that all arms of a seed begin with, in one cell while the others wait."""
-    from three_policies.plumbing.faults import process_group
-    from three_policies.plumbing.tasks import make_demo_model, make_task
+    from three_policies.training.faults import process_group
+    from three_policies.training.tasks import make_demo_model, make_task
     with lock.open("w") as file, process_group():
         fcntl.flock(file, fcntl.LOCK_EX)
         make_demo_model(config, make_task(config.task, config.seed))
@@ -79,7 +79,7 @@ def warm_start(config, lock: Path) -> None:
 def in_float32(evaluate):
     """Return an evaluator that is the same for all arms: the transformers engine in float32."""
     from three_policies.engines.choice import make_engine
-    from three_policies.plumbing.tasks import make_demo_model
+    from three_policies.training.tasks import make_demo_model
 
     def evaluated(run):
         sampler, path = run.engine, run.config.policy.path or make_demo_model(run.config, run.task)

@@ -33,10 +33,10 @@ from three_policies.interop.dialects import from_dialect
 from three_policies.losses import LossConfig, kl_loss, policy_loss, reinforce_loss
 from three_policies.math import merging, routes, turns, versions, words
 from three_policies.math.contrasts import holm, mcnemar, sign_flip
-from three_policies.plumbing.cards import (GIB, Shapes, host_bytes, memory, require_room,
+from three_policies.training.capacity import (GIB, Shapes, host_bytes, memory, require_room,
                                            smallest_engine)
-from three_policies.plumbing.models import add_adapter
-from three_policies.plumbing.settings import PolicyConfig, documented, load_config
+from three_policies.training.models import add_adapter
+from three_policies.training.settings import PolicyConfig, documented, load_config
 from three_policies.rejection import CRITERIA
 from three_policies.surrogates import LOSSES
 from three_policies.tests import certified

@@ -21,7 +21,7 @@ import yaml
 from three_policies.correction import correct
 from three_policies.interop.dialects import from_dialect
 from three_policies.losses import LossConfig, policy_loss
-from three_policies.plumbing.tasks import balanced, next_brackets
+from three_policies.training.tasks import balanced, next_brackets
 from three_policies.tests.oracle import Policy, exact_gradient
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -94,16 +94,16 @@ def run(tiny_model, tmp_path, monkeypatch):
     opens are small.
     """
     from three_policies import trainer
-    from three_policies.plumbing import cards, checkpoints, tasks
+    from three_policies.training import capacity, checkpoints, tasks
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(cards.SIDES, "cpu", 64)
+    monkeypatch.setitem(capacity.SIDES, "cpu", 64)
     monkeypatch.setattr(tasks.Task, "reward",
                         lambda self, problem, response: float(len(response) % 2))
 
     def call(*overrides, engine="transformers", name="x", draw=False):
         with monkeypatch.context() as patches:
             if not draw:
-                patches.setattr("three_policies.plumbing.run.plot", lambda *_: None)
+                patches.setattr("three_policies.training.run.plot", lambda *_: None)
             code = trainer.main([*SMALL, f"policy.path={tiny_model}", f"rollout.engine={engine}",
                                  f"run={name}", *overrides])
         path = Path("runs") / name / "metrics.jsonl"

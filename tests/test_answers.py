@@ -1,4 +1,4 @@
-"""The rule of plumbing/answers.py says when an answer is right.
+"""The rule of training/answers.py says when an answer is right.
 
 It is tested by its examples, by ways to write one number, and by lists.
 """
@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from three_policies.plumbing import answers
-from three_policies.plumbing.answers import final_answer, is_right
+from three_policies.training import answers
+from three_policies.training.answers import final_answer, is_right
 
 
 @pytest.mark.parametrize("text, answer", [
@@ -141,7 +141,7 @@ def test_no_list_of_answers_is_right():
 
 
 def test_the_examples_of_the_rule():
-    """The examples of plumbing/answers.py's docstring are equal, or not, as it says."""
+    """The examples of training/answers.py's docstring are equal, or not, as it says."""
     rule = " ".join(answers.__doc__.split())
     for text in ("42 apples", "42 km/h", "42%", r"42\text{ cm}^2", "42 square feet",
                  "$42 per week"):

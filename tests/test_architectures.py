@@ -16,8 +16,8 @@ import transformers
 
 from three_policies.engines.choice import make_engine
 from three_policies.engines.vllm import as_guest, keep_class
-from three_policies.plumbing.models import read_model
-from three_policies.plumbing.tasks import character_tokenizer
+from three_policies.training.models import read_model
+from three_policies.training.tasks import character_tokenizer
 from three_policies.policy import Policy, check, full_weights
 from three_policies.rollout import every_weight_once
 

@@ -23,12 +23,12 @@ from three_policies import trainer
 from three_policies.checks import UserError
 from three_policies.engines import choice
 from three_policies.math import tables
-from three_policies.plumbing import cards, faults, run as run_module
-from three_policies.plumbing.cards import (GIB, Shapes, host_bytes, judge_host, memory,
+from three_policies.training import capacity, faults, run as run_module
+from three_policies.training.capacity import (GIB, Shapes, host_bytes, judge_host, memory,
                                            memory_metrics, require_room, smallest_engine,
                                            update_flops)
-from three_policies.plumbing.models import add_adapter
-from three_policies.plumbing.settings import load_config
+from three_policies.training.models import add_adapter
+from three_policies.training.settings import load_config
 from three_policies.tests.launching import ROOT
 from three_policies.tests.small import steady, weights
 from three_policies.tests.test_gpu import drive
@@ -228,7 +228,7 @@ def test_a_run_judges_the_share_of_its_ranks_that_is_on_its_host(run, monkeypatc
 def test_the_hosts_memory_is_all_that_it_has(monkeypatch):
     """Not what is free at that moment."""
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 3, "SC_PAGE_SIZE": 4096}.__getitem__)
-    assert cards.host_memory() == 12_288
+    assert capacity.host_memory() == 12_288
 
 
 def test_the_configuration_for_24_gb_fits_and_states_its_figures():
@@ -326,8 +326,8 @@ def test_the_fullest_card_decides(monkeypatch):
         x.copy_(x.minimum(torch.tensor([2, 5]) * GIB))
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (3 * GIB, 4 * GIB))
     monkeypatch.setattr(torch.distributed, "all_reduce", with_another_rank)
-    assert cards.free_memory(torch.device("cpu")) is None
-    assert cards.free_memory(torch.device("cuda", 0)) == (2 * GIB, 4 * GIB)
+    assert capacity.free_memory(torch.device("cpu")) is None
+    assert capacity.free_memory(torch.device("cuda", 0)) == (2 * GIB, 4 * GIB)
 
 
 # ------------------------------------------------------------------------------- a card without use
@@ -457,15 +457,15 @@ def test_the_share_of_the_speed_is_of_all_ranks_cards(monkeypatch):
 def test_the_rate_is_that_of_the_fastest_product(monkeypatch):
     """A product of n × n matrices takes 2n³ FLOPs. The clock is planted."""
     times = iter([x for took in (9, 4, 5, 2, 8, 3, 7, 6) for x in (0.0, float(took))])
-    monkeypatch.setattr(cards.time, "perf_counter", lambda: next(times))
-    assert cards.matrix_rate(torch.device("cpu"), "float32") == 2 * cards.SIDES["cpu"] ** 3 / 2
+    monkeypatch.setattr(capacity.time, "perf_counter", lambda: next(times))
+    assert capacity.matrix_rate(torch.device("cpu"), "float32") == 2 * capacity.SIDES["cpu"] ** 3 / 2
 
 
 @pytest.mark.parametrize("system, unit", [("linux", 2 ** 10), ("darwin", 1)])
 def test_the_systems_peak_is_in_its_own_unit(system, unit, monkeypatch):
     """Linux counts it in KiB, and macOS in bytes. It is planted: 2 TiB."""
-    monkeypatch.setattr(cards.sys, "platform", system)
-    monkeypatch.setattr(cards.resource, "getrusage",
+    monkeypatch.setattr(capacity.sys, "platform", system)
+    monkeypatch.setattr(capacity.resource, "getrusage",
                         lambda who: SimpleNamespace(ru_maxrss=2 ** 41 // unit))
     assert memory_metrics(torch.device("cpu"))["memory/peak_mb"] == 2 ** 21
 

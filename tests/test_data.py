@@ -14,10 +14,10 @@ import pytest
 import transformers
 
 from three_policies.checks import UserError
-from three_policies.plumbing import tasks
-from three_policies.plumbing.faults import process_group
-from three_policies.plumbing.run import Run
-from three_policies.plumbing.settings import FILE_KINDS, TaskConfig, load_config
+from three_policies.training import tasks
+from three_policies.training.faults import process_group
+from three_policies.training.run import Run
+from three_policies.training.settings import FILE_KINDS, TaskConfig, load_config
 from three_policies.tests.launching import shell
 
 ROWS = [{"question": f"{a}+{b}=", "answer": f"{a} and {b} are {a + b}.\n#### {a + b}"}
@@ -170,7 +170,7 @@ def as_problem(row):
 def test_the_digest_is_of_all_questions_and_answers_in_their_order(file, forks, tmp_path):
     path = file("rows", ROWS)
     task, text = task_of(path), f"TaskConfig(kind='jsonl', path={path!r})"
-    (tmp_path / "digest.py").write_text("from three_policies.plumbing.tasks import *\n"
+    (tmp_path / "digest.py").write_text("from three_policies.training.tasks import *\n"
                                         f"print(make_task({text}, 0).digest, hash('a string'))")
     result = shell([sys.executable, *forks, "digest.py"], tmp_path)
     assert result.returncode == 0, result.stderr

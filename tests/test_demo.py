@@ -2,7 +2,7 @@
 
 import sys
 
-from three_policies.plumbing import checkpoints
+from three_policies.training import checkpoints
 from three_policies.tests.launching import ROOT, shell
 
 

@@ -12,10 +12,10 @@ from transformers import MixtralConfig
 from three_policies import rollout, trainer
 from three_policies.engines.choice import make_engine
 from three_policies.engines.vllm import VllmEngine, import_vllm
-from three_policies.kernels.shapes import Shape, pad_rows, to_device
-from three_policies.plumbing.faults import process_group
-from three_policies.plumbing.models import add_adapter
-from three_policies.plumbing.settings import PolicyConfig
+from three_policies.training.shapes import Shape, pad_rows, to_device
+from three_policies.training.faults import process_group
+from three_policies.training.models import add_adapter
+from three_policies.training.settings import PolicyConfig
 from three_policies.policy import load_policy
 from three_policies.rollout import Cut
 
@@ -260,7 +260,7 @@ PYDANTIC = ("1 validation error for ModelConfig\n  Value error, The model type '
 def test_an_engine_that_does_not_start_says_why_once(error, said, run, monkeypatch, capsys):
     def fail(*_, **__):
         raise error
-    monkeypatch.setattr("three_policies.plumbing.run.make_engine", fail)
+    monkeypatch.setattr("three_policies.training.run.make_engine", fail)
     assert run()[0] == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == f"trainer.py: rollout.engine=transformers does not start: {said}"

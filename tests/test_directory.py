@@ -24,12 +24,12 @@ from types import SimpleNamespace
 import pytest
 
 from three_policies.checks import UserError
-from three_policies.plumbing import directory
-from three_policies.plumbing.checkpoints import read_metrics, write_aside
-from three_policies.plumbing.directory import (hold_directory, lock_file, require_writable,
+from three_policies.training import directory
+from three_policies.training.checkpoints import read_metrics, write_aside
+from three_policies.training.directory import (hold_directory, lock_file, require_writable,
                                                take_turns)
-from three_policies.plumbing.faults import process_group
-from three_policies.plumbing.models import digest_of
+from three_policies.training.faults import process_group
+from three_policies.training.models import digest_of
 from three_policies.tests.launching import shell
 from three_policies.tests.small import SMALL, make_tiny_model, weights
 from three_policies.tests.waiting import HANG
@@ -96,8 +96,8 @@ def test_a_second_start_is_told_who_trains(tiny_model, forks, tmp_path):
 TWICE = """
 import json, os, sys, time
 from three_policies import trainer
-from three_policies.plumbing import run
-from three_policies.plumbing.tasks import Task
+from three_policies.training import run
+from three_policies.training.tasks import Task
 run.plot = lambda *_: None             # the curves are no matter of who trains
 Task.reward = lambda self, problem, response: float(len(response) % 2)
 delays, argv = json.loads(sys.argv[1]), sys.argv[2:]
@@ -167,7 +167,7 @@ def test_a_lock_that_was_removed_meanwhile_is_no_lock(forks, tmp_path, monkeypat
     assert len(calls) == 2 and path.stat().st_ino == os.fstat(file.fileno()).st_ino
     (tmp_path / "ask.py").write_text(
         "import sys; from pathlib import Path\n"
-        "from three_policies.plumbing.directory import lock_file\n"
+        "from three_policies.training.directory import lock_file\n"
         "lock_file(Path(sys.argv[1]))")
     asking = shell([sys.executable, *forks, "ask.py", str(path)], tmp_path)
     assert f"BlockingIOError: process {os.getpid()} on " in asking.stderr
@@ -301,7 +301,7 @@ def test_a_place_that_cannot_be_written_is_found_before_anything_is_loaded(
         (Path("runs") / "x").write_text("a file where the directory should be")
     else:
         monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path(place))
-    monkeypatch.setattr("three_policies.plumbing.run.make_task", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("three_policies.training.run.make_task", lambda *_: pytest.fail("loaded"))
     code, lines = run()
     said = capsys.readouterr().err
     what = "is not a directory: move it away" if place == "runs" else "cannot be written"

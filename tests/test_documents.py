@@ -21,7 +21,7 @@ from three_policies.interop import names
 from three_policies.interop.dialects import from_dialect, own_keys
 from three_policies.losses import LossConfig, policy_loss
 from three_policies.metrics import merge, to_host
-from three_policies.plumbing.settings import correction_of, in_own_keys, load_config, remarks
+from three_policies.training.settings import correction_of, in_own_keys, load_config, remarks
 from three_policies.surrogates import LOSSES
 from three_policies.tests.launching import ROOT
 from three_policies.tests.oracle import f64

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from three_policies.checks import UserError
-from three_policies.plumbing import faults
+from three_policies.training import faults
 from three_policies.tests.launching import shell
 
 HERE = Path(__file__).resolve().parent.parent
@@ -41,8 +41,8 @@ DRIVER = """
 import json, os, signal, sys
 import shutil
 from three_policies import trainer, rollout
-from three_policies.plumbing import checkpoints, run
-from three_policies.plumbing.tasks import Task
+from three_policies.training import checkpoints, run
+from three_policies.training.tasks import Task
 faults, argv = json.loads(sys.argv[1]), sys.argv[2:]
 Task.reward = lambda self, problem, response: float(len(response) % 2)     # untaught models earn it
 def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
@@ -204,7 +204,7 @@ if __name__ == "__main__":
 
 WAITS = """
 import torch.distributed as dist
-from three_policies.plumbing.faults import end_after, process_group
+from three_policies.training.faults import end_after, process_group
 with process_group(), end_after(0.2, "vllm"):
     dist.distributed_c10d._get_default_store().get("never")
 """

@@ -13,7 +13,7 @@ import struct
 import pytest
 import yaml
 
-from three_policies.plumbing.tasks import balanced
+from three_policies.training.tasks import balanced
 from three_policies.tests.book_pages import OUT, ROOT
 
 RECORDED = json.loads((ROOT / "math/book/response.json").read_text())["widths"]

@@ -77,15 +77,15 @@ DRIVER = """
 import contextlib, json, os, sys, traceback, torch, torch.distributed as dist
 # From here on it is torch's accelerator, and the trainer finds it.
 from three_policies.tools import pretend_gpu
-from three_policies.plumbing import run
+from three_policies.training import run
 from three_policies import policy, trainer
-from three_policies.kernels import shapes
-from three_policies.plumbing import cards, tasks
+from three_policies.training import shapes
+from three_policies.training import capacity, tasks
 # A reward that untaught models earn. The curves are not drawn, and the products of matrices that a
 # run times when it opens are small: those for a card take this processor seven seconds.
 tasks.Task.reward = lambda self, problem, response: float(len(response) % 2)
 run.plot = lambda *_: None
-cards.SIDES[pretend_gpu.DEVICE.type] = 64
+capacity.SIDES[pretend_gpu.DEVICE.type] = 64
 # Some models have a buffer in their checkpoint; this one gets one.
 def with_buffer(make):
     def made(path):

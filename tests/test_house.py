@@ -182,8 +182,8 @@ def entered(tiny_model, tmp_path_factory):
     The calls are in order.
     """
     from three_policies import trainer
-    from three_policies.plumbing import run
-    from three_policies.plumbing.tasks import Task
+    from three_policies.training import run
+    from three_policies.training.tasks import Task
     directory, home, calls = tmp_path_factory.mktemp("entered"), os.getcwd(), []
     places = {str(ROOT / f"{name}.py"): name for name in BOOK}
     with pytest.MonkeyPatch.context() as patch:

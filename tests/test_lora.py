@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from three_policies.checks import UserError
 from three_policies.engines.choice import make_engine
-from three_policies.plumbing.checkpoints import read_metrics
-from three_policies.plumbing.faults import process_group
-from three_policies.plumbing.models import add_adapter, read_model
-from three_policies.plumbing.settings import PolicyConfig
+from three_policies.training.checkpoints import read_metrics
+from three_policies.training.faults import process_group
+from three_policies.training.models import add_adapter, read_model
+from three_policies.training.settings import PolicyConfig
 from three_policies.policy import Policy, full_weights, load_policy
 from three_policies.tests.launching import shell, torchrun
 from three_policies.tests.oracle import close
@@ -193,8 +193,8 @@ def test_a_run_with_everything_is_resumed_bit_for_bit(engine_name, run, tmp_path
 KILLED = """
 import os, signal, sys
 from three_policies import trainer
-from three_policies.plumbing import run
-from three_policies.plumbing.tasks import Task
+from three_policies.training import run
+from three_policies.training.tasks import Task
 Task.reward = lambda self, problem, response: float(len(response) % 2)     # untaught models earn it
 log = run.Run.log
 def last(self, step, metrics):

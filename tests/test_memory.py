@@ -14,8 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from three_policies.plumbing.faults import process_group
-from three_policies.plumbing.shards import NAMES, TensorByTensor
+from three_policies.training.faults import process_group
+from three_policies.training.shards import NAMES, TensorByTensor
 from three_policies.policy import load_policy
 from three_policies.tests.launching import shell
 from three_policies.tests.waiting import HANG
@@ -26,9 +26,9 @@ SAVE = """
 import os, sys, torch
 from pathlib import Path
 from types import SimpleNamespace
-from three_policies.plumbing.checkpoints import Checkpoints
-from three_policies.plumbing.faults import process_group
-from three_policies.plumbing.settings import load_config
+from three_policies.training.checkpoints import Checkpoints
+from three_policies.training.faults import process_group
+from three_policies.training.settings import load_config
 from three_policies.policy import load_policy
 from three_policies.rollout import WeightSync
 with process_group() as device:
@@ -120,7 +120,7 @@ HELD = """
 import ctypes, sys
 from three_policies.tools.bench_size import Heap
 if sys.argv[1] == "kept":
-    from three_policies.plumbing.run import keep_memory
+    from three_policies.training.run import keep_memory
     keep_memory()
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype, libc.malloc.restype = Heap, ctypes.c_void_p

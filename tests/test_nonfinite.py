@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from three_policies import trainer
-from three_policies.plumbing import tasks
-from three_policies.plumbing.batches import pad
-from three_policies.plumbing.faults import process_group
-from three_policies.plumbing.run import Run
-from three_policies.plumbing.settings import AdvantageConfig, load_config
+from three_policies.training import tasks
+from three_policies.training.batches import pad
+from three_policies.training.faults import process_group
+from three_policies.training.run import Run
+from three_policies.training.settings import AdvantageConfig, load_config
 from three_policies.policy import Policy
 from three_policies.rollout import Sample, TransformersEngine
 from three_policies.tests.small import weights

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CODE = sorted(path for place in (".", "kernels", "plumbing", "adapters", "tools", "math", "tests")
+CODE = sorted(path for place in (".", "training", "engines", "doctor", "interop", "tools", "math", "tests")
               for path in ROOT.glob(f"{place}/*.py"))
 TEXTS = sorted(path for place in (".", "adapters", "math") for path in ROOT.glob(f"{place}/*.md"))
 NO_VERB = ("Of", "With", "Without", "For", "In", "From", "By", "To", "At", "On", "Under", "Between")

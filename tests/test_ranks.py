@@ -23,8 +23,8 @@ SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "roll
 DRIVER = """
 import os, signal, sys, torch
 from three_policies import rollout, trainer
-from three_policies.plumbing import cards, run
-from three_policies.plumbing.tasks import Task
+from three_policies.training import capacity, run
+from three_policies.training.tasks import Task
 from three_policies.tests.tolerances import in_float64
 Task.reward = lambda self, problem, response: float(len(response) % 2)     # untaught models earn it
 fault, rank, calls = sys.argv[1], int(os.environ.get("RANK", 0)), []
@@ -40,7 +40,7 @@ def broken(owner, name):
         return real(*args, **kwargs)
     setattr(owner, name, call)
 run.plot = lambda *_: None             # curves and speed are no ranks' business
-cards.SIDES["cpu"] = 64
+capacity.SIDES["cpu"] = 64
 watch_engine = run.watch_engine        # half a second for the call that hangs; another may be slow
 run.watch_engine = lambda engine, seconds: watch_engine(
     engine, 0.5 if rank == 1 and len(calls) == 4 else seconds)
@@ -133,7 +133,7 @@ def test_two_agents_without_a_shared_directory_are_told_before_anything_is_train
 
 LOAD = """
 import os, sys, torch, torch.distributed as dist, transformers
-from three_policies.plumbing.faults import process_group
+from three_policies.training.faults import process_group
 from three_policies.policy import full_weights, load_policy
 from three_policies.tests.tolerances import in_float64
 in_float64()                                                                # whatever the threads

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from three_policies import losses
 from three_policies.interop.dialects import from_dialect
-from three_policies.plumbing.settings import Config, leaves, load_config
+from three_policies.training.settings import Config, leaves, load_config
 from three_policies.surrogates import LOSSES
 
 ROOT = Path(__file__).parent.parent
@@ -84,7 +84,7 @@ def test_settings_named_in_the_documents_exist():
 
 def test_every_setting_is_read():
     """A loss's own numbers, such as loss.clip_low, are read by name, from its row."""
-    read = {node.attr for path in [*ROOT.glob("*.py"), *ROOT.glob("plumbing/*.py")]
+    read = {node.attr for path in [*ROOT.glob("*.py"), *ROOT.glob("training/*.py")]
             for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
     read |= {name for row in LOSSES.values() for name in row.own}
     assert {key.split(".")[-1] for key, *_ in leaves(Config)} <= read

@@ -19,9 +19,9 @@ from torch.distributed import checkpoint as dcp
 
 from three_policies import trainer
 from three_policies.checks import UserError
-from three_policies.plumbing import checkpoints
-from three_policies.plumbing.run import Run
-from three_policies.plumbing.settings import TrainConfig, load_config
+from three_policies.training import checkpoints
+from three_policies.training.run import Run
+from three_policies.training.settings import TrainConfig, load_config
 from three_policies.rollout import TransformersEngine
 from three_policies.tests.launching import ROOT
 from three_policies.tests.small import SMALL, steady, weights

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from three_policies.centering import candidate_tables
 from three_policies.engines.choice import make_engine
 from three_policies.estimators import sampling_log_probs
-from three_policies.plumbing import settings as of_runs
+from three_policies.training import settings as of_runs
 from three_policies.rollout import KEPT, Cut
 from three_policies.tests.small import ENGINES, need
 from three_policies.tests.waiting import HANG

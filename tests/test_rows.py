@@ -184,12 +184,12 @@ def test_what_a_clip_holds_has_no_gradient_and_all_else_has_one(name, dual_clip)
 def test_each_number_of_a_loss_is_a_setting(name):
     """Help says that the settings loss.* replace a loss's own numbers."""
     pytest.importorskip("omegaconf", reason="the trainer's settings need OmegaConf")
-    from three_policies.plumbing.settings import LossSettings
+    from three_policies.training.settings import LossSettings
     assert set(LOSSES[name].own) <= {of.name for of in fields(LossSettings)}
 
 
 @pytest.mark.parametrize("name", [*CRITERIA, *LOSSES])
 def test_each_row_is_in_the_help(name):
     pytest.importorskip("omegaconf", reason="the trainer's settings need OmegaConf")
-    from three_policies.plumbing.settings import help_text
+    from three_policies.training.settings import help_text
     assert f"\n  {name}: {(CRITERIA | LOSSES)[name][0]}" in help_text()     # statistic, meaning

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from three_policies.checks import UserError
-from three_policies.plumbing.settings import (Config, TaskConfig, TrainConfig, check_run, flat,
+from three_policies.training.settings import (Config, TaskConfig, TrainConfig, check_run, flat,
                                               help_text, load_config, remarks)
 from three_policies.surrogates import LOSSES
 from three_policies.tests.small import steady

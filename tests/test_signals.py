@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from three_policies.plumbing import signals
-from three_policies.plumbing.checkpoints import read_metrics
+from three_policies.training import signals
+from three_policies.training.checkpoints import read_metrics
 from three_policies.tests.launching import shell
 from three_policies.tests.small import SMALL
 from three_policies.tests.test_directory import HERE, LONG, as_from_a_terminal, said_until, start
@@ -59,8 +59,8 @@ def test_a_signal_is_one_sentence_that_names_the_last_checkpoint(
 DRIVER = """
 import os, signal, sys
 from three_policies import trainer
-from three_policies.plumbing import checkpoints, run, signals
-from three_policies.plumbing.tasks import Task
+from three_policies.training import checkpoints, run, signals
+from three_policies.training.tasks import Task
 run.plot = lambda *_: None
 Task.reward = lambda self, problem, response: float(len(response) % 2)
 place, name, argv = sys.argv[1], sys.argv[2], sys.argv[3:]

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from three_policies import trainer
 from three_policies.engines.choice import make_engine
 from three_policies.estimators import sampling_log_probs
-from three_policies.kernels.log_probs import TokenLogProbs, widen_head
-from three_policies.plumbing.faults import process_group
-from three_policies.plumbing.models import attend
+from three_policies.training.heads import TokenLogProbs, widen_head
+from three_policies.training.faults import process_group
+from three_policies.training.models import attend
 from three_policies.policy import Policy, full_weights, load_policy
 from three_policies.rollout import Sample, WeightSync
 from three_policies.tests import oracle
@@ -32,7 +32,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from three_policies.correction import PRESETS, RolloutCorrectionConfig, correct
 from three_policies.metrics import merge
-from three_policies.plumbing.faults import process_group
+from three_policies.training.faults import process_group
 from three_policies.policy import full_tensor, load_policy
 from three_policies.tests.tolerances import in_float64
 in_float64()
@@ -221,7 +221,7 @@ def test_shared_prompts_and_slices_give_the_log_probs_of_the_whole_logits(
     model.zero_grad()
     policy = Policy(model, 0.7)
     # The slices of 5 × 3 tokens' 26 logits are 10, 10 and 6 wide.
-    monkeypatch.setattr("three_policies.kernels.log_probs.CHUNK", 15 * 10)
+    monkeypatch.setattr("three_policies.training.heads.CHUNK", 15 * 10)
     sliced = policy(tokens, attention, 3)
     sliced[:4][mask[:4]].square().sum().backward()
     assert torch.allclose(sliced[mask], whole[mask], rtol=1e-12, atol=1e-12)
@@ -294,7 +294,7 @@ def test_slices_of_the_vocabulary_change_nothing(
     This holds for the whole vocabulary, and for sets that differ from token to token: from one
     alone to all, in any order, filled up with the token itself.
     """
-    monkeypatch.setattr("three_policies.kernels.log_probs.CHUNK", chunk)
+    monkeypatch.setattr("three_policies.training.heads.CHUNK", chunk)
     g = torch.Generator().manual_seed(0)
     drawn = dict(generator=g, dtype=torch.float64, requires_grad=True)
     hidden, weight, bias = (torch.randn(*shape, **drawn) for shape in ((7, 5), (11, 5), (11,)))
@@ -419,7 +419,7 @@ def test_engine_and_trainer_agree_before_and_after_a_sync(engine_name, cut, tiny
 
 def test_many_slices_in_16_bits_add_up_their_gradient_in_float32(monkeypatch):
     """1023 slices add −1/1024 each to hidden's gradient, and sums in bfloat16 would stop at −¼."""
-    monkeypatch.setattr("three_policies.kernels.log_probs.CHUNK", 1)
+    monkeypatch.setattr("three_policies.training.heads.CHUNK", 1)
     hidden = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.ones(1024, 1, dtype=torch.bfloat16)
     weight[0] = 0

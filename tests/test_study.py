@@ -20,8 +20,8 @@ from three_policies import trainer
 from three_policies.checks import UserError
 from three_policies.correction import RolloutCorrectionConfig
 from three_policies.losses import LossConfig, policy_loss
-from three_policies.plumbing import tasks
-from three_policies.plumbing.settings import TaskConfig, load_config
+from three_policies.training import tasks
+from three_policies.training.settings import TaskConfig, load_config
 from three_policies.tests.certified import certifies
 from three_policies.tests.oracle import (Policy, close, estimator_moments, exact_gradient, grad_J,
                                          rewards)

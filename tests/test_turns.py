@@ -14,7 +14,7 @@ import torch
 
 from three_policies.correction import PRESETS
 from three_policies.estimators import kl_estimate
-from three_policies.kernels.shapes import Shape
+from three_policies.training.shapes import Shape
 from three_policies.losses import LossConfig, kl_loss, kl_penalty, kl_ratio, policy_loss
 from three_policies.math import turns
 from three_policies.metrics import to_host

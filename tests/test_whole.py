@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from three_policies.checks import UserError
-from three_policies.plumbing import models
+from three_policies.training import models
 from three_policies.policy import Policy, check
 from three_policies.tests.tolerances import gamma
 

@@ -79,7 +79,7 @@ def in_float64() -> None:
     from transformers.models.qwen2 import modeling_qwen2
 
     from three_policies import policy, rollout, trainer
-    from three_policies.plumbing import shards
+    from three_policies.training import shards
     precision, read, empty, pad = (policy.MixedPrecisionPolicy, policy.read_model,
                                    policy.empty_model, trainer.pad)
 

@@ -287,8 +287,8 @@ def bench_step(steps=12, turns=5):
     its first step is not counted. Both are run with one thread, and with all.
     """
     from three_policies import trainer
-    from three_policies.plumbing.checkpoints import read_metrics
-    from three_policies.plumbing.settings import load_config
+    from three_policies.training.checkpoints import read_metrics
+    from three_policies.training.settings import load_config
     threads = torch.get_num_threads()
     found, last = defaultdict(list), {}
     with tempfile.TemporaryDirectory() as directory:
@@ -350,7 +350,7 @@ def trl_steps(config, model: str, steps: int) -> list[tuple[float, float]]:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-    from three_policies.plumbing.tasks import make_task
+    from three_policies.training.tasks import make_task
     task, parts, n = make_task(config.task, config.seed), config.train.mini_batches, []
     answers = {problem.question: problem.answer for problem in task.train}
 

@@ -54,13 +54,13 @@ def mismatch_of(path: str, kind: str, wide: bool) -> list[str]:
     from three_policies.engines import vllm
     from three_policies.metrics import offpolicy_metrics
     from three_policies.engines.choice import make_engine
-    from three_policies.plumbing.faults import process_group
+    from three_policies.training.faults import process_group
     from three_policies.policy import load_policy
     config, prompts = trainer.Config(), [[3 + i % 9, 5, 7] for i in range(64)]
     with process_group() as device, contextlib.ExitStack() as patches:
         if not wide:
             patches.enter_context(mock.patch("rollout.multiply", rounded))
-            patches.enter_context(mock.patch("three_policies.kernels.log_probs.multiply", rounded))
+            patches.enter_context(mock.patch("three_policies.training.heads.multiply", rounded))
         elif kind == "vllm":               # on a CPU the adapter leaves it out, for its price
             LLM, params = vllm.import_vllm(device)
             patches.enter_context(mock.patch.object(vllm, "import_vllm", lambda device: (
@@ -127,8 +127,8 @@ def candidates(table, path: str) -> None:
 def lengths(table, paired, ratio, path: str) -> None:
     """Compare updates of 64 rows of 4 to 256 tokens, most of them short, at equal most tokens."""
     from three_policies import trainer
-    from three_policies.plumbing.settings import correction_of, load_config
-    from three_policies.plumbing.run import open_run
+    from three_policies.training.settings import correction_of, load_config
+    from three_policies.training.run import open_run
     from three_policies.rollout import Sample
     settings = ["rollout.engine=transformers", "rollout.prompts=64", "rollout.samples=1",
                 "rollout.max_tokens=256", "train.mini_batches=1", "advantage.kind=reinforce",

@@ -42,7 +42,7 @@ SETTINGS = ["task.size=2", "task.eval_size=1", "rollout.prompts=4", "rollout.sam
 def make_model(directory: str, **shape) -> str:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from three_policies.plumbing.tasks import character_tokenizer
+    from three_policies.training.tasks import character_tokenizer
     torch.manual_seed(0)
     config = Qwen2Config(**shape, dtype="bfloat16", eos_token_id=1, pad_token_id=0,
                          bos_token_id=None)
@@ -247,8 +247,8 @@ def memory_held(run, batch, engine: float, start: float, peak: float) -> list[li
 
 
 def bench_size(table) -> None:
-    from three_policies.plumbing import run as runs
-    from three_policies.plumbing.settings import correction_of, load_config
+    from three_policies.training import run as runs
+    from three_policies.training.settings import correction_of, load_config
     start, engine, make_engine = memory(), [], runs.make_engine
 
     def weighed(*args, **settings):
@@ -258,7 +258,7 @@ def bench_size(table) -> None:
         return made
 
     with (tempfile.TemporaryDirectory() as directory,
-          mock.patch("three_policies.plumbing.run.make_engine", weighed)):
+          mock.patch("three_policies.training.run.make_engine", weighed)):
         os.chdir(directory)
         config = load_config([*SETTINGS, f"policy.path={make_model('model', **SHAPE)}"])
         options = correction_of(config)

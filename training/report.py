@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from three_policies.doctor import diagnose
-from three_policies.plumbing.settings import Config
+from three_policies.training.settings import Config
 
 
 def summarize(config: Config) -> str:

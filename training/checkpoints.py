@@ -24,10 +24,10 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from three_policies.checks import UserError
-from three_policies.plumbing.faults import cause_of, explain
-from three_policies.plumbing.models import digest_of
-from three_policies.plumbing.settings import CHANGEABLE, Config, flat, without_slash
-from three_policies.plumbing.shards import TensorByTensor
+from three_policies.training.faults import cause_of, explain
+from three_policies.training.models import digest_of
+from three_policies.training.settings import CHANGEABLE, Config, flat, without_slash
+from three_policies.training.shards import TensorByTensor
 
 # Older ones must not stay beside new ones: they would be read instead.
 WEIGHTS = (".safetensors", ".safetensors.index.json", "adapter_config.json")

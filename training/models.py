@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import cached_file
 
 from three_policies.checks import UserError
-from three_policies.plumbing.settings import PolicyConfig
+from three_policies.training.settings import PolicyConfig
 
 
 def require_place(path: str, key: str = "policy.path=") -> None:

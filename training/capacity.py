@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from three_policies.checks import UserError
-from three_policies.plumbing.settings import Config
+from three_policies.training.settings import Config
 from three_policies.rollout import DTYPES
 
 GIB = 2 ** 30
-LOGITS = GIB / 2           # at most, for a slice of kernels/log_probs.py and its copies
+LOGITS = GIB / 2           # at most, for a slice of training/heads.py and its copies
 UNSURE = 1.5 * GIB         # CUDA's libraries, NCCL, vLLM's graphs: 1.4 GiB on an H100, 0.5B model
 
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
 from three_policies.checks import UserError
-from three_policies.plumbing.signals import Ended, Received
+from three_policies.training.signals import Ended, Received
 
 # How torch, vLLM and gloo word these two failures.
 OUT_OF_MEMORY = ("MemoryError|out of memory|can't allocate memory|memory for the cache|"
