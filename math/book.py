@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 HERE, OUT = ROOT / "math" / "book", ROOT / "book"
 CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))
-# In reading order; math/turns.py is what 10-turns-and-tools.md enumerates.
+# In reading order; oracle/turns.py is what 10-turns-and-tools.md enumerates.
 FILES = [f"{name}.py" for name in (
     "estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses",
     "doctor/causes", "doctor/health", "doctor/report", "policy", "rollout", "trainer", "training/heads",
@@ -127,7 +127,7 @@ def proving_files():
     """Return the oracle and the tests that cite an equation, but not those about the labels."""
     tests = [path for path in sorted((ROOT / "tests").glob("test_*.py"))
              if LABEL.search(path.read_text())]
-    return ["tests/oracle.py", *(f"tests/{path.name}" for path in tests
+    return ["oracle/__init__.py", *(f"tests/{path.name}" for path in tests
                                  if path.stem not in ("test_math", "test_book", "test_page"))]
 
 
@@ -138,7 +138,7 @@ def names():
     The names of what enumerates are short: only the long ones count.
     """
     return {part.name: f"{page_of(part.file)}#L{part.first}"
-            for file in ["tests/oracle.py", *reversed(FILES)] for part in parts(file)
+            for file in ["oracle/__init__.py", *reversed(FILES)] for part in parts(file)
             if "_" in part.name or not file.startswith(("tests/", "math/"))} | {
                 card.name: f"museum.html#{card.name}" for card in museum.cards()}
 

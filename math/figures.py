@@ -47,12 +47,13 @@ from three_policies.doctor.dumps import response
 from three_policies.estimators import (aggregate_log_ratio, grpo_advantages, kl_estimate,
                                        rloo_advantages)
 from three_policies.losses import aggregate_loss
-from three_policies.math import merging, routes, turns, versions, words
+from three_policies.math import merging
+from three_policies.oracle import routes, turns, versions, words
 from three_policies.training.settings import CHANGEABLE, SPLITS, flat, leaves, read_yaml
 from three_policies.training.settings import Config as Settings
 from three_policies.surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss,
                                        sapo_loss)
-from three_policies.tests.oracle import (J, Policy, estimator_moments, expectation, grad_J, rewards,
+from three_policies.oracle import (J, Policy, estimator_moments, expectation, grad_J, rewards,
                                          scores)
 
 # The palette is Okabe and Ito's. Every colour has a line style: figures are readable without it.

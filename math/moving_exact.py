@@ -12,9 +12,9 @@ import torch
 from three_policies.correction import PRESETS, importance_weights
 from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.estimators import masked_log_ratio
-from three_policies.math import words
+from three_policies.oracle import words
 from three_policies.math.tables import ascend, gain_reached
-from three_policies.tests.oracle import J, Policy, expectation, grad_J, rewards, scores
+from three_policies.oracle import J, Policy, expectation, grad_J, rewards, scores
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -205,7 +205,7 @@ print(examine(dump(samples["bfloat16"], slipped)))
 # tokens, token 0 ends, at most three tokens. That gives fifteen responses y.
 
 # %% tags=["exact"]
-from three_policies.tests.oracle import Policy, expectation, grad_J, rewards, scores
+from three_policies.oracle import Policy, expectation, grad_J, rewards, scores
 
 old = Policy(V=3, T=3, seed=0)                  # the trainer's policy, π_old
 mu = old.perturbed(seed=1, size=0.5)            # the sampler's: noise on the logits

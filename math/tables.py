@@ -31,7 +31,8 @@ from three_policies.doctor.health import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED
 from three_policies.estimators import LEVELS, kl_estimate, masked_log_ratio
 from three_policies.interop.dialects import from_dialect
 from three_policies.losses import LossConfig, kl_loss, policy_loss, reinforce_loss
-from three_policies.math import merging, routes, turns, versions, words
+from three_policies.math import merging
+from three_policies.oracle import routes, turns, versions, words
 from three_policies.math.contrasts import holm, mcnemar, sign_flip
 from three_policies.training.capacity import (GIB, Shapes, host_bytes, memory, require_room,
                                            smallest_engine)
@@ -40,7 +41,7 @@ from three_policies.training.settings import PolicyConfig, documented, load_conf
 from three_policies.rejection import CRITERIA
 from three_policies.surrogates import LOSSES
 from three_policies.tests import certified
-from three_policies.tests.oracle import (J, Policy, exact_gradient, expectation, kl, rewards,
+from three_policies.oracle import (J, Policy, exact_gradient, expectation, kl, rewards,
                                          token_kl)
 
 ROOT = Path(__file__).resolve().parent.parent

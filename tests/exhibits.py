@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from three_policies.tests.oracle import close
+from three_policies.oracle import close
 
 EXHIBITS = {}                                       # name → (function, source, equation)
 

@@ -10,7 +10,7 @@ from three_policies.losses import (AGGREGATIONS, Counts, LossConfig, aggregate_l
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import (batch, by_loops, config_of, every_aggregation,
                                            every_denominator, every_mode)
-from three_policies.tests.oracle import close
+from three_policies.oracle import close
 
 GRID = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
 KEPT = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])

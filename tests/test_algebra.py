@@ -25,7 +25,7 @@ from three_policies.surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, rei
                                        sapo_loss)
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import reinforce
-from three_policies.tests.oracle import close, f64
+from three_policies.oracle import close, f64
 
 LP, LMU, LREF, A = sympy.symbols("log_pi log_mu log_ref A", real=True)
 R = sympy.Symbol("r", positive=True)                    # π_θ/π_old

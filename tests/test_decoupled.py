@@ -11,7 +11,7 @@ from three_policies.surrogates import ppo_clip_loss
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import (A, LOSS_TYPES, MASK, MU, OLD, PI, PLAIN, R, REF, moments,
                                            reinforce)
-from three_policies.tests.oracle import (Policy, close, estimator_moments, exact_gradient, grad_J,
+from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient, grad_J,
                                          kl, rewards)
 
 

@@ -17,7 +17,7 @@ from three_policies.training.models import add_adapter, read_model
 from three_policies.training.settings import PolicyConfig
 from three_policies.policy import Policy, full_weights, load_policy
 from three_policies.tests.launching import shell, torchrun
-from three_policies.tests.oracle import close
+from three_policies.oracle import close
 from three_policies.tests.small import SMALL, steady
 from three_policies.tests.test_architectures import OF_EXPERTS, make
 from three_policies.tests.tolerances import gamma

@@ -23,7 +23,7 @@ from three_policies.surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, rei
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import (LOSS_TYPES, MODES, batch, by_loops, config_of,
                                            every_aggregation, every_denominator, every_mode)
-from three_policies.tests.oracle import close
+from three_policies.oracle import close
 from three_policies.tests.tolerances import gamma
 
 

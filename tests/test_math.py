@@ -16,11 +16,11 @@ import torch
 
 from three_policies.tests import certified, test_house as house
 from three_policies.tests.launching import shell
-from three_policies.tests.oracle import J, Policy, estimator_moments, rewards
+from three_policies.oracle import J, Policy, estimator_moments, rewards
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))
-# What a chapter enumerates: math/turns.py of 10-turns-and-tools.md.
+# What a chapter enumerates: oracle/turns.py of 10-turns-and-tools.md.
 EXACT = [path for chapter in CHAPTERS for word in chapter.stem.split("-")
          if (path := ROOT / "math" / f"{word}.py").exists()]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("interop/*.md"), *sorted(ROOT.glob("math/*.md"))]

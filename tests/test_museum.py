@@ -19,7 +19,7 @@ from three_policies.losses import (LossConfig, aggregate_loss, count, kl_loss, p
                                    ppo_clip_loss, reinforce_loss)
 from three_policies.metrics import Statistics, Tokens
 from three_policies.tests.exhibits import EXHIBITS, exhibit, filed_by, judge, values
-from three_policies.tests.oracle import (Policy, close, estimator_moments, exact_gradient,
+from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient,
                                          expectation, f64, grad_J, kl, rewards, scores, token_kl)
 
 VERL = "https://github.com/verl-project/verl/blob/v0.9.1/"

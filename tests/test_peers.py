@@ -22,7 +22,7 @@ from three_policies.interop import names
 from three_policies.interop.dialects import from_dialect
 from three_policies.losses import aggregate_loss
 from three_policies.metrics import to_host
-from three_policies.tests.oracle import (f64)
+from three_policies.oracle import (f64)
 
 K1 = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 PEERS = json.loads(gzip.decompress((Path(__file__).parent / "peers.json.gz").read_bytes()))

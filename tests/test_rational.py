@@ -1,6 +1,6 @@
 """What is called unbiased is equal in fractions, and what is called biased differs in them.
 
-tests/rational.py has policies whose probabilities are fractions, and the weights, criteria and
+oracle/rational.py has policies whose probabilities are fractions, and the weights, criteria and
 losses once more, from their definitions. A test that is marked "rational" compares fractions alone.
 The others put the same probabilities into the core in float64: what it computes is the fraction to
 1e-12, so that the proof is about the code. Which configurations are unbiased is computed from the
@@ -25,8 +25,8 @@ from three_policies.estimators import LEVELS, rloo_advantages
 from three_policies.losses import LossConfig, kl_loss, kl_ratio, policy_loss
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import SUM, reinforce
-from three_policies.tests.oracle import close, estimator_moments, exact_gradient
-from three_policies.tests.rational import (FAR, LATER, NEAR, PI, RESPONSES, REWARDS, STATES, WORLDS,
+from three_policies.oracle import close, estimator_moments, exact_gradient
+from three_policies.oracle.rational import (FAR, LATER, NEAR, PI, RESPONSES, REWARDS, STATES, WORLDS,
                                            World, at_level, centered, combined, expected, factors,
                                            grad_J, in_float64, k3_per_token, less, mean_of, numbers,
                                            of_tokens, pairs, parts, ratios, scores, unbiased)

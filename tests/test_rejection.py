@@ -17,7 +17,7 @@ from three_policies.metrics import merge
 from three_policies.rejection import CRITERIA, Evidence, rejection_mask, second_moment_limit
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import KNOWN, RATIOS, bound_of
-from three_policies.tests.oracle import (close, f64)
+from three_policies.oracle import (close, f64)
 from three_policies.tests.tolerances import gamma
 
 

@@ -17,7 +17,7 @@ from three_policies.rejection import CRITERIA, rejection_mask
 from three_policies.surrogates import LOSSES, clipped_tokens
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import MASK, OLD, PI, A, batch
-from three_policies.tests.oracle import close
+from three_policies.oracle import close
 from three_policies.tests.tolerances import NO_SPREAD
 
 every_criterion = pytest.mark.parametrize("name", CRITERIA)

@@ -20,7 +20,7 @@ from three_policies.training.faults import process_group
 from three_policies.training.models import attend
 from three_policies.policy import Policy, full_weights, load_policy
 from three_policies.rollout import Sample, WeightSync
-from three_policies.tests import oracle
+from three_policies import oracle
 from three_policies.tests.certified import certifies
 from three_policies.tests.launching import shell, torchrun
 from three_policies.tests.tolerances import gamma, norm, of_sum

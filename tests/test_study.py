@@ -23,7 +23,7 @@ from three_policies.losses import LossConfig, policy_loss
 from three_policies.training import tasks
 from three_policies.training.settings import TaskConfig, load_config
 from three_policies.tests.certified import certifies
-from three_policies.tests.oracle import (Policy, close, estimator_moments, exact_gradient, grad_J,
+from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient, grad_J,
                                          rewards)
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,7 +1,7 @@
 """Chapter 9's statements hold to 1e-12, by a route of its own: processes walked token by token.
 
 A walk follows each prefix, asks which version draws the next token, and adds up the log-probs that
-an engine would record. Nothing here knows math/versions.py's formulas.
+an engine would record. Nothing here knows oracle/versions.py's formulas.
 """
 
 import math
@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from three_policies.math.versions import (SWITCH, Recurrent, correlated, counts, crossing, delayed,
+from three_policies.oracle.versions import (SWITCH, Recurrent, correlated, counts, crossing, delayed,
                                           kept, mixture, model, off, overlong, rescored, restarted,
                                           selected, shortest, survivors)
 from three_policies.tests.certified import certifies
-from three_policies.tests.oracle import J, Policy, close, exact_gradient, grad_J, scores
+from three_policies.oracle import J, Policy, close, exact_gradient, grad_J, scores
 
 CHAPTER = (Path(__file__).resolve().parent.parent / "math" / "9-versions.md").read_text()
 PI, START, END, R = model(Policy, seed=0)

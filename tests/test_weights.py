@@ -18,7 +18,7 @@ from three_policies.surrogates import reinforce_loss
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import (A, MASK, MU, OLD, PI, PLAIN, R, REF, SUM, moments,
                                            reinforce)
-from three_policies.tests.oracle import (J, MarkovPolicy, Policy, close, estimator_moments,
+from three_policies.oracle import (J, MarkovPolicy, Policy, close, estimator_moments,
                                          exact_gradient, expectation, f64, grad_J, rewards, scores)
 
 G = scores(PI)                                                      # ∇log π_t, [N, T, P]

@@ -14,7 +14,7 @@ import torch
 from torch.func import grad, jacrev, vmap
 
 from three_policies.correction import importance_weights
-from three_policies.tests.oracle import Policy, rewards
+from three_policies.oracle import Policy, rewards
 
 
 TREE, PROMPT = Policy(V=3, T=4), 2                  # 31 responses to a prompt of two tokens

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import sympy
 import torch
 
-from three_policies.tests.oracle import Policy
+from three_policies.oracle import Policy
 
 # Prefixes, and responses, which token 0 ends, in the order of oracle.Policy(3, 3).
 STATES: list[tuple[int, ...]] = [()]
