@@ -47,7 +47,7 @@ from three_policies.doctor.dumps import response
 from three_policies.estimators import (aggregate_log_ratio, grpo_advantages, kl_estimate,
                                        rloo_advantages)
 from three_policies.losses import aggregate_loss
-from three_policies.math import merging
+from three_policies.studies import merging
 from three_policies.oracle import routes, turns, versions, words
 from three_policies.training.settings import CHANGEABLE, SPLITS, flat, leaves, read_yaml
 from three_policies.training.settings import Config as Settings
@@ -611,7 +611,7 @@ def apart(heights, least):
 
 def study_64():
     """Draw the curves of the second study's three main regimes, each arm with its name."""
-    found = runs("study-64")
+    found = runs("sixty-four")
     names = [regime for regime in ("int4_fast", "int4_slow", "staleness_4") if regime in found]
     figure, axes = plt.subplots(1, len(names), figsize=(3.7 * len(names), 3.5), sharey=True,
                                 squeeze=False)
@@ -676,7 +676,7 @@ CALLED = {"naive": "disabled", "matched": "equal weights\non both sides"}     # 
 
 def study_64_areas(regimes=("int4_fast", "int4_slow", "staleness_4")):
     """Draw the second study's endpoint in regimes that have been run, with a dot per seed."""
-    found = runs("study-64")
+    found = runs("sixty-four")
     names = [regime for regime in regimes if regime in found]
     shown = [arm for arm in ("naive", "bypass_ppo_clip", "decoupled_token_is", "decoupled_seq_is",
                              "matched")
@@ -734,7 +734,7 @@ def study_64_tried():
 
     A dot is a seed, a diamond the mean.
     """
-    arms = runs("study-64")["int4_fast"]
+    arms = runs("sixty-four")["int4_fast"]
     gains = {arm: [float(row["area"]) - float(arms["naive"][seed]["area"])
                    for seed, row in rows.items()] for arm, rows in arms.items()}
     shown = sorted(gains.keys() - {"naive"}, key=lambda arm: statistics.mean(gains[arm]))
@@ -758,7 +758,7 @@ def study_64_lengths():
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3))
     shown = ("decoupled_seq_is", "decoupled_token_is", "naive")
-    found = {length: runs("study-64").get(regime, {}) for length, regime in LENGTHS.items()}
+    found = {length: runs("sixty-four").get(regime, {}) for length, regime in LENGTHS.items()}
     found = {length: arms for length, arms in found.items() if arms.keys() >= set(shown)}
     for length, marker, color in zip(found, "o^sD", (SKY, BLUE, GREEN, BLACK), strict=False):
         seeds = found[length]["decoupled_seq_is"].values()
@@ -1096,7 +1096,7 @@ def card(regime="int4_slow"):
     """Draw what a link to the book shows, 1200 × 630 pixels: three arms of the second study."""
     said = {"decoupled_seq_is": "sequence weights", "naive": "no correction",
             "bypass_ppo_clip": "bypass\n(saves a pass)"}
-    found = runs("study-64")[regime]
+    found = runs("sixty-four")[regime]
     figure, axis = plt.subplots(figsize=(1200 / 110, 630 / 110))
     curves([row for arm in said for row in found[arm].values()], axis)
     for line in axis.get_lines():

@@ -119,7 +119,7 @@ def sampler_data():
 
     All of these arms have one learning rate.
     """
-    recorded, study = json.loads((HERE / "response.json").read_text()), runs("study-64")
+    recorded, study = json.loads((HERE / "response.json").read_text()), runs("sixty-four")
 
     def of_arm(rows):
         """Return each seed's accuracy before training and at every fifth step, and their mean."""

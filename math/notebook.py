@@ -369,7 +369,7 @@ show(figure)
 # %% tags=["exact"]
 import csv
 
-with (ROOT / "math" / "study.csv").open() as file:
+with (ROOT / "studies/nine/results.csv").open() as file:
     rows = [row for row in csv.DictReader(file) if row["regime"] == "int4_staleness_4"]
 accuracy = {(x["method"], int(x["seed"])): float(x["final_accuracy"]) for x in rows}
 print("final accuracy by seed        1    2    3    4    5     mean")

@@ -54,10 +54,10 @@ def respond(config, task):
 
 
 def main():
-    from three_policies.math import study
+    from three_policies.studies import study
     from three_policies.training.faults import process_group
     from three_policies.training.tasks import make_task
-    declared, found = study.declared(ROOT / "math" / "study-64.yaml"), {}
+    declared, found = study.declared("sixty-four"), {}
     for width, (regime, arm) in ARMS.items():
         config = study.config_of(declared, regime, arm, SEED)
         with process_group():

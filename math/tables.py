@@ -31,9 +31,9 @@ from three_policies.doctor.health import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED
 from three_policies.estimators import LEVELS, kl_estimate, masked_log_ratio
 from three_policies.interop.dialects import from_dialect
 from three_policies.losses import LossConfig, kl_loss, policy_loss, reinforce_loss
-from three_policies.math import merging
+from three_policies.studies import merging
 from three_policies.oracle import routes, turns, versions, words
-from three_policies.math.contrasts import holm, mcnemar, sign_flip
+from three_policies.studies.contrasts import holm, mcnemar, sign_flip
 from three_policies.training.capacity import (GIB, Shapes, host_bytes, memory, require_room,
                                            smallest_engine)
 from three_policies.training.models import add_adapter
@@ -729,10 +729,10 @@ def batch_size():
 # ----------------------------------------------------------------------------- the study's results
 
 @cache
-def runs(study="study"):
-    """Read math/study.csv, or another study's table, as {regime: {method: {seed: row}}}."""
+def runs(study="nine"):
+    """Read a study's table as {regime: {method: {seed: row}}}."""
     found = {}
-    for row in csv.DictReader((ROOT / "math" / f"{study}.csv").open()):
+    for row in csv.DictReader((ROOT / "studies" / study / "results.csv").open()):
         of_method = found.setdefault(row["regime"], {}).setdefault(row["method"], {})
         of_method[int(row["seed"])] = row
     return found
@@ -875,7 +875,7 @@ def predictions(common=0.1, samples=512):
     Bias and standard deviation are those of `bias_and_std`. The error is that of a mean over
     `samples` responses.
     """
-    study = yaml.safe_load((ROOT / "math/study.yaml").read_text())
+    study = yaml.safe_load((ROOT / "studies/nine/declared.yaml").read_text())
     lines, errors, outcomes = [], {}, {}
     for method in [*COMPARED, "geo_rs_wide", "seq_is_cap_5", "token_is_worst_token",
                    "token_is_opsm"]:
@@ -940,8 +940,8 @@ def study_grid():
 
 @cache
 def declared():
-    """Read study-64.yaml."""
-    return yaml.safe_load((ROOT / "math/study-64.yaml").read_text())
+    """Read studies/sixty-four/declared.yaml."""
+    return yaml.safe_load((ROOT / "studies/sixty-four/declared.yaml").read_text())
 
 
 def best_arm(arms):
@@ -966,7 +966,7 @@ def contrasts(family):
     found = {}
     for regime, one, other in [(r, *pair) for part in family for r in part["regimes"]
                                for pair in part["contrasts"]]:
-        arms = runs("study-64").get(regime, {})
+        arms = runs("sixty-four").get(regime, {})
         other = best_arm(arms) if other == "best" else other
         common = set(arms.get(one, ())) & set(arms.get(other, ()))
         seeds = common & set(declared()["judged"]["seeds"])
@@ -992,7 +992,7 @@ def judged_contrasts():
     for family in ([declared()["judged"]], declared()["judged_later"]):
         pairs, results = contrasts(family), tested(family)
         for (regime, one, other), (_, adjusted) in results.items():
-            name = best_arm(runs("study-64")[regime]) if other == "best" else other
+            name = best_arm(runs("sixty-four")[regime]) if other == "best" else other
             found.append((regime, one, name, pairs[regime, one, other], adjusted <= 0.05))
     return found
 
@@ -1078,7 +1078,7 @@ def adjusted_mcnemar(family):
 def study_64_arms():
     """List every arm that has been run, by regime and area."""
     lines = []
-    for regime, arms in runs("study-64").items():
+    for regime, arms in runs("sixty-four").items():
         for arm, rows in sorted(arms.items(), key=lambda item: -mean_of(item[1], "area")):
             areas = [float(row["area"]) for row in rows.values()]
             deviation = f" ± {statistics.stdev(areas):.3f}" if areas[1:] else ""
@@ -1096,8 +1096,8 @@ def study_64_arms():
 
 def study_64_empty():
     """Tabulate the control of mini-batches of which nothing is kept: three arms, two contrasts."""
-    arms, lines = runs("study-64-empty")["int4_fast"], []
-    declaration = yaml.safe_load((ROOT / "math" / "study-64-empty.yaml").read_text())["judged"]
+    arms, lines = runs("sixty-four-empty")["int4_fast"], []
+    declaration = yaml.safe_load((ROOT / "studies/sixty-four-empty/declared.yaml").read_text())["judged"]
     for arm in dict.fromkeys(arm for pair in declaration["contrasts"] for arm in reversed(pair)):
         rows = arms[arm]
         empty = [int(row["empty_updates"]) for row in rows.values()]
@@ -1131,8 +1131,8 @@ def judged_areas(arms, declaration):
 
 def study_crossing():
     """Tabulate the study of responses that cross a weight update: four records, three contrasts."""
-    study = yaml.safe_load((ROOT / "math" / "study-crossing.yaml").read_text())
-    arms, lines = runs("study-crossing")["crossing"], []
+    study = yaml.safe_load((ROOT / "studies/crossing/declared.yaml").read_text())
+    arms, lines = runs("crossing")["crossing"], []
     found = sorted(study["predicted"], key=lambda arm: -mean_of(arms[arm], "area"))
     for place, arm in enumerate(study["predicted"], 1):
         rows = arms[arm]
@@ -1147,8 +1147,8 @@ def study_crossing():
 
 def study_lora():
     """Tabulate the study of an adapter against full weights: three arms, two contrasts a regime."""
-    study = yaml.safe_load((ROOT / "math" / "study-lora.yaml").read_text())
-    regimes, lines, judged = runs("study-lora"), [], []
+    study = yaml.safe_load((ROOT / "studies/lora/declared.yaml").read_text())
+    regimes, lines, judged = runs("lora"), [], []
     for item in study["judged"]:
         regime, = item["regimes"]
         for arm, rows in sorted(regimes[regime].items()):
@@ -1164,7 +1164,7 @@ def study_lora():
 
 def study_lora_rates():
     """Tabulate the areas from which the learning rates of the adapter's study were taken."""
-    regimes = runs("study-lora-rates")
+    regimes = runs("lora-rates")
     areas = {regime: {arm: mean_of(rows, "area") for arm, rows in arms.items()}
              for regime, arms in regimes.items()}
     rates = sorted({arm.rpartition("_")[2] for arms in areas.values() for arm in arms}, key=float)
@@ -1185,7 +1185,7 @@ def study_empty():
     A cell has the final accuracy when an empty mini-batch still took its step, then that of the
     rerun, in which it takes none, and how many it had.
     """
-    again, before = runs("study-empty"), runs("study-stepped")
+    again, before = runs("nine-empty"), runs("study-stepped")
     methods = dict.fromkeys(method for arms in again.values() for method in arms)
     lines = []
     for method in methods:
@@ -1210,7 +1210,7 @@ def study_64_warned():
     """Count the runs in which `diagnose` said a sentence by step 10, by how the run ended."""
     below, above, between, recorded = [], [], [], set[str]()
     names = ["is_ratio_mean", "kl", "k3_kl, uncorrected", *(row[0] for row in HEALTHY)]
-    with (ROOT / "math" / "study-64-warnings.csv").open() as file:
+    with (ROOT / "studies/sixty-four-warnings/results.csv").open() as file:
         for row in csv.DictReader(file):
             gain = float(row["final_accuracy"]) - float(row["first_accuracy"])
             group = below if gain < 0 else above if gain >= 0.1 else between
@@ -1238,7 +1238,7 @@ def study_64_warned():
 def study_64_rounding():
     """Tabulate the noise floor: how far another rounding moves the area."""
     lines = []
-    for regime, arms in runs("study-64").items():
+    for regime, arms in runs("sixty-four").items():
         for arm in [m for m in arms if m + AGAIN in arms]:
             moved = [abs(float(arms[arm][s]["area"]) - float(row["area"]))
                      for s, row in arms[arm + AGAIN].items()]
@@ -1254,7 +1254,7 @@ def study_64_score():
     The rows are those of the seeds that all arms have.
     """
     predicted = declared()["predicted"]
-    arms = runs("study-64")["int4_fast"]
+    arms = runs("sixty-four")["int4_fast"]
     there = [arm for arm in predicted["int4_order"] if arm in arms]
     unplaced = [arm for arm in predicted["int4_fail"] if arm in arms and arm not in there]
     seeds = set.intersection(*(set(arms[arm]) for arm in there + unplaced))
@@ -1279,7 +1279,7 @@ def study_64_shares():
     No arm has moved before that update, so its ratio is what μ makes of a token.
     """
     merged = {}  # regimes that differ by what comes later have the same first update
-    for regime, arms in runs("study-64").items():
+    for regime, arms in runs("sixty-four").items():
         if "rollout.quantize_bits" in declared()["regimes"][regime] and "bypass_ppo_clip" in arms:
             # This arm alone is taken: `_again` counts only the first of its two micro-batches.
             seeds = arms["bypass_ppo_clip"]
@@ -1298,7 +1298,7 @@ def study_64_shares():
 
 def study_64_ends():
     """Compare arms by how much of the clip around μ they have, seed by seed."""
-    arms, against = runs("study-64")["int4_fast"], ("bypass_ppo_clip", "decoupled_token_is")
+    arms, against = runs("sixty-four")["int4_fast"], ("bypass_ppo_clip", "decoupled_token_is")
     lines = [[f"`{arm}`", spread(arms[arm], "area"),
               *("" if arm == other
                 else "{:+.3f} ± {:.3f}".format(*paired(arms[arm], arms[other], "area"))
@@ -1313,7 +1313,7 @@ def study_64_ends():
 
 def areas(regime, arm):
     """Return mean and standard deviation of the second study's endpoint."""
-    rows = runs("study-64").get(regime, {}).get(arm, {})
+    rows = runs("sixty-four").get(regime, {}).get(arm, {})
     return spread(rows, "area") if len(rows) > 1 else "(not run)"
 
 
@@ -1322,7 +1322,7 @@ def study_64_summary():
     token, seq, bypass = CORRECTIONS
     rounded, late = ({arm: areas(regime, arm) for arm in ("naive", "matched", *CORRECTIONS)}
                      for regime in ("int4_fast", "staleness_4"))
-    seeds = len(runs("study-64")["int4_fast"]["naive"])
+    seeds = len(runs("sixty-four")["int4_fast"]["naive"])
     return f"""\
 *Held-out accuracy averaged over steps 5 to 40, {seeds} seeds a preset (± standard deviation): with four-bit weights (left)
 `disabled` reaches {rounded['naive']}, `{token}` {rounded[token]}, `{seq}` {rounded[seq]}, and equal weights
@@ -1332,7 +1332,7 @@ on both sides {rounded['matched']}. `{bypass}`, which takes π_rollout for π_ol
 
 def mean_area(regime, arm):
     """Write the mean area of an arm of the second study, nothing where it was not run."""
-    rows = runs("study-64").get(regime, {}).get(arm)
+    rows = runs("sixty-four").get(regime, {}).get(arm)
     return f"{mean_of(rows, 'area'):.2f}" if rows else ""
 
 
@@ -1345,7 +1345,7 @@ def mean_final(regime, arm):
 def advice():
     """Write what the two studies recommend, then a table of the means behind it."""
     token, seq, bypass = CORRECTIONS
-    long = runs("study-64")["int4_fast_length_128"]
+    long = runs("sixty-four")["int4_fast_length_128"]
     below = sum(below_start(row) for arm in (token, seq) for row in long[arm].values())
     chosen = FRONTIER["all that had no part in choosing it"]
     opsm, plain = (mean_of({key: row for key, row in late_runs(m).items() if chosen(*key)})

@@ -14,7 +14,7 @@ import yaml
 
 from three_policies.doctor.causes import CAUSES
 from three_policies.math import tables
-from three_policies.math.study import config_of
+from three_policies.studies.study import config_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,9 +22,9 @@ VERDICT = {"better": "separable", "worse": "separable", "open": "not separable",
 SEPARABLE = ("*Separable* means p ≤ 0.05 by sign flips after Holm's adjustment in the second "
              "study, and an interval without 0 in the first (chapter 15).")
 SYSTEMS = {"verl": "verl 0.9", "skyrl": "SkyRL 0.3 and 0.4", "trl": "TRL 1.16, GRPOConfig"}
-ORDER = {"study": "first", "study-64": "second"}
-ENDPOINT = {"study": ("final_accuracy", "held-out accuracy at the end of training"),
-            "study-64": ("area", "held-out accuracy averaged over training")}
+ORDER = {"nine": "first", "sixty-four": "second"}
+ENDPOINT = {"nine": ("final_accuracy", "held-out accuracy at the end of training"),
+            "sixty-four": ("area", "held-out accuracy averaged over training")}
 
 
 class Evidence(NamedTuple):
@@ -96,7 +96,7 @@ def verdict(key: dict[str, str], rows: list[dict]) -> str | None:
     """Judge a difference as its study does: better, worse, open, or None where none is declared."""
     gap, width = tables.paired(rows[0], rows[1], ENDPOINT[key["study"]][0])
     separable = abs(gap) > width
-    if key["study"] == "study-64":
+    if key["study"] == "sixty-four":
         wanted = (key["regime"], key["arm"], key["against"])
         if wanted not in judged():
             return None

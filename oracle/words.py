@@ -6,7 +6,7 @@ is already wrong, the policy errs with one small chance. Elsewhere it tosses a c
 state after the warm start. Nothing is sampled: an arm's expected update over μ, and the end of
 forty such updates, are finite sums in float64.
 
-    python oracle/words.py       # the prediction that was committed with study-64.yaml
+    python oracle/words.py       # the prediction that was committed with studies/sixty-four/declared.yaml
 """
 
 import copy
@@ -140,8 +140,8 @@ def ascend(config, copies, size=0.0, lag=0, updates=40, rate=4.0, **clip):
 
 @cache
 def arm(name):
-    """Return the configuration and the clip of an arm of study-64.yaml."""
-    methods = yaml.safe_load((ROOT / "math" / "study-64.yaml").read_text())["methods"]
+    """Return the configuration and the clip of an arm of studies/sixty-four/declared.yaml."""
+    methods = yaml.safe_load((ROOT / "studies/sixty-four/declared.yaml").read_text())["methods"]
     given = methods.get(name, {"correction.preset": name})
     correction = {key.removeprefix("correction."): yaml.safe_load(str(value))
                   for key, value in given.items()

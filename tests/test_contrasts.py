@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from three_policies.math import contrasts
+from three_policies.studies import contrasts
 
 
 def test_sign_flips_by_hand_and_by_counting_in_another_way():

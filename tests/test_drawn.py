@@ -89,7 +89,7 @@ def test_the_readmes_picture_shows_its_studys_table(figures):
     text = (ROOT / "math/figures/study-64-areas.svg").read_text()
     marks = [(float(x), float(y)) for x, y, style in re.findall(
         r'<use href="#.*?" x="(.*?)" y="(.*?)" style="(.*?)"', text) if "stroke-width" not in style]
-    found = figures.runs("study-64")
+    found = figures.runs("sixty-four")
     for regime in ("int4_fast", "int4_slow", "staleness_4"):
         known, shown = [], []
         for arm in ("naive", "bypass_ppo_clip", "decoupled_token_is", "decoupled_seq_is",

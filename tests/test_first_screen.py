@@ -25,7 +25,7 @@ H, T, B = 230, 26, 34                  # of a picture: its height, and what its 
 
 def rows(width):
     """Return {arm: its rows of the table} at a width: where weights are equal, that arm alone."""
-    with (ROOT / "math/study-64.csv").open() as file:
+    with (ROOT / "studies/sixty-four/results.csv").open() as file:
         found = [row for row in csv.DictReader(file) if row["regime"] == REGIMES[width]]
     arms = ["matched"] if width == "float32" else [arm for arm in NAMED if arm != "matched"]
     return {arm: of for arm in arms if (of := [row for row in found if row["method"] == arm])}
@@ -80,7 +80,7 @@ def test_each_control_moved_shows_the_tables_numbers(book, open_page):
 
 
 def test_all_widths_have_one_learning_rate_and_their_bits():
-    study = yaml.safe_load((ROOT / "math/study-64.yaml").read_text())
+    study = yaml.safe_load((ROOT / "studies/sixty-four/declared.yaml").read_text())
     regimes = [study["regimes"][regime] for regime in REGIMES.values()]
     assert len({regime["train.lr"] for regime in regimes}) == 1
     assert all(regime["rollout.quantize_bits"] == int(width)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from three_policies.math import merging
+from three_policies.studies import merging
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -62,7 +62,7 @@ def test_gain_loss_and_noise_are_those_of_roundings(sigma):
 
 
 def test_the_declared_prediction_is_judged_as_the_chapter_says():
-    declared = yaml.safe_load((ROOT / "math" / "merging.yaml").read_text())
+    declared = yaml.safe_load((ROOT / "studies/merging/declared.yaml").read_text())
     cells, tolerance = merging.cells(), declared["tolerance"]
     for (rank, rate), share in zip(merging.CELLS, declared["first_step_share"].values(),
                                    strict=True):
@@ -91,7 +91,7 @@ def test_the_declared_prediction_is_judged_as_the_chapter_says():
 
 
 def test_every_declared_cell_is_a_row_and_no_other():
-    with (ROOT / "math" / "merging.csv").open() as file:
+    with (ROOT / "studies/merging/results.csv").open() as file:
         found = [(int(row["seed"]), int(row["rank"]), float(row["rate"]), int(row["step"]))
                  for row in csv.DictReader(file)]
     assert found == [(seed, *cell, step) for seed in merging.SEEDS for cell in merging.CELLS

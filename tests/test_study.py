@@ -39,7 +39,7 @@ def load(name):
     return module
 
 
-study = load("study")
+study = load("nine")
 
 
 # ----------------------------------------------------------------------------------------- brackets
@@ -185,24 +185,24 @@ def test_one_evaluator_judges_all_arms_in_float32(brackets):
 
 # ------------------------------------------------------------------------------------- declarations
 
-@pytest.mark.parametrize("name", ["study", "study-64"])
+@pytest.mark.parametrize("name", ["nine", "sixty-four"])
 def test_every_method_is_explained_in_the_appendix(name):
     """A preset explains itself; any other method of a file has a row in the appendix.
 
     Rounding has a sentence.
     """
     appendix = (ROOT / "math" / "appendix-studies.md").read_text()
-    declared = study.declared(ROOT / "math" / f"{name}.yaml")["methods"]
+    declared = study.declared(name)["methods"]
     table = appendix.split("\n## Names\n")[1].split("\n## ")[0].split("\n")
     rows = {line.split("`")[1] for line in table if line.startswith("| `")}
     assert {method for method in declared if not method.endswith("_again")} <= rows
 
 
 @pytest.mark.parametrize("name, lines", [
-    ("study", 564), ("study-64", 520), ("study-crossing", 40),
-    ("study-lora", 60), ("study-lora-rates", 50)])
+    ("nine", 564), ("sixty-four", 520), ("crossing", 40),
+    ("lora", 60), ("lora-rates", 50)])
 def test_every_declared_cell_is_a_run_and_every_line_was_declared(name, lines):
-    declared, cells = study.declared(ROOT / "math" / f"{name}.yaml"), set()
+    declared, cells = study.declared(name), set()
     for regime, method, seed in study.wanted(declared):
         cells.add((regime, method, seed))
         if seed in (1, 101):
@@ -252,7 +252,7 @@ def test_a_step_on_nothing_is_adams_on_a_gradient_of_0(empty):
 
 def test_matched_is_six_bits_on_time_in_the_first_study_and_equal_weights_in_the_second():
     first, second = (
-        study.declared(ROOT / "math" / f"{name}.yaml") for name in ("study", "study-64"))
+        study.declared(name) for name in ("nine", "sixty-four"))
     assert study.config_of(first, "matched", "naive", 1).rollout.quantize_bits == 6
     for regime in second["regimes"]:
         rollout = study.config_of(second, regime, "matched", 101).rollout
@@ -260,7 +260,7 @@ def test_matched_is_six_bits_on_time_in_the_first_study_and_equal_weights_in_the
 
 
 def test_the_second_study_judges_what_it_runs_on_seeds_of_its_own():
-    declared = study.declared(ROOT / "math" / "study-64.yaml")
+    declared = study.declared("sixty-four")
     cells, judged = set(study.wanted(declared)), declared["judged"]
     arms = {arm for contrast in judged["contrasts"] for arm in contrast} - {"best"}
     assert {(r, a, s) for r in judged["regimes"] for a in arms for s in judged["seeds"]} <= cells
@@ -269,7 +269,7 @@ def test_the_second_study_judges_what_it_runs_on_seeds_of_its_own():
 
 
 def test_the_second_family_is_of_other_contrasts_and_all_of_them_are_among_the_cells():
-    declared = study.declared(ROOT / "math" / "study-64.yaml")
+    declared = study.declared("sixty-four")
     cells, seeds = set(study.wanted(declared)), declared["judged"]["seeds"]
     first, later = ([(regime, one, other) for part in family for regime in part["regimes"]
                      for one, other in part["contrasts"]]
@@ -331,7 +331,7 @@ def test_a_planted_weight_is_the_products_or_the_mean_capped_at_2(method, weight
 
 
 def cells(arm, areas, final=0.5):
-    """Return lines of study-64.csv: an area for each seed from 101."""
+    """Return lines of studies/sixty-four/results.csv: an area for each seed from 101."""
     return {arm: {101 + i: {"area": str(a), "final_accuracy": str(final)}
                   for i, a in enumerate(areas)}}
 

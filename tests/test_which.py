@@ -98,7 +98,7 @@ def test_what_the_text_says_of_an_evidence_is_the_studys_verdict(path):
     compared = 0
     for one in evidence(path):
         assert one.found == one.key["finds"], one.key
-        if one.key["study"] != "study-64":
+        if one.key["study"] != "sixty-four":
             continue
         verdict, difference = shown[one.key["regime"], one.key["arm"], one.key["against"]]
         gap, said = (float(x.split("±")[0].replace("−", "-"))
@@ -112,10 +112,10 @@ def test_what_the_text_says_of_an_evidence_is_the_studys_verdict(path):
 def test_the_first_studys_verdict_is_its_interval(path):
     from three_policies.math import tables
     for one in evidence(path):
-        if one.key["study"] == "study" and "runs" not in one.key:
+        if one.key["study"] == "nine" and "runs" not in one.key:
             rows = [tables.runs()[one.key["regime"]][one.key[x]] for x in ("arm", "against")]
             assert (one.found == "open") == ("not separable" in tables.difference(*rows)), one.key
-        order = {"study": "first", "study-64": "second"}[one.key["study"]]
+        order = {"nine": "first", "sixty-four": "second"}[one.key["study"]]
         assert one.source.startswith(f"Chapter 15, {order} study, `"), one.key
     chosen = [one for one in evidence(path) if "runs" in one.key]
     assert [len(one.seeds[0]) for one in chosen] == [15]
@@ -126,11 +126,11 @@ def test_means_are_those_of_the_rows(path):
     """Recomputed from the CSV files, without tables.py."""
     import csv
     rows = {name: list(csv.DictReader((ROOT / f"math/{name}.csv").open()))
-            for name in ("study", "study-64")}
+            for name in ("nine", "sixty-four")}
     for one in evidence(path):
         if "runs" in one.key:
             continue
-        column = "area" if one.key["study"] == "study-64" else "final_accuracy"
+        column = "area" if one.key["study"] == "sixty-four" else "final_accuracy"
         for of, values, below, mean in zip(("arm", "against"), one.seeds, one.below, one.means):
             mine = {row["seed"]: row for row in rows[one.key["study"]]
                     if (row["regime"], row["method"]) == (one.key["regime"], one.key[of])}
@@ -143,9 +143,9 @@ def test_means_are_those_of_the_rows(path):
 def test_the_regime_in_words_is_what_was_declared(path):
     words = {(one.key["study"], one.key["regime"], one.key["arm"]): one.where
              for one in evidence(path)}
-    assert words["study-64", "int4_fast_length_128", "decoupled_seq_is"] == (
+    assert words["sixty-four", "int4_fast_length_128", "decoupled_seq_is"] == (
         "128 tokens, 4-bit weights, on time, learning rate 0.00015, 10 runs each")
-    assert words["study", "staleness_8", "small_steps"] == (
+    assert words["nine", "staleness_8", "small_steps"] == (
         "9 tokens, 6-bit weights, 8 steps stale, learning rate 0.00015 against 0.0005, "
         "10 runs each")
 

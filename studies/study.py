@@ -1,12 +1,14 @@
 """Run the study: does training collapse without correction, and does correction rescue it?
 
-    python math/study.py                     # the runs of study.yaml that study.csv does not have;
-                                             # then the figures, and chapter 15's tables
-    python math/study.py math/study-64.yaml  # the same for the second study
-    python math/study.py --quick             # three runs of it and runs/quick.png: collapse, rescue
+    python studies/study.py                     # the runs of studies/nine that it does not have yet;
+                                                # then the figures, and chapter 15's tables
+    python studies/study.py sixty-four          # the same for the second study
+    python studies/study.py --quick             # three runs of it and runs/quick.png: collapse, rescue
+
+A study is a folder: declared.yaml, committed before its runs, and results.csv.
 
 A cell is (regime, method, seed). Each runs the trainer in a process of its own, `--workers` at a
-time, and adds one line to study.csv when it ends: stop this at any time, and start it again.
+time, and adds one line to results.csv when it ends: stop this at any time, and start it again.
 """
 
 import argparse
@@ -28,7 +30,8 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-ROOT = Path(__file__).parent.parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 
 
 # ---------------------------------------------------------------------------------------- one run
@@ -210,7 +213,7 @@ def sgd_with_adams_first_step(run):
 
 
 def summary(lines: list[dict]) -> dict:
-    """Return one line of study.csv: means over the steps, but the median of the heavy-tailed χ²."""
+    """Return one line of results.csv: means over the steps, but the median of the heavy-tailed χ²."""
     def each(name, default: Any = None) -> list[Any]:
         return [line.get(f"rollout_corr/{name}", default) for line in lines]
 
@@ -303,7 +306,7 @@ def run_all(study: dict, path: Path, workers: int) -> None:
     done = {(row["regime"], row["method"], int(row["seed"])) for row in rows}
     todo = [cell for cell in wanted(study) if cell not in done]
     context = get_context("forkserver")            # torch is imported once, and forked
-    context.set_forkserver_preload(["trainer"])
+    context.set_forkserver_preload(["three_policies.trainer"])
     with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
         futures = {pool.submit(run_cell, study, *cell): cell for cell in todo}
         for future in tqdm(as_completed(futures), total=len(todo), desc="cells", smoothing=0.1):
@@ -314,37 +317,37 @@ def run_all(study: dict, path: Path, workers: int) -> None:
                 tqdm.write(f"{futures[future]}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
-def declared(path: Path) -> dict:
+def declared(name: str) -> dict:
     """Return what a study declares, on top of what the study named by `like` declares.
 
     It inherits settings, evaluator, regimes and methods.
     """
-    own = cast(DictConfig, OmegaConf.load(path))
+    own = cast(DictConfig, OmegaConf.load(HERE / name / "declared.yaml"))
     if "like" in own:
-        base = cast(DictConfig, OmegaConf.load(path.with_name(own.like)))
+        base = cast(DictConfig, OmegaConf.load(HERE / own.like / "declared.yaml"))
         kept = [key for key in ("settings", "evaluator", "regimes", "methods") if key in base]
         own = OmegaConf.merge({key: base[key] for key in kept}, own)
-    return {**cast(dict, OmegaConf.to_container(own)), "name": path.stem}
+    return {**cast(dict, OmegaConf.to_container(own)), "name": name}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("grid", nargs="?", type=Path, default=ROOT / "math" / "study.yaml")
+    parser.add_argument("study", nargs="?", default="nine", help="a folder beside this file")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time")
     parser.add_argument("--quick", action="store_true",
-                        help="three runs of study-64.yaml and their picture")
+                        help="three runs of sixty-four and their picture")
     options = parser.parse_args()
     if options.quick:
         return quick(options.workers)
-    run_all(declared(options.grid), options.grid.with_suffix(".csv"), options.workers)
+    run_all(declared(options.study), HERE / options.study / "results.csv", options.workers)
     for script in ("figures.py", "tables.py"):
         subprocess.run([sys.executable, str(ROOT / "math" / script)], check=True)
 
 
 def quick(workers: int) -> None:
-    """Run the few cells that study-64.yaml names as quick, and draw runs/quick.png."""
-    study = declared(ROOT / "math" / "study-64.yaml")
+    """Run the few cells that sixty-four names as quick, and draw runs/quick.png."""
+    study = declared("sixty-four")
     rows, picture = Path("runs") / ".study" / "quick.csv", Path("runs") / "quick.png"
     rows.parent.mkdir(parents=True, exist_ok=True)
     run_all(study | {"cells": [study["quick"]], "name": "quick"}, rows, workers)

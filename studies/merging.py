@@ -9,9 +9,9 @@ then a gain and noise (Bussgang): round(W + Δ) − W = gΔ + ε, with ε uncorr
 that of a model whose update is gΔ + ε.
 
 Before the first update AdamW's step is known, |B| = η, and A is drawn with the variance 1/(3·in).
-So the first step's share is predicted without a run: `python math/merging.py declare`.
+So the first step's share is predicted without a run: `python studies/merging.py declare`.
 
-    python math/merging.py declare | run               # `run` writes math/merging.csv
+    python studies/merging.py declare | run               # `run` writes studies/merging/results.csv
 """
 
 import csv
@@ -152,8 +152,8 @@ def measure(scored: Scored, run: Path, step: int) -> dict[str, float]:
 
 
 def cells() -> dict[tuple[int, float, int], dict[str, float]]:
-    """Return the means over the seeds of merging.csv, by rank, rate and step."""
-    with (HERE / "merging.csv").open() as file:
+    """Return the means over the seeds of studies/merging/results.csv, by rank, rate and step."""
+    with (HERE / "merging/results.csv").open() as file:
         rows = list(csv.DictReader(file))
     found: dict[tuple[int, float, int], dict[str, float]] = {}
     for rank, rate, step in ((*cell, step) for cell in CELLS for step in STEPS):
@@ -198,7 +198,7 @@ def main(command: str) -> None:
                  for (rank, rate), x in first.items()]
         print("\n".join(["first_step_share:", *lines]))
         return
-    with (HERE / "merging.csv").open("w", newline="") as file:
+    with (HERE / "merging/results.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
