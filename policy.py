@@ -34,8 +34,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from three_policies.training.heads import TokenLogProbs
-from three_policies.training.shapes import Shape, refuse_parts, run_prompts, spread
 from three_policies.training.models import empty_model, read_model, use_attention
+from three_policies.training.shapes import Shape, refuse_parts, run_prompts, spread
 
 
 class Policy(nn.Module):

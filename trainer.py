@@ -37,18 +37,18 @@ from three_policies.correction import (Correction, RolloutCorrectionConfig, corr
 from three_policies.doctor.dumps import rows_of
 from three_policies.estimators import (grpo_advantages, masked_log_ratio, reinforce_advantages,
                                        rloo_advantages)
-from three_policies.training.shapes import Shape, to_device
 from three_policies.losses import (Counts, LossConfig, count, kl_loss, kl_penalty, kl_ratio,
                                    loss_means, policy_loss)
 from three_policies.metrics import merge
+from three_policies.policy import Policy, full_tensor, set_aside
+from three_policies.rollout import Sample as Sample      # re-exported
 from three_policies.training import signals
 from three_policies.training.batches import Batch, micro_batches, pad
 from three_policies.training.faults import report_errors
 from three_policies.training.run import Run, open_run
 from three_policies.training.settings import Config, correction_of, help_text, kl_of, load_config
+from three_policies.training.shapes import Shape, to_device
 from three_policies.training.tasks import seed_of
-from three_policies.policy import Policy, full_tensor, set_aside
-from three_policies.rollout import Sample as Sample      # re-exported
 
 
 def train(run: Run) -> None:

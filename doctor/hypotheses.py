@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from three_policies.training.shapes import pad_rows
 from three_policies.rollout import quantize_weights
+from three_policies.training.shapes import pad_rows
 
 NEVER = -30.0          # the log-prob of a token that a cut excludes
 CERTAIN = -1e-3        # log-probs nearer to 0 become this: their log-odds are rounding

@@ -27,10 +27,10 @@ from three_policies.doctor.dumps import Response, response, rows_of
 from three_policies.doctor.hypotheses import (DIVIDED, EXACT, HALF, IN_16_BITS, NEVER, SCALED,
                                               STALE, TABLE, Hypothesis, Scorer, bounded_log_odds)
 from three_policies.engines.choice import make_engine
-from three_policies.training.shapes import pad_rows
-from three_policies.training.models import read_model
 from three_policies.policy import Policy
 from three_policies.rollout import DTYPES
+from three_policies.training.models import read_model
+from three_policies.training.shapes import pad_rows
 
 LOGITS = 2 ** 28       # at most, in float32: 1 GB; further responses are left out
 # Set by hand, on the 216 faults that `python doctor/rescore_rates.py --tune` plants in tiny models.

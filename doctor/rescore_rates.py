@@ -20,8 +20,8 @@ from torch import Tensor
 from three_policies.doctor.dumps import Response
 from three_policies.doctor.rescore import Rescored, rescore
 from three_policies.estimators import sampling_log_probs
-from three_policies.training.shapes import pad_rows
 from three_policies.rollout import quantize_weights
+from three_policies.training.shapes import pad_rows
 
 VOCABULARY, OLDER = 40, 3
 SIZES: dict[str, Any] = dict(

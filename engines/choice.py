@@ -15,8 +15,8 @@ import torch
 from transformers import AutoConfig
 
 from three_policies.engines.vllm import VllmEngine, import_vllm
-from three_policies.training.settings import ENGINES
 from three_policies.rollout import DTYPES, Cut, Engine, TransformersEngine
+from three_policies.training.settings import ENGINES
 
 
 def make_engine(

@@ -17,8 +17,8 @@ from three_policies.correction import Correction, importance_weights
 from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.estimators import kl_estimate, masked_log_ratio
 from three_policies.losses import Counts, LossConfig, policy_loss
-from three_policies.oracle.versions import cell, off
 from three_policies.oracle import J, Policy, exact_gradient, expectation, rewards, scores
+from three_policies.oracle.versions import cell, off
 
 
 CALL, MODELS, ONE = 1, 20, torch.ones(())

@@ -6,7 +6,7 @@ is already wrong, the policy errs with one small chance. Elsewhere it tosses a c
 state after the warm start. Nothing is sampled: an arm's expected update over μ, and the end of
 forty such updates, are finite sums in float64.
 
-    python oracle/words.py       # the prediction that was committed with studies/sixty-four/declared.yaml
+    python oracle/words.py       # the prediction that sixty-four was declared with
 """
 
 import copy
@@ -21,8 +21,8 @@ import yaml
 from three_policies.correction import correct
 from three_policies.interop.dialects import from_dialect
 from three_policies.losses import LossConfig, policy_loss
-from three_policies.training.tasks import balanced, next_brackets
 from three_policies.oracle import Policy, exact_gradient
+from three_policies.training.tasks import balanced, next_brackets
 
 ROOT = Path(__file__).resolve().parent.parent
 

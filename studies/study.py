@@ -1,9 +1,9 @@
 """Run the study: does training collapse without correction, and does correction rescue it?
 
-    python studies/study.py                     # the runs of studies/nine that it does not have yet;
-                                                # then the figures, and chapter 15's tables
-    python studies/study.py sixty-four          # the same for the second study
-    python studies/study.py --quick             # three runs of it and runs/quick.png: collapse, rescue
+    python studies/study.py                  # the runs of nine that it does not have yet;
+                                             # then the figures, and chapter 15's tables
+    python studies/study.py sixty-four       # the same for the second study
+    python studies/study.py --quick          # three runs of it and runs/quick.png: collapse, rescue
 
 A study is a folder: declared.yaml, committed before its runs, and results.csv.
 
@@ -213,7 +213,7 @@ def sgd_with_adams_first_step(run):
 
 
 def summary(lines: list[dict]) -> dict:
-    """Return one line of results.csv: means over the steps, but the median of the heavy-tailed χ²."""
+    """Return one line of results.csv: means over the steps, but the median of χ², a heavy tail."""
     def each(name, default: Any = None) -> list[Any]:
         return [line.get(f"rollout_corr/{name}", default) for line in lines]
 
@@ -342,7 +342,7 @@ def main() -> None:
         return quick(options.workers)
     run_all(declared(options.study), HERE / options.study / "results.csv", options.workers)
     for script in ("figures.py", "tables.py"):
-        subprocess.run([sys.executable, str(ROOT / "math" / script)], check=True)
+        subprocess.run([sys.executable, str(ROOT / "book" / script)], check=True)
 
 
 def quick(workers: int) -> None:
@@ -351,7 +351,7 @@ def quick(workers: int) -> None:
     rows, picture = Path("runs") / ".study" / "quick.csv", Path("runs") / "quick.png"
     rows.parent.mkdir(parents=True, exist_ok=True)
     run_all(study | {"cells": [study["quick"]], "name": "quick"}, rows, workers)
-    from three_policies.math.figures import curves
+    from three_policies.book.figures import curves
     figure = curves(read(rows))
     assert figure is not None              # it is made where no axis is given
     figure.savefig(picture, dpi=110)

@@ -18,14 +18,14 @@ WIDTHS = (400, 800, 1400)
 
 
 def build():
-    """Run math/book.py, once for all workers of a test run."""
+    """Run book/pages.py, once for all workers of a test run."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     with (Path(tempfile.gettempdir()) / f"three-policies-book-{run}").open("a+") as stamp:
         fcntl.flock(stamp, fcntl.LOCK_EX)
         stamp.seek(0)
         if stamp.read() == "built":
             return
-        built = subprocess.run([sys.executable, "math/book.py"], cwd=ROOT, capture_output=True,
+        built = subprocess.run([sys.executable, "book/pages.py"], cwd=ROOT, capture_output=True,
                                text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         assert built.returncode == 0, built.stderr
         stamp.write("built")
@@ -33,13 +33,13 @@ def build():
 
 @pytest.fixture(scope="session")
 def book():
-    """Write book/, and return math/book.py as a module."""
+    """Write book/, and return book/pages.py as a module."""
     packages = ("markdown_it", "mdit_py_plugins", "pygments", "playwright")
     missing = [f"{name} (requirements/book.txt)" for name in packages
                if importlib.util.find_spec(name) is None]
     missing += [] if shutil.which("node") else ["node"]
-    missing += ([] if (ROOT / "math/book/node_modules/katex").is_dir()
-                else ["KaTeX (npm install --prefix math/book)"])
+    missing += ([] if (ROOT / "book/assets/node_modules/katex").is_dir()
+                else ["KaTeX (npm install --prefix book/assets)"])
     missing += [] if CHROMIUM else ["Chromium (Debian's package chromium)"]
     if missing and os.environ.get("THREE_POLICIES_REQUIRE_BOOK") == "1":
         pytest.fail(f"missing: {', '.join(missing)}, "
@@ -47,10 +47,8 @@ def book():
     if missing:
         pytest.skip(f"missing: {', '.join(missing)}")
     build()
-    spec = importlib.util.spec_from_file_location("three_policies_book", ROOT / "math" / "book.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    from three_policies.book import pages
+    return pages
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import torch
 from three_policies.correction import correct
 from three_policies.losses import (AGGREGATIONS, Counts, LossConfig, aggregate_loss, count,
                                    loss_means, policy_loss, width_without_holes)
+from three_policies.oracle import close
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import (batch, by_loops, config_of, every_aggregation,
                                            every_denominator, every_mode)
-from three_policies.oracle import close
 
 GRID = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
 KEPT = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])

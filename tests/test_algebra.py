@@ -21,11 +21,11 @@ from three_policies.estimators import (aggregate_log_ratio, chi_square, effectiv
                                        grpo_advantages, kl_estimate, perplexity, rloo_advantages)
 from three_policies.losses import LossConfig, kl_loss, kl_ratio, policy_loss
 from three_policies.metrics import Statistics, Tokens
+from three_policies.oracle import close, f64
 from three_policies.surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss,
                                        sapo_loss)
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import reinforce
-from three_policies.oracle import close, f64
 
 LP, LMU, LREF, A = sympy.symbols("log_pi log_mu log_ref A", real=True)
 R = sympy.Symbol("r", positive=True)                    # π_θ/π_old

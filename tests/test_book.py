@@ -1,10 +1,10 @@
 """The reading edition as a reader has it: built, and looked at in Chromium, from disk, offline.
 
-Needs requirements/book.txt, node with KaTeX (`npm install --prefix math/book`) and Chromium
+Needs requirements/book.txt, node with KaTeX (`npm install --prefix book/assets`) and Chromium
 (Debian's package of that name); without them the tests say so and skip, and with
 THREE_POLICIES_REQUIRE_BOOK=1, as in CI, they fail. The references' own tests need none of it.
 
-math/book/batch.json is six responses of a real run; to make it anew takes half a minute:
+book/assets/batch.json is six responses of a real run; to make it anew takes half a minute:
 
     python tests/test_book.py record
 """
@@ -373,7 +373,7 @@ def test_the_length_trap_at_ten_per_cent(book, open_page):
 def test_the_batch_is_stepped_through(book, open_page):
     page = open_page("6-correction.html#step=3&preset=decoupled_k3_rs")
     cells = page.locator('[data-widget="batch"] td b')
-    recorded = json.loads((ROOT / "math/book/batch.json").read_text())
+    recorded = json.loads((ROOT / "book/assets/batch.json").read_text())
     assert cells.count() == sum(token is not None for row in recorded["tokens"] for token in row)
     rho = float(page.locator('[data-widget="batch"] td').first.inner_text().split()[-1])
     assert rho == pytest.approx(
@@ -411,7 +411,7 @@ def record(step=8):
                        "old": batch.old_log_prob,
                        "current": trainer.score(run.policy, batch, run.config)}
             kept = batch.response_mask[rows].tolist()
-            (ROOT / "math/book/batch.json").write_text(json.dumps({
+            (ROOT / "book/assets/batch.json").write_text(json.dumps({
                 "how": "python trainer.py " + " ".join(settings),
                 "prompts": ["".join(word for word in row[:-width] if "<" not in word)
                             for row in words],

@@ -20,19 +20,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config
 
 from three_policies import trainer
+from three_policies.book import tables
 from three_policies.checks import UserError
 from three_policies.engines import choice
-from three_policies.math import tables
-from three_policies.training import capacity, faults, run as run_module
-from three_policies.training.capacity import (GIB, Shapes, host_bytes, judge_host, memory,
-                                           memory_metrics, require_room, smallest_engine,
-                                           update_flops)
-from three_policies.training.models import add_adapter
-from three_policies.training.settings import load_config
 from three_policies.tests.launching import ROOT
 from three_policies.tests.small import steady, weights
 from three_policies.tests.test_gpu import drive
 from three_policies.tests.waiting import HANG
+from three_policies.training import capacity, faults, run as run_module
+from three_policies.training.capacity import (GIB, Shapes, host_bytes, judge_host, memory,
+                                              memory_metrics, require_room, smallest_engine,
+                                              update_flops)
+from three_policies.training.models import add_adapter
+from three_policies.training.settings import load_config
 
 LENGTH = 768                           # of the longest prompt and response
 
@@ -458,7 +458,8 @@ def test_the_rate_is_that_of_the_fastest_product(monkeypatch):
     """A product of n × n matrices takes 2n³ FLOPs. The clock is planted."""
     times = iter([x for took in (9, 4, 5, 2, 8, 3, 7, 6) for x in (0.0, float(took))])
     monkeypatch.setattr(capacity.time, "perf_counter", lambda: next(times))
-    assert capacity.matrix_rate(torch.device("cpu"), "float32") == 2 * capacity.SIDES["cpu"] ** 3 / 2
+    assert capacity.matrix_rate(torch.device("cpu"), "float32") == (
+        2 * capacity.SIDES["cpu"] ** 3 / 2)
 
 
 @pytest.mark.parametrize("system, unit", [("linux", 2 ** 10), ("darwin", 1)])

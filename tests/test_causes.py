@@ -15,9 +15,9 @@ from three_policies import doctor
 from three_policies.doctor import causes, plants, sides
 from three_policies.doctor.dumps import Response, response
 from three_policies.estimators import sampling_log_probs
+from three_policies.oracle import Policy, close, expectation, kl
 from three_policies.tests.certified import certifies
 from three_policies.tests.margins import stands_clear, stays_below
-from three_policies.oracle import Policy, close, expectation, kl
 
 MODELS = ("Qwen2", "Mixtral", "Gemma2")
 

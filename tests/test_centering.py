@@ -15,10 +15,10 @@ from three_policies.centering import candidate_tables, centering_loss
 from three_policies.correction import Correction, correct
 from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.losses import Counts, LossConfig, policy_loss
+from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient, f64, grad_J,
+                                   rewards)
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import MASK, PI, R, SUM, reinforce
-from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient, f64,
-                                         grad_J, rewards)
 
 MU = PI.perturbed(1, 0.8)
 LP, MU_LP = PI.log_probs(), MU.log_probs().detach()

@@ -13,10 +13,9 @@ import torch
 from three_policies.correction import importance_weights
 from three_policies.estimators import (grpo_advantages, masked_log_ratio, rloo_advantages,
                                        sampling_log_probs)
-from three_policies.oracle import routes, turns, versions
+from three_policies.oracle import (J, Policy, close, exact_gradient, expectation, grad_J, rewards,
+                                   routes, scores, turns, versions)
 from three_policies.tests.certified import certifies
-from three_policies.oracle import (J, Policy, close, exact_gradient, expectation, grad_J,
-                                         rewards, scores)
 
 ROOT = Path(__file__).resolve().parent.parent
 

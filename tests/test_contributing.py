@@ -32,7 +32,7 @@ new = old.clone().requires_grad_()
 loss, metrics = policy_loss(new, old, mu, torch.ones(1, 2), mask, config)
 assert torch.autograd.grad(loss, new)[0].tolist() == [[-0.5, 0.0]]
 assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.5
-from three_policies.math import tables
+from three_policies.book import tables
 assert "`token_abs`" in tables.criteria() and "`root`" in tables.losses()
 assert f"all {len(tables.every_metric())} metrics" in tables.metrics()
 assert "rollout_rs_token_abs_seq_max_deviation" in tables.every_metric()

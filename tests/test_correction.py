@@ -17,9 +17,9 @@ from three_policies.estimators import (SAFETY_BOUND, aggregate_log_ratio, effect
                                        exp_ratio, kl_estimate, perplexity)
 from three_policies.losses import aggregate_loss, kl_loss
 from three_policies.metrics import merge, offpolicy_metrics, to_host
+from three_policies.oracle import close
 from three_policies.rejection import CRITERIA, rejection_mask
 from three_policies.tests.examples import RATIOS, bound_of, chi_square_of
-from three_policies.oracle import close
 from three_policies.tests.tolerances import gamma
 
 

@@ -1,9 +1,8 @@
-"""`python math/figures.py runs` groups runs into lines, and computes the lines' numbers.
+"""`python book/figures.py runs` groups runs into lines, and computes the lines' numbers.
 
 What it says of mistakes is tested, too.
 """
 
-import importlib.util
 import json
 import math
 import sys
@@ -22,18 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def figures():
-    """Load math/figures.py by its path.
-
-    Nothing under math/ is importable by name, but for files beside it.
-    """
-    spec = importlib.util.spec_from_file_location(
-        "three_policies_figures", ROOT / "math" / "figures.py")
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "math")
-        spec.loader.exec_module(module)
-    yield module
-    module.plt.close("all")
+    from three_policies.book import figures
+    yield figures
+    figures.plt.close("all")
 
 
 @pytest.fixture(autouse=True)
@@ -369,7 +359,7 @@ def test_runs_of_a_group_that_share_no_step_cannot_be_compared(figures):
 
 
 def test_the_script_itself_takes_runs(forks, tmp_path):
-    found = shell([sys.executable, *forks, str(ROOT / "math" / "figures.py"), "runs", "nowhere"],
+    found = shell([sys.executable, *forks, str(ROOT / "book/figures.py"), "runs", "nowhere"],
                   tmp_path)
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr == ("figures.py: nowhere is not a run: neither nowhere nor runs/nowhere "

@@ -14,11 +14,11 @@ import pytest
 import transformers
 
 from three_policies.checks import UserError
+from three_policies.tests.launching import shell
 from three_policies.training import tasks
 from three_policies.training.faults import process_group
 from three_policies.training.run import Run
 from three_policies.training.settings import FILE_KINDS, TaskConfig, load_config
-from three_policies.tests.launching import shell
 
 ROWS = [{"question": f"{a}+{b}=", "answer": f"{a} and {b} are {a + b}.\n#### {a + b}"}
         for a in range(4) for b in range(6)]

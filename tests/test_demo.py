@@ -2,8 +2,8 @@
 
 import sys
 
-from three_policies.training import checkpoints
 from three_policies.tests.launching import ROOT, shell
+from three_policies.training import checkpoints
 
 
 def test_the_default_command_learns_from_a_demo_model(forks, tmp_path):

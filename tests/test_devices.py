@@ -12,12 +12,12 @@ from transformers import MixtralConfig
 from three_policies import rollout, trainer
 from three_policies.engines.choice import make_engine
 from three_policies.engines.vllm import VllmEngine, import_vllm
-from three_policies.training.shapes import Shape, pad_rows, to_device
+from three_policies.policy import load_policy
+from three_policies.rollout import Cut
 from three_policies.training.faults import process_group
 from three_policies.training.models import add_adapter
 from three_policies.training.settings import PolicyConfig
-from three_policies.policy import load_policy
-from three_policies.rollout import Cut
+from three_policies.training.shapes import Shape, pad_rows, to_device
 
 
 @pytest.mark.parametrize("maker, backends", [("cuda", "cpu:gloo,cuda:nccl"),

@@ -24,15 +24,15 @@ from types import SimpleNamespace
 import pytest
 
 from three_policies.checks import UserError
+from three_policies.tests.launching import shell
+from three_policies.tests.small import SMALL, make_tiny_model, weights
+from three_policies.tests.waiting import HANG
 from three_policies.training import directory
 from three_policies.training.checkpoints import read_metrics, write_aside
 from three_policies.training.directory import (hold_directory, lock_file, require_writable,
                                                take_turns)
 from three_policies.training.faults import process_group
 from three_policies.training.models import digest_of
-from three_policies.tests.launching import shell
-from three_policies.tests.small import SMALL, make_tiny_model, weights
-from three_policies.tests.waiting import HANG
 
 HERE = Path(__file__).resolve().parent.parent
 

@@ -21,10 +21,10 @@ from three_policies.interop import names
 from three_policies.interop.dialects import from_dialect, own_keys
 from three_policies.losses import LossConfig, policy_loss
 from three_policies.metrics import merge, to_host
-from three_policies.training.settings import correction_of, in_own_keys, load_config, remarks
+from three_policies.oracle import f64
 from three_policies.surrogates import LOSSES
 from three_policies.tests.launching import ROOT
-from three_policies.oracle import f64
+from three_policies.training.settings import correction_of, in_own_keys, load_config, remarks
 
 RATIOS = f64([[3.0, 1.0, 1.0], [0.5, 0.6, 1.0], [1.0, 1.1, 0.9]]).log()   # products 3, 0.3, 0.99
 ZERO, MASK = torch.zeros_like(RATIOS), torch.ones_like(RATIOS)

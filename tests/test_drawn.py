@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from three_policies.math.drawn import DARK, SVG, TEXT, as_svg
+from three_policies.book.drawn import DARK, SVG, TEXT, as_svg
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -67,7 +67,7 @@ def test_colours_stay_apart_in_the_dark():
 
 @pytest.fixture(scope="module")
 def figures():
-    from three_policies.math import figures
+    from three_policies.book import figures
     yield figures
     figures.plt.close("all")
 

@@ -15,8 +15,8 @@ from three_policies.doctor import causes, plants
 from three_policies.doctor.dumps import response
 from three_policies.doctor.sides import log_probs
 from three_policies.estimators import sampling_log_probs
-from three_policies.tests.certified import certifies
 from three_policies.oracle import Policy, close
+from three_policies.tests.certified import certifies
 from three_policies.tests.test_causes import model, tokens
 
 LOGITS = Policy(5, 3, seed=0).logits.detach()                               # [states, 5]

@@ -15,10 +15,10 @@ from three_policies.estimators import (SAFETY_BOUND, aggregate_log_ratio, effect
                                        sequence_log_ratio)
 from three_policies.losses import aggregate_loss
 from three_policies.metrics import offpolicy_metrics, to_host
+from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient, expectation,
+                                   f64, grad_J, kl, rewards, scores, token_kl)
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import GOOD, X, chi_square_of
-from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient,
-                                         expectation, f64, grad_J, kl, rewards, scores, token_kl)
 from three_policies.tests.tolerances import gamma
 
 PI = Policy(3, 3, seed=0)

@@ -1,7 +1,7 @@
 """The figures that explain, in Chromium: what each shows is what its chapter's table says.
 
 Of the tree, chapter 3's; of the clip, chapter 14's; of the square, chapter 13's picture; of the
-quiz, the doctor itself. math/book/quiz.json is made anew by `python math/record_quiz.py`.
+quiz, the doctor itself. book/assets/quiz.json is made anew by `python book/record_quiz.py`.
 """
 
 import json
@@ -50,7 +50,7 @@ def test_the_trees_errors_are_the_chapters(book, open_page):
 
 def test_the_arrow_ends_its_error_away_from_the_gradient():
     """Along and across are two sides of a triangle whose third is the error."""
-    from three_policies.math import moving_exact
+    from three_policies.book import moving_exact
     found = moving_exact.tree_data()
     for level, caps in found["levels"].items():
         for cap, one in zip(found["C"], caps, strict=True):
@@ -66,7 +66,7 @@ def test_the_arrow_ends_its_error_away_from_the_gradient():
 
 
 def test_the_trees_strips_are_as_long_as_the_numbers(book, open_page):
-    from three_policies.math import moving_exact
+    from three_policies.book import moving_exact
     found, page = moving_exact.tree_data(), open_page(f"{PAGES['tree']}.html")
     at(page, "tree", level="token", C=2)
     drawn = page.locator('[data-widget="tree"] rect.c1').evaluate_all(
@@ -106,7 +106,7 @@ def test_the_needle_stops_and_flips_where_the_chapter_says(book, open_page):
 
 def test_the_three_cases_are_the_three_terms():
     """eq:clip-one-place: without a clip they are 1 − m, 1 − q(1 − m) and −(1 − q)(1 − m)."""
-    from three_policies.math import moving_exact
+    from three_policies.book import moving_exact
     found = moving_exact.push_data()
     assert {0.005, 0.025, 0.03, 0.05, 0.2, 0.3} <= set(found["m"])
     for i, m in enumerate(found["m"]):
@@ -121,8 +121,8 @@ def test_the_three_cases_are_the_three_terms():
 
 def test_the_squares_paths_are_exact_ascent(book):
     """Recomputed alone, each μ by itself: the picture of chapter 13 calls `ascend` so."""
-    from three_policies.math.moving_exact import PRESETS, STEPS, square
-    from three_policies.math.tables import ascend
+    from three_policies.book.moving_exact import PRESETS, STEPS, square
+    from three_policies.book.tables import ascend
     start, noise, reward = square()
     data = json.loads((OUT / "data.js").read_text().removeprefix("const DATA = ").rstrip(";\n"))
     for name, lagging in (("decoupled_token_is", False), ("decoupled_seq_is", True)):
@@ -189,8 +189,8 @@ def test_play_keeps_the_keyboards_focus(book, open_page):
 
 @pytest.mark.made_here
 def test_the_quizs_answers_are_the_doctors():
-    from three_policies.math import record_quiz
-    dumps = json.loads((ROOT / "math/book/quiz.json").read_text())
+    from three_policies.book import record_quiz
+    dumps = json.loads((ROOT / "book/assets/quiz.json").read_text())
     assert sorted(dump["cause"] for dump in dumps) == sorted(record_quiz.QUIZ)
     for dump in dumps:
         named = re.search(r"; (\S+) \(", dump["said"])
@@ -207,7 +207,7 @@ def test_the_quizs_answers_are_the_doctors():
 def test_a_guess_opens_the_doctors_sentence(book, open_page):
     page = open_page(f"{PAGES['quiz']}.html")
     figure, dumps = page.locator('[data-widget="quiz"]'), json.loads(
-        (ROOT / "math/book/quiz.json").read_text())
+        (ROOT / "book/assets/quiz.json").read_text())
     for i, dump in enumerate(dumps, 1):
         at(page, "quiz", dump=i)
         assert figure.locator("svg .frame").count() == 5

@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import load_file
 
 from three_policies.checks import UserError
-from three_policies.training import faults
 from three_policies.tests.launching import shell
+from three_policies.training import faults
 
 HERE = Path(__file__).resolve().parent.parent
 

@@ -13,10 +13,10 @@ import struct
 import pytest
 import yaml
 
-from three_policies.training.tasks import balanced
 from three_policies.tests.book_pages import OUT, ROOT
+from three_policies.training.tasks import balanced
 
-RECORDED = json.loads((ROOT / "math/book/response.json").read_text())["widths"]
+RECORDED = json.loads((ROOT / "book/assets/response.json").read_text())["widths"]
 REGIMES = {"float32": "int4_slow", "6": "int6", "5": "int5", "4": "int4_slow"}
 NAMED = {"matched": "equal weights", "decoupled_seq_is": "sequence weights",
          "naive": "no correction", "bypass_ppo_clip": "bypass"}

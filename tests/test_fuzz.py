@@ -28,9 +28,9 @@ import pytest
 from three_policies import trainer
 from three_policies.checks import UserError
 from three_policies.interop import dialects
+from three_policies.tests.waiting import HANG
 from three_policies.training import checkpoints, tasks
 from three_policies.training.settings import Config, TaskConfig, leaves, load_config
-from three_policies.tests.waiting import HANG
 
 
 class Bomb:

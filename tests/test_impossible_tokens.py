@@ -14,9 +14,9 @@ from three_policies.centering import centering_loss
 from three_policies.correction import Correction
 from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.losses import policy_loss
+from three_policies.oracle import close, f64
 from three_policies.surrogates import LOSSES
 from three_policies.tests.examples import batch, config_of, every_mode, reinforce
-from three_policies.oracle import close, f64
 
 NEVER, NEXT_TO_NEVER = -math.inf, -1e5
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from three_policies.estimators import KL_KINDS, aggregate_log_ratio, kl_estimate, masked_log_ratio
+from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient, expectation,
+                                   f64, kl, rewards, scores, token_kl)
 from three_policies.tests.certified import certifies
-from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient,
-                                         expectation, f64, kl, rewards, scores, token_kl)
 from three_policies.tests.tolerances import gamma
 
 PI = Policy(3, 3, seed=0)

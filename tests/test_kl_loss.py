@@ -7,10 +7,10 @@ import torch
 
 from three_policies.estimators import kl_estimate
 from three_policies.losses import Counts, count, kl_loss, kl_penalty, kl_ratio
+from three_policies.oracle import (close, estimator_moments, exact_gradient, f64, kl, scores,
+                                   token_kl)
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import MU, PI, REF, MASK, SUM, batch, by_loops, every_aggregation
-from three_policies.oracle import (close, estimator_moments, exact_gradient, f64, kl, scores,
-                                         token_kl)
 from three_policies.tests.tolerances import gamma
 
 

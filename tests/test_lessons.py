@@ -6,11 +6,11 @@ import re
 import pytest
 
 from three_policies.doctor import diagnose
+from three_policies.rollout import TransformersEngine
 from three_policies.training.report import (CURVES, closing_table, ess, judge_accuracy, plot,
                                             summarize)
 from three_policies.training.settings import Config, RolloutConfig, TrainConfig
 from three_policies.training.tasks import Task
-from three_policies.rollout import TransformersEngine
 
 LEARNS = {"response/learned_fraction": 1.0, "response/truncated_fraction": 0.1,
           "response/count": 64,

@@ -11,16 +11,16 @@ from transformers import AutoModelForCausalLM
 
 from three_policies.checks import UserError
 from three_policies.engines.choice import make_engine
+from three_policies.oracle import close
+from three_policies.policy import Policy, full_weights, load_policy
+from three_policies.tests.launching import shell, torchrun
+from three_policies.tests.small import SMALL, steady
+from three_policies.tests.test_architectures import OF_EXPERTS, make
+from three_policies.tests.tolerances import gamma
 from three_policies.training.checkpoints import read_metrics
 from three_policies.training.faults import process_group
 from three_policies.training.models import add_adapter, read_model
 from three_policies.training.settings import PolicyConfig
-from three_policies.policy import Policy, full_weights, load_policy
-from three_policies.tests.launching import shell, torchrun
-from three_policies.oracle import close
-from three_policies.tests.small import SMALL, steady
-from three_policies.tests.test_architectures import OF_EXPERTS, make
-from three_policies.tests.tolerances import gamma
 
 TOKENS = torch.arange(21).view(3, 7) + 2
 ALL = torch.ones_like(TOKENS)

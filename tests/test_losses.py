@@ -18,12 +18,12 @@ from three_policies.doctor import diagnose
 from three_policies.estimators import aggregate_log_ratio
 from three_policies.losses import (AGGREGATIONS, LossConfig, count, kl_loss, kl_penalty, loss_means,
                                    policy_loss)
+from three_policies.oracle import close
 from three_policies.surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss,
                                        sapo_loss)
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import (LOSS_TYPES, MODES, batch, by_loops, config_of,
                                            every_aggregation, every_denominator, every_mode)
-from three_policies.oracle import close
 from three_policies.tests.tolerances import gamma
 
 

@@ -5,7 +5,6 @@ One alone: `pytest math/8-kl.md`.
 """
 
 import ast
-import importlib.util
 import re
 import sys
 from itertools import pairwise
@@ -14,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from three_policies.oracle import J, Policy, estimator_moments, rewards
 from three_policies.tests import certified, test_house as house
 from three_policies.tests.launching import shell
-from three_policies.oracle import J, Policy, estimator_moments, rewards
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))
 # What a chapter enumerates: oracle/turns.py of 10-turns-and-tools.md.
 EXACT = [path for chapter in CHAPTERS for word in chapter.stem.split("-")
-         if (path := ROOT / "math" / f"{word}.py").exists()]
+         if (path := ROOT / "oracle" / f"{word}.py").exists()]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("interop/*.md"), *sorted(ROOT.glob("math/*.md"))]
 CORE = [ROOT / f"{name}.py" for name in house.CORE]
 LABEL = re.compile(r"eq:[a-z0-9]+(?:-[a-z0-9]+)*")
@@ -123,19 +122,15 @@ def test_a_chapter_that_answers_one_question_has_at_most_2500_words(chapter):
 
 
 def test_generated_tables_are_up_to_date(forks, tmp_path):
-    """`python math/tables.py` would change nothing; every figure is computed again here."""
-    found = shell([sys.executable, *forks, str(ROOT / "math" / "tables.py"), "--check"], tmp_path)
-    assert found.returncode == 0, f"run `python math/tables.py`\n{found.stdout}{found.stderr}"
+    """`python book/tables.py` would change nothing; every figure is computed again here."""
+    found = shell([sys.executable, *forks, str(ROOT / "book/tables.py"), "--check"], tmp_path)
+    assert found.returncode == 0, f"run `python book/tables.py`\n{found.stdout}{found.stderr}"
 
 
 @pytest.fixture(scope="module")
 def tables():
-    """Load math/tables.py by its path: nothing under math/ is importable by name."""
-    spec = importlib.util.spec_from_file_location(
-        "three_policies_tables", ROOT / "math" / "tables.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    from three_policies.book import tables
+    return tables
 
 
 def test_every_equation_is_certified_by_a_test_that_is_as_strict_as_its_mark(tables):
@@ -246,5 +241,5 @@ def test_every_figure_is_shown_and_small():
              for name in re.findall(r"figures/([\w.-]+)\)", path.read_text())}
     figures = {path.name: path.stat().st_size for path in (ROOT / "math" / "figures").iterdir()}
     # What a link to the book shows stands in no document, but in the head of each of its pages.
-    shown |= set(re.findall(r"\w+\.png", (ROOT / "math" / "book" / "page.html").read_text()))
+    shown |= set(re.findall(r"\w+\.png", (ROOT / "book" / "assets" / "page.html").read_text()))
     assert set(figures) <= shown and max(figures.values()) < 100_000

@@ -14,13 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from three_policies.training.faults import process_group
-from three_policies.training.shards import NAMES, TensorByTensor
 from three_policies.policy import load_policy
 from three_policies.tests.launching import shell
 from three_policies.tests.waiting import HANG
 from three_policies.tools.bench import peak
 from three_policies.tools.bench_size import heap
+from three_policies.training.faults import process_group
+from three_policies.training.shards import NAMES, TensorByTensor
 
 SAVE = """
 import os, sys, torch

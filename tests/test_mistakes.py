@@ -15,13 +15,13 @@ from packaging.utils import canonicalize_name
 from three_policies import trainer
 from three_policies.checks import UserError
 from three_policies.correction import PRESETS, RolloutCorrectionConfig
+from three_policies.rollout import KEPT
+from three_policies.tests.launching import ROOT
+from three_policies.tests.test_data import MADE
 from three_policies.training import tasks
 from three_policies.training.faults import process_group
 from three_policies.training.run import Run
 from three_policies.training.settings import TaskConfig, correction_of, load_config
-from three_policies.rollout import KEPT
-from three_policies.tests.launching import ROOT
-from three_policies.tests.test_data import MADE
 
 
 def test_an_older_omegaconf_is_one_sentence(monkeypatch):

@@ -18,9 +18,9 @@ from three_policies.estimators import (aggregate_log_ratio, effective_sample_siz
 from three_policies.losses import (LossConfig, aggregate_loss, count, kl_loss, policy_loss,
                                    ppo_clip_loss, reinforce_loss)
 from three_policies.metrics import Statistics, Tokens
+from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient, expectation,
+                                   f64, grad_J, kl, rewards, scores, token_kl)
 from three_policies.tests.exhibits import EXHIBITS, exhibit, filed_by, judge, values
-from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient,
-                                         expectation, f64, grad_J, kl, rewards, scores, token_kl)
 
 VERL = "https://github.com/verl-project/verl/blob/v0.9.1/"
 PI = Policy(3, 3, seed=0)
@@ -377,7 +377,7 @@ def share(wrong, exact):
 
 def test_a_card_says_the_share_of_the_largest_right_number():
     """It is infinite where the right number is 0, and NaN for a crash."""
-    from three_policies.math import museum
+    from three_policies.book import museum
     found = {card.name: card.error for card in museum.cards()}
     assert list(found) == list(EXHIBITS)
     for name in EXHIBITS:
@@ -389,7 +389,7 @@ def test_a_card_says_the_share_of_the_largest_right_number():
 
 
 def test_a_card_has_a_wrong_code_a_right_one_and_an_address():
-    from three_policies.math import museum
+    from three_policies.book import museum
     for card in museum.cards():
         assert card.wrong.strip() and card.right.strip() and card.wrong != card.right, card.name
         assert re.search(r"https://[\w.-]+/\S", card.where), f"{card.name}: {card.where}"
@@ -397,7 +397,7 @@ def test_a_card_has_a_wrong_code_a_right_one_and_an_address():
 
 def test_the_code_of_a_card_computes_its_numbers():
     """It needs nothing else than what its file has for all exhibits."""
-    from three_policies.math import museum
+    from three_policies.book import museum
     for card in museum.cards():
         function = EXHIBITS[card.name][0]
         for code, value in zip((card.wrong, card.right), values(card.name)):

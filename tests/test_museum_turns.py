@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from three_policies.losses import count, kl_penalty
-from three_policies.oracle import turns
+from three_policies.oracle import exact_gradient, expectation, kl, turns
 from three_policies.tests.exhibits import exhibit, filed_by, judge
-from three_policies.oracle import exact_gradient, expectation, kl
 
 X, WRITER = turns.agent(1000), turns.writer(1000, -2.4)
 MU_LP = X.draws.log_probs().detach()

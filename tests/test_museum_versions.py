@@ -11,9 +11,9 @@ import torch
 
 from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.losses import LossConfig, policy_loss
+from three_policies.oracle import J, exact_gradient, grad_J
 from three_policies.oracle.versions import SWITCH, Recurrent, model
 from three_policies.tests.exhibits import exhibit, filed_by, judge
-from three_policies.oracle import J, exact_gradient, grad_J
 
 PI, START, END, R = model(Recurrent, seed=9)
 LP, MASK, LONG = PI.log_probs(), PI.mask, PI.mask[:, [SWITCH]]

@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import load_file
 
 from three_policies import trainer
+from three_policies.policy import Policy
+from three_policies.rollout import Sample, TransformersEngine
+from three_policies.tests.small import weights
+from three_policies.trainer import without_nonfinite
 from three_policies.training import tasks
 from three_policies.training.batches import pad
 from three_policies.training.faults import process_group
 from three_policies.training.run import Run
 from three_policies.training.settings import AdvantageConfig, load_config
-from three_policies.policy import Policy
-from three_policies.rollout import Sample, TransformersEngine
-from three_policies.tests.small import weights
-from three_policies.trainer import without_nonfinite
 
 
 def spoil(monkeypatch, policy):

@@ -1,6 +1,6 @@
-"""math/notebook.ipynb is math/notebook.py, executed; it fits on slides; its exact cells repeat.
+"""math/notebook.ipynb is book/notebook.py, executed; it fits on slides; its exact cells repeat.
 
-Nothing is trained here: CI runs the whole notebook with `python math/run_notebook.py --check`.
+Nothing is trained here: CI runs the whole notebook with `python book/run_notebook.py --check`.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ LINES, COLUMNS = {"markdown": 8, "code": 15}, 90           # what fits on a slid
 
 @pytest.fixture(scope="module")
 def source():
-    from three_policies.math.run_notebook import convert
+    from three_policies.book.run_notebook import convert
     return convert()
 
 
@@ -42,7 +42,7 @@ def printed(cell):
 def test_the_notebook_is_its_source(source, committed):
     made, kept = ([(cell.id, cell.cell_type, cell.source, cell.metadata) for cell in notebook.cells]
                   for notebook in (source, committed))
-    assert made == kept, "made of another source: python math/run_notebook.py"
+    assert made == kept, "made of another source: python book/run_notebook.py"
 
 
 def test_every_cell_fits_on_a_slide(source):
@@ -84,7 +84,7 @@ def test_exact_cells_repeat(source, committed, tmp_path, monkeypatch):
 
 def test_a_difference_is_named(source, committed):
     """An exact cell's text counts, of another cell the presence of an output, and every source."""
-    from three_policies.math.run_notebook import differences
+    from three_policies.book.run_notebook import differences
     assert differences(committed, committed) == []
     fewer = copy.deepcopy(source)
     fewer.cells.pop()

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CODE = sorted(path for place in (".", "training", "engines", "doctor", "interop", "tools", "math", "tests")
-              for path in ROOT.glob(f"{place}/*.py"))
-TEXTS = sorted(path for place in (".", "adapters", "math") for path in ROOT.glob(f"{place}/*.md"))
+CODE = sorted(path for room in (".", "training", "engines", "doctor", "interop", "oracle", "studies",
+                               "book", "tools", "tests") for path in ROOT.glob(f"{room}/*.py"))
+TEXTS = sorted(path for place in (".", "interop", "math") for path in ROOT.glob(f"{place}/*.md"))
 NO_VERB = ("Of", "With", "Without", "For", "In", "From", "By", "To", "At", "On", "Under", "Between")
 # What it is called in the field: processed, reaches, any, stale (weights, rollouts, samples).
 RIDDLES = re.compile(

@@ -23,13 +23,14 @@ from three_policies.correction import PRESETS, correct
 from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.estimators import LEVELS, rloo_advantages
 from three_policies.losses import LossConfig, kl_loss, kl_ratio, policy_loss
+from three_policies.oracle import close, estimator_moments, exact_gradient
+from three_policies.oracle.rational import (FAR, LATER, NEAR, PI, RESPONSES, REWARDS, STATES,
+                                            WORLDS, World, at_level, centered, combined, expected,
+                                            factors, grad_J, in_float64, k3_per_token, less,
+                                            mean_of, numbers, of_tokens, pairs, parts, ratios,
+                                            scores, unbiased)
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import SUM, reinforce
-from three_policies.oracle import close, estimator_moments, exact_gradient
-from three_policies.oracle.rational import (FAR, LATER, NEAR, PI, RESPONSES, REWARDS, STATES, WORLDS,
-                                           World, at_level, centered, combined, expected, factors,
-                                           grad_J, in_float64, k3_per_token, less, mean_of, numbers,
-                                           of_tokens, pairs, parts, ratios, scores, unbiased)
 
 MATH = Path(__file__).resolve().parent.parent / "math"
 EXACT = "sequence ρ, C = ∞"                             # the first row of chapter 7's table

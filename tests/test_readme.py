@@ -19,8 +19,8 @@ from omegaconf import OmegaConf
 
 from three_policies import losses
 from three_policies.interop.dialects import from_dialect
-from three_policies.training.settings import Config, leaves, load_config
 from three_policies.surrogates import LOSSES
+from three_policies.training.settings import Config, leaves, load_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -14,10 +14,10 @@ from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.doctor import diagnose
 from three_policies.estimators import aggregate_log_ratio
 from three_policies.metrics import merge
+from three_policies.oracle import (close, f64)
 from three_policies.rejection import CRITERIA, Evidence, rejection_mask, second_moment_limit
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import KNOWN, RATIOS, bound_of
-from three_policies.oracle import (close, f64)
 from three_policies.tests.tolerances import gamma
 
 

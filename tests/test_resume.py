@@ -19,14 +19,14 @@ from torch.distributed import checkpoint as dcp
 
 from three_policies import trainer
 from three_policies.checks import UserError
-from three_policies.training import checkpoints
-from three_policies.training.run import Run
-from three_policies.training.settings import TrainConfig, load_config
 from three_policies.rollout import TransformersEngine
 from three_policies.tests.launching import ROOT
 from three_policies.tests.small import SMALL, steady, weights
 from three_policies.tests.tolerances import gamma
 from three_policies.tests.waiting import HANG, until
+from three_policies.training import checkpoints
+from three_policies.training.run import Run
+from three_policies.training.settings import TrainConfig, load_config
 
 
 @pytest.mark.parametrize("cut", [[], ["rollout.top_p=0.9", "rollout.top_k=8"]])

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from three_policies.centering import candidate_tables
 from three_policies.engines.choice import make_engine
 from three_policies.estimators import sampling_log_probs
-from three_policies.training import settings as of_runs
 from three_policies.rollout import KEPT, Cut
 from three_policies.tests.small import ENGINES, need
 from three_policies.tests.waiting import HANG
+from three_policies.training import settings as of_runs
 
 PROMPTS = [[3 + (7 * i + t) % 23 for t in range(n)] for i, n in enumerate([1, 3, 150, 7, 300])]
 HOSTILE = dict(do_sample=True, top_p=0.1, top_k=2, temperature=5.0, repetition_penalty=3.0,

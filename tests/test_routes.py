@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch.func import grad
 
-from three_policies.oracle import routes
+from three_policies.oracle import close, routes
 from three_policies.oracle.routes import (J, PROMPT, TREE, expected, flat, forward, frozen, live,
-                                        log_probs, scores)
+                                          log_probs, scores)
 from three_policies.tests.certified import certifies
-from three_policies.oracle import close
 
 THETA, REWARD, ROUTES, FROZEN_GATES, MU, T1, T2 = routes.pair(0.03, 1)
 SAMPLER = routes.nearby(THETA, 0.03, 1001)

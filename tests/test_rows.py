@@ -13,11 +13,11 @@ from three_policies.correction import RolloutCorrectionConfig as Config, correct
 from three_policies.estimators import aggregate_log_ratio
 from three_policies.losses import LossConfig, policy_loss
 from three_policies.metrics import merge, to_host
+from three_policies.oracle import close
 from three_policies.rejection import CRITERIA, rejection_mask
 from three_policies.surrogates import LOSSES, clipped_tokens
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import MASK, OLD, PI, A, batch
-from three_policies.oracle import close
 from three_policies.tests.tolerances import NO_SPREAD
 
 every_criterion = pytest.mark.parametrize("name", CRITERIA)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from three_policies.estimators import sampling_log_probs
-from three_policies.tests.certified import certifies
 from three_policies.oracle import close, f64
+from three_policies.tests.certified import certifies
 from three_policies.tests.tolerances import gamma
 
 

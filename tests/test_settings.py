@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 from three_policies.checks import UserError
-from three_policies.training.settings import (Config, TaskConfig, TrainConfig, check_run, flat,
-                                              help_text, load_config, remarks)
 from three_policies.surrogates import LOSSES
 from three_policies.tests.small import steady
 from three_policies.tests.test_data import OWN
 from three_policies.trainer import loss_of
+from three_policies.training.settings import (Config, TaskConfig, TrainConfig, check_run, flat,
+                                              help_text, load_config, remarks)
 
 ROOT = Path(__file__).resolve().parent.parent
 

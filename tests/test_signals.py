@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from three_policies.training import signals
-from three_policies.training.checkpoints import read_metrics
 from three_policies.tests.launching import shell
 from three_policies.tests.small import SMALL
 from three_policies.tests.test_directory import HERE, LONG, as_from_a_terminal, said_until, start
 from three_policies.tests.waiting import HANG, until
+from three_policies.training import signals
+from three_policies.training.checkpoints import read_metrics
 
 CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 WORDS = {"SIGINT": "interrupted", "SIGTERM": "ended by SIGTERM", "SIGHUP": "ended by SIGHUP"}

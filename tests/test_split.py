@@ -12,18 +12,17 @@ import torch
 import transformers
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from three_policies import trainer
+from three_policies import oracle, trainer
 from three_policies.engines.choice import make_engine
 from three_policies.estimators import sampling_log_probs
-from three_policies.training.heads import TokenLogProbs, widen_head
-from three_policies.training.faults import process_group
-from three_policies.training.models import attend
 from three_policies.policy import Policy, full_weights, load_policy
 from three_policies.rollout import Sample, WeightSync
-from three_policies import oracle
 from three_policies.tests.certified import certifies
 from three_policies.tests.launching import shell, torchrun
 from three_policies.tests.tolerances import gamma, norm, of_sum
+from three_policies.training.faults import process_group
+from three_policies.training.heads import TokenLogProbs, widen_head
+from three_policies.training.models import attend
 
 GRADIENT = """
 import itertools, sys, torch, torch.distributed as dist

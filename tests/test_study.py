@@ -3,12 +3,10 @@
 import collections
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import json
 import math
 import random
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,29 +15,18 @@ import torch
 import transformers
 
 from three_policies import trainer
+from three_policies.book import tables
 from three_policies.checks import UserError
 from three_policies.correction import RolloutCorrectionConfig
 from three_policies.losses import LossConfig, policy_loss
+from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient, grad_J,
+                                   rewards, words as world)
+from three_policies.studies import study
+from three_policies.tests.certified import certifies
 from three_policies.training import tasks
 from three_policies.training.settings import TaskConfig, load_config
-from three_policies.tests.certified import certifies
-from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient, grad_J,
-                                         rewards)
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def load(name):
-    """Load a script of math/ by its path: nothing there is importable by name."""
-    spec = importlib.util.spec_from_file_location(
-        f"three_policies_{name}", ROOT / "math" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-study = load("nine")
 
 
 # ----------------------------------------------------------------------------------------- brackets
@@ -207,7 +194,7 @@ def test_every_declared_cell_is_a_run_and_every_line_was_declared(name, lines):
         cells.add((regime, method, seed))
         if seed in (1, 101):
             assert study.config_of(declared, regime, method, seed).seed == seed
-    rows = study.read(ROOT / "math" / f"{name}.csv")
+    rows = study.read(ROOT / "studies" / name / "results.csv")
     assert {(row["regime"], row["method"], int(row["seed"])) for row in rows} == cells
     assert len(rows) == len(cells) == lines                         # each study was run to its end
 
@@ -345,7 +332,7 @@ def verdicts(tables, monkeypatch, arms):
 
 def test_a_contrast_has_a_verdict_when_all_its_seeds_are_there_and_is_adjusted_for_all_eighteen(
         monkeypatch):
-    tables, low, high = (load("tables"), [0.1 + 0.01 * i for i in range(10)],
+    low, high = ([0.1 + 0.01 * i for i in range(10)],
                          [0.3 + 0.02 * i for i in range(10)])
     token, naive = "`decoupled_token_is` − `naive`", cells("naive", low)
     found = verdicts(tables, monkeypatch, naive | cells("decoupled_token_is", high, final=0.0))
@@ -374,38 +361,35 @@ def test_the_quick_picture_is_drawn_of_what_was_run(tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------- brackets in the oracle's world
 
-words_of = load("words")
-
-
 @pytest.mark.parametrize("name", [
     "naive", "decoupled_token_is", "decoupled_seq_is", "token_is_opsm", "bypass_ppo_clip",
     "bypass_low_open", "bypass_high_open", "bypass_open", "bypass_pg_is"])
 def test_what_an_arm_does_in_expectation_is_the_oracles(name):
     """All strings in one call, by the homogeneity of the loss, agree with the oracle one by one."""
-    config, clip = words_of.arm(name)
-    pi = words_of.Words(1)
-    mu = pi.moved(0.8 * words_of.damage(1))
-    mean, deviation = words_of.expected(config, pi, pi, mu, **clip)
-    advantages = (pi.reward - mu.probs().detach() @ pi.reward)[:, None].expand(-1, words_of.LENGTH)
+    config, clip = world.arm(name)
+    pi = world.Words(1)
+    mu = pi.moved(0.8 * world.damage(1))
+    mean, deviation = world.expected(config, pi, pi, mu, **clip)
+    advantages = (pi.reward - mu.probs().detach() @ pi.reward)[:, None].expand(-1, world.LENGTH)
     lp, mu_lp = pi.log_probs(), mu.log_probs().detach()
     slow = estimator_moments(pi, mu, lambda i: policy_loss(
         lp[i], lp[i], mu_lp[i], advantages[i], pi.mask[i], config,
         LossConfig(aggregation="seq-mean-token-sum", **clip))[0])
     assert close(mean[0], -slow.mean) and close(deviation[0] ** 2, slow.variance)
-    assert close(words_of.true_gradient(pi)[0], grad_J(pi, pi.reward[:, None]))
+    assert close(world.true_gradient(pi)[0], grad_J(pi, pi.reward[:, None]))
     assert pi.reward.sum() == len(words(8, 3)) == 13
 
 
 def test_with_the_clip_open_bypass_is_exact_and_its_ends_are_where_they_are_said_to_be():
     error, reversed_at = 0.025, 1 - (1 - 0.025) / 1.2
     for of_mu in (0.0126, 0.05, 0.2, 0.5):           # above half of π's: a cap of 2 does not bind
-        assert all(close(words_of.push(name, error, of_mu), 1.0)
+        assert all(close(world.push(name, error, of_mu), 1.0)
                    for name in ("bypass_open", "decoupled_token_is"))
-    assert close(words_of.push("bypass_ppo_clip", error, error / 0.8 - 1e-6), 1.0)
+    assert close(world.push("bypass_ppo_clip", error, error / 0.8 - 1e-6), 1.0)
     # Wrong is never blamed, right still earns.
     for of_mu in (error / 0.8 + 1e-6, 0.1, reversed_at - 1e-6):
-        assert close(words_of.push("bypass_ppo_clip", error, of_mu), of_mu)
-    assert words_of.push("bypass_ppo_clip", error, reversed_at + 1e-6) < -0.3
+        assert close(world.push("bypass_ppo_clip", error, of_mu), of_mu)
+    assert world.push("bypass_ppo_clip", error, reversed_at + 1e-6) < -0.3
 
 
 @certifies("float64")
@@ -417,13 +401,13 @@ def test_one_expected_update_at_one_place_is_a_sum_of_three_terms(arm, clip):
 
     π takes the wrong token with probability p, μ with m; q is the chance that the rest is right.
     """
-    low, high = (({"clip_low": 0.2, "clip_high": 0.2} | words_of.arm(arm)[1] | clip)[end]
+    low, high = (({"clip_low": 0.2, "clip_high": 0.2} | world.arm(arm)[1] | clip)[end]
                  for end in ("clip_low", "clip_high"))
     ranges = set()
     for p, m, q in itertools.product((0.01, 0.025, 0.09), (0.005, 0.03, 0.12, 0.25, 0.45),
                                      (0.1, 0.5, 0.8)):
         wrong, right = p / m >= 1 - low, (1 - p) / (1 - m) <= 1 + high
-        found = words_of.push(arm, p, m, q, **clip)
+        found = world.push(arm, p, m, q, **clip)
         terms = (wrong * (1 - m), right * (1 - q * (1 - m)), -(1 - q) * (1 - m))
         assert abs(found - sum(terms)) < 1e-12
         if wrong or right:

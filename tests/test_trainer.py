@@ -24,14 +24,14 @@ from safetensors.torch import load_file
 from three_policies import rollout, trainer
 from three_policies.correction import PRESETS
 from three_policies.engines.choice import make_engine
-from three_policies.training import batches, checkpoints, tasks
-from three_policies.training.faults import process_group
-from three_policies.training.report import CURVES
-from three_policies.training.settings import Config, leaves, load_config
 from three_policies.rollout import Sample, WeightSync
 from three_policies.tests.launching import ROOT, shell
 from three_policies.tests.small import SMALL
 from three_policies.tests.tolerances import gamma
+from three_policies.training import batches, checkpoints, tasks
+from three_policies.training.faults import process_group
+from three_policies.training.report import CURVES
+from three_policies.training.settings import Config, leaves, load_config
 
 # -------------------------------------------------------------------------------------- it trains
 

@@ -14,14 +14,13 @@ import torch
 
 from three_policies.correction import PRESETS
 from three_policies.estimators import kl_estimate
-from three_policies.training.shapes import Shape
 from three_policies.losses import LossConfig, kl_loss, kl_penalty, kl_ratio, policy_loss
-from three_policies.oracle import turns
 from three_policies.metrics import to_host
+from three_policies.oracle import J, close, exact_gradient, expectation, token_kl, turns
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import MODES, batch, config_of, every_aggregation
-from three_policies.oracle import J, close, exact_gradient, expectation, token_kl
 from three_policies.tests.tolerances import NO_SPREAD
+from three_policies.training.shapes import Shape
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from three_policies import trainer
+from three_policies.oracle import (Policy, close, exact_gradient, expectation, grad_J, kl, rewards,
+                                   token_kl)
+from three_policies.tests.tolerances import gamma
 from three_policies.training.faults import process_group
 from three_policies.training.settings import TrainConfig, correction_of, load_config, remarks
-from three_policies.oracle import (Policy, close, exact_gradient, expectation, grad_J, kl,
-                                         rewards, token_kl)
-from three_policies.tests.tolerances import gamma
 
 PI = Policy(3, 3, seed=0)
 MU, REF = PI.perturbed(1, 0.5), PI.perturbed(3, 0.5)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from three_policies.oracle.versions import (SWITCH, Recurrent, correlated, counts, crossing, delayed,
-                                          kept, mixture, model, off, overlong, rescored, restarted,
-                                          selected, shortest, survivors)
-from three_policies.tests.certified import certifies
 from three_policies.oracle import J, Policy, close, exact_gradient, grad_J, scores
+from three_policies.oracle.versions import (SWITCH, Recurrent, correlated, counts, crossing,
+                                            delayed, kept, mixture, model, off, overlong, rescored,
+                                            restarted, selected, shortest, survivors)
+from three_policies.tests.certified import certifies
 
 CHAPTER = (Path(__file__).resolve().parent.parent / "math" / "9-versions.md").read_text()
 PI, START, END, R = model(Policy, seed=0)

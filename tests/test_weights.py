@@ -14,12 +14,12 @@ from three_policies.correction import batch_normalize, correct, importance_weigh
 from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.estimators import aggregate_log_ratio
 from three_policies.losses import LossConfig, policy_loss
+from three_policies.oracle import (J, MarkovPolicy, Policy, close, estimator_moments,
+                                   exact_gradient, expectation, f64, grad_J, rewards, scores)
 from three_policies.surrogates import reinforce_loss
 from three_policies.tests.certified import certifies
 from three_policies.tests.examples import (A, MASK, MU, OLD, PI, PLAIN, R, REF, SUM, moments,
                                            reinforce)
-from three_policies.oracle import (J, MarkovPolicy, Policy, close, estimator_moments,
-                                         exact_gradient, expectation, f64, grad_J, rewards, scores)
 
 G = scores(PI)                                                      # ∇log π_t, [N, T, P]
 RHO = (PI.log_probs() - MU.log_probs()).detach().exp()              # ρ_t = π_θ/μ

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="module")
 def path():
     """The first question, the outcomes, and every answer in the page's order."""
-    from three_policies.math import which
+    from three_policies.book import which
     question, outcomes = which.read()
     return question, outcomes, which.answers(question)
 
@@ -37,9 +37,9 @@ def evidence(path):
 # ---------------------------------------------------------------------------------------- the path
 
 def test_at_most_six_questions_and_every_answer_leads_somewhere(path):
-    from three_policies.math import which
+    from three_policies.book import which
     question, outcomes, answers = path
-    given = yaml.safe_load((ROOT / "math/which.yaml").read_text())
+    given = yaml.safe_load((ROOT / "book/which.yaml").read_text())
     asked = [question.name, *(one.then.name for one in answers if one.then)]
     assert which.longest(question) <= 6 and set(asked) == set(given["questions"])
     assert len(given["questions"]) <= 6
@@ -48,8 +48,8 @@ def test_at_most_six_questions_and_every_answer_leads_somewhere(path):
 
 
 def test_an_answer_with_two_ends_or_none_is_refused(tmp_path):
-    from three_policies.math import which
-    text = (ROOT / "math/which.yaml").read_text()
+    from three_policies.book import which
+    text = (ROOT / "book/which.yaml").read_text()
     for before, after in (("      take: repair\n", ""),
                           ("      take: repair\n", "      take: repair\n      then: {}\n")):
         assert text.count(before) == 1
@@ -68,7 +68,7 @@ def test_every_cause_of_the_doctor_has_its_answer(path):
 
 
 def test_the_doctors_record_is_its_table(path):
-    from three_policies.math import which
+    from three_policies.book import which
     table = (ROOT / "doctor/rates.txt").read_text()
     for one in path[0].answers:
         rows = re.findall(r"^\| (\S+) \| (\d+) \| (\d+) \| \d+ \|$", table, re.MULTILINE)
@@ -110,7 +110,7 @@ def test_what_the_text_says_of_an_evidence_is_the_studys_verdict(path):
 
 
 def test_the_first_studys_verdict_is_its_interval(path):
-    from three_policies.math import tables
+    from three_policies.book import tables
     for one in evidence(path):
         if one.key["study"] == "nine" and "runs" not in one.key:
             rows = [tables.runs()[one.key["regime"]][one.key[x]] for x in ("arm", "against")]
@@ -152,7 +152,7 @@ def test_the_regime_in_words_is_what_was_declared(path):
 
 def test_no_number_of_a_result_is_typed():
     """which.yaml has settings of other systems, names and regimes, and no result."""
-    given = yaml.safe_load((ROOT / "math/which.yaml").read_text())
+    given = yaml.safe_load((ROOT / "book/which.yaml").read_text())
 
     def prose(node):
         if isinstance(node, dict):

@@ -13,9 +13,9 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from three_policies.checks import UserError
-from three_policies.training import models
 from three_policies.policy import Policy, check
 from three_policies.tests.tolerances import gamma
+from three_policies.training import models
 
 UP = "model.layers.0.mlp.up_proj.weight"
 

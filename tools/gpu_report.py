@@ -38,12 +38,12 @@ from three_policies import trainer
 from three_policies.correction import PRESETS, correct
 from three_policies.engines.choice import make_engine
 from three_policies.estimators import kl_estimate
+from three_policies.policy import full_tensor, full_weights, load_policy
+from three_policies.rollout import DTYPES, Sample
 from three_policies.training.capacity import GIB, Shapes, matrix_rate, memory
 from three_policies.training.faults import process_group
 from three_policies.training.models import empty_model
 from three_policies.training.tasks import Task, character_tokenizer
-from three_policies.policy import full_tensor, full_weights, load_policy
-from three_policies.rollout import DTYPES, Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 

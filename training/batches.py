@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from three_policies.centering import candidate_tables
-from three_policies.training.shapes import pad_rows, to_device
-from three_policies.training.settings import Config
 from three_policies.rollout import Sample
+from three_policies.training.settings import Config
+from three_policies.training.shapes import pad_rows, to_device
 
 
 class Batch(NamedTuple):

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from three_policies.checks import UserError
-from three_policies.training.settings import Config
 from three_policies.rollout import DTYPES
+from three_policies.training.settings import Config
 
 GIB = 2 ** 30
 LOGITS = GIB / 2           # at most, for a slice of training/heads.py and its copies

@@ -34,9 +34,12 @@ from three_policies.doctor import diagnose, examine
 from three_policies.doctor.dumps import append, response
 from three_policies.engines.choice import make_engine
 from three_policies.metrics import to_host
+from three_policies.policy import Policy, full_weights, load_policy
+from three_policies.rollout import Cut, NamedTensor, Sample, WeightSync
 from three_policies.training import signals
-from three_policies.training.capacity import (Shapes, card_peak, free_memory, host_memory, judge_host,
-                                           matrix_rate, memory_metrics, require_room, update_flops)
+from three_policies.training.capacity import (Shapes, card_peak, free_memory, host_memory,
+                                              judge_host, matrix_rate, memory_metrics, require_room,
+                                              update_flops)
 from three_policies.training.checkpoints import (Checkpoints, read_metrics, settle, write,
                                                  write_aside)
 from three_policies.training.directory import hold_directory
@@ -47,8 +50,6 @@ from three_policies.training.models import (add_adapter, configuration, empty_mo
 from three_policies.training.report import closing_table, ess, summarize, plot
 from three_policies.training.settings import Config, correction_of, in_own_keys, remarks
 from three_policies.training.tasks import Task, leave_out, make_demo_model, make_task, seed_of
-from three_policies.policy import Policy, full_weights, load_policy
-from three_policies.rollout import Cut, NamedTensor, Sample, WeightSync
 
 
 LOOKED_AT = 2 ** 14        # tokens of the first batch: the doctor needs less than half a second

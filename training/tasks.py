@@ -28,11 +28,11 @@ from torch import nn
 from tqdm import tqdm
 
 from three_policies.checks import UserError
-from three_policies.training.shapes import pad_rows
 from three_policies.training.answers import final_answer, is_right
 from three_policies.training.checkpoints import write_aside
 from three_policies.training.directory import take_turns
 from three_policies.training.settings import FILE_KINDS, Config, TaskConfig, read_text
+from three_policies.training.shapes import pad_rows
 
 EVAL_SIZE = 1024           # held-out problems where task.eval_size is null
 NAMED = 10                 # bad rows that a sentence names

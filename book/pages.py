@@ -4,8 +4,8 @@ Equation, function and test find one another by the labels (eq:…) which the ch
 the code cites. The figures' numbers are computed here, by the oracle and by losses.py. Nothing
 that a page shows is typed here.
 
-    python math/book.py        # needs requirements/book.txt and `npm install --prefix math/book`
-    python math/book.py pages  # book/ is then ready for a static host, and book.zip has all of it
+    python book/pages.py        # needs requirements/book.txt and `npm install --prefix book/assets`
+    python book/pages.py pages  # book/ is then ready for a static host, and book.zip has all of it
 
 This edition reads more in a chapter's markup than Markdown does. What cites the **(eq:…)** below a
 formula stands beside it. A block of `>>>` is folded. Its title is the block's first comment, when
@@ -40,18 +40,19 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonConsoleLexer, get_lexer_by_name, get_lexer_for_filename
 
-from three_policies.math import moving, museum, tables, which
+from three_policies.book import moving, museum, tables, which
 
 ROOT = Path(__file__).resolve().parent.parent
 
-HERE, OUT = ROOT / "math" / "book", ROOT / "book"
+HERE, OUT = ROOT / "book" / "assets", ROOT / "site"
 CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))
 # In reading order; oracle/turns.py is what 10-turns-and-tools.md enumerates.
 FILES = [f"{name}.py" for name in (
     "estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses",
-    "doctor/causes", "doctor/health", "doctor/report", "policy", "rollout", "trainer", "training/heads",
-    *(f"math/{word}" for chapter in CHAPTERS for word in chapter.stem.split("-")
-      if (ROOT / "math" / f"{word}.py").exists()))]
+    "doctor/causes", "doctor/health", "doctor/report", "policy", "rollout", "trainer",
+    "training/heads",
+    *(f"oracle/{word}" for chapter in CHAPTERS for word in chapter.stem.split("-")
+      if (ROOT / "oracle" / f"{word}.py").exists()))]
 APPENDICES = sorted((ROOT / "math").glob("appendix-*.md"), key=lambda path: path.read_text())
 LABEL = re.compile(r"eq:[a-z0-9]+(?:-[a-z0-9]+)*")
 DEFINITION = re.compile(rf"\*\*\(({LABEL.pattern})\)\*\*")
@@ -716,7 +717,7 @@ def rendered_by_node(data):
         {"formulas": [{"tex": tex, "display": display} for tex, display in FORMULAS],
          "data": data}))
     if found.returncode:
-        sys.exit(f"math/book/render.js failed: {found.stderr.strip()}")
+        sys.exit(f"book/assets/render.js failed: {found.stderr.strip()}")
     return json.loads(found.stdout)
 
 
@@ -758,7 +759,7 @@ def search_entries(chapters, formulas):
 
 def main():
     if not shutil.which("node") or not (HERE / "node_modules" / "katex").is_dir():
-        sys.exit("math/book.py needs node and, by `npm install --prefix math/book`, KaTeX")
+        sys.exit("book/pages.py needs node and, by `npm install --prefix book/assets`, KaTeX")
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()
     chapters = [Chapter(path) for path in [*CHAPTERS, *APPENDICES]]

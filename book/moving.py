@@ -1,6 +1,6 @@
 """Compute the numbers of the figures that move: by the oracle, by losses.py, and from the studies.
 
-A function returns what one figure of math/book/figures.js shows, as JSON. Nothing is typed here.
+A function returns what one figure of book/assets/figures.js shows, as JSON. Nothing is typed here.
 """
 
 import json
@@ -8,17 +8,17 @@ from pathlib import Path
 
 import torch
 
+from three_policies.book import moving_exact
+from three_policies.book.record_response import ARMS
+from three_policies.book.tables import (POLICIES, RolloutCorrectionConfig, bias_and_std, mean_of,
+                                        priced, runs)
 from three_policies.correction import PRESETS, correct, rejection_mask
 from three_policies.estimators import aggregate_log_ratio
 from three_policies.losses import (cispo_loss, exp_ratio, gspo_loss, policy_loss, ppo_clip_loss,
                                    reinforce_loss, sapo_loss)
-from three_policies.math import moving_exact
-from three_policies.math.record_response import ARMS
-from three_policies.math.tables import (POLICIES, RolloutCorrectionConfig, bias_and_std, mean_of,
-                                        priced, runs)
 
 ROOT = Path(__file__).resolve().parent.parent
-HERE = ROOT / "math" / "book"
+HERE = ROOT / "book" / "assets"
 
 
 def cap_data():

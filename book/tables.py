@@ -4,8 +4,8 @@ Each table stands between <!-- begin: NAME --> and <!-- end: NAME -->; a file wi
 marker is left alone. No number is typed: all come from the presets, from the public
 functions, and from exact enumeration.
 
-    python math/tables.py            # write, about a minute
-    python math/tables.py --check    # exit 1 when stale
+    python book/tables.py            # write, about a minute
+    python book/tables.py --check    # exit 1 when stale
 """
 
 import contextlib
@@ -31,18 +31,17 @@ from three_policies.doctor.health import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED
 from three_policies.estimators import LEVELS, kl_estimate, masked_log_ratio
 from three_policies.interop.dialects import from_dialect
 from three_policies.losses import LossConfig, kl_loss, policy_loss, reinforce_loss
-from three_policies.studies import merging
-from three_policies.oracle import routes, turns, versions, words
-from three_policies.studies.contrasts import holm, mcnemar, sign_flip
-from three_policies.training.capacity import (GIB, Shapes, host_bytes, memory, require_room,
-                                           smallest_engine)
-from three_policies.training.models import add_adapter
-from three_policies.training.settings import PolicyConfig, documented, load_config
+from three_policies.oracle import (J, Policy, exact_gradient, expectation, kl, rewards, routes,
+                                   token_kl, turns, versions, words)
 from three_policies.rejection import CRITERIA
+from three_policies.studies import merging
+from three_policies.studies.contrasts import holm, mcnemar, sign_flip
 from three_policies.surrogates import LOSSES
 from three_policies.tests import certified
-from three_policies.oracle import (J, Policy, exact_gradient, expectation, kl, rewards,
-                                         token_kl)
+from three_policies.training.capacity import (GIB, Shapes, host_bytes, memory, require_room,
+                                              smallest_engine)
+from three_policies.training.models import add_adapter
+from three_policies.training.settings import PolicyConfig, documented, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -524,7 +523,7 @@ def metrics():
     names = every_metric()
     rows = [*dict.fromkeys(map(family, names))]
     if lacking := [row for row in rows if row not in FORMULAS]:
-        raise SystemExit(f"FORMULAS in math/tables.py has no row for {', '.join(lacking)}")
+        raise SystemExit(f"FORMULAS in book/tables.py has no row for {', '.join(lacking)}")
     formulas = [[f"`{row}`", FORMULAS[row]] for row in rows]
     return (f"The table has all {len(names)} metrics of a correction, without their prefix "
             "`rollout_corr/`. N counts tokens or responses.\n\n"
@@ -1097,7 +1096,8 @@ def study_64_arms():
 def study_64_empty():
     """Tabulate the control of mini-batches of which nothing is kept: three arms, two contrasts."""
     arms, lines = runs("sixty-four-empty")["int4_fast"], []
-    declaration = yaml.safe_load((ROOT / "studies/sixty-four-empty/declared.yaml").read_text())["judged"]
+    declaration = yaml.safe_load(
+        (ROOT / "studies/sixty-four-empty/declared.yaml").read_text())["judged"]
     for arm in dict.fromkeys(arm for pair in declaration["contrasts"] for arm in reversed(pair)):
         rows = arms[arm]
         empty = [int(row["empty_updates"]) for row in rows.values()]

@@ -1,4 +1,4 @@
-"""Read math/which.yaml, the path of "Which correction do I need?", and add the studies' numbers.
+"""Read book/which.yaml, the path of "Which correction do I need?", and add the studies' numbers.
 
 An evidence names two arms of a study in one regime. Means, difference and verdict are computed from
 the study's table, by that study's own criterion: Holm's adjustment over the declared family in the
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from three_policies.book import tables
 from three_policies.doctor.causes import CAUSES
-from three_policies.math import tables
 from three_policies.studies.study import config_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +70,7 @@ class Question(NamedTuple):
 @cache
 def settings(study: str, regime: str, arm: str) -> Any:
     """Return the whole configuration of an arm's runs, as the study declared it."""
-    declared = yaml.safe_load((ROOT / "math" / f"{study}.yaml").read_text())
+    declared = yaml.safe_load((ROOT / "studies" / study / "declared.yaml").read_text())
     return config_of(declared | {"name": study}, regime, arm, 1)
 
 
@@ -138,7 +138,7 @@ def doctor_rates(causes: list[str]) -> str:
             f"was planted; false alarms on healthy dumps: {rows[str(largest)][2]}")
 
 
-def read(path: Path = ROOT / "math" / "which.yaml") -> tuple[Question, dict[str, dict[str, Any]]]:
+def read(path: Path = ROOT / "book/which.yaml") -> tuple[Question, dict[str, dict[str, Any]]]:
     """Return the first question, which holds all others, and the outcomes by name."""
     given = yaml.safe_load(path.read_text())
 

@@ -1,4 +1,4 @@
-// The figures that explain: their numbers are of math/moving_exact.py. figures.js, loaded next, gives them its `plot` and `show`.
+// The figures that explain: their numbers are of book/moving_exact.py. figures.js, loaded next, gives them its `plot` and `show`.
 "use strict";
 const EXACT = ({ plot, show }) => {
   const signed = (x) => (x < 0 ? "−" : "+") + Math.abs(x).toFixed(2);

@@ -1,6 +1,6 @@
 """Record the quiz's dumps: a planted cause each, the five panels thinned, and the doctor's answer.
 
-    python math/record_quiz.py         # half a minute: math/book/quiz.json
+    python book/record_quiz.py         # half a minute: book/assets/quiz.json
 """
 
 import json
@@ -70,7 +70,7 @@ def record():
         dumps.append({"cause": cause, "what": what, "said": report.in_short(),
                       **signature(report)})
     lines = ",\n".join(json.dumps(dump, ensure_ascii=False) for dump in dumps)
-    (ROOT / "math" / "book" / "quiz.json").write_text(f"[{lines}]\n")
+    (ROOT / "book" / "assets" / "quiz.json").write_text(f"[{lines}]\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compute the numbers of the figures that explain: the tree, the clip and the square.
 
-All are enumerated. The quiz's dumps are recorded (math/record_quiz.py).
+All are enumerated. The quiz's dumps are recorded (book/record_quiz.py).
 """
 
 import json
@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 
+from three_policies.book.tables import ascend, gain_reached
 from three_policies.correction import PRESETS, importance_weights
 from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.estimators import masked_log_ratio
-from three_policies.oracle import words
-from three_policies.math.tables import ascend, gain_reached
-from three_policies.oracle import J, Policy, expectation, grad_J, rewards, scores
+from three_policies.oracle import J, Policy, expectation, grad_J, rewards, scores, words
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -123,7 +122,7 @@ def square_data():
 
 def quiz_data():
     """Read the recorded dumps."""
-    dumps = json.loads((ROOT / "math" / "book" / "quiz.json").read_text())
+    dumps = json.loads((ROOT / "book" / "assets" / "quiz.json").read_text())
     return {"causes": sorted(dump["cause"] for dump in dumps), "dumps": dumps}
 
 

@@ -1,7 +1,7 @@
-"""Make math/notebook.ipynb of math/notebook.py: run every cell, and keep what came out.
+"""Make math/notebook.ipynb of book/notebook.py: run every cell, and keep what came out.
 
-    python math/run_notebook.py            # writes math/notebook.ipynb, in five minutes
-    python math/run_notebook.py --check    # runs it, and compares; writes nothing
+    python book/run_notebook.py            # writes math/notebook.ipynb, in five minutes
+    python book/run_notebook.py --check    # runs it, and compares; writes nothing
 
 A cell tagged `exact` prints the same on every processor. Training rounds differently elsewhere, so
 of the other cells only the presence of their outputs is compared.
@@ -16,7 +16,7 @@ import nbformat
 from nbclient import NotebookClient
 
 SOURCE = Path(__file__).with_name("notebook.py")
-MADE = SOURCE.with_suffix(".ipynb")
+MADE = SOURCE.parent.parent / "math/notebook.ipynb"
 
 
 def convert() -> nbformat.NotebookNode:
@@ -32,7 +32,7 @@ def execute(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """Run all cells in a new kernel; keep what they print and show, neither times nor versions."""
     kernel = notebook.metadata["kernelspec"]
     NotebookClient(notebook, timeout=1800, record_timing=False, coalesce_streams=True,
-                   resources={"metadata": {"path": str(SOURCE.parent)}}).execute()
+                   resources={"metadata": {"path": str(MADE.parent)}}).execute()
     notebook.metadata = {"kernelspec": kernel}
     return notebook
 
@@ -40,7 +40,7 @@ def execute(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 def differences(made: nbformat.NotebookNode, committed: nbformat.NotebookNode) -> list[str]:
     """Return a sentence for each cell with another output, or for another source."""
     if [cell.source for cell in made.cells] != [cell.source for cell in committed.cells]:
-        return ["math/notebook.ipynb is not made of math/notebook.py: python math/run_notebook.py"]
+        return ["math/notebook.ipynb is not made of book/notebook.py: python book/run_notebook.py"]
     found = []
     for new, old in zip(made.cells, committed.cells):
         ours, theirs = new.get("outputs", []), old.get("outputs", [])

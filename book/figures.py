@@ -4,9 +4,9 @@ Most figures have no sampling noise: they are enumeration and formulas. Those na
 studies' tables, and `demo` shows a real run, runs/demo, when asked for by name. `runs` compares
 runs of your own: their training curves side by side, and a table.
 
-    python math/figures.py                  # the chapters', two minutes; names draw some
-    python trainer.py && python math/figures.py demo
-    python math/figures.py runs RUN RUN … [--out FILE.png] [--metrics NAME,NAME]
+    python book/figures.py                  # the chapters', two minutes; names draw some
+    python trainer.py && python book/figures.py demo
+    python book/figures.py runs RUN RUN … [--out FILE.png] [--metrics NAME,NAME]
 """
 
 import argparse
@@ -24,11 +24,11 @@ from typing import Any, cast
 
 import matplotlib
 import torch
-from three_policies.math.drawn import as_svg
-from three_policies.math.moving_exact import heights, in_square, optimum, square
+from three_policies.book.drawn import as_svg
+from three_policies.book.moving_exact import heights, in_square, optimum, square
 from omegaconf import OmegaConf
 from PIL import Image
-from three_policies.math.tables import (AGES, OBJECTIVES, PARTS, POLICIES, ROOT, ascend,
+from three_policies.book.tables import (AGES, OBJECTIVES, PARTS, POLICIES, ROOT, ascend,
                                         bias_and_std, gains_by_batch_size, judged_contrasts, paired,
                                         runs)
 
@@ -47,14 +47,13 @@ from three_policies.doctor.dumps import response
 from three_policies.estimators import (aggregate_log_ratio, grpo_advantages, kl_estimate,
                                        rloo_advantages)
 from three_policies.losses import aggregate_loss
+from three_policies.oracle import (J, Policy, estimator_moments, expectation, grad_J, rewards,
+                                   routes, scores, turns, versions, words)
 from three_policies.studies import merging
-from three_policies.oracle import routes, turns, versions, words
-from three_policies.training.settings import CHANGEABLE, SPLITS, flat, leaves, read_yaml
-from three_policies.training.settings import Config as Settings
 from three_policies.surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss,
                                        sapo_loss)
-from three_policies.oracle import (J, Policy, estimator_moments, expectation, grad_J, rewards,
-                                         scores)
+from three_policies.training.settings import CHANGEABLE, SPLITS, flat, leaves, read_yaml
+from three_policies.training.settings import Config as Settings
 
 # The palette is Okabe and Ito's. Every colour has a line style: figures are readable without it.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"

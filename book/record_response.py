@@ -3,7 +3,7 @@
 The warm start is that of seed 101. A width keeps the prompts and the samples' seeds. Of the 256
 responses it shows the typical one: that whose Σ (log ρ)² is the median. About five minutes:
 
-    python math/record_response.py       # writes math/book/response.json
+    python book/record_response.py       # writes book/assets/response.json
 """
 
 import json
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The arm at each width, all of one learning rate; `matched` has no rounding.
 ARMS = {"float32": ("int4_slow", "matched"), "6": ("int6", "naive"), "5": ("int5", "naive"),
         "4": ("int4_slow", "naive")}
-SEED, OUT = 101, ROOT / "math" / "book" / "response.json"
+SEED, OUT = 101, ROOT / "book" / "assets" / "response.json"
 
 
 def respond(config, task):
@@ -62,7 +62,7 @@ def main():
         config = study.config_of(declared, regime, arm, SEED)
         with process_group():
             found[width] = respond(config, make_task(config.task, config.seed))
-    OUT.write_text(json.dumps({"how": "python math/record_response.py", "seed": SEED,
+    OUT.write_text(json.dumps({"how": "python book/record_response.py", "seed": SEED,
                                "widths": found}) + "\n")
     print(OUT.relative_to(ROOT))
 
