@@ -1,4 +1,4 @@
-"""Read the exhibits of tests/test_museum*.py as cards: what was wrong, what is right, how far off.
+"""Read the exhibits of test_museum*.py as cards: what was wrong, what is right, how far off.
 
 The wrong and the right line are the source of what an exhibit returns, and of the names in it that
 are its own. The error is computed.
@@ -80,9 +80,9 @@ def returned(function) -> list[str]:
 @cache
 def cards() -> list[Card]:
     """Return a card for each exhibit, in the museum's order."""
-    for path in sorted(ROOT.glob("tests/test_museum*.py")):
-        importlib.import_module(path.stem)              # each files its own
-    from three_policies.tests.exhibits import EXHIBITS, values
+    for path in sorted(ROOT.glob("tests/method/test_museum*.py")):
+        importlib.import_module(f"three_policies.tests.method.{path.stem}")    # each files its own
+    from three_policies.tests.support.exhibits import EXHIBITS, values
     found = []
     for name, (function, where, equation) in EXHIBITS.items():
         wrong, _, exact = values(name)

@@ -126,10 +126,10 @@ def citing(label, files):
 @cache
 def proving_files():
     """Return the oracle and the tests that cite an equation, but not those about the labels."""
-    tests = [path for path in sorted((ROOT / "tests").glob("test_*.py"))
+    tests = [path for path in sorted((ROOT / "tests").rglob("test_*.py"))
              if LABEL.search(path.read_text())]
-    return ["oracle/__init__.py", *(f"tests/{path.name}" for path in tests
-                                 if path.stem not in ("test_math", "test_book", "test_page"))]
+    return ["oracle/__init__.py", *(str(path.relative_to(ROOT)) for path in tests
+                                    if path.stem not in ("test_math", "test_book", "test_page"))]
 
 
 @cache
@@ -598,7 +598,7 @@ def museum_page():
     cards = museum.cards()
     return (f"<h1>{len(cards)} bugs that shipped</h1>"
             "<p>Each was released, merged or proposed somewhere, and a test measures each against "
-            'exact enumeration (<a href="tests-test_museum.py.html">tests/test_museum.py</a>). '
+            'exact enumeration (<a href="tests-method-test_museum.py.html">test_museum.py</a>). '
             "Guess before you look: how large is the error, as a share of the largest number that "
             "should have come out?</p>"
             "<p>In the code LP, MU_LP and REF_LP are the log-probs under π_θ, μ and π_ref, MASK is "

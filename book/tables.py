@@ -37,7 +37,7 @@ from three_policies.rejection import CRITERIA
 from three_policies.studies import merging
 from three_policies.studies.contrasts import holm, mcnemar, sign_flip
 from three_policies.surrogates import LOSSES
-from three_policies.tests import certified
+from three_policies.tests.support import certified
 from three_policies.training.capacity import (GIB, Shapes, host_bytes, memory, require_room,
                                               smallest_engine)
 from three_policies.training.models import add_adapter

@@ -15,12 +15,12 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")      # a GPU rounds otherwise 
 
 import pytest
 
-from three_policies.tests.book_pages import book, browser, open_page  # noqa: F401 - fixtures
-from three_policies.tests.launching import serving
-from three_policies.tests.small import ENGINES, SMALL, make_tiny_model, need, required
+from three_policies.tests.support.book_pages import book, browser, open_page  # noqa: F401 - fixtures
+from three_policies.tests.support.launching import serving
+from three_policies.tests.support.small import ENGINES, SMALL, make_tiny_model, need, required
 
 if draw := os.environ.get("THREE_POLICIES_PERTURB"):
-    from three_policies.tests.perturbed import perturb
+    from three_policies.tests.support.perturbed import perturb
     perturb(int(draw))
 
 LONGEST = ["demo", "lora", "ranks", "math", "page", "book", "rescore", "trainer", "update", "gpu",

@@ -5,8 +5,8 @@
 
 Both train the demo's model from the same weights, float32, with token weights: 16 prompts × 16
 samples, π_old, four updates, the sync of the weights. Each has one thread, and one process that
-trains. verl's is the command of interop/README.md, as tests/test_verl_driver.py starts it, with
-verl's own loss. Its start and its first step are not counted. The two take turns.
+trains. verl's is the command of interop/README.md, as test_verl_driver.py starts it, with verl's
+own loss. Its start and its first step are not counted. The two take turns.
 
 Sampling is left out of both: verl's rollout here is a helper of the tests, which samples one
 response after the other.
@@ -60,11 +60,11 @@ def verls_inputs(model: Path, questions: list[str], place: Path) -> list[str]:
 
 def verls_steps(python: str, given: list[str], place: Path) -> list[dict]:
     """Return what verl logs of each step; raise with its last words if it fails."""
-    from three_policies.tests.test_verl_driver import CPU, command
+    from three_policies.tests.interop.test_verl_driver import CPU, command
     environment = os.environ | {
         "PATH": os.pathsep.join([str(Path(python).parent.absolute()), os.environ["PATH"]]),
-        "VERL_USE_EXTERNAL_MODULES": "three_policies.tests.verl_cpu", "OMP_NUM_THREADS": "1",
-        "VERL_FILE_LOGGER_PATH": str(place / "steps.jsonl"), "HF_HUB_OFFLINE": "1",
+        "VERL_USE_EXTERNAL_MODULES": "three_policies.tests.support.verl_cpu",
+        "OMP_NUM_THREADS": "1", "VERL_FILE_LOGGER_PATH": str(place / "steps.jsonl"), "HF_HUB_OFFLINE": "1",
         "RAY_worker_niceness": "0"}
     (place / "steps.jsonl").unlink(missing_ok=True)
     done = subprocess.run(["bash", "-ec", f'{command()} "$@"', "verl", *CPU, *VERLS, *given,

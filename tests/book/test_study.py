@@ -1,0 +1,455 @@
+"""The study of chapter 15 has this task and these declarations."""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+from three_policies import trainer
+from three_policies.book import tables
+from three_policies.checks import UserError
+from three_policies.correction import RolloutCorrectionConfig
+from three_policies.losses import LossConfig, policy_loss
+from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient, grad_J,
+                                   rewards, words as world)
+from three_policies.studies import study
+from three_policies.tests.support.certified import certifies
+from three_policies.training import tasks
+from three_policies.training.settings import TaskConfig, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# ----------------------------------------------------------------------------------------- brackets
+
+@functools.cache
+def words(length, depth):
+    """Return all words, by the grammar: a word is empty or ( word of smaller depth ) word."""
+    if length == 0:
+        return {""}
+    if depth == 0:
+        return set()
+    return {f"({inner}){rest}" for n in range(0, length, 2) for inner in words(n, depth - 1)
+            for rest in words(length - 2 - n, depth)}
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_the_checker_is_the_grammar(depth):
+    for length in range(0, 13, 2):
+        strings = {"".join(x) for x in itertools.product("()", repeat=length)}
+        assert {x for x in strings if tasks.balanced(x, depth)} == words(length, depth)
+    assert not any(tasks.balanced(x, depth) for x in ("(", "(()", "()x", "()>", "( )"))
+
+
+@pytest.mark.parametrize("start", ["", "(", "((", "()(("])
+def test_a_beginning_goes_on_in_every_way_that_is_right_and_in_no_other(start):
+    rng, length = random.Random(0), 8 + start.count("(") - start.count(")")
+    drawn = {start + tasks.completion(start, length, 3, rng) for _ in range(3000)}
+    assert drawn == {word for word in words(len(start) + length, 3) if word.startswith(start)}
+
+
+def test_the_reward_of_brackets_is_the_checker_on_the_whole_word():
+    task = tasks.make_task(TaskConfig(kind="dyck", length=6, depth=3, eval_size=50), seed=1)
+    asked = [p.question for p in (*task.train, *task.held_out)]
+    # 1597 is the 17th number of Fibonacci.
+    assert len(set(asked)) == len(asked) == 1597 and len(task.held_out) == 50
+    assert all(task.reward(p, p.answer) == 1 for p in (*task.train, *task.held_out))
+    for problem in task.held_out[:5]:
+        for end in map("".join, itertools.product("()", repeat=6)):
+            assert task.reward(problem, end) == ((problem.question[:-1] + end) in words(22, 3))
+        assert not any(task.reward(problem, problem.answer + more) for more in ("()", ">", ")"))
+        assert task.reward(problem, "") == 0
+
+
+def test_a_wrong_lesson_has_one_wrong_digit():
+    rng = random.Random(0)
+    for answer in ["7", "99", "120"] * 50:
+        wrong = tasks.corrupt(answer, rng)
+        assert [a != b for a, b in zip(wrong, answer, strict=True)].count(True) == 1
+
+
+def test_a_wrong_lesson_has_one_forced_bracket_wrong():
+    task, rng = (tasks.make_task(TaskConfig(kind="dyck", length=12, eval_size=50), seed=1),
+                 random.Random(2))
+    for problem in task.train[:200]:
+        word, right = problem.question[:-1], tasks.lesson(task, problem, False, rng)
+        wrong = tasks.unbalance(word, right, 3, rng)
+        [at] = [i for i in range(12) if wrong[i] != right[i]]
+        assert len(tasks.next_brackets(word + right[:at], 12 - at, 3)) == 1
+        assert (task.reward(problem, right) == 1
+                and task.reward(problem, tasks.lesson(task, problem, True, rng)) == 0)
+    lessons = [tasks.lesson(task, task.train[0], False, rng) for _ in range(50)]
+    assert len(set(lessons)) > 10                      # not the one that the problem came with
+
+
+@pytest.mark.parametrize("given, said", [
+    (["task.length=63", "rollout.max_tokens=65"],
+     "task.length must be even, as brackets come in pairs, not 63"),
+    (["task.length=64"],
+     "rollout.max_tokens must be at least 65, for the brackets of task.length and the end token, "
+     "not 10"),
+    (["task.length=64", "rollout.max_tokens=64"],
+     "rollout.max_tokens must be at least 65, for the brackets of task.length and the end token, "
+     "not 64"),
+    (["task.depth=1", "rollout.max_tokens=65"], "task.depth must be 2 to 9, not 1")])
+def test_brackets_that_cannot_be_asked_for_are_one_sentence(given, said):
+    with pytest.raises(UserError) as found:
+        load_config(["task.kind=dyck", *given])
+    assert str(found.value) == said
+
+
+@pytest.fixture(scope="module")
+def untaught(tmp_path_factory):
+    """Return a directory with a model that knows brackets and no rules.
+
+    Of two brackets it is right now and then.
+    """
+    directory, tokenizer = tmp_path_factory.mktemp("untaught"), tasks.character_tokenizer("()>")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
+            tie_word_embeddings=True, initializer_range=0.1, dtype="float32", bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id)).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def brackets(untaught, tmp_path, monkeypatch):
+    """brackets(NAME, "key=value" …) trains it, and returns its answers to held-out beginnings."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trainer, "evaluate", trainer.evaluate)       # put back after the test
+
+    def call(name, *overrides):
+        assert trainer.main([
+            "task.kind=dyck", "task.length=2", "task.depth=4", "task.eval_size=64", "train.steps=1",
+            "rollout.prompts=4", "rollout.samples=2", "rollout.max_tokens=3",
+            "train.mini_batches=1", f"policy.path={untaught}", f"run={name}", *overrides]) == 0
+        return [json.loads(line)
+                for line in Path(f"runs/{name}/eval.jsonl").read_text().splitlines()]
+    return call
+
+
+def is_right(answer):
+    word = answer["question"][:-1] + answer["response"]
+    return len(answer["response"]) == 2 and set(word) <= set("()") and word in words(len(word), 4)
+
+
+@pytest.mark.made_here
+def test_brackets_are_answered_and_checked(brackets):
+    answers = brackets("x", "rollout.engine=transformers", "task.eval_size=700")
+    assert ([a["reward"] for a in answers] == [is_right(a) for a in answers]
+            and any(map(is_right, answers)))
+
+
+def test_brackets_with_vllm(brackets, vllm_required):
+    answers = brackets("v", "rollout.engine=vllm", "task.eval_size=700")
+    assert ([a["reward"] for a in answers] == [is_right(a) for a in answers]
+            and any(map(is_right, answers)))
+
+
+@pytest.mark.made_here
+def test_one_evaluator_judges_all_arms_in_float32(brackets):
+    exact, coarse = (["rollout.engine=transformers", "train.lr=0"],
+                     ["rollout.dtype=bfloat16", "task.eval_size=512"])
+    as_it_is = brackets("full", *exact, "task.eval_size=512")
+    assert brackets("half", *exact, *coarse) != as_it_is            # bfloat16 does answer otherwise
+    trainer.evaluate = study.in_float32(trainer.evaluate)
+    assert brackets("judged", *exact, *coarse) == as_it_is
+
+
+# ------------------------------------------------------------------------------------- declarations
+
+@pytest.mark.parametrize("name", ["nine", "sixty-four"])
+def test_every_method_is_explained_in_the_appendix(name):
+    """A preset explains itself; any other method of a file has a row in the appendix.
+
+    Rounding has a sentence.
+    """
+    appendix = (ROOT / "math" / "appendix-studies.md").read_text()
+    declared = study.declared(name)["methods"]
+    table = appendix.split("\n## Names\n")[1].split("\n## ")[0].split("\n")
+    rows = {line.split("`")[1] for line in table if line.startswith("| `")}
+    assert {method for method in declared if not method.endswith("_again")} <= rows
+
+
+@pytest.mark.parametrize("name, lines", [
+    ("nine", 564), ("sixty-four", 520), ("crossing", 40),
+    ("lora", 60), ("lora-rates", 50)])
+def test_every_declared_cell_is_a_run_and_every_line_was_declared(name, lines):
+    declared, cells = study.declared(name), set()
+    for regime, method, seed in study.wanted(declared):
+        cells.add((regime, method, seed))
+        if seed in (1, 101):
+            assert study.config_of(declared, regime, method, seed).seed == seed
+    rows = study.read(ROOT / "studies" / name / "results.csv")
+    assert {(row["regime"], row["method"], int(row["seed"])) for row in rows} == cells
+    assert len(rows) == len(cells) == lines                         # each study was run to its end
+
+
+@pytest.mark.parametrize("method, crossed, mask, score", [
+    ("old_masked", 0.5, [[0, 0, 1, 1], [1, 1, 0, 0]], 0.0),
+    ("old_masked", 0.0, [[1, 1, 1, 1], [1, 1, 0, 0]], 0.0),        # the first step has one version
+    ("recomputed", 0.5, [[1, 1, 1, 1], [1, 1, 0, 0]], -7.0)])
+def test_a_wrong_record_is_planted_in_the_batch_and_nothing_else(method, crossed, mask, score):
+    """The engine is left with the end version; a response that ended before it keeps its tokens."""
+    Batch = collections.namedtuple("Batch", "response_mask rollout_log_prob")
+    batch = Batch(torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool(), torch.zeros(2, 4))
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: None), score=-7.0)
+    run = SimpleNamespace(engine=SimpleNamespace(model=model), config=SimpleNamespace(
+        rollout=SimpleNamespace(update_every=2, temperature=1.0)))
+    unused = dict.fromkeys(("policy_loss", "correct", "train"))
+    fake = SimpleNamespace(
+        **unused, sample=lambda run, step: (batch, {"response/crossed_fraction": crossed}),
+        score=lambda policy, batch, config: torch.full((2, 4), policy.model.score))
+    study.plant(method, fake)
+    found, _ = fake.sample(run, 3)
+    assert found.response_mask.int().tolist() == mask
+    assert (found.rollout_log_prob == score).all() and batch.response_mask[0].all()
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_step_on_nothing_is_adams_on_a_gradient_of_0(empty):
+    """The arm `geo_rs_steps_on_nothing` takes it; after one real step momentum moves the weight."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([weight], lr=1e-3)
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    optimizer.zero_grad()
+    run, before = SimpleNamespace(policy=SimpleNamespace(parameters=lambda: [weight]),
+                                  optimizer=optimizer), weight.item()
+    fake = SimpleNamespace(policy_loss=None, correct=None, train=None, sample=None,
+                           update=lambda run, batch: SimpleNamespace(empty=empty))
+    study.plant("geo_rs_steps_on_nothing", fake)
+    assert fake.update(run, None).empty == empty
+    assert (weight.item() < before) == empty and weight.grad is None
+
+
+def test_matched_is_six_bits_on_time_in_the_first_study_and_equal_weights_in_the_second():
+    first, second = (
+        study.declared(name) for name in ("nine", "sixty-four"))
+    assert study.config_of(first, "matched", "naive", 1).rollout.quantize_bits == 6
+    for regime in second["regimes"]:
+        rollout = study.config_of(second, regime, "matched", 101).rollout
+        assert (rollout.quantize_bits, rollout.staleness, rollout.dtype) == (None, 0, "float32")
+
+
+def test_the_second_study_judges_what_it_runs_on_seeds_of_its_own():
+    declared = study.declared("sixty-four")
+    cells, judged = set(study.wanted(declared)), declared["judged"]
+    arms = {arm for contrast in judged["contrasts"] for arm in contrast} - {"best"}
+    assert {(r, a, s) for r in judged["regimes"] for a in arms for s in judged["seeds"]} <= cells
+    assert len(judged["regimes"]) * len(judged["contrasts"]) == 18 and len(judged["seeds"]) == 10
+    assert min(seed for _, _, seed in cells) > 100 > max(declared["quick"]["seeds"])
+
+
+def test_the_second_family_is_of_other_contrasts_and_all_of_them_are_among_the_cells():
+    declared = study.declared("sixty-four")
+    cells, seeds = set(study.wanted(declared)), declared["judged"]["seeds"]
+    first, later = ([(regime, one, other) for part in family for regime in part["regimes"]
+                     for one, other in part["contrasts"]]
+                    for family in ([declared["judged"]], declared["judged_later"]))
+    assert len(later) == 23 and not set(first) & set(later)
+    assert {(regime, arm, seed)
+            for regime, *arms in later for arm in arms for seed in seeds} <= cells
+
+
+def test_the_area_is_by_trapezoids_and_a_table_keeps_its_columns(tmp_path):
+    assert (study.area([0.0, 1.0, 0.0]) == 0.5 and study.area([0.3, 0.5]) == 0.4
+            and study.area([0.7]) == 0.7)
+    old = [{"seed": "1", "final_accuracy": "0.5"}]
+    study.write(tmp_path / "x.csv", [*old, {"seed": 2, "final_accuracy": 0.6, "area": 0.4}])
+    assert study.read(tmp_path / "x.csv") == [*old, {"seed": "2", "final_accuracy": "0.6"}]
+
+
+def test_a_line_of_a_study_is_its_runs_metrics():
+    """Means over steps, medians of χ², crossings of means of five; step 1 is before any update."""
+    lines = [{"step": i, "reward/mean": 0.6 if i < 3 else 0.8 if i < 9 else 0.5,
+              "grad_norm": 1.0 + (i > 4) * 2, "response/tokens": 10,
+              "loss/clip_fraction": 0.1 * (i == 2), "train/empty_updates": 1,
+              **({"eval/accuracy": {1: 0.7, 5: 0.8, 10: 0.5}[i]} if i in (1, 5, 10) else {}),
+              **{f"rollout_corr/{name}": x for name, x in (
+                  ("chi2_seq", 7.0 if i > 4 else -0.1), ("chi2_token", 9.0 if i == 1 else 1.0),
+                  ("k3_kl", 0.05 if i > 5 else 0.0), ("rollout_rs_masked_fraction", 0.25),
+                  ("rollout_is_eff_sample_size", 0.75))}} for i in range(1, 11)]
+    assert study.summary(lines) == {
+        "final_accuracy": "0.5", "best_accuracy": "0.8", "first_accuracy": "0.7",
+        "steps_to_0.8": 5, "max_grad_norm": "3", "ess_raw": "0.475", "ess_applied": "0.75",
+        "k3": "0.025", "chi2_seq": "7", "kept": "0.75", "drop_step": 10, "warned_ess": 7,
+        "warned_k3": 8, "warned_grad_norm": 7, "tokens": 100, "area": "0.65",
+        "curve": "0.8000 0.5000", "chi2_token": "1", "clip_fraction": "0.01", "empty_updates": 10}
+
+
+def test_the_shares_beyond_the_clip_are_those_of_the_first_update():
+    """π_θ/μ is 0.7, 1.3 and 1 in the first update, and 2 in the next, which changes nothing."""
+    fake = SimpleNamespace(policy_loss=lambda *_: "loss")
+    found, mask = study.watch(fake), torch.tensor([[True, True, True, True, False]])
+    a, mu = torch.tensor([[1.0, -1, 1, -1, 1]]), torch.zeros(1, 5)
+    for ratio in ([0.7, 0.7, 1.3, 1.0, 1.3], [2.0] * 5):
+        assert fake.policy_loss(torch.tensor([ratio]).log(), None, mu, a, mask) == "loss"
+    assert found == {"below_negative": "0.25", "below_positive": "0.25", "above_negative": "0",
+                     "above_positive": "0.25"}
+
+
+@pytest.mark.parametrize("method, weights", [
+    ("prefix_is", [1.5, 2.0, 0.9]), ("mixture_is", [(1.5 + 4) / 2, (2 + 4) / 2, (0.3 + 4) / 2])])
+def test_a_planted_weight_is_the_products_or_the_mean_capped_at_2(method, weights):
+    def of(*numbers):
+        return torch.tensor([numbers], dtype=torch.float64)
+    found = dataclasses.make_dataclass("Found", ["weights"])(of(4, 4, 4, 0))
+    fake = SimpleNamespace(policy_loss=None, train=None, sample=None, correct=lambda *_: found)
+    study.plant(method, fake)
+    old = of(1.5, 2.0 if method == "prefix_is" else 2.5, 0.3, 9.0).log()
+    mask = torch.tensor([[True, True, True, False]])
+    assert fake.correct(old, 0 * old, mask).weights.tolist() == [
+        pytest.approx([*weights, 0.0], rel=1e-12)]
+
+
+def cells(arm, areas, final=0.5):
+    """Return lines of studies/sixty-four/results.csv: an area for each seed from 101."""
+    return {arm: {101 + i: {"area": str(a), "final_accuracy": str(final)}
+                  for i, a in enumerate(areas)}}
+
+
+def verdicts(tables, monkeypatch, arms):
+    monkeypatch.setattr(tables, "runs", lambda name: {"int4_fast": arms})
+    rows = [[x.strip() for x in line.split("|")[1:-1]]
+            for line in tables.TABLES["study-64-contrasts"]().split("\n")[2:]]
+    return {(row[0].strip("`"), row[1]): row[2:] for row in rows}
+
+
+def test_a_contrast_has_a_verdict_when_all_its_seeds_are_there_and_is_adjusted_for_all_eighteen(
+        monkeypatch):
+    low, high = ([0.1 + 0.01 * i for i in range(10)],
+                         [0.3 + 0.02 * i for i in range(10)])
+    token, naive = "`decoupled_token_is` − `naive`", cells("naive", low)
+    found = verdicts(tables, monkeypatch, naive | cells("decoupled_token_is", high, final=0.0))
+    assert len(found) == 18 and found["int4_fast", token] == [
+        "10", "+0.245 ± 0.022", "10 : 0", "0.0020", f"{18 * 2 / 1024:.3f}", "separable"]
+    assert (found["int4_fast", "`matched` − `decoupled_token_is`"][-1]
+            == found["int4_slow", token][-1] == "not run")
+    found = verdicts(tables, monkeypatch, naive | cells("decoupled_token_is", high[:9]))
+    assert (found["int4_fast", token][0] == "9"
+            and found["int4_fast", token][3:] == [""] * 2 + ["not run to the end"])
+    found = verdicts(tables, monkeypatch, naive | cells("decoupled_token_is", low[::-1]))
+    assert found["int4_fast", token][-1] == "not separable"
+
+
+def test_the_quick_picture_is_drawn_of_what_was_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def run_all(declared, path, workers):
+        asked.extend(study.wanted(declared))
+        study.write(path, [{"method": method, "curve": "0.1 0.2 0.3"} for _, method, _ in asked])
+    monkeypatch.setattr(study, "run_all", run_all)
+    study.quick(1)
+    assert len(asked) == 3 and (tmp_path / "runs/quick.png").stat().st_size > 1000
+
+
+# ------------------------------------------------------------------- brackets in the oracle's world
+
+@pytest.mark.parametrize("name", [
+    "naive", "decoupled_token_is", "decoupled_seq_is", "token_is_opsm", "bypass_ppo_clip",
+    "bypass_low_open", "bypass_high_open", "bypass_open", "bypass_pg_is"])
+def test_what_an_arm_does_in_expectation_is_the_oracles(name):
+    """All strings in one call, by the homogeneity of the loss, agree with the oracle one by one."""
+    config, clip = world.arm(name)
+    pi = world.Words(1)
+    mu = pi.moved(0.8 * world.damage(1))
+    mean, deviation = world.expected(config, pi, pi, mu, **clip)
+    advantages = (pi.reward - mu.probs().detach() @ pi.reward)[:, None].expand(-1, world.LENGTH)
+    lp, mu_lp = pi.log_probs(), mu.log_probs().detach()
+    slow = estimator_moments(pi, mu, lambda i: policy_loss(
+        lp[i], lp[i], mu_lp[i], advantages[i], pi.mask[i], config,
+        LossConfig(aggregation="seq-mean-token-sum", **clip))[0])
+    assert close(mean[0], -slow.mean) and close(deviation[0] ** 2, slow.variance)
+    assert close(world.true_gradient(pi)[0], grad_J(pi, pi.reward[:, None]))
+    assert pi.reward.sum() == len(words(8, 3)) == 13
+
+
+def test_with_the_clip_open_bypass_is_exact_and_its_ends_are_where_they_are_said_to_be():
+    error, reversed_at = 0.025, 1 - (1 - 0.025) / 1.2
+    for of_mu in (0.0126, 0.05, 0.2, 0.5):           # above half of π's: a cap of 2 does not bind
+        assert all(close(world.push(name, error, of_mu), 1.0)
+                   for name in ("bypass_open", "decoupled_token_is"))
+    assert close(world.push("bypass_ppo_clip", error, error / 0.8 - 1e-6), 1.0)
+    # Wrong is never blamed, right still earns.
+    for of_mu in (error / 0.8 + 1e-6, 0.1, reversed_at - 1e-6):
+        assert close(world.push("bypass_ppo_clip", error, of_mu), of_mu)
+    assert world.push("bypass_ppo_clip", error, reversed_at + 1e-6) < -0.3
+
+
+@certifies("float64")
+@pytest.mark.parametrize("arm, clip", [
+    ("bypass_ppo_clip", {}), ("bypass_ppo_clip", {"clip_low": 0.1, "clip_high": 0.28}),
+    ("bypass_low_open", {}), ("bypass_high_open", {}), ("bypass_open", {})])
+def test_one_expected_update_at_one_place_is_a_sum_of_three_terms(arm, clip):
+    """eq:clip-one-place: the loss's expected gradient is the formula, with its three values.
+
+    π takes the wrong token with probability p, μ with m; q is the chance that the rest is right.
+    """
+    low, high = (({"clip_low": 0.2, "clip_high": 0.2} | world.arm(arm)[1] | clip)[end]
+                 for end in ("clip_low", "clip_high"))
+    ranges = set()
+    for p, m, q in itertools.product((0.01, 0.025, 0.09), (0.005, 0.03, 0.12, 0.25, 0.45),
+                                     (0.1, 0.5, 0.8)):
+        wrong, right = p / m >= 1 - low, (1 - p) / (1 - m) <= 1 + high
+        found = world.push(arm, p, m, q, **clip)
+        terms = (wrong * (1 - m), right * (1 - q * (1 - m)), -(1 - q) * (1 - m))
+        assert abs(found - sum(terms)) < 1e-12
+        if wrong or right:
+            value = 1 if wrong and right else m if right else q * (1 - m)
+            assert abs(found - value) < 1e-12
+        ranges.add((wrong, right))
+    expected = {"bypass_ppo_clip": {(True, True), (False, True), (False, False)},
+                "bypass_low_open": {(True, True), (True, False)},
+                "bypass_high_open": {(True, True), (False, True)}, "bypass_open": {(True, True)}}
+    assert ranges == expected[arm]
+
+
+@certifies("float64")
+@pytest.mark.parametrize("end, sign", [("clip_low", -1.0), ("clip_high", 1.0)])
+def test_each_end_of_a_clip_around_the_sampler_pulls_towards_it(end, sign):
+    """eq:clip-pull: what an end adds has the formula's product with log μ − log π in every state.
+
+    It is positive; for the upper end in the states with KL(π‖μ) < log 1.2.
+    """
+    config = RolloutCorrectionConfig.bypass_ppo_clip()
+    for seed in range(20):
+        pi = Policy(4, 3, seed)
+        mu = pi.perturbed(seed + 50, 0.3)
+        lp, mu_lp = pi.log_probs(), mu.log_probs().detach()
+        # The weights give A one sign.
+        weights = (sign * mu.probs().detach()[:, None].expand_as(lp)
+                   * (1 + rewards(pi, seed).abs()))
+        both_open = {"clip_low": 1.0, "clip_high": 1e9}
+        ascent = [
+            -exact_gradient(pi, policy_loss(
+                lp, lp.detach(), mu_lp, weights, pi.mask, config,
+                LossConfig(aggregation="seq-mean-token-sum", **(both_open | closed)))[0]
+            ).reshape(-1, 4)
+            for closed in ({}, {end: 0.2})]
+        towards = (mu.step_log_probs() - pi.step_log_probs()).detach()
+        divergence = -(pi.step_log_probs().exp() * towards).sum(-1)      # KL(π‖μ) of each state
+        pull = ((ascent[1] - ascent[0]) * towards).sum(-1)
+        ratio = (-towards).exp()                                         # π/μ of each token
+        dropped = ratio < 0.8 if end == "clip_low" else ratio > 1.2
+        visits = torch.zeros_like(ratio).index_put(                      # of h and v, times |A|
+            (pi.states[pi.mask], pi.tokens[pi.mask]), weights[pi.mask].abs(), accumulate=True)
+        terms = -sign * visits * ratio * dropped * (towards + divergence[:, None])
+        assert close(pull, terms.sum(-1) / len(lp))
+        near = divergence < (math.inf if end == "clip_low" else math.log(1.2))
+        assert (pull[near] > -1e-12).all() and (pull[near] > 1e-6).any()

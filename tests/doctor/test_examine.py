@@ -1,0 +1,238 @@
+"""doctor: `examine` reads a dump once; E[ρ] is of all tokens, the causes of a bounded part."""
+
+import math
+
+import pytest
+import torch
+
+from three_policies import doctor
+from three_policies.doctor import causes
+from three_policies.doctor.dumps import response
+from three_policies.doctor.report import COSTS
+from three_policies.tests.support.certified import certifies
+
+
+def row(**changes):
+    return {"prompt_ids": [1], "token_ids": [5, 6, 7], "rollout_log_probs": [-1.0, -2.0, -1.0],
+            "train_log_probs": [-1.0, -2.0, -1.5], "entropy": [1.0, 1.0, 1.0]} | changes
+
+
+def test_the_mean_of_rho_and_its_error_are_those_by_hand():
+    """eq:martingale: E[ρ] = 1 under an honest record; the error is √Σ(ρ − 1)² / n."""
+    rows = [row(), row(train_log_probs=[-0.5, -2.0, -1.0]), row(response_mask=[1, 0, 1])]
+    report = doctor.examine(response(i, x) for i, x in enumerate(rows, 1))
+    rho = [1, 1, math.exp(-0.5), math.exp(0.5), 1, 1, 1, math.exp(-0.5)]
+    assert (report.responses, report.tokens, report.missing) == (3, 8, ())
+    assert report.mean == pytest.approx(sum(rho) / 8, rel=1e-12)
+    squares = sum((x - 1) ** 2 for x in rho)
+    assert report.error == pytest.approx(math.sqrt(squares) / 8, rel=1e-12)
+
+
+@pytest.mark.parametrize("tokens, mean, error, proper", [
+    (99, 1.0, 0.0, None), (99, 2.0, 0.0, None),
+    (100, 1.0390625, 2 ** -7, True), (100, 1.0391, 2 ** -7, False),
+    (100, 0.9609375, 2 ** -7, True), (100, 0.9609, 2 ** -7, False),
+    (100, 1.00009, 0.0, True), (100, 1.00011, 0.0, False)])
+def test_improper_is_more_than_five_errors_and_rounding(tokens, mean, error, proper):
+    """2⁻⁷ is exact in binary: five errors are proper, and a little more is not."""
+    report = doctor.Report(1, tokens, mean, error, (), [], causes.Tokens.of([]))
+    assert report.proper is proper and report.faulty is (proper is False)
+
+
+@certifies("float64")
+@pytest.mark.parametrize("mean, error, proper", [
+    (1.0, 0.0099, True), (1.0, 0.0101, None), (129.1, 44.4, None), (1.4, 0.09, None),
+    (8.08, 0.52, False), (0.6, 0.07, False),    # more than five errors from 1, and from 0
+    (0.6, 0.13, None), (0.02, 0.016, None)])    # less from 0: a few tokens make up the mean
+def test_an_error_that_would_hide_a_broken_record_leaves_it_undecided(mean, error, proper):
+    """eq:affirmed: E[ρ] = 1 is affirmed if a loss of a twentieth would have been seen.
+
+    In words and in JSON it is neither affirmed nor denied.
+    """
+    report = doctor.Report(1, 4000, mean, error, (), [], causes.Tokens.of([]))
+    assert report.proper is proper and report.as_json()["proper"] is proper
+    line = str(report).splitlines()[1]
+    assert line.startswith({True: "π is a distribution over what", False: "π is NOT a distribution",
+                            None: "E[ρ] = "}[proper])
+    assert ("is undecided: an error above 0.01 would hide" in line) == (proper is None)
+    assert ("(undecided)" in report.in_short()) == (proper is None)
+    assert report.faulty is (proper is False)
+
+
+def test_a_column_whose_blocks_are_in_another_order_is_not_affirmed():
+    """Blocks of log π stand in another order, as after a split of the context over devices.
+
+    A few of its values are then far above log μ, and the mean of ρ is of these few.
+    """
+    g = torch.Generator().manual_seed(0)
+    mu = -5 * torch.rand(128, 32, generator=g).double() ** 3 - 0.01
+    mu[0, 0] = -12
+    pi = mu.view(128, 4, 8)[:, [1, 3, 0, 2]].reshape(128, 32)
+    report = doctor.examine(
+        response(i, {"prompt_ids": [i], "token_ids": [5] * 32, "rollout_log_probs": a.tolist(),
+                     "train_log_probs": b.tolist()}) for i, (a, b) in enumerate(zip(mu, pi)))
+    print(f"E[ρ] = {report.mean:.1f} ± {report.error:.1f}")
+    assert report.error > 10 and abs(report.mean - 1) < 2 * report.error
+    assert report.proper is None and report.as_json()["proper"] is None and report.faulty
+    assert "is a distribution" not in str(report) and "(undecided)" in report.in_short()
+
+
+def test_what_was_never_drawn_leaves_it_undecided():
+    """eq:affirmed: of 200 tokens no ρ is above 1, and a mass of 5/200 need not be drawn."""
+    for pi, proper in ((-1.02, None), (-1.03, False), (-1.00005, True)):
+        report = doctor.examine(response(i, row(
+            token_ids=[5], rollout_log_probs=[-1.0], train_log_probs=[pi], entropy=[1.0]))
+            for i in range(200))
+        assert report.proper is proper
+        assert ("tokens that were never drawn may make up the difference" in str(report)) == (
+            proper is None)
+
+
+@pytest.mark.parametrize("tokens, mean, says", [
+    (1000, 1.0, "π is a distribution over what μ sampled: E[ρ] = 1.0000 ± 0.0050 (expected 1)."),
+    (1000, 2.0, "π is NOT a distribution over what μ sampled: E[ρ] = 2.0000"),
+    (99, 2.0, "E[ρ] = 2.0000 ± 0.0050 (expected 1) is undecided: fewer than 100 tokens cannot")])
+def test_the_report_says_whether_pi_is_a_distribution(tokens, mean, says):
+    report = doctor.Report(7, tokens, mean, 0.005, (), [], causes.Tokens.of([]))
+    first, second, last = str(report).split("\n")
+    assert first == f"7 responses, {tokens} tokens." and second.startswith(says)
+    assert (last == "No cause found: what differs is within the noise of two kernels.") == (
+        "is NOT" not in says)
+
+
+@pytest.mark.parametrize("mean, why", [(0.2, "lacks a cut that μ had"), (2.0, "adds up to more")])
+def test_noise_is_no_reason_where_pi_is_not_a_distribution(mean, why):
+    """The verdict on π and the last sentence agree, in the report and in its short form."""
+    report = doctor.Report(7, 1000, mean, 0.02, (), [], causes.Tokens.of([]))
+    for text in (str(report).split("\n")[-1], report.in_short()):
+        assert "log μ is not of what was drawn, or that π " + why in text and "noise" not in text
+
+
+@pytest.mark.parametrize("few, said", [(9, True), (10, False)])
+def test_what_was_never_drawn_may_be_where_the_rest_of_pi_is(few, said):
+    """If no ρ or few are on the other side of 1, a heavy tail looks like a cut."""
+    rows = [response(1, row(token_ids=[5], rollout_log_probs=[-1.0], entropy=[1.0],
+                            train_log_probs=[-0.9 if i < few else -1.5])) for i in range(500)]
+    unless = "NOT a distribution over what μ sampled, unless it has over twice μ's mass on tokens"
+    assert (f"{unless} that were never drawn: E[ρ]" in str(doctor.examine(rows))) == said
+    above = [response(1, row(token_ids=[5], rollout_log_probs=[-1.0], entropy=[1.0],
+                             train_log_probs=[-0.9]))] * 500
+    assert unless not in str(doctor.examine(above))       # more mass elsewhere would make it worse
+
+
+def test_a_copied_column_is_named():
+    """No two kernels agree to the last digit; verl's π_old in bypass mode is a copy of log μ."""
+    same = row(train_log_probs=[-1.0, -2.0, -1.0])
+    copied, own = (str(doctor.examine([response(1, x)])) for x in (same, row()))
+    assert copied.endswith("No cause found: both columns are equal to the last digit, as if one "
+                           "were a copy of the other.")
+    assert "copy" not in own
+
+
+def test_what_explains_the_gap_as_well_begins_with_or_and_what_is_left_with_then():
+    """The first cause begins with Cause, and each has what to do about it."""
+    def words(*found):
+        report = doctor.Report(7, 1000, 1.0, 0.1, (), list(found), causes.Tokens.of([]))
+        lines = str(report).split("\n")[2:]
+        assert [f"Do      {causes.CAUSES[f.cause][1]}" for f in found] == lines[2::3]
+        return [line.split()[0] for line in lines[::3]]
+    raw, eos = causes.Finding("raw", 1.0, "a sign"), causes.Finding("eos", 1.0, "a place")
+    first = causes.Finding("temperature", 0.1, "a slope", other=raw)
+    assert words(first, raw, eos) == ["Cause", "Or", "Then"]
+    assert words(first, raw._replace(left=0.9), eos) == ["Cause", "Then", "Then"]
+    assert words(first._replace(other=None), raw) == ["Cause", "Then"]
+
+
+def test_log_pi_of_minus_infinity_is_a_ratio_of_zero():
+    report = doctor.examine([response(1, row(train_log_probs=[-1.0, -math.inf, -0.5]))])
+    assert report.mean == pytest.approx((1 + 0 + math.exp(0.5)) / 3, rel=1e-12)
+    assert report.proper is None
+
+
+def test_what_is_missing_is_named_with_its_cost():
+    given = row()
+    del given["prompt_ids"], given["entropy"]
+    report = doctor.examine([response(1, given)])
+    assert report.missing == ("entropy", "prompt_ids")
+    assert all(f"Without {name}: {cost}." in str(report) for name, cost in COSTS)
+
+
+@pytest.mark.parametrize("name", ["prompt_ids", "entropy"])
+def test_each_that_is_missing_is_named_alone(name):
+    given = row()
+    del given[name]
+    assert doctor.examine([response(1, given)]).missing == (name,)
+
+
+def test_a_ratio_beyond_all_numbers_is_a_large_one():
+    """ρ counts up to e²⁰."""
+    far = row(rollout_log_probs=[-1.0, -2.0, -2000.0], train_log_probs=[-1.0, -2.0, -1.0])
+    assert doctor.examine([response(1, far)]).mean == pytest.approx(1 + math.expm1(20) / 3)
+
+
+def test_of_an_empty_dump_nothing_is_said():
+    report = doctor.examine([])
+    assert (report.responses, report.tokens, report.mean, report.error) == (0, 0, 1, 0)
+    assert report.proper is None
+
+
+def test_a_line_and_json_begin_with_the_first_cause():
+    """What is printed in JSON has what to do about each cause; a line has the first alone."""
+    found = [causes.Finding("eos", 0.1, "a place"), causes.Finding("raw", 0.5, "a sign")]
+    report = doctor.Report(7, 1000, 1.0, 0.0078125, (), found, causes.Tokens.of([]))
+    assert report.as_json() == {
+        "proper": True, "e_rho": [1.0, 0.0078125], "tokens": 1000, "causes": [
+            {"cause": "eos", "confidence": "certain", "evidence": "a place",
+             "remedy": causes.CAUSES["eos"][1]},
+            {"cause": "raw", "confidence": "likely", "evidence": "a sign",
+             "remedy": causes.CAUSES["raw"][1]}]}
+    assert report.in_short() == "E[ρ] = 1.0000 ± 0.0078; eos (certain): a place"
+    assert report._replace(causes=[]).in_short() == (
+        "E[ρ] = 1.0000 ± 0.0078; no cause found: what differs is within the noise of two kernels")
+
+
+@pytest.mark.parametrize("limit, most, least", [(900, 900, 300), (12_000, 12_000, 12_000),
+                                                (11_999, 11_999, 4000)])
+def test_memory_is_bounded_and_the_identity_is_of_all_tokens(limit, most, least, monkeypatch):
+    """No more than LIMIT tokens stay in memory, in whole groups, however many rows are read."""
+    monkeypatch.setattr("three_policies.doctor.report.LIMIT", limit)
+    stayed = []
+    of = causes.Tokens.of
+
+    def count(rows):
+        stayed.extend(rows)
+        return of(rows)
+    monkeypatch.setattr(causes.Tokens, "of", count)
+    stream = (response(i + 1, row(prompt_ids=[i // 8])) for i in range(4000))
+    report = doctor.examine(stream)
+    assert report.tokens == 12000 and least <= 3 * len(stayed) <= most
+    assert report.mean == pytest.approx((2 + math.exp(-0.5)) / 3, rel=1e-9)
+    groups = [r.prompt_ids[0] for r in stayed]
+    assert all(groups.count(g) == 8 for g in groups)
+
+
+def test_of_one_group_that_is_larger_than_the_limit_a_part_stays(monkeypatch):
+    monkeypatch.setattr("three_policies.doctor.report.LIMIT", 90)
+    report = doctor.examine(response(i + 1, row()) for i in range(100))
+    assert report.tokens == 300 and 45 <= len(report.looked_at.mu) <= 90
+
+
+def test_masked_tokens_take_their_place_in_memory(monkeypatch):
+    """LIMIT counts them in every row: 11 whole rows of 18 tokens are below 200."""
+    monkeypatch.setattr("three_policies.doctor.report.LIMIT", 200)
+    wide = row(**{name: values * 6 for name, values in row().items()
+                  if name in ("token_ids", "rollout_log_probs", "train_log_probs", "entropy")})
+    rows = [response(i + 1, wide | {"response_mask": [1] + [0] * 17}) for i in range(100)]
+    assert 5 <= len(doctor.examine(rows).looked_at.mu) <= 11
+
+
+def test_an_empty_response_lacks_nothing():
+    """No column of it can be missing: `entropy` was, for a dump that has it."""
+    empty = response(2, {name: [] for name in row() if name != "prompt_ids"} | {"prompt_ids": [1]})
+    assert doctor.examine([response(1, row()), empty]).missing == ()
+
+
+def test_a_response_that_is_larger_than_the_limit_stays_whole(monkeypatch):
+    monkeypatch.setattr("three_policies.doctor.report.LIMIT", 2)
+    report = doctor.examine([response(1, row())])
+    assert len(report.looked_at.mu) == report.tokens == 3

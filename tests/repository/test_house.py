@@ -1,0 +1,255 @@
+"""Files stand where they belong, and import only what they may.
+
+The equations that are documented are those that run.
+"""
+
+import ast
+import getpass
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+
+from three_policies.correction import correct, RolloutCorrectionConfig as Config
+from three_policies.metrics import to_host
+from three_policies.rejection import CRITERIA
+from three_policies.surrogates import LOSSES
+from three_policies.tests.support.examples import bound_of
+
+ROOT = Path(__file__).resolve().parents[2]
+BOOK = ("estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses",
+        "causes", "doctor", "policy", "rollout", "trainer")
+CORE, PACKAGES = BOOK[:9], ("kernels", "engines", "plumbing", "adapters")
+MAY_IMPORT = {
+    "estimators": set(), "surrogates": {"estimators"}, "rejection": {"estimators"},
+    "metrics": {"estimators", "rejection"},
+    "correction": {"estimators", "metrics", "rejection", "surrogates"},
+    "centering": {"correction", "estimators", "rejection"}, "causes": set(),
+    "doctor": {"causes", "metrics"},
+    "losses": {"estimators", "surrogates", "rejection", "correction", "centering"},
+    "kernels": set(), "policy": {"kernels", "plumbing.models"},
+    "rollout": {"estimators", "kernels"},
+    "plumbing": {"plumbing", "policy", "rollout", "metrics", "centering", "causes", "doctor",
+                 "kernels", "adapters.dialects", "adapters.dumps", "engines",
+                 "correction", "rejection", "surrogates"},
+    "engines": {"engines", "rollout", "kernels", "plumbing.settings"},
+    "adapters": {"adapters", *CORE},
+    "trainer": {*BOOK[:-1], "kernels", "plumbing", "adapters"}}
+
+# These public functions cite an equation and are not entered by a run, each with the reason.
+NOT_ENTERED = {
+    "effective_sample_size":
+        "of one batch; a run adds up N, Σw and Σw² over ranks, and `kish` is both's formula",
+    "division": "of a dump with entropies whose E[ρ] is broken, which a run's first batch is not"}
+
+
+def test_one_name_is_imported_and_no_path_is_handled():
+    """The project is `three_policies` wherever it is imported, and nothing of it bare.
+
+    launching.py is a Python that runs a file, so it puts the file's folder first as Python does.
+    """
+    bare = {name for path in tracked() if path.suffix == ".py"
+            for name in (path.stem, path.parent.name)}
+    for path in tracked():
+        if path.suffix not in (".py", ".md", ".ipynb") or path.name == "CHANGELOG.md":
+            continue
+        text = (ROOT / path).read_text()
+        if path.name not in ("launching.py", "test_house.py"):
+            assert not re.search(r"sys\.path\b(?!\[0\])|PYTHONPATH=[/$]", text), path
+        if path.suffix == ".py":
+            heads = {name.split(".")[0] for name in imported(ROOT / path, short=False)}
+            others = {*sys.stdlib_module_names, "vllm", "trl", "verl", "skyrl"}
+            assert not heads & bare - others, path
+
+
+def tracked() -> list[Path]:
+    """Return the files of the repository, or skip the test where git does not know them."""
+    found = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    if not found:
+        pytest.skip("not a git checkout, so what is tracked is not known")
+    return [Path(path) for path in found]
+
+
+def test_what_stands_at_the_top():
+    top = {path.parts[0] for path in tracked() if not path.parts[0].startswith(".")}
+    assert {f"{name}.py" for name in BOOK} <= top
+    assert top <= {
+        "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "CITATION.cff", "pyproject.toml",
+        "requirements.txt", "requirements", "tools", "configs", "tests", "math", "tiny.py",
+        "__init__.py", "__main__.py",
+        *PACKAGES, *(f"{name}.py" for name in BOOK)}
+
+
+def test_the_version_is_stated_alike():
+    """CITATION.cff states pyproject.toml's version, and the README its versions of Python."""
+    stated = (ROOT / "pyproject.toml").read_text()
+    version, oldest, beyond = (re.search(pattern, stated, re.MULTILINE) for pattern in (
+        r'^version = "(.+)"$', r'^requires-python = ">=3\.(\d+),',
+        r'^requires-python = ".*<3\.(\d+)"$'))
+    assert version and oldest and beyond
+    assert f"\nversion: {version[1]}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"Python 3.{oldest[1]} to 3.{int(beyond[1]) - 1}." in (ROOT / "README.md").read_text()
+
+
+def imported(path: Path, short: bool = True) -> set[str]:
+    """Return what a file imports, but for what it starts when it is run as a command."""
+    tree, names = ast.parse(path.read_text()), set()
+    if isinstance(tree.body[-1], ast.If) and "__main__" in ast.unparse(tree.body[-1].test):
+        tree.body.pop()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    if not short:
+        return names
+    return {name.removeprefix("three_policies.") for name in names} - {"three_policies"}
+
+
+def test_imports_go_one_way():
+    for path in [*(ROOT / f"{name}.py" for name in BOOK),
+                 *(path for place in PACKAGES for path in ROOT.glob(f"{place}/*.py"))]:
+        place = path.parent.name if path.parent != ROOT else path.stem
+        ours = {name for name in imported(path)
+                if name.split(".")[0] in {*BOOK, *PACKAGES, "tests", "tools"}}
+        allowed = MAY_IMPORT[place]
+        wrong = {name for name in ours
+                 if not any(name == a or name.startswith(f"{a}.") for a in allowed)
+                 and not (name == "adapters" and "three_policies.interop.dialects" in ours)}
+        assert not wrong, f"{path.relative_to(ROOT)} must not import {wrong}"
+        assert not any(name.startswith("math.") for name in imported(path))
+
+
+def test_plumbing_has_no_circle():
+    files = {path.stem: {name.removeprefix("plumbing.").split(".")[0] for name in imported(path)
+                         if name.startswith("plumbing.")}
+             for path in ROOT.glob("plumbing/*.py")}
+    while files:
+        leaves = {name for name, needs in files.items() if not needs & set(files)}
+        assert leaves, f"a circle among {set(files)}"
+        files = {name: needs for name, needs in files.items() if name not in leaves}
+
+
+def test_the_core_and_the_kernels_need_torch_alone():
+    for path in [*(ROOT / f"{name}.py" for name in CORE), *ROOT.glob("kernels/*.py")]:
+        outside = {module.split(".")[0] for module in imported(path)} - set(CORE)
+        assert outside <= {*sys.stdlib_module_names, "torch"}, (
+            f"{path.relative_to(ROOT)} imports {outside}")
+
+
+# ------------------------------------------------------------------ what reads is what runs
+
+def public_with_equation():
+    """Return (module, function) of every public function of the core that cites a label.
+
+    Functions of classes are left out.
+    """
+    found = set()
+    for module in CORE:
+        for node in ast.parse((ROOT / f"{module}.py").read_text()).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                if "eq:" in (ast.get_docstring(node) or ""):
+                    found.add((module, node.name))
+    return found
+
+
+RUNS = [
+    ["correction.preset=decoupled_token_is", "loss.kl_coef=0.1", "advantage.kind=grpo"],
+    ["correction.preset=decoupled_seq_is_rs", "correction.rollout_is_batch_normalize=true",
+     "advantage.kind=rloo"],
+    ["correction.preset=bypass_pg_geo_rs", "advantage.kind=reinforce", "loss.kl_coef=0.1",
+     "loss.kl_in=reward"],
+    ["correction={rollout_is: prefix, rollout_rs: {" + ", ".join(
+        f"{name}: {bound_of(name, [1e-4, 1e4], 10)}" for name in CRITERIA) + "}}"],
+    ["correction={score_centering: true, bypass_mode: true, loss_type: reinforce}"],
+    *([f"correction.loss_type={name}"] for name, row in LOSSES.items() if row.level is not None)]
+
+
+@pytest.fixture(scope="module")
+def entered(tiny_model, tmp_path_factory):
+    """Return every (module, function) of this repository that short runs of the trainer enter.
+
+    The calls are in order.
+    """
+    from three_policies import trainer
+    from three_policies.training import run
+    from three_policies.training.tasks import Task
+    directory, home, calls = tmp_path_factory.mktemp("entered"), os.getcwd(), []
+    places = {str(ROOT / f"{name}.py"): name for name in BOOK}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Task, "reward", lambda self, problem, response: float(len(response) % 2))
+        patch.setattr(run, "plot", lambda *_: None)                     # no equation draws curves
+
+        def tracer(frame, event, _):
+            if event == "call" and (module := places.get(frame.f_code.co_filename)):
+                taken = frame.f_code.co_varnames[:frame.f_code.co_argcount]
+                calls.append((module, frame.f_code.co_name, "rollout_log_prob" in taken))
+        os.chdir(directory)
+        sys.setprofile(tracer)
+        try:
+            for i, settings in enumerate(RUNS):
+                assert trainer.main([
+                    "task.size=1", "task.eval_size=8", "rollout.prompts=4", "rollout.samples=4",
+                    "rollout.max_tokens=5", "rollout.quantize_bits=4",
+                    "rollout.engine=transformers", "train.mini_batches=1", "train.steps=1",
+                    f"policy.path={tiny_model}", f"run={i}", *settings]) == 0
+        finally:
+            sys.setprofile(None)
+            os.chdir(home)
+    return calls
+
+
+def test_every_equation_that_reads_is_one_that_runs(entered):
+    ran = {(module, name) for module, name, _ in entered}
+    missing = {name for _, name in public_with_equation() - ran}
+    assert missing == set(NOT_ENTERED)
+
+
+def test_rollout_log_prob_walks_from_correction_to_loss_and_never_back(entered):
+    """The correction reads rollout_log_prob first, then the loss, and the metrics at the end.
+
+    The step is a decoupled one, with one update.
+    """
+    first_run = entered[:next(i for i, call in enumerate(entered) if call[1] == "rloo_advantages")]
+    walk = [module for module, _, takes in first_run if takes]
+    rooms = [module for i, module in enumerate(walk) if i == 0 or walk[i - 1] != module]
+    assert rooms == ["correction", "losses", "metrics"]
+
+
+@pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")),
+                    reason="torch.compile needs a C++ compiler, and there is no g++ (nor CXX)")
+def test_correct_compiles_whole(monkeypatch):
+    """`torch.compile(correct)` traces without a graph break, and gives the same results.
+
+    Each processor has a cache of its own, since torch would take code that it compiled for another
+    processor's instructions from a shared one. Vector instructions are left out: torch would first
+    compile a program for each kind of them, which takes three times as long as all the rest.
+    """
+    cache = (f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}_"
+             f"{torch.backends.cpu.get_cpu_capability()}")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
+    g = torch.Generator().manual_seed(0)
+    rollout, noise, signs = torch.randn(3, 37, 50, dtype=torch.float64, generator=g)
+    mask = torch.arange(50) < torch.randint(0, 51, (37, 1), generator=g)
+    train = torch.where(mask, rollout + noise / 2, math.nan)
+    config = Config("token", 1.5, True, {"token_k1": (0.5, 2.0), "seq_mean_k3": 0.13,
+                                         "seq_max_k1": (1e-4, None), "opsm": 0.05})
+    with inductor.patch({"cpp.vec_isa_ok": False}):
+        compiled = torch.compile(correct, fullgraph=True)(train, rollout, mask, config, signs)
+    plain = correct(train, rollout, mask, config, signs)
+    for threshold in (1.5, 2.5, (0.5, 3.0)):                # a second one is a symbol of the trace
+        torch.compile(correct, fullgraph=True, backend="eager")(
+            train, rollout, mask, replace(config, rollout_is_threshold=threshold), signs)
+    torch.testing.assert_close(compiled.weights, plain.weights, rtol=1e-12, atol=1e-14)
+    assert torch.equal(compiled.mask, plain.mask) and 0 < plain.mask.sum() < mask.sum()
+    assert to_host(compiled.metrics) == pytest.approx(to_host(plain.metrics), rel=1e-9, abs=1e-9)

@@ -1,0 +1,123 @@
+"""The commands and settings of the README and of what it leads to exist, word for word.
+
+Each `python trainer.py …` or `torchrun … trainer.py …` in them is checked as the trainer would
+check it, before anything is loaded. test_trainer.py runs what can be run. test_math.py tests the
+tables between markers.
+"""
+
+import ast
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from three_policies import losses
+from three_policies.interop.dialects import from_dialect
+from three_policies.surrogates import LOSSES
+from three_policies.training.settings import Config, leaves, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ADAPTERS = (ROOT / "interop/README.md").read_text(encoding="utf-8")
+DOCUMENTS = "\n".join([README, ADAPTERS, *(
+    path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("math/appendix-*.md")))])
+COMMANDS = sorted({command for command in re.findall(
+                       r"(?:python |torchrun [^`\n]*?)trainer\.py[^`\n#|]*", DOCUMENTS)
+                   if "NAME" not in command and "…" not in command and "--help" not in command})
+
+
+def test_the_two_commands_come_first():
+    first_block = re.search(r"```bash\n(.*?)```", README, re.DOTALL).group(1)
+    assert [line.split("#")[0].strip() for line in first_block.strip().splitlines()] == [
+        "pip install -r requirements.txt && python trainer.py",
+        "pip install -r requirements.txt && pytest"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_a_valid_configuration(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(command)
+    assert load_config(words[words.index("trainer.py") + 1:]).train.steps >= 1
+
+
+def test_commands_were_found():
+    assert len(COMMANDS) >= 6
+
+
+def test_the_sample_of_the_readme_corrects_once_and_is_right(monkeypatch):
+    """eq:decoupled-ppo: the README's sample computes the same as `policy_loss` on its own.
+
+    It does not call `correct` a second time.
+    """
+    (sample,) = re.findall("```python\n(from correction.*?)```", README, re.DOTALL)
+    old, mu = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)).double()
+    given = dict(log_prob=old.clone().requires_grad_(), old_log_prob=old, rollout_log_prob=mu,
+                 advantages=torch.ones(4, 5).double(), response_mask=torch.ones(4, 5))
+    namespace = dict(given)
+    calls = []
+    monkeypatch.setattr(losses, "correct", lambda *args: calls.append(args))
+    exec(sample, namespace)
+    monkeypatch.undo()
+    expected, _ = losses.policy_loss(*given.values(), namespace["config"])
+    assert not calls and torch.equal(namespace["loss"], expected)
+    assert {"rollout_corr/kl", "rollout_corr/rollout_is_mean"} <= set(namespace["metrics"])
+
+
+def test_the_written_out_correction_is_valid():
+    chapter = (ROOT / "math" / "6-correction.md").read_text(encoding="utf-8")
+    block = OmegaConf.to_container(OmegaConf.create(
+        re.search(r"```yaml\n(correction:.*?)```", chapter, re.DOTALL).group(1)))
+    assert from_dialect(block["correction"]).rollout_rs["seq_max_k1"] == (1e-4, None)
+
+
+def test_settings_named_in_the_documents_exist():
+    known = [key for key, *_ in leaves(Config)]
+    named = set(re.findall(r"`((?:task|policy|rollout|advantage|loss|train)\.[a-z_]+)", DOCUMENTS))
+    assert named - {"rollout.py", "policy.py"} <= set(known), named - set(known)
+
+
+def test_every_setting_is_read():
+    """A loss's own numbers, such as loss.clip_low, are read by name, from its row."""
+    read = {node.attr for path in [*ROOT.glob("*.py"), *ROOT.glob("training/*.py")]
+            for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    read |= {name for row in LOSSES.values() for name in row.own}
+    assert {key.split(".")[-1] for key, *_ in leaves(Config)} <= read
+
+
+def test_the_readme_is_short():
+    """It has at most 150 lines of at most 120 characters, and ± in the caption alone."""
+    lines = README.splitlines()
+    assert len(lines) <= 150 and max(map(len, lines)) <= 120
+    caption = re.search(r"<!-- begin: study-64-summary -->(.*?)<!-- end", README, re.DOTALL)
+    assert "±" in caption[1] and "±" not in README.replace(caption[1], "")
+
+
+def test_requirements_named_in_the_documents_exist():
+    for name in re.findall(r"requirements[a-z/-]*\.txt", DOCUMENTS):
+        assert (ROOT / name).is_file(), name
+
+
+def test_a_package_name_may_be_put_before_the_files(tmp_path):
+    """eq:correction: the commands of interop/README.md work away from the repository, too."""
+    (commands,) = re.findall("```bash\n(mkdir three_policies.*?)```", ADAPTERS, re.DOTALL)
+    ignore = shutil.ignore_patterns(".*", "runs", "tests", "math", "__pycache__")
+    shutil.copytree(ROOT, tmp_path / "clone", ignore=ignore)
+    subprocess.run(["bash", "-euc", commands], cwd=tmp_path / "clone", check=True)
+    shutil.move(tmp_path / "clone" / "three_policies", tmp_path)
+    program = """
+import sys, torch
+from three_policies.interop.dialects import from_dialect
+from three_policies.losses import policy_loss
+x = torch.zeros(2, 3)
+loss, _ = policy_loss(x, x, x, x + 1, x + 1, from_dialect({"preset": "decoupled_token_is"}))
+assert loss == -1 and not {
+    "losses", "surrogates", "rejection", "correction", "metrics", "estimators", "adapters",
+} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
