@@ -67,7 +67,7 @@ def config_of(study: dict, regime: str, method: str, seed: int):
     settings |= study["regimes"][regime] | study["methods"].get(method, {})
     settings["run"] = f"{study['name']}-{regime}-{method}-{seed}"
     overrides = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
-    return load_config([str(ROOT / "configs" / "disabled.yaml"), *overrides])
+    return load_config([str(ROOT / "configs/presets/disabled.yaml"), *overrides])
 
 
 def warm_start(config, lock: Path) -> None:

@@ -33,6 +33,7 @@ from three_policies.rejection import CRITERIA
 from three_policies.surrogates import LOSSES
 
 ROOT = Path(__file__).resolve().parent.parent
+PRESET_FILES = ROOT / "configs/presets"
 FILE_KINDS = ("jsonl", "parquet")          # of task.kind: the questions come from a file
 
 
@@ -366,7 +367,9 @@ def read_yaml(path: Path | None, overrides: list[str]) -> tuple[DictConfig, Dict
         raise
     except Exception as error:     # YAML's and OmegaConf's own have many types and several lines
         if isinstance(error, OSError) and error.strerror:               # OmegaConf's have none
-            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+            moved = path and PRESET_FILES / path.name
+            now = f"; it is {moved} now" if moved and not path.exists() and moved.exists() else ""
+            raise UserError(f"{path} cannot be read: {error.strerror}{now}") from None
         raise UserError(f"{source} must be a mapping of settings in YAML, such as "
                         f"train: {{steps: 10}} ({str(error)[:300]})") from None
 

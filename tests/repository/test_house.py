@@ -26,24 +26,30 @@ from three_policies.surrogates import LOSSES
 from three_policies.tests.support.examples import bound_of
 
 ROOT = Path(__file__).resolve().parents[2]
-BOOK = ("estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses",
-        "causes", "doctor", "policy", "rollout", "trainer")
-CORE, PACKAGES = BOOK[:9], ("kernels", "engines", "plumbing", "adapters")
+METHOD = ("checks", "estimators", "surrogates", "rejection", "metrics", "correction", "centering",
+          "losses")
+BOOK = (*METHOD, "policy", "rollout", "trainer")
+ROOMS = ("training", "engines", "doctor", "interop", "oracle", "studies", "book")
+KERNELS = ("training.heads", "training.shapes")
+# What a file of the method, or of a room, may import of the project; a room knows itself.
 MAY_IMPORT = {
-    "estimators": set(), "surrogates": {"estimators"}, "rejection": {"estimators"},
-    "metrics": {"estimators", "rejection"},
-    "correction": {"estimators", "metrics", "rejection", "surrogates"},
-    "centering": {"correction", "estimators", "rejection"}, "causes": set(),
-    "doctor": {"causes", "metrics"},
-    "losses": {"estimators", "surrogates", "rejection", "correction", "centering"},
-    "kernels": set(), "policy": {"kernels", "plumbing.models"},
-    "rollout": {"estimators", "kernels"},
-    "plumbing": {"plumbing", "policy", "rollout", "metrics", "centering", "causes", "doctor",
-                 "kernels", "adapters.dialects", "adapters.dumps", "engines",
-                 "correction", "rejection", "surrogates"},
-    "engines": {"engines", "rollout", "kernels", "plumbing.settings"},
-    "adapters": {"adapters", *CORE},
-    "trainer": {*BOOK[:-1], "kernels", "plumbing", "adapters"}}
+    "checks": (), "estimators": ("checks",), "surrogates": ("estimators",),
+    "rejection": ("checks", "estimators"), "metrics": ("estimators", "rejection"),
+    "correction": ("checks", "estimators", "metrics", "rejection", "surrogates"),
+    "centering": ("correction", "estimators", "rejection"),
+    "losses": ("checks", "estimators", "surrogates", "rejection", "correction", "centering"),
+    "policy": (*KERNELS, "training.models"), "rollout": ("estimators", *KERNELS),
+    "training": ("checks", "surrogates", "rejection", "metrics", "correction", "centering",
+                 "policy", "rollout", "engines", "doctor", "interop.dialects"),
+    "engines": ("checks", "rollout", "training.settings"),
+    "doctor": (*METHOD, "policy", "rollout", "engines.choice", *KERNELS, "training.models",
+               "training.signals"),
+    "interop": (*METHOD, "doctor.dumps"),
+    "trainer": (*METHOD, "policy", "rollout", "doctor.dumps", "training"),
+    "oracle": (*METHOD, "interop.dialects", "training.tasks"),
+    "studies": (*BOOK, "training", "engines", "doctor", "interop", "oracle", "book"),
+    "book": (*BOOK, *ROOMS, "tests.support")}
+EXPLAINED = (*METHOD, "doctor.causes", "doctor.health", "doctor.report")   # what cites equations
 
 # These public functions cite an equation and are not entered by a run, each with the reason.
 NOT_ENTERED = {
@@ -66,7 +72,7 @@ def test_one_name_is_imported_and_no_path_is_handled():
         if path.name not in ("launching.py", "test_house.py"):
             assert not re.search(r"sys\.path\b(?!\[0\])|PYTHONPATH=[/$]", text), path
         if path.suffix == ".py":
-            heads = {name.split(".")[0] for name in imported(ROOT / path, short=False)}
+            heads = {name.split(".")[0] for name in imported(ROOT / path)}
             others = {*sys.stdlib_module_names, "vllm", "trl", "verl", "skyrl"}
             assert not heads & bare - others, path
 
@@ -86,8 +92,8 @@ def test_what_stands_at_the_top():
     assert top <= {
         "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "CITATION.cff", "pyproject.toml",
         "requirements.txt", "requirements", "tools", "configs", "tests", "math", "tiny.py",
-        "__init__.py", "__main__.py",
-        *PACKAGES, *(f"{name}.py" for name in BOOK)}
+        "__init__.py", "__main__.py", *ROOMS, *(f"{name}.py" for name in BOOK)}
+    assert not [path for path in tracked() if path.parts[0] == "math" and path.suffix == ".py"]
 
 
 def test_the_version_is_stated_alike():
@@ -101,50 +107,55 @@ def test_the_version_is_stated_alike():
     assert f"Python 3.{oldest[1]} to 3.{int(beyond[1]) - 1}." in (ROOT / "README.md").read_text()
 
 
-def imported(path: Path, short: bool = True) -> set[str]:
-    """Return what a file imports, but for what it starts when it is run as a command."""
-    tree, names = ast.parse(path.read_text()), set()
-    if isinstance(tree.body[-1], ast.If) and "__main__" in ast.unparse(tree.body[-1].test):
-        tree.body.pop()
-    for node in ast.walk(tree):
+def imported(path: Path) -> set[str]:
+    """Return the modules that a file imports, wherever it does, as if each name were a module."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    if not short:
-        return names
-    return {name.removeprefix("three_policies.") for name in names} - {"three_policies"}
+    return names
+
+
+def modules() -> dict[str, Path]:
+    """Return the project's modules, by their names without "three_policies."."""
+    return {name: path for room in (".", *ROOMS) for path in sorted((ROOT / room).glob("*.py"))
+            if (name := ".".join(path.relative_to(ROOT).with_suffix("").parts))}
+
+
+def known() -> dict[str, set[str]]:
+    """Return each module with those of the project's own that it imports."""
+    named, found = modules(), {}
+    for name, path in named.items():
+        ours = {x.removeprefix("three_policies.") for x in imported(path)
+                if x.startswith("three_policies.")}
+        found[name] = {x if x in named else x.rpartition(".")[0] or x for x in ours}
+    return found
 
 
 def test_imports_go_one_way():
-    for path in [*(ROOT / f"{name}.py" for name in BOOK),
-                 *(path for place in PACKAGES for path in ROOT.glob(f"{place}/*.py"))]:
-        place = path.parent.name if path.parent != ROOT else path.stem
-        ours = {name for name in imported(path)
-                if name.split(".")[0] in {*BOOK, *PACKAGES, "tests", "tools"}}
-        allowed = MAY_IMPORT[place]
-        wrong = {name for name in ours
-                 if not any(name == a or name.startswith(f"{a}.") for a in allowed)
-                 and not (name == "adapters" and "three_policies.interop.dialects" in ours)}
-        assert not wrong, f"{path.relative_to(ROOT)} must not import {wrong}"
-        assert not any(name.startswith("math.") for name in imported(path))
+    for name, needs in known().items():
+        room = name.split(".")[0]
+        if room in MAY_IMPORT:
+            wrong = {x for x in needs if not any(
+                x == a or x.startswith(f"{a}.") for a in (*MAY_IMPORT[room], room))}
+            assert not wrong, f"{name} must not import {wrong}"
 
 
-def test_plumbing_has_no_circle():
-    files = {path.stem: {name.removeprefix("plumbing.").split(".")[0] for name in imported(path)
-                         if name.startswith("plumbing.")}
-             for path in ROOT.glob("plumbing/*.py")}
-    while files:
-        leaves = {name for name, needs in files.items() if not needs & set(files)}
-        assert leaves, f"a circle among {set(files)}"
-        files = {name: needs for name, needs in files.items() if name not in leaves}
+def test_there_is_no_circle():
+    """Imports within functions, for type checkers and below `__main__` count as any other."""
+    left = known()
+    while left:
+        leaves = {name for name, needs in left.items() if not needs & left.keys() - {name}}
+        assert leaves, f"a circle among {set(left)}"
+        left = {name: needs for name, needs in left.items() if name not in leaves}
 
 
-def test_the_core_and_the_kernels_need_torch_alone():
-    for path in [*(ROOT / f"{name}.py" for name in CORE), *ROOT.glob("kernels/*.py")]:
-        outside = {module.split(".")[0] for module in imported(path)} - set(CORE)
-        assert outside <= {*sys.stdlib_module_names, "torch"}, (
-            f"{path.relative_to(ROOT)} imports {outside}")
+def test_the_method_and_the_kernels_need_torch_alone():
+    for name in (*METHOD, "doctor.causes", "doctor.health", "doctor.report", *KERNELS):
+        outside = {x.split(".")[0] for x in imported(modules()[name])} - {"three_policies"}
+        assert outside <= {*sys.stdlib_module_names, "torch"}, f"{name} imports {outside}"
 
 
 # ------------------------------------------------------------------ what reads is what runs
@@ -155,8 +166,8 @@ def public_with_equation():
     Functions of classes are left out.
     """
     found = set()
-    for module in CORE:
-        for node in ast.parse((ROOT / f"{module}.py").read_text()).body:
+    for module in EXPLAINED:
+        for node in ast.parse(modules()[module].read_text()).body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
                 if "eq:" in (ast.get_docstring(node) or ""):
                     found.add((module, node.name))
@@ -185,7 +196,7 @@ def entered(tiny_model, tmp_path_factory):
     from three_policies.training import run
     from three_policies.training.tasks import Task
     directory, home, calls = tmp_path_factory.mktemp("entered"), os.getcwd(), []
-    places = {str(ROOT / f"{name}.py"): name for name in BOOK}
+    places = {str(modules()[name]): name for name in {*BOOK, *EXPLAINED}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Task, "reward", lambda self, problem, response: float(len(response) % 2))
         patch.setattr(run, "plot", lambda *_: None)                     # no equation draws curves

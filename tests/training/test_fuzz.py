@@ -185,7 +185,7 @@ def fuzz_checkpoint(rng):
 
 
 GOOD_YAML = [path.read_text()
-             for path in (Path(trainer.__file__).parent / "configs").glob("*.yaml")]
+             for path in (Path(trainer.__file__).parent / "configs").rglob("*.yaml")]
 KEYS = [key for key, *_ in leaves(Config)]
 DIALECTS = [*dialects.KEYS, *dialects.WRAPPERS, 1, None, "x"]
 FUZZERS = [fuzz_config, fuzz_config, fuzz_problems, fuzz_dialect, fuzz_checkpoint]
