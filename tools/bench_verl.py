@@ -64,8 +64,8 @@ def verls_steps(python: str, given: list[str], place: Path) -> list[dict]:
     environment = os.environ | {
         "PATH": os.pathsep.join([str(Path(python).parent.absolute()), os.environ["PATH"]]),
         "VERL_USE_EXTERNAL_MODULES": "three_policies.tests.support.verl_cpu",
-        "OMP_NUM_THREADS": "1", "VERL_FILE_LOGGER_PATH": str(place / "steps.jsonl"), "HF_HUB_OFFLINE": "1",
-        "RAY_worker_niceness": "0"}
+        "OMP_NUM_THREADS": "1", "VERL_FILE_LOGGER_PATH": str(place / "steps.jsonl"),
+        "HF_HUB_OFFLINE": "1", "RAY_worker_niceness": "0"}
     (place / "steps.jsonl").unlink(missing_ok=True)
     done = subprocess.run(["bash", "-ec", f'{command()} "$@"', "verl", *CPU, *VERLS, *given,
                            f"hydra.run.dir={place}"], cwd=ROOT, env=environment, text=True,

@@ -353,7 +353,8 @@ def ended(tiny_model):
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [sys.executable, "-m", "three_policies.tests.support.verl_worker", tiny_model, "20"],
-        cwd=root, text=True, input="\n".join(lines), capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        cwd=root, text=True, input="\n".join(lines), capture_output=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"})
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[\"")]
     assert done.returncode == 0 and len(results) == len(lines), done.stderr[-3000:]
     return dict(zip(RUNS, zip(results[::2], results[1::2])))

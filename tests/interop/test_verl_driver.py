@@ -116,7 +116,8 @@ def start(forking, inputs, tmp_path):
         environment = os.environ | {
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "VERL_USE_EXTERNAL_MODULES": "three_policies.tests.support.verl_cpu",
-            "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0",        # not 15, by which other work would stop a run
+            "OMP_NUM_THREADS": "1",
+            "RAY_worker_niceness": "0",        # not 15, by which other work would stop a run
             "VERL_FILE_LOGGER_PATH": str(tmp_path / f"{len(started)}.jsonl"), **variables}
         del environment["CUDA_VISIBLE_DEVICES"]        # conftest.py hides all: ranks count as GPUs
         with open(tmp_path / f"{len(started)}.txt", "w") as output:
