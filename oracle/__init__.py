@@ -33,7 +33,8 @@ class Policy:
     def __init__(self, V: int = 3, T: int = 3, seed: int = 0, scale: float = 1.0):
         self.V, self.T = V, T
         generator = torch.Generator().manual_seed(seed)
-        prefixes, sequences = [()], []
+        prefixes: list[tuple[int, ...]] = [()]
+        sequences: list[tuple[int, ...]] = []
         for prefix in prefixes:                                     # grows while it is walked
             for token in range(V):
                 longer = (*prefix, token)

@@ -367,11 +367,16 @@ def read_yaml(path: Path | None, overrides: list[str]) -> tuple[DictConfig, Dict
         raise
     except Exception as error:     # YAML's and OmegaConf's own have many types and several lines
         if isinstance(error, OSError) and error.strerror:               # OmegaConf's have none
-            moved = path and PRESET_FILES / path.name
-            now = f"; it is {moved} now" if moved and not path.exists() and moved.exists() else ""
-            raise UserError(f"{path} cannot be read: {error.strerror}{now}") from None
+            raise UserError(f"{path} cannot be read: {error.strerror}{new_place(path)}") from None
         raise UserError(f"{source} must be a mapping of settings in YAML, such as "
                         f"train: {{steps: 10}} ({str(error)[:300]})") from None
+
+
+def new_place(path: Path | None) -> str:
+    """Say where the file of a preset stands since it has left configs/."""
+    if path is None or path.exists() or not (PRESET_FILES / path.name).is_file():
+        return ""
+    return f"; it is configs/presets/{path.name} now"
 
 
 def default_settings(given: DictConfig) -> DictConfig:

@@ -24,7 +24,7 @@ CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.n
 EXACT = [path for chapter in CHAPTERS for word in chapter.stem.split("-")
          if (path := ROOT / "oracle" / f"{word}.py").exists()]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("interop/*.md"), *sorted(ROOT.glob("math/*.md"))]
-CORE = [ROOT / f"{name}.py" for name in house.CORE]
+CORE = [house.modules()[name] for name in house.EXPLAINED]
 LABEL = re.compile(r"eq:[a-z0-9]+(?:-[a-z0-9]+)*")
 DEFINITION = re.compile(rf"^\*\*\(({LABEL.pattern})\)\*\*$", re.MULTILINE)
 
