@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from three_policies.correction import RolloutCorrectionConfig, correct
+    from three_policies.presets import RolloutCorrectionConfig
+    from three_policies.correction import correct
     from three_policies.losses import LossConfig, policy_loss
 
 __all__ = ["LossConfig", "RolloutCorrectionConfig", "correct", "policy_loss"]

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from three_policies.correction import RolloutCorrectionConfig, importance_weights
-from three_policies.estimators import widen
+from three_policies.correction import importance_weights
+from three_policies.presets import RolloutCorrectionConfig
+from three_policies.ratios import widen
 from three_policies.rejection import CRITERIA, rejection_mask
 
 

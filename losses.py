@@ -5,7 +5,7 @@ choice. `policy_loss` puts them together for every mode:
     decoupled   w(π_old/π_rollout) · PPO(π_θ/π_old)      three policies
     bypass      PPO(π_θ/π_rollout), no weight            two policies
     reinforce   w(π_θ/π_rollout) · REINFORCE             two policies, no clip
-The KL term is here as well, as a loss and as a penalty on the reward. Derivation: math/.
+`kl_loss` aggregates the KL term of kl.py. Derivation: math/.
 
     loss, metrics = policy_loss(log_prob, old_log_prob, rollout_log_prob, advantages, mask, config)
 """
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from three_policies.centering import centering_loss
 from three_policies.checks import choice, same_shape
-from three_policies.correction import Correction, RolloutCorrectionConfig, correct
-from three_policies.estimators import (SAFETY_BOUND, aggregate_log_ratio, exp_ratio, kl_estimate,
-                                       masked_log_ratio, widen)
+from three_policies.correction import Correction, correct
+from three_policies.kl import kl_terms
+from three_policies.presets import RolloutCorrectionConfig
+from three_policies.ratios import aggregate_log_ratio, exp_ratio, widen
 from three_policies.surrogates import Loss
 from three_policies.surrogates import (cispo_loss as cispo_loss,     # re-exported
                                        gspo_loss as gspo_loss,
@@ -183,52 +184,45 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     Where π_θ is 0, so is r (if π_old is 0 too, r is 1); with weight or advantage 0 it adds 0.
     Raises ValueError if a tensor is missing or shapes differ.
     """
-    log_prob, train_log_prob, anchor_log_prob, rollout_log_prob, advantages = _roles(
-        log_prob, old_log_prob, rollout_log_prob, advantages, response_mask, config, correction)
-    valid, corrected_here = response_mask.bool(), {}
-    if correction is None and rollout_log_prob is not None:
-        correction = correct(train_log_prob, rollout_log_prob, response_mask, config, advantages)
-        corrected_here = correction.metrics
-    correction = correction or Correction(None, response_mask)          # nothing to correct
-    if correction.mask.shape != response_mask.shape:
-        raise ValueError(f"correction has {tuple(correction.mask.shape)} tokens, and these rows "
-                         f"{tuple(response_mask.shape)}: take correction.rows(index)")
-    if correction.weights is not None and correction.weights.shape != (len(response_mask), 1):
-        same_shape("[B, T]", **{"correction.weights": correction.weights,
-                                "response_mask": response_mask})
-    kept = summed = correction.mask.bool()
-    log_prob = torch.where(kept, log_prob, log_prob.detach())     # a rejected NaN has no gradient
-    never = (log_prob == -math.inf) & (anchor_log_prob == -math.inf)
-    log_prob, anchor_log_prob = (torch.where(never, 0.0, x) for x in (log_prob, anchor_log_prob))
-    given = {"old_log_prob": anchor_log_prob, "advantages": advantages, "response_mask": valid}
-    numbers = how.numbers(config.loss)
-    terms = config.loss.function(log_prob, *(given[name] for name in config.loss.takes), **numbers)
+    roles = _roles(log_prob, old_log_prob, rollout_log_prob, advantages, response_mask, config,
+                   corrected=correction is not None)
+    correction, corrected_here = _decision(roles, response_mask, config, correction)
+    kept, numbers = correction.mask.bool(), how.numbers(config.loss)
+
+    roles = _finite(roles, kept)
+    terms = _surrogate(roles, config, numbers)                                           # [B, T]
     if correction.weights is not None and not config.ratio_is_the_weight:   # else eq:double-count
         weights = correction.weights
         terms = torch.where(weights == 0, 0.0, terms * weights)      # 0 · ∞, if log π_θ is −∞
+
+    summed = kept
     if config.score_centering:          # the mean is subtracted from rejected tokens too
-        if candidates is None or len(candidates) != 2 or (
-                candidates[0].shape != candidates[1].shape
-                or candidates[0].shape[:2] != valid.shape):
-            raise ValueError("score_centering needs candidates, two tensors [B, T, K]")
-        centering = centering_loss(*candidates, advantages, valid, config)
-        terms, summed = torch.where(kept, terms, 0.0) + centering, valid
-    horizon = how.horizon or width_without_holes(response_mask)
-    loss = aggregate_loss(terms, summed, how.aggregation, counts=counts, horizon=horizon,
-                          denominator_mask=valid if how.denominator == "fixed" else kept)
-    metrics = {"loss/policy": loss.detach(), **_sums_over_kept(
-        log_prob.detach() - anchor_log_prob, advantages, valid, kept, config, numbers)}
+        terms = torch.where(kept, terms, 0.0) + _centering(roles, candidates, config)
+        summed = roles.valid
+
+    loss = aggregate_loss(terms, summed, how.aggregation, counts=counts,
+                          horizon=how.horizon or width_without_holes(response_mask),
+                          denominator_mask=roles.valid if how.denominator == "fixed" else kept)
+    metrics = {"loss/policy": loss.detach(), **_sums_over_kept(roles, kept, config, numbers)}
     return loss, {**(loss_means(metrics) if counts is None else metrics), **corrected_here}
+
+
+class Roles(NamedTuple):
+    """Hold who plays which part in a loss; log-probs are [B, T], 0 on padding, float32 or wider."""
+
+    log_prob: Tensor                    # π_θ, with its graph
+    train: Tensor                       # what ρ compares with π_rollout: π_old, or π_θ
+    anchor: Tensor                      # what r compares π_θ with: π_old, or π_rollout
+    rollout: Tensor | None              # π_rollout
+    advantages: Tensor                  # [B, T]
+    valid: Tensor                       # response_mask, bool
 
 
 def _roles(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob: Tensor | None,
            advantages: Tensor | None, response_mask: Tensor, config: RolloutCorrectionConfig,
-           correction: Correction | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """Return π_θ, what is compared with π_rollout, what r compares π_θ with, π_rollout, and A.
-
-    They are log-probs (and A), each [B, T], 0 on padding, in float32 or wider before r is formed.
-    """
-    corrects = correction is None and (config.rollout_is is not None or bool(config.rollout_rs))
+           corrected: bool) -> Roles:
+    """Cast the policies by the mode; raise ValueError if one is missing or has another shape."""
+    corrects = not corrected and (config.rollout_is is not None or bool(config.rollout_rs))
     if rollout_log_prob is None and (config.bypass_mode or corrects):
         raise ValueError("rollout_log_prob is missing")
     rows = len(response_mask)
@@ -249,20 +243,65 @@ def _roles(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob: Tens
     train = log_prob.detach()
     if old_log_prob is not None and not config.bypass_mode:
         train = on_responses("old_log_prob", old_log_prob).detach()
-    if config.bypass_mode and rollout_log_prob is not None:
-        return log_prob, train, rollout_log_prob, rollout_log_prob, advantages
-    return log_prob, train, train, rollout_log_prob, advantages
+
+    bypass = config.bypass_mode and rollout_log_prob is not None
+    anchor = rollout_log_prob if bypass and rollout_log_prob is not None else train
+    return Roles(log_prob, train, anchor, rollout_log_prob, advantages, response_mask.bool())
+
+
+def _decision(roles: Roles, response_mask: Tensor, config: RolloutCorrectionConfig,
+              correction: Correction | None) -> tuple[Correction, dict[str, Tensor]]:
+    """Return the correction that was given, checked, or make it here, with its metrics."""
+    made_here = correction is None and roles.rollout is not None
+    if made_here:
+        correction = correct(roles.train, roles.rollout, response_mask, config, roles.advantages)
+    correction = correction or Correction(None, response_mask)          # nothing to correct
+
+    if correction.mask.shape != response_mask.shape:
+        raise ValueError(f"correction has {tuple(correction.mask.shape)} tokens, and these rows "
+                         f"{tuple(response_mask.shape)}: take correction.rows(index)")
+    if correction.weights is not None and correction.weights.shape != (len(response_mask), 1):
+        same_shape("[B, T]", **{"correction.weights": correction.weights,
+                                "response_mask": response_mask})
+    return correction, correction.metrics if made_here else {}
+
+
+def _finite(roles: Roles, kept: Tensor) -> Roles:
+    """Take a rejected NaN out of the graph, and make r = 1 where π_θ and its anchor are both 0."""
+    log_prob = torch.where(kept, roles.log_prob, roles.log_prob.detach())
+    never = (log_prob == -math.inf) & (roles.anchor == -math.inf)
+    return roles._replace(log_prob=torch.where(never, 0.0, log_prob),
+                          anchor=torch.where(never, 0.0, roles.anchor))
+
+
+def _surrogate(roles: Roles, config: RolloutCorrectionConfig,
+               numbers: Mapping[str, float | None]) -> Tensor:
+    """Return the terms of config.loss, which takes what its row of LOSSES names: [B, T]."""
+    given = {"old_log_prob": roles.anchor, "advantages": roles.advantages,
+             "response_mask": roles.valid}
+    return config.loss.function(roles.log_prob, *(given[name] for name in config.loss.takes),
+                                **numbers)
+
+
+def _centering(roles: Roles, candidates: tuple[Tensor, Tensor] | None,
+               config: RolloutCorrectionConfig) -> Tensor:
+    if candidates is None or len(candidates) != 2 or (
+            candidates[0].shape != candidates[1].shape
+            or candidates[0].shape[:2] != roles.valid.shape):
+        raise ValueError("score_centering needs candidates, two tensors [B, T, K]")
+    return centering_loss(*candidates, roles.advantages, roles.valid, config)
 
 
 @torch.no_grad()
-def _sums_over_kept(log_ratio: Tensor, advantages: Tensor, valid: Tensor, kept: Tensor,
-                    config: RolloutCorrectionConfig,
+def _sums_over_kept(roles: Roles, kept: Tensor, config: RolloutCorrectionConfig,
                     numbers: Mapping[str, float | None]) -> dict[str, Tensor]:
     """Sum r, −log r and the clipped tokens over the kept tokens, and count the kept tokens."""
-    row, held = config.loss, torch.zeros_like(valid)
+    log_ratio, row = roles.log_prob.detach() - roles.anchor, config.loss
+    held = torch.zeros_like(roles.valid)
     if row.holds is not None and row.level is not None:
-        at_level = aggregate_log_ratio(log_ratio, valid, row.level)
-        held = row.holds(exp_ratio(at_level), advantages, **numbers)
+        at_level = aggregate_log_ratio(log_ratio, roles.valid, row.level)
+        held = row.holds(exp_ratio(at_level), roles.advantages, **numbers)
+
     of_tokens = {"loss/ratio": exp_ratio(log_ratio), "loss/approx_kl": -log_ratio,
                  "loss/clip_fraction": held.to(log_ratio.dtype)}
     if config.ratio_is_the_weight:         # mismatch alone, until π_θ moves
@@ -295,81 +334,5 @@ def kl_loss(log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, kind:
     """
     same_shape("[B, T]", log_prob=log_prob, ref_log_prob=ref_log_prob, response_mask=response_mask,
                **({} if ratio is None else {"ratio": ratio}))
-    valid = response_mask.bool()
-    drawable = valid if ratio is None else valid & (log_prob != -math.inf)
-    log_prob, ref_log_prob = (torch.where(drawable, x, 0.0)
-                              for x in (log_prob, ref_log_prob.detach()))
-    values = kl_estimate(log_prob, ref_log_prob, kind)
-    if ratio is not None:
-        of_k3 = kind == "k3" and ratio.requires_grad
-        values = _ratio_times_k3(ratio, log_prob, ref_log_prob) if of_k3 else values * ratio
-    return aggregate_loss(values, valid, mode, counts=counts, horizon=horizon)
-
-
-def _ratio_times_k3(ratio: Tensor, log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Return ratio·k3 for a ratio with its graph.  (eq:kl-ratio, eq:prefix)
-
-    The token's own gradient is sg(ratio)·ℓ. The product rule would add it up from ratio·k3 and
-    ratio·(1 − e^{−ℓ}), of which float32 leaves no digit at ℓ = −19; and where k3 is clamped, the
-    second term is missing. The tokens before it in a prefix product have ratio·k3. Here k3 counts
-    at most ε^{−1/2}, 2900 in float32, because it is also added to the token's own gradient and
-    subtracted again.
-    """
-    k3 = kl_estimate(log_prob, ref_log_prob, "k3+")
-    limited = k3.detach().clamp(max=torch.finfo(log_prob.dtype).eps ** -0.5)
-    before = ratio * (log_prob.detach() - log_prob).exp()       # without the token's own gradient
-    return ratio.detach() * k3 + limited * (before - before.detach())
-
-
-def kl_ratio(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, kind: str,
-             level: str) -> Tensor:
-    """Return the `ratio` of `kl_loss` for samples of π_rollout: [B, T].  (eq:kl-ratio, eq:prefix)
-
-        token     ρ_t = π_θ/μ                gives ∇KL per token, in the states of μ
-        prefix    ρ_{1:t} = Π_{s≤t} ρ_s      takes the states from π_θ as well
-
-    The ratio keeps its graph for k1 and k3, and is detached for k2 and every "+". With prefix
-    products k1 and k3 give the whole ∇KL, k2 and every "+" its per-token part (eq:kl-gradient).
-    Only the value is clamped, at e^SAFETY_BOUND. The graph stays, because what is left of ∇(ρ·k)
-    without ∇ρ may have the wrong sign.
-    """
-    log_rho = masked_log_ratio(log_prob, rollout_log_prob.detach(), response_mask)
-    log_rho = aggregate_log_ratio(log_rho, response_mask, level)
-    rho = log_rho.detach().clamp(max=SAFETY_BOUND).exp()
-    if kind not in ("k1", "k3"):
-        return rho
-    log_rho = log_rho.clamp(-1e30, 1e30)                    # ∞ − ∞ would be NaN
-    return rho * (1 + (log_rho - log_rho.detach()))
-
-
-def kl_penalty(old_log_prob: Tensor, ref_log_prob: Tensor, rollout_log_prob: Tensor,
-               response_mask: Tensor, kind: str = "k1", level: str | None = None,
-               weights: Tensor | None = None) -> Tensor:
-    """Return what KL(π_θ‖π_ref) in the reward subtracts from the advantages: [B, T].
-
-    (eq:kl-gradient)
-
-        None      Σ_{s≥t} k_s                    a reward like any other: the loss weights it
-        token     ρ_t k_t / w_t                  the token's own: ∇KL per token, in the states of μ
-        prefix    Σ_{s≥t} ρ_{1:s} k_s / w_t      all of ∇KL (eq:prefix)
-
-    ρ = π_old/π_rollout. `weights` [B, T] or [B, 1] are the w by which the loss multiplies token t.
-    The penalty has weights of its own, so w is divided out; where w or ρ is 0 the penalty is 0.
-    Only k1 gives the gradient of the KL here. Level None is the first part of eq:kl-gradient,
-    on-policy. Raises ValueError if shapes differ.
-    """
-    mask = response_mask.bool()
-    if weights is not None and weights.shape == (len(mask), 1):
-        weights = weights.expand_as(mask)
-    same_shape("[B, T]", old_log_prob=old_log_prob, ref_log_prob=ref_log_prob,
-               response_mask=response_mask, **({} if weights is None else {"weights": weights}))
-    kl = kl_estimate(old_log_prob.detach(), ref_log_prob.detach(), kind)                # [B, T]
-    if level is not None:
-        log_rho = masked_log_ratio(old_log_prob.detach(), rollout_log_prob.detach(), mask)
-        rho = aggregate_log_ratio(log_rho, mask, level).clamp(max=SAFETY_BOUND).exp()
-        kl = torch.where(rho == 0, 0.0, kl * rho)
-    if level != "token":
-        kl = torch.where(mask, kl, 0.0).flip(-1).cumsum(-1).flip(-1)
-    if level is not None and weights is not None:
-        kl = torch.where(weights > 0, kl / torch.where(weights > 0, weights, 1.0), 0.0)
-    return torch.where(mask, kl, 0.0)
+    terms = kl_terms(log_prob, ref_log_prob, response_mask, kind, ratio)
+    return aggregate_loss(terms, response_mask, mode, counts=counts, horizon=horizon)

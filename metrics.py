@@ -25,10 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from three_policies.estimators import (OF_TOKENS, aggregate_log_ratio, chi_square, exp_ratio,
-                                       extremes, kish, masked_log_ratio, outside, perplexity,
-                                       ratio_less_one, sequence_log_ratio, widen)
-from three_policies.rejection import Criterion, Evidence, Verdict, Verdicts
+from three_policies.estimators import chi_square, kish, perplexity
+from three_policies.ratios import (OF_TOKENS, aggregate_log_ratio, exp_ratio, extremes,
+                                   masked_log_ratio, outside, ratio_less_one, sequence_log_ratio,
+                                   widen)
+from three_policies.rejection import Criterion, Grounds, Verdict
 
 
 # ---------------------------------------------------------------------------- sums that merge
@@ -161,27 +162,6 @@ class Statistics:
 
 
 # ----------------------------------------------------------------------- which metrics there are
-
-class Grounds(NamedTuple):
-    """Hold what a decision of `correct` rests on, and its weights before normalisation."""
-
-    seen: Evidence
-    kept: Tensor                                    # [B, T], bool
-    verdicts: Verdicts
-    level: str | None = None                        # of the weights; None: no weights
-    threshold: Any = None                           # C, or a pair
-    count_below: float | None = None                # ρ that counts as low; None: 1/C, or lo
-    weights: Tensor | None = None                   # [B, T]; None: nothing multiplies the loss
-    normalized: bool = False
-    applied: bool = True                            # False: weights and criteria are only measured
-
-    @property
-    def configuration(self) -> tuple[Any, ...]:
-        """Return what must be equal for metrics to merge."""
-        return (self.level, self.threshold, self.count_below, self.weights is None,
-                self.normalized, self.applied,
-                *((name, bound) for name, (_, bound, _) in self.verdicts.items()))
-
 
 class Ratios(NamedTuple):
     """Hold log ρ of one batch per token, and the moments of log ρ, ρ and ρ − 1 by sequence."""

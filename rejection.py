@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from three_policies.checks import choice, interval, number, same_shape
-from three_policies.estimators import SAFETY_BOUND, extremes, kl_estimate, sequence_log_ratio, widen
+from three_policies.kl import kl_estimate
+from three_policies.ratios import SAFETY_BOUND, extremes, sequence_log_ratio, widen
 
 
 # ----------------------------------------------------------- what a criterion sees and returns
@@ -278,3 +279,26 @@ def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[s
     log_ratio, mask = widen(log_ratio), response_mask.bool()
     seen = Evidence(torch.where(mask, log_ratio, 0.0), mask, advantages, rollout_log_prob, group)
     return keep_all_agree(mask, judge_all(seen, criteria))
+
+
+# --------------------------------------------------------------------- what metrics.py measures
+
+class Grounds(NamedTuple):
+    """Hold what a decision of `correct` rests on, and its weights before normalisation."""
+
+    seen: Evidence
+    kept: Tensor                                    # [B, T], bool
+    verdicts: Verdicts
+    level: str | None = None                        # of the weights; None: no weights
+    threshold: Any = None                           # C, or a pair
+    count_below: float | None = None                # ρ that counts as low; None: 1/C, or lo
+    weights: Tensor | None = None                   # [B, T]; None: nothing multiplies the loss
+    normalized: bool = False
+    applied: bool = True                            # False: weights and criteria are only measured
+
+    @property
+    def configuration(self) -> tuple[Any, ...]:
+        """Return what must be equal for metrics to merge."""
+        return (self.level, self.threshold, self.count_below, self.weights is None,
+                self.normalized, self.applied,
+                *((name, bound) for name, (_, bound, _) in self.verdicts.items()))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from three_policies.estimators import aggregate_log_ratio, exp_ratio, widen
+from three_policies.ratios import aggregate_log_ratio, exp_ratio, widen
 
 
 # ------------------------------------------------- per token: [B, T] → [B, T], to be minimised

@@ -32,15 +32,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from three_policies.correction import (Correction, RolloutCorrectionConfig, correct,
-                                       importance_weights)
+from three_policies.correction import Correction, correct, importance_weights
 from three_policies.doctor.dumps import rows_of
-from three_policies.estimators import (grpo_advantages, masked_log_ratio, reinforce_advantages,
-                                       rloo_advantages)
-from three_policies.losses import (Counts, LossConfig, count, kl_loss, kl_penalty, kl_ratio,
-                                   loss_means, policy_loss)
+from three_policies.estimators import grpo_advantages, reinforce_advantages, rloo_advantages
+from three_policies.kl import kl_penalty, kl_ratio
+from three_policies.losses import Counts, LossConfig, count, kl_loss, loss_means, policy_loss
 from three_policies.metrics import merge
 from three_policies.policy import Policy, full_tensor, set_aside
+from three_policies.presets import RolloutCorrectionConfig
+from three_policies.ratios import masked_log_ratio
 from three_policies.rollout import Sample as Sample      # re-exported
 from three_policies.training import signals
 from three_policies.training.batches import Batch, micro_batches, pad

@@ -39,16 +39,17 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from three_policies.checks import UserError
-from three_policies.correction import PRESETS
-from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.doctor import panels, plants, sides
 from three_policies.doctor.causes import Tokens
 from three_policies.doctor.dumps import response
-from three_policies.estimators import (aggregate_log_ratio, grpo_advantages, kl_estimate,
-                                       rloo_advantages)
+from three_policies.estimators import grpo_advantages, rloo_advantages
+from three_policies.kl import kl_estimate
 from three_policies.losses import aggregate_loss
 from three_policies.oracle import (J, Policy, estimator_moments, expectation, grad_J, rewards,
                                    routes, scores, turns, versions, words)
+from three_policies.presets import PRESETS
+from three_policies.presets import RolloutCorrectionConfig as Config
+from three_policies.ratios import aggregate_log_ratio
 from three_policies.studies import merging
 from three_policies.surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss,
                                        sapo_loss)

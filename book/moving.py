@@ -12,10 +12,11 @@ from three_policies.book import moving_exact
 from three_policies.book.record_response import ARMS
 from three_policies.book.tables import (POLICIES, RolloutCorrectionConfig, bias_and_std, mean_of,
                                         priced, runs)
-from three_policies.correction import PRESETS, correct, rejection_mask
-from three_policies.estimators import aggregate_log_ratio
+from three_policies.correction import correct, rejection_mask
 from three_policies.losses import (cispo_loss, exp_ratio, gspo_loss, policy_loss, ppo_clip_loss,
                                    reinforce_loss, sapo_loss)
+from three_policies.presets import PRESETS
+from three_policies.ratios import aggregate_log_ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = ROOT / "book" / "assets"

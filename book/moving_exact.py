@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 from three_policies.book.tables import ascend, gain_reached
-from three_policies.correction import PRESETS, importance_weights
-from three_policies.correction import RolloutCorrectionConfig as Config
-from three_policies.estimators import masked_log_ratio
+from three_policies.correction import importance_weights
 from three_policies.oracle import J, Policy, expectation, grad_J, rewards, scores, words
+from three_policies.presets import PRESETS
+from three_policies.presets import RolloutCorrectionConfig as Config
+from three_policies.ratios import masked_log_ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -246,7 +246,8 @@ compare("samples of μ", expectation(mu, each))
 # * the same without the limit.
 
 # %% tags=["exact"]
-from three_policies.correction import RolloutCorrectionConfig, correct
+from three_policies.presets import RolloutCorrectionConfig
+from three_policies.correction import correct
 
 PRESETS = {"disabled": RolloutCorrectionConfig(),
            "decoupled_token_is": RolloutCorrectionConfig.decoupled_token_is(),

@@ -48,7 +48,8 @@ HERE, OUT = ROOT / "book" / "assets", ROOT / "site"
 CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))
 # In reading order; oracle/turns.py is what 10-turns-and-tools.md enumerates.
 FILES = [f"{name}.py" for name in (
-    "estimators", "surrogates", "rejection", "metrics", "correction", "centering", "losses",
+    "ratios", "kl", "estimators", "surrogates", "rejection", "metrics", "presets", "correction",
+    "centering", "losses",
     "doctor/causes", "doctor/health", "doctor/report", "policy", "rollout", "trainer",
     "training/heads",
     *(f"oracle/{word}" for chapter in CHAPTERS for word in chapter.stem.split("-")

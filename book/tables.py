@@ -26,13 +26,15 @@ import yaml
 
 from three_policies.checks import UserError
 from three_policies.checks import interval as read_interval
-from three_policies.correction import PRESETS, RolloutCorrectionConfig, correct
+from three_policies.correction import correct
 from three_policies.doctor.health import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED, diagnose
-from three_policies.estimators import LEVELS, kl_estimate, masked_log_ratio
 from three_policies.interop.dialects import from_dialect
+from three_policies.kl import kl_estimate
 from three_policies.losses import LossConfig, kl_loss, policy_loss, reinforce_loss
 from three_policies.oracle import (J, Policy, exact_gradient, expectation, kl, rewards, routes,
                                    token_kl, turns, versions, words)
+from three_policies.presets import PRESETS, RolloutCorrectionConfig
+from three_policies.ratios import LEVELS, masked_log_ratio
 from three_policies.rejection import CRITERIA
 from three_policies.studies import merging
 from three_policies.studies.contrasts import holm, mcnemar, sign_flip

@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from typing import Any, cast
 
 from three_policies.checks import choice, flag, interval, is_list, nearest, number
-from three_policies.correction import PRESETS, RolloutCorrectionConfig
+from three_policies.presets import PRESETS, RolloutCorrectionConfig
 from three_policies.rejection import CRITERIA
 
 WRAPPERS = ("trainer", "loss", "algorithm", "actor_rollout_ref", "actor", "rollout",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from three_policies.interop.dialects import from_dialect
 from three_policies.interop.names import PREFIX, skyrl
-from three_policies.correction import RolloutCorrectionConfig
+from three_policies.presets import RolloutCorrectionConfig
 from three_policies.losses import LossConfig, policy_loss
 from three_policies.metrics import to_host
 from three_policies.rejection import CRITERIA

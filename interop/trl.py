@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from trl import GRPOTrainer
 
-from three_policies.correction import Correction, RolloutCorrectionConfig, correct
+from three_policies.correction import Correction, correct
 from three_policies.doctor.dumps import append, rows_of
 from three_policies.losses import Counts, LossConfig, loss_means, policy_loss
 from three_policies.metrics import merge, to_host
+from three_policies.presets import RolloutCorrectionConfig
 from three_policies.rejection import CRITERIA
 
 AGGREGATION = {"dapo": "token-sum", "cispo": "token-sum", "bnpo": "token-mean",

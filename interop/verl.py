@@ -34,7 +34,8 @@ from verl.trainer.ppo.core_algos import register_policy_loss
 from three_policies.interop.dialects import from_dialect
 from three_policies.doctor.dumps import append, rows_of
 from three_policies.interop.names import PREFIX, verl
-from three_policies.correction import Correction, RolloutCorrectionConfig
+from three_policies.correction import Correction
+from three_policies.presets import RolloutCorrectionConfig
 from three_policies.losses import Counts, LossConfig, loss_means, policy_loss
 from three_policies.metrics import to_host
 from three_policies.rejection import CRITERIA

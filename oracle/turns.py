@@ -14,11 +14,12 @@ from types import SimpleNamespace
 import torch
 
 from three_policies.correction import Correction, importance_weights
-from three_policies.correction import RolloutCorrectionConfig as Config
-from three_policies.estimators import kl_estimate, masked_log_ratio
+from three_policies.kl import kl_estimate
 from three_policies.losses import Counts, LossConfig, policy_loss
 from three_policies.oracle import J, Policy, exact_gradient, expectation, rewards, scores
 from three_policies.oracle.versions import cell, off
+from three_policies.presets import RolloutCorrectionConfig as Config
+from three_policies.ratios import masked_log_ratio
 
 
 CALL, MODELS, ONE = 1, 20, torch.ones(())

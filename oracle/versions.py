@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from three_policies.correction import RolloutCorrectionConfig
-from three_policies.estimators import exp_ratio
 from three_policies.losses import LossConfig, policy_loss
 from three_policies.oracle import J, Policy, exact_gradient, grad_J, rewards
+from three_policies.presets import RolloutCorrectionConfig
+from three_policies.ratios import exp_ratio
 
 
 SWITCH, MODELS, UPDATE = 2, 30, 0.3         # tokens before the update; its size, for each weight

@@ -33,8 +33,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from three_policies.correction import correct, RolloutCorrectionConfig as Config
+from three_policies.correction import correct
 from three_policies.losses import policy_loss
+from three_policies.presets import RolloutCorrectionConfig as Config
 
 ROOT = Path(__file__).resolve().parent.parent
 

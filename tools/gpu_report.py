@@ -35,10 +35,11 @@ import transformers
 from safetensors.torch import load_file
 
 from three_policies import trainer
-from three_policies.correction import PRESETS, correct
+from three_policies.correction import correct
 from three_policies.engines.choice import make_engine
-from three_policies.estimators import kl_estimate
+from three_policies.kl import kl_estimate
 from three_policies.policy import full_tensor, full_weights, load_policy
+from three_policies.presets import PRESETS
 from three_policies.rollout import DTYPES, Sample
 from three_policies.training.capacity import GIB, Shapes, matrix_rate, memory
 from three_policies.training.faults import process_group

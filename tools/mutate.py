@@ -23,10 +23,11 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
 OWN_TESTS = {
-    "estimators.py": ("estimators", "kl_estimate", "sampling"),
+    "ratios.py": ("estimators", "weights"), "kl.py": ("kl_estimate", "kl_loss"),
+    "estimators.py": ("estimators", "sampling"),
     "surrogates.py": ("surrogates", "rows", "decoupled"),
     "rejection.py": ("rejection", "rows", "correction"),
-    "correction.py": ("correction", "weights", "presets"),
+    "correction.py": ("correction", "weights"), "presets.py": ("presets", "correction"),
     "metrics.py": ("metrics", "rows"), "centering.py": ("centering",),
     "losses.py": ("losses", "aggregation", "kl_loss", "decoupled"),
     "doctor/health.py": ("doctor",), "doctor/report.py": ("examine",)}

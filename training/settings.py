@@ -27,8 +27,8 @@ from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
 from three_policies.checks import UserError, interval
-from three_policies.correction import HISTORICAL, PRESETS, RolloutCorrectionConfig
 from three_policies.interop.dialects import KEYS, OWN, WRAPPERS, from_dialect, kl_kind, own_keys
+from three_policies.presets import HISTORICAL, PRESETS, RolloutCorrectionConfig
 from three_policies.rejection import CRITERIA
 from three_policies.surrogates import LOSSES
 

@@ -17,10 +17,10 @@ import transformers
 from three_policies import trainer
 from three_policies.book import tables
 from three_policies.checks import UserError
-from three_policies.correction import RolloutCorrectionConfig
 from three_policies.losses import LossConfig, policy_loss
 from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient, grad_J,
                                    rewards, words as world)
+from three_policies.presets import RolloutCorrectionConfig
 from three_policies.studies import study
 from three_policies.tests.support.certified import certifies
 from three_policies.training import tasks

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from three_policies.correction import PRESETS
 from three_policies.doctor.causes import CAUSES
 from three_policies.interop.dialects import from_dialect
+from three_policies.presets import PRESETS
 from three_policies.tests.interop.test_trl import MODES
 from three_policies.tests.support.book_pages import OUT, WIDTHS
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from three_policies.correction import correct
-from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.doctor.health import DUMP, HEALTHY, NO_LESSON, diagnose
 from three_policies.estimators import sampling_log_probs
 from three_policies.losses import policy_loss
 from three_policies.metrics import offpolicy_metrics, to_host
+from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.tests.support.certified import certifies
 
 

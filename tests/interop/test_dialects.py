@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from three_policies.correction import correct
-from three_policies.correction import RolloutCorrectionConfig as Config
-from three_policies.estimators import kl_estimate
 from three_policies.interop.dialects import from_dialect, kl_kind
+from three_policies.kl import kl_estimate
+from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.rejection import CRITERIA
 from three_policies.tests.support.examples import STEADY
 

@@ -14,14 +14,15 @@ import torch
 import yaml
 
 from three_policies.checks import UserError
-from three_policies.correction import PRESETS, correct
-from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.correction import correct
 from three_policies.doctor import diagnose
 from three_policies.interop import names
 from three_policies.interop.dialects import from_dialect, own_keys
 from three_policies.losses import LossConfig, policy_loss
 from three_policies.metrics import merge, to_host
 from three_policies.oracle import f64
+from three_policies.presets import PRESETS
+from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.surrogates import LOSSES
 from three_policies.tests.support.launching import ROOT
 from three_policies.training.settings import correction_of, in_own_keys, load_config, remarks

@@ -182,7 +182,7 @@ def test_what_a_micro_batch_cannot_give_is_refused():
     It asks the engine for them if a weight or a sequence's mask is on, but not for a mask of tokens
     or outliers alone.
     """
-    from three_policies.correction import RolloutCorrectionConfig as Config
+    from three_policies.presets import RolloutCorrectionConfig as Config
     given = batch(0)
     with pytest.raises(ValueError, match="rollout_log_prob is missing"):
         loss("three_policies", algorithm(OUTLIER), *given[:3], None, given[-1])
@@ -204,7 +204,7 @@ def test_a_ray_worker_finds_the_loss():
     import ray
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry, register_policy_loss
 
-    from three_policies.correction import RolloutCorrectionConfig as Config
+    from three_policies.presets import RolloutCorrectionConfig as Config
     given = batch(0)
     mine = partial(recipe.three_policies, correction=Config.bypass_pg_is())
     register_policy_loss("mine")(mine)

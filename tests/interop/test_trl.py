@@ -83,7 +83,7 @@ def trainer(tiny_model, tmp_path, monkeypatch):
 
 
 def config(mode, **options):
-    from three_policies.correction import RolloutCorrectionConfig
+    from three_policies.presets import RolloutCorrectionConfig
     return RolloutCorrectionConfig(*MODES[mode], **options)
 
 
@@ -195,7 +195,7 @@ def test_tokens_of_all_processes_are_shared_among_them(loss, trainer, monkeypatc
 def test_without_vllm_nothing_is_known_of_the_sampler(trainer):
     """eq:ppo-clip: without old_per_token_logps, as in aligned steps, π_old is this forward pass."""
     from three_policies.interop.trl import PolicyLossGRPOTrainer
-    from three_policies.correction import RolloutCorrectionConfig
+    from three_policies.presets import RolloutCorrectionConfig
     ours = trainer(PolicyLossGRPOTrainer, correction=RolloutCorrectionConfig(), use_vllm=False,
                    mask_truncated_completions=False)
     for inputs in first_batches(ours, 2):
@@ -256,7 +256,7 @@ def test_a_rollout_func_without_vllm(trainer):
 def test_bypass_and_reinforce(trainer):
     """eq:bypass, eq:off-policy: bypass is PPO on π_θ/μ, REINFORCE is −min(π_θ/μ, 2) A log π_θ."""
     from three_policies.interop.trl import PolicyLossGRPOTrainer
-    from three_policies.correction import PRESETS
+    from three_policies.presets import PRESETS
     ours = trainer(PolicyLossGRPOTrainer, correction=PRESETS["bypass_ppo_clip"](), loss_type="grpo")
     *_, inputs = first_batches(ours, 2)
     mask, A = inputs["completion_mask"], inputs["advantages"][:, None]
@@ -405,7 +405,7 @@ def test_rejection_alone(trainer):
     NaN agrees with all.
     """
     from three_policies.interop.trl import WeightedGRPOTrainer
-    from three_policies.correction import RolloutCorrectionConfig
+    from three_policies.presets import RolloutCorrectionConfig
     correction = RolloutCorrectionConfig(rollout_rs={"token_k1": (0.8, 1.2), "opsm": 1e-3})
     ours = trainer(WeightedGRPOTrainer, correction=correction)
     ours.model.eval()

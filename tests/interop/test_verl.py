@@ -135,7 +135,7 @@ def test_one_clip_ratio_for_both_ends():
     object.__setattr__(given, "clip_ratio_low", None)
     object.__setattr__(given, "clip_ratio_high", None)
     from three_policies.losses import LossConfig, policy_loss
-    from three_policies.correction import RolloutCorrectionConfig
+    from three_policies.presets import RolloutCorrectionConfig
     loss, _ = recipe.three_policies(old, log_prob, advantages, mask, config=given)
     expected = policy_loss(log_prob, old, None, advantages, mask, RolloutCorrectionConfig(),
                            LossConfig(clip_low=0.05, clip_high=0.05, dual_clip=3.0))[0]
@@ -185,7 +185,7 @@ def test_verls_dataclass_is_a_dialect():
 
     from three_policies.interop.dialects import from_dialect
     from three_policies.interop.verl import carried
-    from three_policies.correction import PRESETS
+    from three_policies.presets import PRESETS
     assert "_target_" in Theirs()
     assert from_dialect(Theirs.decoupled_token_is()) == PRESETS["decoupled_token_is"]()
     assert from_dialect(Theirs.bypass_pg_is()) == PRESETS["bypass_pg_is"]()

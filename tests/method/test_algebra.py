@@ -14,14 +14,16 @@ import torch
 from sympy import Rational as Q
 from sympy import diff, exp, expand, log, simplify
 
-from three_policies.correction import (batch_normalize, importance_weights,
-                                       RolloutCorrectionConfig as Config)
+from three_policies.correction import batch_normalize, importance_weights
 from three_policies.doctor import causes
-from three_policies.estimators import (aggregate_log_ratio, chi_square, effective_sample_size,
-                                       grpo_advantages, kl_estimate, perplexity, rloo_advantages)
-from three_policies.losses import LossConfig, kl_loss, kl_ratio, policy_loss
+from three_policies.estimators import (chi_square, effective_sample_size, grpo_advantages,
+                                       perplexity, rloo_advantages)
+from three_policies.kl import kl_estimate, kl_ratio
+from three_policies.losses import LossConfig, kl_loss, policy_loss
 from three_policies.metrics import Statistics, Tokens
 from three_policies.oracle import close, f64
+from three_policies.presets import RolloutCorrectionConfig as Config
+from three_policies.ratios import aggregate_log_ratio
 from three_policies.surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss,
                                        sapo_loss)
 from three_policies.tests.support.certified import certifies

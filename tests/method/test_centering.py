@@ -13,10 +13,10 @@ import torch
 
 from three_policies.centering import candidate_tables, centering_loss
 from three_policies.correction import Correction, correct
-from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.losses import Counts, LossConfig, policy_loss
 from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient, f64, grad_J,
                                    rewards)
+from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.tests.support.certified import certifies
 from three_policies.tests.support.examples import MASK, PI, R, SUM, reinforce
 

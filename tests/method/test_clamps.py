@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from three_policies.centering import centering_loss
-from three_policies.correction import (RolloutCorrectionConfig, batch_normalize, correct,
-                                       importance_weights)
-from three_policies.estimators import (effective_sample_size, exp_ratio, kl_estimate, perplexity,
-                                       ratio_less_one, sampling_log_probs)
-from three_policies.losses import kl_loss, kl_ratio
+from three_policies.correction import batch_normalize, correct, importance_weights
+from three_policies.estimators import effective_sample_size, perplexity, sampling_log_probs
+from three_policies.kl import kl_estimate, kl_ratio
+from three_policies.losses import kl_loss
+from three_policies.presets import RolloutCorrectionConfig
+from three_policies.ratios import exp_ratio, ratio_less_one
 from three_policies.rejection import Evidence, probability_moved, rejection_mask
 from three_policies.surrogates import cispo_loss, gspo_loss, ppo_clip_loss, sapo_loss
 from three_policies.tests.support.tolerances import gamma

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from three_policies.correction import importance_weights
-from three_policies.estimators import (grpo_advantages, masked_log_ratio, rloo_advantages,
-                                       sampling_log_probs)
+from three_policies.estimators import grpo_advantages, rloo_advantages, sampling_log_probs
 from three_policies.oracle import (J, Policy, close, exact_gradient, expectation, grad_J, rewards,
                                    routes, scores, turns, versions)
+from three_policies.ratios import masked_log_ratio
 from three_policies.tests.support.certified import certifies
 
 ROOT = Path(__file__).resolve().parents[2]

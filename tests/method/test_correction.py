@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from three_policies.correction import batch_normalize, correct, importance_weights
-from three_policies.correction import RolloutCorrectionConfig as Config
-from three_policies.estimators import (SAFETY_BOUND, aggregate_log_ratio, effective_sample_size,
-                                       exp_ratio, kl_estimate, perplexity)
+from three_policies.estimators import effective_sample_size, perplexity
+from three_policies.kl import kl_estimate
 from three_policies.losses import aggregate_loss, kl_loss
 from three_policies.metrics import merge, offpolicy_metrics, to_host
 from three_policies.oracle import close
+from three_policies.presets import RolloutCorrectionConfig as Config
+from three_policies.ratios import SAFETY_BOUND, aggregate_log_ratio, exp_ratio
 from three_policies.rejection import CRITERIA, rejection_mask
 from three_policies.tests.support.examples import RATIOS, bound_of, chi_square_of
 from three_policies.tests.support.tolerances import gamma

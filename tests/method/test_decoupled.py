@@ -5,10 +5,10 @@ import math
 import pytest
 
 from three_policies.correction import correct
-from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.losses import policy_loss
 from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient, grad_J, kl,
                                    rewards)
+from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.surrogates import ppo_clip_loss
 from three_policies.tests.support.certified import certifies
 from three_policies.tests.support.examples import (A, LOSS_TYPES, MASK, MU, OLD, PI, PLAIN, R, REF,

@@ -9,14 +9,15 @@ import math
 import pytest
 import torch
 
-from three_policies.estimators import (SAFETY_BOUND, aggregate_log_ratio, effective_sample_size,
-                                       exp_ratio, grpo_advantages, kl_estimate, masked_log_ratio,
-                                       perplexity, reinforce_advantages, rloo_advantages,
-                                       sequence_log_ratio)
+from three_policies.estimators import (effective_sample_size, grpo_advantages, perplexity,
+                                       reinforce_advantages, rloo_advantages)
+from three_policies.kl import kl_estimate
 from three_policies.losses import aggregate_loss
 from three_policies.metrics import offpolicy_metrics, to_host
 from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient, expectation,
                                    f64, grad_J, kl, rewards, scores, token_kl)
+from three_policies.ratios import (SAFETY_BOUND, aggregate_log_ratio, exp_ratio, masked_log_ratio,
+                                   sequence_log_ratio)
 from three_policies.tests.support.certified import certifies
 from three_policies.tests.support.examples import GOOD, X, chi_square_of
 from three_policies.tests.support.tolerances import gamma

@@ -12,9 +12,9 @@ import torch
 
 from three_policies.centering import centering_loss
 from three_policies.correction import Correction
-from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.losses import policy_loss
 from three_policies.oracle import close, f64
+from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.surrogates import LOSSES
 from three_policies.tests.support.examples import batch, config_of, every_mode, reinforce
 

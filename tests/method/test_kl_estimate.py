@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 
-from three_policies.estimators import KL_KINDS, aggregate_log_ratio, kl_estimate, masked_log_ratio
+from three_policies.kl import KL_KINDS, kl_estimate
 from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient, expectation,
                                    f64, kl, rewards, scores, token_kl)
+from three_policies.ratios import aggregate_log_ratio, masked_log_ratio
 from three_policies.tests.support.certified import certifies
 from three_policies.tests.support.tolerances import gamma
 

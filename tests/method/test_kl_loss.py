@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from three_policies.estimators import kl_estimate
-from three_policies.losses import Counts, count, kl_loss, kl_penalty, kl_ratio
+from three_policies.kl import kl_estimate, kl_penalty, kl_ratio
+from three_policies.losses import Counts, count, kl_loss
 from three_policies.oracle import (close, estimator_moments, exact_gradient, f64, kl, scores,
                                    token_kl)
 from three_policies.tests.support.certified import certifies

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from three_policies.correction import Correction, correct
-from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.doctor import diagnose
-from three_policies.estimators import aggregate_log_ratio
-from three_policies.losses import (AGGREGATIONS, LossConfig, count, kl_loss, kl_penalty, loss_means,
-                                   policy_loss)
+from three_policies.kl import kl_penalty
+from three_policies.losses import AGGREGATIONS, LossConfig, count, kl_loss, loss_means, policy_loss
 from three_policies.oracle import close
+from three_policies.presets import RolloutCorrectionConfig as Config
+from three_policies.ratios import aggregate_log_ratio
 from three_policies.surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss,
                                        sapo_loss)
 from three_policies.tests.support.certified import certifies

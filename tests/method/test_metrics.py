@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from three_policies.correction import Correction, correct
-from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.metrics import Statistics, Tokens, merge, offpolicy_metrics, to_host
 from three_policies.oracle import (close, f64)
+from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.tests.support.certified import certifies
 from three_policies.tests.support.examples import GOOD, KNOWN, X
 from three_policies.tests.support.tolerances import NO_SPREAD, gamma

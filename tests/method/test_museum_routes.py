@@ -10,10 +10,10 @@ import math
 import pytest
 import torch
 
-from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.losses import LossConfig, policy_loss
 from three_policies.oracle import routes
 from three_policies.oracle.routes import BEFORE, PROMPT, TREE, forward, live, log_probs
+from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.tests.support.exhibits import exhibit, filed_by, judge
 
 THETA, REWARD, ROUTES, _, MU, *_ = routes.pair(0.03, 1)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from three_policies.losses import count, kl_penalty
+from three_policies.kl import kl_penalty
+from three_policies.losses import count
 from three_policies.oracle import exact_gradient, expectation, kl, turns
 from three_policies.tests.support.exhibits import exhibit, filed_by, judge
 

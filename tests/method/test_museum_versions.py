@@ -9,10 +9,10 @@ import math
 import pytest
 import torch
 
-from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.losses import LossConfig, policy_loss
 from three_policies.oracle import J, exact_gradient, grad_J
 from three_policies.oracle.versions import SWITCH, Recurrent, model
+from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.tests.support.exhibits import exhibit, filed_by, judge
 
 PI, START, END, R = model(Recurrent, seed=9)

@@ -15,14 +15,15 @@ import pytest
 import torch
 
 from three_policies.correction import correct, importance_weights
-from three_policies.correction import RolloutCorrectionConfig as Config
-from three_policies.estimators import (aggregate_log_ratio, effective_sample_size, exp_ratio,
-                                       kl_estimate)
+from three_policies.estimators import effective_sample_size
 from three_policies.interop import names
 from three_policies.interop.dialects import from_dialect
+from three_policies.kl import kl_estimate
 from three_policies.losses import aggregate_loss
 from three_policies.metrics import to_host
 from three_policies.oracle import (f64)
+from three_policies.presets import RolloutCorrectionConfig as Config
+from three_policies.ratios import aggregate_log_ratio, exp_ratio
 
 K1 = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 RECORDED = Path(__file__).parents[1] / "support/peers.json.gz"

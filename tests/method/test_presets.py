@@ -2,8 +2,7 @@
 
 import pytest
 
-from three_policies.correction import HISTORICAL, PRESETS
-from three_policies.correction import RolloutCorrectionConfig as Config
+from three_policies.presets import HISTORICAL, PRESETS, RolloutCorrectionConfig as Config
 from three_policies.tests.support.launching import ROOT
 
 

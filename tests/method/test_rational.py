@@ -19,16 +19,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from three_policies.correction import PRESETS, correct
-from three_policies.correction import RolloutCorrectionConfig as Config
-from three_policies.estimators import LEVELS, rloo_advantages
-from three_policies.losses import LossConfig, kl_loss, kl_ratio, policy_loss
+from three_policies.correction import correct
+from three_policies.estimators import rloo_advantages
+from three_policies.kl import kl_ratio
+from three_policies.losses import LossConfig, kl_loss, policy_loss
 from three_policies.oracle import close, estimator_moments, exact_gradient
 from three_policies.oracle.rational import (FAR, LATER, NEAR, PI, RESPONSES, REWARDS, STATES,
                                             WORLDS, World, at_level, centered, combined, expected,
                                             factors, grad_J, in_float64, k3_per_token, less,
                                             mean_of, numbers, of_tokens, pairs, parts, ratios,
                                             scores, unbiased)
+from three_policies.presets import PRESETS
+from three_policies.presets import RolloutCorrectionConfig as Config
+from three_policies.ratios import LEVELS
 from three_policies.tests.support.certified import certifies
 from three_policies.tests.support.examples import SUM, reinforce
 

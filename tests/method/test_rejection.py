@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from three_policies.correction import correct
-from three_policies.correction import RolloutCorrectionConfig as Config
 from three_policies.doctor import diagnose
-from three_policies.estimators import aggregate_log_ratio
 from three_policies.metrics import merge
 from three_policies.oracle import (close, f64)
+from three_policies.presets import RolloutCorrectionConfig as Config
+from three_policies.ratios import aggregate_log_ratio
 from three_policies.rejection import CRITERIA, Evidence, rejection_mask, second_moment_limit
 from three_policies.tests.support.certified import certifies
 from three_policies.tests.support.examples import KNOWN, RATIOS, bound_of

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from three_policies.checks import interval
-from three_policies.correction import RolloutCorrectionConfig as Config, correct
-from three_policies.estimators import aggregate_log_ratio
+from three_policies.correction import correct
 from three_policies.losses import LossConfig, policy_loss
 from three_policies.metrics import merge, to_host
 from three_policies.oracle import close
+from three_policies.presets import RolloutCorrectionConfig as Config
+from three_policies.ratios import aggregate_log_ratio
 from three_policies.rejection import CRITERIA, rejection_mask
 from three_policies.surrogates import LOSSES, clipped_tokens
 from three_policies.tests.support.certified import certifies

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from three_policies.correction import RolloutCorrectionConfig as Config
-from three_policies.estimators import aggregate_log_ratio
 from three_policies.losses import LossConfig, aggregate_loss, policy_loss
 from three_policies.oracle import (close, estimator_moments, expectation, f64, scores)
+from three_policies.presets import RolloutCorrectionConfig as Config
+from three_policies.ratios import aggregate_log_ratio
 from three_policies.surrogates import LOSSES, cispo_loss, gspo_loss, ppo_clip_loss, sapo_loss
 from three_policies.tests.support.certified import certifies
 from three_policies.tests.support.examples import MASK, PI, R, batch

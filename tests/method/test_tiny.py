@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from three_policies import tiny
-from three_policies.correction import importance_weights, RolloutCorrectionConfig as Config
-from three_policies.estimators import kl_estimate
+from three_policies.correction import importance_weights
+from three_policies.kl import kl_estimate
 from three_policies.losses import LossConfig, policy_loss
+from three_policies.presets import RolloutCorrectionConfig as Config
 
 CONFIGS = {"none": Config.disabled(), "token": Config.decoupled_token_is(tiny.CAP),
            "sequence": Config.decoupled_seq_is(tiny.CAP), "bypass": Config.bypass_ppo_clip()}

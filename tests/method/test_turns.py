@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from three_policies.correction import PRESETS
-from three_policies.estimators import kl_estimate
-from three_policies.losses import LossConfig, kl_loss, kl_penalty, kl_ratio, policy_loss
+from three_policies.kl import kl_estimate, kl_penalty, kl_ratio
+from three_policies.losses import LossConfig, kl_loss, policy_loss
 from three_policies.metrics import to_host
 from three_policies.oracle import J, close, exact_gradient, expectation, token_kl, turns
+from three_policies.presets import PRESETS
 from three_policies.tests.support.certified import certifies
 from three_policies.tests.support.examples import MODES, batch, config_of, every_aggregation
 from three_policies.tests.support.tolerances import NO_SPREAD

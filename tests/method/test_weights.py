@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from three_policies.correction import batch_normalize, correct, importance_weights
-from three_policies.correction import RolloutCorrectionConfig as Config
-from three_policies.estimators import aggregate_log_ratio
 from three_policies.losses import LossConfig, policy_loss
 from three_policies.oracle import (J, MarkovPolicy, Policy, close, estimator_moments,
                                    exact_gradient, expectation, f64, grad_J, rewards, scores)
+from three_policies.presets import RolloutCorrectionConfig as Config
+from three_policies.ratios import aggregate_log_ratio
 from three_policies.surrogates import reinforce_loss
 from three_policies.tests.support.certified import certifies
 from three_policies.tests.support.examples import (A, MASK, MU, OLD, PI, PLAIN, R, REF, SUM,

@@ -21,7 +21,8 @@ NEW = ["correction={rollout_rs: {token_abs: 0.5}, loss_type: root}", "rollout.qu
 USED = """
 import sys, torch
 from three_policies import trainer
-from three_policies.correction import RolloutCorrectionConfig, correct
+from three_policies.presets import RolloutCorrectionConfig
+from three_policies.correction import correct
 from three_policies.losses import policy_loss
 config = RolloutCorrectionConfig(rollout_rs={"token_abs": 0.5}, loss_type="root")
 old, mu, mask = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2)

@@ -19,27 +19,30 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 
-from three_policies.correction import correct, RolloutCorrectionConfig as Config
+from three_policies.correction import correct
 from three_policies.metrics import to_host
+from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.rejection import CRITERIA
 from three_policies.surrogates import LOSSES
 from three_policies.tests.support.examples import bound_of
 
 ROOT = Path(__file__).resolve().parents[2]
-METHOD = ("checks", "estimators", "surrogates", "rejection", "metrics", "correction", "centering",
-          "losses")
+METHOD = ("checks", "ratios", "kl", "estimators", "surrogates", "rejection", "metrics", "presets",
+          "correction", "centering", "losses")
 BOOK = (*METHOD, "policy", "rollout", "trainer")
 ROOMS = ("training", "engines", "doctor", "interop", "oracle", "studies", "book")
 KERNELS = ("training.heads", "training.shapes")
 # What a file of the method, or of a room, may import of the project; a room knows itself.
 MAY_IMPORT = {
-    "checks": (), "estimators": ("checks",), "surrogates": ("estimators",),
-    "rejection": ("checks", "estimators"), "metrics": ("estimators", "rejection"),
-    "correction": ("checks", "estimators", "metrics", "rejection", "surrogates"),
-    "centering": ("correction", "estimators", "rejection"),
-    "losses": ("checks", "estimators", "surrogates", "rejection", "correction", "centering"),
+    "checks": (), "ratios": ("checks",), "kl": ("checks", "ratios"),
+    "estimators": ("checks", "ratios", "kl"), "surrogates": ("ratios",),
+    "rejection": ("checks", "ratios", "kl"), "metrics": ("ratios", "estimators", "rejection"),
+    "presets": ("checks", "ratios", "rejection", "surrogates"),
+    "correction": ("checks", "ratios", "rejection", "presets", "metrics"),  # metrics when asked for
+    "centering": ("ratios", "rejection", "presets", "correction"),
+    "losses": ("checks", "ratios", "kl", "surrogates", "presets", "correction", "centering"),
     "policy": (*KERNELS, "training.models"), "rollout": ("estimators", *KERNELS),
-    "training": ("checks", "surrogates", "rejection", "metrics", "correction", "centering",
+    "training": ("checks", "surrogates", "rejection", "metrics", "presets", "correction", "centering",
                  "policy", "rollout", "engines", "doctor", "interop.dialects"),
     "engines": ("checks", "rollout", "training.settings"),
     "doctor": (*METHOD, "policy", "rollout", "engines.choice", *KERNELS, "training.models",

@@ -13,10 +13,11 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from three_policies.checks import interval
-from three_policies.correction import RolloutCorrectionConfig as Config
-from three_policies.estimators import chi_square, exp_ratio
+from three_policies.estimators import chi_square
 from three_policies.losses import AGGREGATIONS, LossConfig, policy_loss
 from three_policies.oracle import (Policy, estimator_moments, f64, rewards)
+from three_policies.presets import RolloutCorrectionConfig as Config
+from three_policies.ratios import exp_ratio
 from three_policies.rejection import CRITERIA
 
 # Every run has the same examples, and none judges the speed of the machine.

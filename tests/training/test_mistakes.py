@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 from three_policies import trainer
 from three_policies.checks import UserError
-from three_policies.correction import PRESETS, RolloutCorrectionConfig
+from three_policies.presets import PRESETS, RolloutCorrectionConfig
 from three_policies.rollout import KEPT
 from three_policies.tests.support.launching import ROOT
 from three_policies.tests.training.test_data import MADE

@@ -29,7 +29,8 @@ import itertools, sys, torch, torch.distributed as dist
 from three_policies import trainer
 from dataclasses import replace
 from types import SimpleNamespace
-from three_policies.correction import PRESETS, RolloutCorrectionConfig, correct
+from three_policies.presets import PRESETS, RolloutCorrectionConfig
+from three_policies.correction import correct
 from three_policies.metrics import merge
 from three_policies.training.faults import process_group
 from three_policies.policy import full_tensor, load_policy

@@ -22,8 +22,8 @@ import transformers
 from safetensors.torch import load_file
 
 from three_policies import rollout, trainer
-from three_policies.correction import PRESETS
 from three_policies.engines.choice import make_engine
+from three_policies.presets import PRESETS
 from three_policies.rollout import Sample, WeightSync
 from three_policies.tests.support.launching import ROOT, shell
 from three_policies.tests.support.small import SMALL
