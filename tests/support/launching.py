@@ -63,7 +63,7 @@ def serving(imported=IMPORTED):
         path = f"{directory}/socket"
         listener.bind(path)
         listener.listen(64)                # who connects before all is imported waits for an answer
-        program = (f"{imported}\nfrom three_policies.tests import launching\n"
+        program = (f"{imported}\nfrom three_policies.tests.support import launching\n"
                    f"launching.serve({listener.fileno()})")
         server = subprocess.Popen(
             [sys.executable, "-c", program], stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
