@@ -730,10 +730,10 @@ def batch_size():
 # ----------------------------------------------------------------------------- the study's results
 
 @cache
-def runs(study="nine"):
+def runs(study="nine", table="results"):
     """Read a study's table as {regime: {method: {seed: row}}}."""
     found = {}
-    for row in csv.DictReader((ROOT / "studies" / study / "results.csv").open()):
+    for row in csv.DictReader((ROOT / "studies" / study / f"{table}.csv").open()):
         of_method = found.setdefault(row["regime"], {}).setdefault(row["method"], {})
         of_method[int(row["seed"])] = row
     return found
@@ -1187,7 +1187,7 @@ def study_empty():
     A cell has the final accuracy when an empty mini-batch still took its step, then that of the
     rerun, in which it takes none, and how many it had.
     """
-    again, before = runs("nine-empty"), runs("study-stepped")
+    again, before = runs("nine-empty"), runs("nine-empty", "first-runs")
     methods = dict.fromkeys(method for arms in again.values() for method in arms)
     lines = []
     for method in methods:
@@ -1427,13 +1427,13 @@ def rates(name, which=0):
 
     `which`: the first, second … table of the file.
     """
-    text = (ROOT / "math" / name).read_text()
+    text = (ROOT / "doctor" / name).read_text()
     found = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     return found[which].rstrip()
 
 
-TABLES = {"doctor-rates": lambda: rates("doctor-rates.txt", 0),
-          "doctor-sizes": lambda: rates("doctor-rates.txt", 1),
+TABLES = {"doctor-rates": lambda: rates("rates.txt", 0),
+          "doctor-sizes": lambda: rates("rates.txt", 1),
           "rescore-rates": lambda: rates("rescore-rates.txt"),
           "study-64-summary": study_64_summary, "advice": advice,
           "advice-rows": advice_rows, "study-64-findings": study_64_findings,

@@ -131,7 +131,7 @@ def doctor_rates(causes: list[str]) -> str:
     """Say how often the doctor named these causes where they were planted, and on healthy dumps."""
     rows = {cells[0]: cells[1:] for cells in (
         [cell.strip() for cell in line.split("|")[1:-1]]
-        for which in (0, 1) for line in tables.rates("doctor-rates.txt", which).split("\n"))}
+        for which in (0, 1) for line in tables.rates("rates.txt", which).split("\n"))}
     named, dumps = (sum(int(rows[cause][i]) for cause in causes if cause in rows) for i in (1, 0))
     largest = max(int(name) for name in rows if name.isdigit())
     return (f"named first in {named} of {dumps} dumps of {largest} responses in which one of them "
