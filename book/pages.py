@@ -803,7 +803,7 @@ def main():
     shutil.copy(ROOT / "math" / "figures" / "card.png", OUT)
     shutil.copy(HERE / "exact.js", OUT)
     shutil.copy(HERE / "figures.js", OUT)
-    print(f"book/index.html: {len(bodies)} pages, {len(FORMULAS)} formulas, "
+    print(f"site/index.html: {len(bodies)} pages, {len(FORMULAS)} formulas, "
           f"{len(equations())} labelled equations")
 
 

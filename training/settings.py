@@ -374,8 +374,8 @@ def read_yaml(path: Path | None, overrides: list[str]) -> tuple[DictConfig, Dict
 
 def new_place(path: Path | None) -> str:
     """Say where the file of a preset stands since it has left configs/."""
-    if path is None or path.exists() or not (PRESET_FILES / path.name).is_file():
-        return ""
+    if path is None or os.path.exists(path) or not os.path.isfile(PRESET_FILES / path.name):
+        return ""                              # pathlib raises on a name that is too long
     return f"; it is configs/presets/{path.name} now"
 
 
