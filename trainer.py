@@ -99,6 +99,32 @@ def train(run: Run) -> None:
     run.finish(*(evaluation or evaluate(run)))     # no evaluation: killed after the last step
 
 
+class Outcomes(NamedTuple):
+    """Hold what became of N samples, floats [N] each: ranks gather them as one tensor."""
+
+    rewards: Tensor                    # some may be NaN or infinite
+    lengths: Tensor                    # in tokens
+    finished: Tensor                   # 1 if it ended by itself, not at the limit
+    empty: Tensor                      # 1 if it has no text
+    crossed: Tensor                    # 1 if the weights changed within it
+
+    @property
+    def known(self) -> Tensor:
+        return self.rewards.isfinite()
+
+    def learned(self, mask_truncated: bool) -> Tensor:
+        """Say which samples have a token that is trained on."""
+        return self.known & (self.lengths > 0) & (self.finished.bool() | (not mask_truncated))
+
+    def of_all_ranks(self, n: int) -> "Outcomes":
+        """Gather those of all ranks, n to a prompt, in the order that one rank would have."""
+        own = torch.stack(self, 1)                                                      # [B, 5]
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, own)
+        prompts = torch.stack([x.view(-1, n, len(self)) for x in everyone], 1)
+        return Outcomes(*prompts.view(-1, len(self)).T)                                 # 5 × [N]
+
+
 def sample(run: Run, step: int) -> tuple[Batch, dict]:
     """Sample this rank's prompts (every world-th of the step); return a batch and its metrics."""
     config, task, n = run.config, run.task, run.config.rollout.samples
@@ -109,37 +135,44 @@ def sample(run: Run, step: int) -> tuple[Batch, dict]:
     seeds = [seed_of(config.seed, "sample", step, *r) for r in rows]
     samples, texts = run.generate(prompts, seeds, step)
     run.engine.sleep()
-    rewards = [task.reward(task.train[chosen[p]], text) for (p, _), text in zip(rows, texts)]
 
-    # Baselines need whole groups and batches: gather all ranks' N = prompts · n rows, in the order
-    # that one rank would have.
-    own = torch.tensor([[reward, len(s.tokens), s.finished, not text, s.crossed]
-                        for reward, s, text in zip(rewards, samples, texts)])           # [B, 5]
-    everyone = [torch.empty_like(own) for _ in range(world)]
-    dist.all_gather(everyone, own)
-    rewards, lengths, finished, empty, crossed = torch.stack(
-        [x.view(-1, n, 5) for x in everyone], 1).view(-1, 5).T                # 5 × [N]
-    usable, known = own[:, 0].isfinite(), rewards.isfinite()                  # [B], [N]
-    if not known.all():
+    rewards = [task.reward(task.train[chosen[p]], text) for (p, _), text in zip(rows, texts)]
+    own = Outcomes(*torch.tensor([[reward, len(s.tokens), s.finished, not text, s.crossed]
+                                  for reward, s, text in zip(rewards, samples, texts)]).T)
+    everyone = own.of_all_ranks(n)      # baselines need whole groups and batches
+    if not everyone.known.all():
         run.nonfinite("samples", [
-            f"the reward of {text!r} for {task.train[chosen[rows[i][0]]].where} is {own[i, 0]:g}"
-            for i, text in enumerate(texts) if not usable[i]])
-        rewards = torch.where(known, rewards, 0.0)
-    if config.rollout.mask_truncated:
-        usable &= own[:, 2].bool()
-    learned = known & (lengths > 0) & (finished.bool() | (not config.rollout.mask_truncated))
-    groups = torch.arange(size).repeat_interleave(n)
-    advantages = {
+            f"the reward of {text!r} for {task.train[chosen[rows[i][0]]].where} is "
+            f"{own.rewards[i]:g}" for i, text in enumerate(texts) if not own.known[i]])
+
+    advantages = advantages_of(everyone, config)                                        # [N]
+    mine = advantages.view(-1, n)[rank::world].flatten()                                # [B]
+    batch = pad(prompts, samples, mine, run.device)
+    learned = own.learned(config.rollout.mask_truncated)                                # [B]
+    mask = batch.response_mask & to_device(run.device, learned)[0][:, None]             # [B, T]
+    return batch._replace(response_mask=mask), sample_metrics(everyone, advantages, config)
+
+
+def advantages_of(everyone: Outcomes, config: Config) -> Tensor:
+    """Return the advantages of all ranks' samples; a reward that is not finite counts as 0: [N]."""
+    known = everyone.known
+    rewards = torch.where(known, everyone.rewards, 0.0)
+    groups = torch.arange(config.rollout.prompts).repeat_interleave(config.rollout.samples)
+    return {
         "grpo": lambda: grpo_advantages(rewards, groups, config.advantage.normalize_std, known),
         "rloo": lambda: rloo_advantages(rewards, groups, known),
         "reinforce": lambda: reinforce_advantages(rewards, known),
-    }[config.advantage.kind]()                                                          # [N]
+    }[config.advantage.kind]()
+
+
+def sample_metrics(everyone: Outcomes, advantages: Tensor, config: Config) -> dict:
+    """Measure rewards and responses of all ranks."""
+    known, lengths, n = everyone.known, everyone.lengths, config.rollout.samples
+    rewards = torch.where(known, everyone.rewards, 0.0)
     best = torch.where(known, rewards, -math.inf).view(-1, n).amax(1)                   # [prompts]
     worst = torch.where(known, rewards, math.inf).view(-1, n).amin(1)
-    mine = advantages.view(-1, n)[rank::world].flatten()                                # [B]
-    batch = pad(prompts, samples, mine, run.device)
-    mask = batch.response_mask & to_device(run.device, usable)[0][:, None]              # [B, T]
-    return batch._replace(response_mask=mask), {
+    learned = everyone.learned(config.rollout.mask_truncated)
+    return {
         "reward/mean": rewards.sum() / known.sum().clamp(min=1),
         "reward/std": rewards[known].std(correction=0) if known.any() else torch.tensor(0.0),
         "reward/groups_without_signal": (best <= worst).float().mean(),
@@ -147,10 +180,11 @@ def sample(run: Run, step: int) -> tuple[Batch, dict]:
         "response/count": len(lengths),
         "response/learned_fraction": learned.float().mean(),
         "response/learned_length_mean": lengths[learned].sum() / learned.sum().clamp(min=1),
-        "response/crossed_fraction": crossed.mean(),
+        "response/crossed_fraction": everyone.crossed.mean(),
         "response/tokens": lengths.sum(), "response/length_mean": lengths.mean(),
-        "response/length_max": lengths.max(), "response/truncated_fraction": 1 - finished.mean(),
-        "response/empty_fraction": empty.mean()}
+        "response/length_max": lengths.max(),
+        "response/truncated_fraction": 1 - everyone.finished.mean(),
+        "response/empty_fraction": everyone.empty.mean()}
 
 
 def log_probs(policy: Callable[..., Any], batch: Batch, candidates: Tensor | None = None
@@ -245,57 +279,82 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
     is kept counts in train/empty_updates, unless a KL term in the loss or score centering learns
     from its rejected tokens.
     """
-    config, policy, how = run.config, run.policy, run.config.loss
-    loss_config = loss_of(config)
-    if correction is None and (options.of_whole_batches or how.denominator == "kept"):
+    config, policy = run.config, run.policy
+    kept_counts = config.loss.denominator == "kept"
+    if correction is None and (options.of_whole_batches or kept_counts):
         # What is kept, and the mean weight, are known only after a pass over the mini-batch.
         correction = correct(score(policy, batch, config), batch.rollout_log_prob,
                              batch.response_mask, options, batch.advantages, dist.group.WORLD)
-    counts = whole = global_counts(batch.response_mask)
-    if correction is not None and how.denominator == "kept":
-        counts = global_counts(correction.mask)
+    whole = global_counts(batch.response_mask)
+    counts = global_counts(correction.mask) if correction and kept_counts else whole
+
     sums, corrections, gradients = defaultdict[str, Any](float), [], dict[Tensor, Tensor]()
     for rows in micro_batches(batch, config, together=not config.policy.gradient_checkpointing):
         [there] = to_device(batch.response_mask.device, rows)
-        part = batch.rows(rows, there)
-        log_prob, of_candidates = log_probs(policy, part, part.candidates)      # [B, T], [B, T, K]
-        candidates: Any = None if of_candidates is None else (
-            of_candidates, part.candidate_log_prob)
-        corrections.append(correction.rows(there) if correction else correct(
-            log_prob, part.rollout_log_prob, part.response_mask, options, part.advantages))
-        loss, metrics = policy_loss(
-            log_prob, part.old_log_prob, part.rollout_log_prob, part.advantages,
-            part.response_mask, options, loss_config, correction=corrections[-1],
-            counts=counts, candidates=candidates)
-        if part.ref_log_prob is not None:
-            kl = kl_to_reference(log_prob, part, config, whole)
-            metrics["loss/kl"] = kl.detach()
-            if how.kl_in == "loss":
-                loss = loss + how.kl_coef * kl
+        part, decided = batch.rows(rows, there), correction and correction.rows(there)
+        loss, metrics, decided = loss_of_part(policy, part, options, config, decided, counts, whole)
         (loss * dist.get_world_size()).backward()   # FSDP averages over ranks; these are summands
         if config.policy.cpu_offload:
             set_aside(policy, gradients)
-        metrics["learning"] = tokens_to_learn_from(corrections[-1], options)
+        corrections.append(decided)
         for name, value in metrics.items():
             sums[name] = sums[name] + value
     for weight, gradient in gradients.items():
         weight.grad = gradient
+
     totals = torch.stack(list(sums.values()))
     dist.all_reduce(totals)
     norm: Any = nn.utils.clip_grad_norm_(policy.parameters(), config.train.max_grad_norm)
     norm = full_tensor(norm)                                    # of all ranks' shards
-    finite, totals = norm.isfinite() & totals.isfinite().all(), dict(zip(sums, totals))
-    finite, learns, moves = torch.stack(
-        [finite, totals.pop("learning") > 0, finite & (norm > 0)]).tolist()
-    learns = learns or options.score_centering or (how.kl_in == "loss" and how.kl_coef != 0)
-    if moves:
-        run.optimizer.step()
-    run.optimizer.zero_grad()
+    finite, learns = step_or_skip(run, norm, totals, learning=list(sums).index("learning"))
+
     if not finite:
         run.nonfinite("updates", run.nonfinite_rows(batch, {"π_θ": score(policy, batch, config)}))
         return Update({}, [])
-    return Update({**loss_means(totals), "grad_norm": norm},
-                  [correction] if correction else corrections, empty=not learns)
+    learns = learns or options.score_centering or (
+        config.loss.kl_in == "loss" and config.loss.kl_coef != 0)
+    means = loss_means({name: x for name, x in zip(sums, totals) if name != "learning"})
+    return Update({**means, "grad_norm": norm}, [correction] if correction else corrections,
+                  empty=not learns)
+
+
+def loss_of_part(policy: Policy, part: Batch, options: RolloutCorrectionConfig, config: Config,
+                 correction: Correction | None, counts: Counts, whole: Counts
+                 ) -> tuple[Tensor, dict[str, Tensor], Correction]:
+    """Return a micro-batch's summand of the loss, its sums, and the correction of its rows.
+
+    `counts` divide the policy's loss, `whole` the KL term, which rejected tokens keep.
+    """
+    log_prob, of_candidates = log_probs(policy, part, part.candidates)          # [B, T], [B, T, K]
+    candidates: Any = None if of_candidates is None else (of_candidates, part.candidate_log_prob)
+    if correction is None:
+        correction = correct(log_prob, part.rollout_log_prob, part.response_mask, options,
+                             part.advantages)
+    loss, metrics = policy_loss(
+        log_prob, part.old_log_prob, part.rollout_log_prob, part.advantages, part.response_mask,
+        options, loss_of(config), correction=correction, counts=counts, candidates=candidates)
+
+    if part.ref_log_prob is not None:
+        kl = kl_to_reference(log_prob, part, config, whole)
+        metrics["loss/kl"] = kl.detach()
+        if config.loss.kl_in == "loss":
+            loss = loss + config.loss.kl_coef * kl
+    metrics["learning"] = tokens_to_learn_from(correction, options)
+    return loss, metrics, correction
+
+
+def step_or_skip(run: Run, norm: Tensor, totals: Tensor, learning: int) -> tuple[bool, bool]:
+    """Take the optimizer's step if the gradient is finite and not 0.
+
+    Returns whether all is finite, and whether any token was learned from: totals[learning] > 0.
+    """
+    finite = norm.isfinite() & totals.isfinite().all()
+    finite, learns, moves = torch.stack(
+        [finite, totals[learning] > 0, finite & (norm > 0)]).tolist()
+    if moves:
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    return finite, learns
 
 
 def kl_to_reference(log_prob: Tensor, batch: Batch, config: Config, counts: Counts) -> Tensor:

@@ -69,7 +69,7 @@ MAY_WAIT = {
     "rollout": {*SAMPLES, "copy from the host rollout.py update_weights"},           # in flight
     "log_probs": {SENDS, "item trainer.py without_nonfinite"},
     "doctor": {SENDS, "copy to the host dumps.py rows_of"},
-    "update": {SENDS, "tolist trainer.py update"},
+    "update": {SENDS, "tolist trainer.py step_or_skip"},
     "sync": {*SAMPLES, "copy to the host rollout.py copy_to_host",      # of stale weights
              "copy from the host rollout.py update_weights"},
 }
@@ -205,7 +205,7 @@ def test_a_step_waits_where_it_may_and_nowhere_else(case, pretended):
         for name, waits in parts.items():
             assert set(waits) <= {*MAY_WAIT[name], TIMED}, name
             assert waits[TIMED] >= 1, name
-        assert parts["update"]["tolist trainer.py update"] == updates
+        assert parts["update"]["tolist trainer.py step_or_skip"] == updates
         sent = {part: waits.get(SENDS, 0) for part, waits in parts.items()}
         if case == PAGEABLE:
             assert 0 < sent["update"] + sent["log_probs"] <= 5 * passes
