@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from three_policies.checks import UserError
 from three_policies.doctor import Report, examine
-from three_policies.doctor.causes import Finding
 from three_policies.doctor.dumps import read
+from three_policies.doctor.laws import Finding
 from three_policies.training.signals import show
 
 if TYPE_CHECKING:

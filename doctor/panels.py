@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from three_policies.doctor.causes import Tokens, log_odds, pairs
+from three_policies.doctor.tokens import Tokens, log_odds, pairs
 
 SIGNATURES = Path(__file__).parent.parent / "math/figures/signatures.png"
 TITLES = ("logit π over logit μ", "gap in logits, by token", "gap: response × token",

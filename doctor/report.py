@@ -1,6 +1,6 @@
 """Say what a dump of log-probs holds: whether π is a distribution, and the causes of a mismatch.
 
-A dump has log μ and log π of sampled tokens. causes.py has the laws that tell its cause.
+A dump has log μ and log π of sampled tokens. causes.py finds what made them differ.
 """
 
 import math
@@ -8,8 +8,9 @@ import zlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from three_policies.doctor.causes import (CAUSES, ROUNDING, Finding, Tokens, find_causes, one_sided,
-                                          undrawn)
+from three_policies.doctor.causes import CAUSES, find_causes
+from three_policies.doctor.laws import Finding
+from three_policies.doctor.tokens import ROUNDING, Tokens, one_sided, undrawn
 
 LIMIT = 300_000         # most tokens, masked ones too, that are searched for causes
 TELLS = 0.05            # E[ρ] is affirmed if its doubt is at most this: see `Report.proper`
