@@ -176,6 +176,9 @@ def quiet_record(z: float, lean: float) -> Finding | None:
 
 # ----------------------------------------------------------------------------- what to change
 
+# Both records are right and the policies differ: a correction is the answer to these causes alone.
+HONEST = {"in-flight", "stale", "weights", "numerics"}
+
 # Each cause, with what it is and what to change, in the words of this trainer and of others.
 CAUSES = {
     "temperature": ("the two sides score at different temperatures",

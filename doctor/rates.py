@@ -161,6 +161,7 @@ def judge(split: str, cache: Path, rows: int) -> tuple[Counter[tuple[str, str]],
     count: Counter[tuple[str, str]] = Counter()
     missed: list[tuple[Case, float, str]] = []
     noise: dict[tuple[str, int], float] = {}            # of a model's healthy pairs the largest gap
+
     for case, path in dumps(split, cache):
         report = doctor.examine(dump_rows(path, rows))
         found = [finding.cause for finding in report.causes]
@@ -171,6 +172,7 @@ def judge(split: str, cache: Path, rows: int) -> tuple[Counter[tuple[str, str]],
             count["below", "n"] += 1
             count["below", "first"] += found[:1] == [case.cause]
             continue
+
         if case.second:
             both = {case.cause, case.second}
             cause, first = "pairs of causes", found[:1] and found[0] in both
@@ -179,6 +181,7 @@ def judge(split: str, cache: Path, rows: int) -> tuple[Counter[tuple[str, str]],
             cause, first, two = case.cause, not found, not found
         else:
             cause, first, two = case.cause, found[:1] == [case.cause], case.cause in found[:2]
+
         count[cause, "n"] += 1
         count[cause, "first"] += bool(first)
         count[cause, "two"] += bool(two)
@@ -202,12 +205,14 @@ def table(split: str, cache: Path) -> str:
     """Return the rates as markdown: by cause at 128 rows, and of all causes by number of rows."""
     lines = [f"Dumps of {', '.join(SPLITS[split])}: 16 prompts × 8 responses × at most 40 tokens.",
              "", "| cause | dumps | first | among two |", "|---|---|---|---|"]
+
     count, missed = judge(split, cache, 128)
     for cause in [*plants.VARIANTS, "pairs of causes"]:
         n, first, two = (count[cause, x] for x in ("n", "first", "two"))
-        said = f"{two} both" if cause.startswith("pairs") else two
+        second = f"{two} both" if cause.startswith("pairs") else two
         lines.append(f"| {'no alarm on healthy' if cause == 'healthy' else cause} | {n} | {first} "
-                     f"| {said} |")
+                     f"| {second} |")
+
     lines += ["", "| rows | first | among two | false alarms | pairs: one first | both |",
               "|---|---|---|---|---|---|"]
     for rows in ROWS:
@@ -218,6 +223,7 @@ def table(split: str, cache: Path) -> str:
         lines.append(f"| {rows} | {first / n:.1%} | {two / n:.1%} | "
                      f"{got['healthy', 'n'] - got['healthy', 'first']} of {got['healthy', 'n']} | "
                      f"{one / pairs:.0%} | {both / pairs:.0%} |")
+
     changed = [f"{case.name} ({before.architecture} {before.model}, {before.variant}) from "
                f"{before.severity:.2f} to {case.severity:.2f}"
                + f", model {case.model}" * (case.model != before.model)
