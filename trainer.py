@@ -33,7 +33,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from three_policies.correction import Correction, correct, importance_weights
-from three_policies.doctor.dumps import rows_of
 from three_policies.estimators import grpo_advantages, reinforce_advantages, rloo_advantages
 from three_policies.kl import kl_penalty, kl_ratio
 from three_policies.losses import Counts, LossConfig, count, kl_loss, loss_means, policy_loss
@@ -209,14 +208,16 @@ def score(policy: Callable[..., Any], batch: Batch, config: Config) -> Tensor:
     return log_prob
 
 
-def records(policy: Policy, batch: Batch, config: Config) -> list[dict[str, Any]]:
-    """Return the rows as the doctor reads them; bypass mode computes π_old for this alone."""
+def records(policy: Policy, batch: Batch, config: Config) -> dict[str, Tensor | None]:
+    """Return what `rows_of` takes of a batch; bypass mode computes π_old for this alone."""
     old, start = batch.old_log_prob, batch.tokens.shape[1] - batch.response_mask.shape[1]
     old = score(policy, batch, config) if old is None else old
     (prompts, tokens), (prompt_mask, token_mask) = (
         x.tensor_split([start], 1) for x in (batch.tokens, batch.attention))
-    return rows_of(prompts, prompt_mask, tokens, token_mask, batch.response_mask,
-                   batch.rollout_log_prob, old, versions=batch.versions)
+    return {"prompts": prompts, "prompt_mask": prompt_mask, "tokens": tokens,
+            "token_mask": token_mask, "response_mask": batch.response_mask,
+            "rollout_log_prob": batch.rollout_log_prob, "train_log_prob": old,
+            "versions": batch.versions}
 
 
 def without_nonfinite(run: Run, batch: Batch) -> Batch:

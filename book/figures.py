@@ -40,8 +40,8 @@ from matplotlib.ticker import MaxNLocator
 
 from three_policies.checks import UserError
 from three_policies.doctor import panels, plants, sides
-from three_policies.doctor.causes import Tokens
 from three_policies.doctor.dumps import response
+from three_policies.doctor.tokens import Tokens
 from three_policies.estimators import grpo_advantages, rloo_advantages
 from three_policies.kl import kl_estimate
 from three_policies.losses import aggregate_loss

@@ -50,8 +50,8 @@ CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.n
 FILES = [f"{name}.py" for name in (
     "ratios", "kl", "estimators", "surrogates", "rejection", "metrics", "presets", "correction",
     "centering", "losses",
-    "doctor/causes", "doctor/health", "doctor/report", "policy", "rollout", "trainer",
-    "training/heads",
+    "doctor/tokens", "doctor/laws", "doctor/places", "doctor/causes", "doctor/health",
+    "doctor/report", "policy", "rollout", "trainer", "training/heads",
     *(f"oracle/{word}" for chapter in CHAPTERS for word in chapter.stem.split("-")
       if (ROOT / "oracle" / f"{word}.py").exists()))]
 APPENDICES = sorted((ROOT / "math").glob("appendix-*.md"), key=lambda path: path.read_text())

@@ -11,8 +11,9 @@ import torch
 
 from three_policies import doctor
 from three_policies.doctor import plants, sides
-from three_policies.doctor.causes import CAUSES, log_odds, pairs
+from three_policies.doctor.causes import CAUSES
 from three_policies.doctor.dumps import response
+from three_policies.doctor.tokens import log_odds, pairs
 
 ROOT = Path(__file__).resolve().parent.parent
 

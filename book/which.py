@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from three_policies.book import tables
-from three_policies.doctor.causes import CAUSES
+from three_policies.doctor.causes import CAUSES, HONEST
 from three_policies.studies.study import config_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,6 +138,12 @@ def doctor_rates(causes: list[str]) -> str:
             f"was planted; false alarms on healthy dumps: {rows[str(largest)][2]}")
 
 
+def named(which: str) -> dict[str, tuple[str, str]]:
+    """Return the doctor's causes of one kind: "honest", or "faults", which no weight repairs."""
+    of = {"honest": HONEST, "faults": CAUSES.keys() - HONEST}[which]
+    return {name: words for name, words in CAUSES.items() if name in of}
+
+
 def read(path: Path = ROOT / "book/which.yaml") -> tuple[Question, dict[str, dict[str, Any]]]:
     """Return the first question, which holds all others, and the outcomes by name."""
     given = yaml.safe_load(path.read_text())
@@ -151,7 +157,7 @@ def read(path: Path = ROOT / "book/which.yaml") -> tuple[Question, dict[str, dic
         if ("then" in node) == ("take" in node):
             raise ValueError(f"{place} must have either `then` or `take`")
         found = [evidence(key, given["arms"]) for key in node.get("evidence", ())]
-        causes = {name: CAUSES[name] for name in node.get("causes", ())}
+        causes = named(node["causes"]) if "causes" in node else {}
         return Answer(place, node["says"], node["why"], found, causes,
                       question(node["then"], place) if "then" in node else None, node.get("take"))
 

@@ -9,24 +9,40 @@ import itertools
 import json
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from three_policies.checks import UserError
 from three_policies.doctor import Report, examine
-from three_policies.doctor.causes import Finding
-from three_policies.doctor.dumps import read
+from three_policies.doctor.dumps import Response, read
+from three_policies.doctor.laws import Finding
 from three_policies.training.signals import show
 
 if TYPE_CHECKING:
-    from three_policies.doctor.rescore import Rescored
+    from three_policies.doctor.rescore import Match, Rescored
 
 RESCORED = 1024                 # most responses that the model scores
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0 if no fault is found, 1 for a fault, 2 for unreadable input."""
+    given = arguments(argv)
+    try:
+        report, rescored = consult(given)
+        show(answer(report, rescored, given.json))
+    except (OSError, ValueError, UserError) as error:
+        print(f"doctor: {in_words(error)}", file=sys.stderr)
+        return 2
+    except Exception:                  # a bug: Python would exit with 1, which says a cause
+        traceback.print_exc()
+        return 2
+    guilty = rescored is not None and rescored.guilty != "none"
+    return int(report.faulty or guilty)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return what the command line gives; what does not go together is an error."""
     parser = argparse.ArgumentParser(
         prog="three-policies doctor", description="Find why two log-probs differ.")
     parser.add_argument("dump", nargs="?", metavar="DUMP", help="JSON-lines or parquet, a response "
@@ -40,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", default="auto", metavar="NAME",
                         help="what samples if there is no DUMP: auto, vllm or transformers")
     given = parser.parse_args(argv)
+
     if not (given.dump or given.model):
         parser.error("give a DUMP, --model DIR, or both")
     if given.older and not given.model:
@@ -48,47 +65,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--figure {given.figure} is in no directory that is there")
     if given.figure and not given.figure.lower().endswith((".png", ".jpg", ".webp", ".pdf")):
         parser.error(f"--figure must end in .png, .jpg, .webp or .pdf, not {given.figure!r}")
-    try:
-        report, rescored = consult(given)
-        more = {"model": rescored.as_json()} if rescored and given.json else {}
-        text = json.dumps(report.as_json() | more, ensure_ascii=False) if given.json else "\n".join(
-            [str(report), *(rescored.lines() if rescored else [])])
-        show(text)
-    except (OSError, ValueError, UserError) as error:
-        why = f"{error.filename} cannot be read: {error.strerror}" if isinstance(
-            error, OSError) and error.filename else error
-        if isinstance(error, IsADirectoryError):
-            why = (f"{error.filename} is a directory: give a file of it, such as a run's "
-                   "dumps/step-000001.jsonl")
-        print(f"doctor: {why}", file=sys.stderr)
-        return 2
-    except Exception:                  # a bug: Python would exit with 1, which says a cause
-        traceback.print_exc()
-        return 2
-    guilty = rescored is not None and rescored.guilty != "none"
-    return int(report.faulty or guilty)
+    return given
+
+
+def answer(report: Report, rescored: "Rescored | None", as_json: bool) -> str:
+    """Return what the command prints: lines of text, or one line of JSON."""
+    if not as_json:
+        return "\n".join([str(report), *(rescored.lines() if rescored else [])])
+    model = {"model": rescored.as_json()} if rescored else {}
+    return json.dumps(report.as_json() | model, ensure_ascii=False)
+
+
+def in_words(error: Exception) -> str:
+    """Return one sentence for input that cannot be read."""
+    if isinstance(error, IsADirectoryError):
+        return (f"{error.filename} is a directory: give a file of it, such as a run's "
+                "dumps/step-000001.jsonl")
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename} cannot be read: {error.strerror}"
+    return str(error)
 
 
 def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
     """Return the report, and with a model also what the rescored columns are."""
     responses, rescored = read(given.dump) if given.dump else iter(()), None
-    if given.model:                 # imported here: a dump alone needs no transformers
-        from transformers.utils import logging
-
-        from three_policies.training.models import require_place
-        from three_policies.doctor.rescore import random_prompts, rescore, sample_and_score
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
-        for key, path in zip(["--model ", *["--older "] * len(given.older)],
-                             [given.model, *given.older]):
-            require_place(path, key)
-        few = list(itertools.islice(responses, RESCORED)) if given.dump else sample_and_score(
-            given.model, given.engine, random_prompts(given.model))
+    if given.model:
+        rescored, few = rescore_few(given, responses)
         responses = itertools.chain(few, responses)
-        rescored = rescore(given.model, given.older, few)
+
     report = examine(responses)
     if not report.tokens:
-        lost = f": {report.lost.says(0, report.responses)}" * bool(report.lost.tokens)
+        lost = f": {report.lost.line(0, report.responses)}" * bool(report.lost.tokens)
         raise ValueError(f"the dump has no token that counts{lost}")
     if rescored:
         report = report._replace(causes=explained(rescored, report.causes))
@@ -96,6 +103,25 @@ def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
         from three_policies.doctor.panels import save
         save(report.looked_at, given.figure)
     return report, rescored
+
+
+def rescore_few(given: argparse.Namespace, responses: Iterator[Response]
+                ) -> "tuple[Rescored, list[Response]]":
+    """Rescore the dump's first responses, or without a dump those that the engine samples."""
+    # Imported here: a dump alone needs no transformers.
+    from transformers.utils import logging
+
+    from three_policies.doctor.rescore import random_prompts, rescore, sample_and_score
+    from three_policies.training.models import require_place
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+    for key, path in zip(["--model ", *["--older "] * len(given.older)],
+                         [given.model, *given.older]):
+        require_place(path, key)
+    few = list(itertools.islice(responses, RESCORED)) if given.dump else sample_and_score(
+        given.model, given.engine, random_prompts(given.model))
+    return rescore(given.model, given.older, few), few
 
 
 def explained(rescored: "Rescored", suggested: list[Finding]) -> list[Finding]:
@@ -111,14 +137,19 @@ def explained(rescored: "Rescored", suggested: list[Finding]) -> list[Finding]:
         return suggested
     if rescored.guilty == "none":
         return [finding for finding in suggested if finding.confidence != "suggested"]
-    one, other = rescored.rollout, rescored.train
-    near = one.parameter == other.parameter or (
-        isinstance(one.parameter, float) and isinstance(other.parameter, float)
-        and 0.8 * other.parameter < one.parameter < 1.25 * other.parameter)
-    alike = one.row == other.row and one.cause == other.cause and near
+
+    alike = are_alike(rescored.rollout, rescored.train)
     doubt = "; so is the other column, roughly: is --model the model of this run?" if alike else ""
     return [Finding(match.cause, max(match.left, 0.3) if alike else match.left,
                     f"{name} is {match.name}: {match.left:.1%} of the gap left (next: "
                     f"{match.next[0]}, {match.next[1]:.1%}){doubt}" + f"; {match.grid}" * bool(
                         match.grid))
             for name, match in columns.items() if match.cause]
+
+
+def are_alike(one: "Match", other: "Match") -> bool:
+    """True if both columns depart from the model by one fault of about one size."""
+    near = one.parameter == other.parameter or (
+        isinstance(one.parameter, float) and isinstance(other.parameter, float)
+        and 0.8 * other.parameter < one.parameter < 1.25 * other.parameter)
+    return one.row == other.row and one.cause == other.cause and near

@@ -8,7 +8,7 @@ as verl's, TRL's and this trainer's.
 
 import json
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Response(NamedTuple):
-    """Hold one response; every list but `prompt_ids` has an entry for each of its tokens."""
+    """One response; every list but `prompt_ids` has an entry for each of its tokens."""
 
     line: int                               # of the file, from 1
     token_ids: list[int]
@@ -29,12 +29,23 @@ class Response(NamedTuple):
     not_finite: int = 0                     # sampled tokens without a finite log-prob; not in mask
 
 
-# Names of log μ, log π and the mask: ours, then of formats whose lists begin with the prompt.
-OURS = ("rollout_log_probs", "train_log_probs", "response_mask")
-WHOLE = (("inference_logprobs", "trainer_logprobs", "loss_mask"),           # prime-rl
-         ("generation_logprobs", "prev_logprobs", "token_loss_mask"))       # NeMo-RL
+# ------------------------------------------------------------------- what a row may look like
 
-IDS, FLAGS = (range(2 ** 31), "the number of no token"), ((0, 1), "neither 0 nor 1")
+class Format(NamedTuple):
+    """A Format is how a system's rows differ from ours."""
+
+    names: dict[str, str]       # our names of columns → the system's, where it has others
+    whole: bool                 # the lists begin with the prompt, which ends where the mask begins
+
+
+# A row is of the first format whose name of log μ it has, or it is ours.
+FORMATS = {
+    "prime-rl": Format({"rollout_log_probs": "inference_logprobs",
+                        "train_log_probs": "trainer_logprobs", "response_mask": "loss_mask"}, True),
+    "NeMo-RL": Format({"rollout_log_probs": "generation_logprobs",
+                       "train_log_probs": "prev_logprobs", "response_mask": "token_loss_mask"},
+                      True)}
+OURS = Format({}, False)
 
 # The most that a log-prob may be above 0. A logit below 64 in size is stored in bfloat16 within
 # 2⁻³, half a unit in its last place. Less a log-sum of unrounded logits, it is a log-prob that is
@@ -42,11 +53,72 @@ IDS, FLAGS = (range(2 ** 31), "the number of no token"), ((0, 1), "neither 0 nor
 ABOVE = 1.01 * 2 ** -3
 
 
+def whole(column: list[Any]) -> str | None:
+    """Return what is wrong with a column of whole numbers, or None, as do the functions below."""
+    good = isinstance(column, list) and set(map(type, column)) <= {int} and all(
+        abs(x) < 2 ** 63 for x in column)
+    return None if good else "has an entry that is no whole number of 64 bits"
+
+
+def finite(column: list[Any], lowest: float = 0.0) -> str | None:
+    """`lowest`: −∞ if entries may be that."""
+    try:
+        total = math.fsum(column) if set(map(type, column)) <= {int, float, bool} else math.nan
+    except (OverflowError, ValueError):     # too large, or infinities of both signs
+        total = math.nan
+    good = math.isfinite(total) or total == lowest
+    return None if good else "has an entry that is no finite number"
+
+
+def finite_or_lowest(column: list[Any]) -> str | None:
+    return finite(column, -math.inf)
+
+
+def log_probs(column: list[Any]) -> str | None:
+    most = max(column, default=0)
+    return None if most <= ABOVE else (f"has a value above 0, {most:.3g}, which is no log-prob: "
+                                       "logits in 16 bits leave an eighth at most")
+
+
+def entropies(column: list[Any]) -> str | None:
+    good = min(column, default=0) >= -0.1
+    return None if good else "has a value below 0, which is no entropy of tokens"
+
+
+def among(allowed: Container[Any], otherwise: str) -> Callable[[list[Any]], str | None]:
+    def check(column: list[Any]) -> str | None:
+        return next((f"has {x}, which is {otherwise}" for x in column if x not in allowed), None)
+    return check
+
+
+class Column(NamedTuple):
+    """A Column is a list of a row, in our names: what its entries may be, and if it may be null."""
+
+    name: str
+    checks: tuple[Callable[[list[Any]], str | None], ...]     # the first complaint is reported
+    optional: bool = False
+    instead: str = ""                                         # what may stand for the list
+
+
+FLAGS, IDS = (0, 1), among(range(2 ** 31), "the number of no token")
+COLUMNS = (
+    Column("token_ids", (whole, IDS)),
+    Column("rollout_log_probs", (finite, log_probs)),
+    Column("train_log_probs", (finite_or_lowest, log_probs)),
+    Column("response_mask", (finite, among(FLAGS, "neither 0 nor 1"))),
+    Column("entropy", (finite, entropies), optional=True),
+    Column("weight_version", (whole,), optional=True, instead="a whole number or "))
+PROMPT = Column("prompt_ids", (whole, IDS), optional=True)      # of any length
+
+
+# ---------------------------------------------------------------------------------- reading
+
 def read(path: str | Path) -> Iterator[Response]:
     """Yield the responses of a dump in order; a bad row is a ValueError that names its line."""
     if str(path).endswith(".parquet"):
         yield from (response(line, row) for line, row in enumerate(_parquet(path), 1))
         return
+
     with open(path, "rb") as file:
         for line, text in enumerate(file, 1):
             try:
@@ -62,43 +134,34 @@ def response(line: int, row: Any) -> Response:
     """Check one row, and return it as a Response."""
     if not isinstance(row, dict):
         raise ValueError(f"line {line}: a row must be a table of lists, by name")
-    names = next((names for names in WHOLE if names[0] in row), OURS)
-    version, ids = row.get("weight_version"), row.get("token_ids")
-    n = len(ids) if isinstance(ids, list) else 0
-    versions = [version] * n if isinstance(version, int) else version
-    flags = row.get(names[2])
-    flags = [1] * n if flags is None and names is OURS else flags
-    given = {"token_ids": ids, names[0]: row.get(names[0]), names[1]: row.get(names[1]),
-             names[2]: flags, "entropy": row.get("entropy"), "weight_version": versions}
-    not_finite = _mask_nulls(given, n)
-    for i, (name, column) in enumerate(given.items()):
-        if column is None and (i < 3 or (i == 3 and names in WHOLE)):
-            raise ValueError(f"line {line}: {name} is missing")
-        if column is not None and (not isinstance(column, list) or len(column) != n):
-            one = "a whole number or " * (name == "weight_version")
-            raise ValueError(f"line {line}: {name} must be {one}a list with an entry for each "
-                             "token")
-        _check(line, name, column or [], whole=i in (0, 5), log_prob=i in (1, 2), lowest=i == 2)
-        if name == "entropy" and column and min(column) < -0.1:
-            raise ValueError(f"line {line}: entropy has a value below 0, which is no entropy of "
-                             "tokens")
-        if i in (0, 3):
-            _check_values(line, name, column or [], *(IDS if i == 0 else FLAGS))
-    prompt, first = row.get("prompt_ids"), 0
-    _check(line, "prompt_ids", [] if prompt is None else prompt, whole=True)
-    _check_values(line, "prompt_ids", prompt or [], *IDS)
-    if names in WHOLE:                      # the prompt is what precedes the first that counts
-        length = row.get("input_lengths", n)
-        if type(length) is not int or not 0 <= length <= n:
-            raise ValueError(f"line {line}: input_lengths must be a number of tokens, at most {n}, "
-                             f"not {str(length)[:60]}")
-        n = length
-        first = next((t for t in range(n) if row[names[2]][t]), n)
-        prompt = row["token_ids"][:first]
-    tokens, mu, pi, mask, entropy, versions = (x and x[first:n] for x in given.values())
-    return Response(line, tokens or [], mu or [], pi or [], prompt,
-                    [bool(x) for x in mask] if mask else [True] * len(tokens or []),
-                    entropy or None, versions or None, not_finite)
+    of = next((of for of in FORMATS.values() if of.names["rollout_log_probs"] in row), OURS)
+    given = _in_our_names(row, of)
+    n = len(given["token_ids"]) if isinstance(given["token_ids"], list) else 0
+    own_mask, not_finite = given["response_mask"], _mask_nulls(given, n)
+
+    for column in COLUMNS:
+        _check(line, of.names.get(column.name, column.name), given[column.name], n, column)
+    first, prompt = 0, row.get(PROMPT.name)
+    _check(line, PROMPT.name, prompt, None, PROMPT)
+    if of.whole:                            # the prompt is what precedes the first that counts
+        n = _length(line, row, n)
+        first = next((t for t in range(n) if own_mask[t]), n)
+        prompt = given["token_ids"][:first]
+    tokens, mu, pi, mask, entropy, versions = (
+        given[column.name] and given[column.name][first:n] for column in COLUMNS)
+    return Response(line, tokens, mu, pi, prompt, [bool(x) for x in mask], entropy or None,
+                    versions or None, not_finite)
+
+
+def _in_our_names(row: dict[str, Any], of: Format) -> dict[str, Any]:
+    """Return the row's columns; one number stands for a list of it, and ours may have no mask."""
+    given = {column.name: row.get(of.names.get(column.name, column.name)) for column in COLUMNS}
+    n = len(given["token_ids"]) if isinstance(given["token_ids"], list) else 0
+    if isinstance(given["weight_version"], int):
+        given["weight_version"] = [given["weight_version"]] * n
+    if given["response_mask"] is None and of is OURS:
+        given["response_mask"] = [1] * n
+    return given
 
 
 def _mask_nulls(given: dict[str, Any], n: int) -> int:
@@ -108,47 +171,42 @@ def _mask_nulls(given: dict[str, Any], n: int) -> int:
     prime-rl. The nulls of a prompt or a tool become 0. A null in the entropy of any token that is
     kept drops that column.
     """
-    _, mu, pi, mask, entropy, _ = given
-    of_entropy = [None] * n if given[entropy] is None else given[entropy]
-    columns = [given[mu], given[pi], given[mask], of_entropy]
-    if any(not isinstance(x, list) or len(x) != n for x in columns):
+    mu, pi, mask, entropy = (given[name] for name in (
+        "rollout_log_probs", "train_log_probs", "response_mask", "entropy"))
+    if any(not isinstance(x, list) or len(x) != n
+           for x in (mu, pi, mask, *([] if entropy is None else [entropy]))):
         return 0                                            # which is said by the checks
-    of_entropy, kept = [*of_entropy], [*given[mask]]        # the row's own tells the prompt's end
-    for t, (*log_probs, flag, h) in enumerate(zip(*columns)):
-        if None in log_probs and flag in FLAGS[0]:
-            kept[t] = 0
-        if h is None and not kept[t]:
-            of_entropy[t] = 0.0
-    if given[entropy] is not None:
-        given[entropy] = None if None in of_entropy else of_entropy
-    lost = sum(map(bool, given[mask])) - sum(map(bool, kept))
-    given[mask] = kept
-    given[mu], given[pi] = ([0.0 if x is None else x for x in column] for column in columns[:2])
-    return lost
+
+    kept = [0 if None in pair and flag in FLAGS else flag for *pair, flag in zip(mu, pi, mask)]
+    given |= {"rollout_log_probs": [0.0 if x is None else x for x in mu],
+              "train_log_probs": [0.0 if x is None else x for x in pi], "response_mask": kept}
+    if entropy is not None:
+        known = [0.0 if h is None and not flag else h for h, flag in zip(entropy, kept)]
+        given["entropy"] = None if None in known else known
+    return sum(map(bool, mask)) - sum(map(bool, kept))
 
 
-def _check(line: int, name: str, column: Any, *, whole: bool = False, log_prob: bool = False,
-           lowest: bool = False) -> None:
-    good = isinstance(column, list) and set(map(type, column)) <= (
-        {int} if whole else {int, float, bool})
-    good = good and not (whole and any(abs(x) >= 2 ** 63 for x in column))
-    try:
-        total = math.fsum(column) if good else math.nan
-    except (OverflowError, ValueError):     # too large, or infinities of both signs
-        total = math.nan
-    if not math.isfinite(total) and not (lowest and total == -math.inf):
-        what = "whole number of 64 bits" if whole else "finite number"
-        raise ValueError(f"line {line}: {name} has an entry that is no {what}")
-    if log_prob and column and (most := max(column)) > ABOVE:
-        raise ValueError(f"line {line}: {name} has a value above 0, {most:.3g}, which is no "
-                         "log-prob: logits in 16 bits leave an eighth at most")
+def _check(line: int, name: str, values: Any, n: int | None, column: Column) -> None:
+    """Raise the first complaint about a column of n values; `name`: what the row calls it."""
+    if values is None and column.optional:
+        return
+    if values is None:
+        raise ValueError(f"line {line}: {name} is missing")
+    if n is not None and (not isinstance(values, list) or len(values) != n):
+        raise ValueError(f"line {line}: {name} must be {column.instead}a list with an entry for "
+                         "each token")
+    for check in column.checks:
+        if complaint := check(values):
+            raise ValueError(f"line {line}: {name} {complaint}")
 
 
-def _check_values(line: int, name: str, column: list[Any], allowed: Container[Any],
-                  else_it_is: str) -> None:
-    for x in column:
-        if x not in allowed:
-            raise ValueError(f"line {line}: {name} has {x}, which is {else_it_is}")
+def _length(line: int, row: dict[str, Any], n: int) -> int:
+    """Return how many tokens are no padding, which NeMo-RL writes."""
+    length = row.get("input_lengths", n)
+    if type(length) is not int or not 0 <= length <= n:
+        raise ValueError(f"line {line}: input_lengths must be a number of tokens, at most {n}, "
+                         f"not {str(length)[:60]}")
+    return length
 
 
 def _parquet(path: str | Path) -> Iterator[dict[str, Any]]:
@@ -160,6 +218,8 @@ def _parquet(path: str | Path) -> Iterator[dict[str, Any]]:
         yield from batch.to_pylist()
 
 
+# ------------------------------------------------------------------------- of a padded batch
+
 def rows_of(prompts: Tensor, prompt_mask: Tensor, tokens: Tensor, token_mask: Tensor,
             response_mask: Tensor, rollout_log_prob: Tensor, train_log_prob: Tensor,
             entropy: Tensor | None = None, versions: Tensor | None = None
@@ -169,28 +229,47 @@ def rows_of(prompts: Tensor, prompt_mask: Tensor, tokens: Tensor, token_mask: Te
     A sampled token of which a log-prob is not finite, as TRL has where vLLM gave none, has null in
     both columns; `response` counts it. But log π = −∞ stays: `find_causes` names a cause by it.
     """
-    sampled = response_mask.bool()
-    finite = rollout_log_prob.isfinite() & (train_log_prob < math.inf) & (
-        sampled | train_log_prob.isfinite())
-    columns = {"token_ids": tokens, "rollout_log_probs": rollout_log_prob,
-               "train_log_probs": train_log_prob, "response_mask": sampled.int()}
-    columns |= {name: x for name, x in (("entropy", entropy), ("weight_version", versions))
-                if x is not None}
-    known = dict.fromkeys(("rollout_log_probs", "train_log_probs"), finite)
-    known |= {} if entropy is None else {"entropy": entropy.isfinite()}
-    columns, known = ({name: x.detach().cpu() for name, x in given.items()}
-                      for given in (columns, known))
-    prompts, prompt_mask, token_mask = (
-        x.detach().cpu() for x in (prompts, prompt_mask.bool(), token_mask.bool()))
+    known = _known(response_mask, rollout_log_prob, train_log_prob)
+    columns = {"prompt_ids": _lists(prompts, prompt_mask), "token_ids": _lists(tokens, token_mask),
+               "rollout_log_probs": _lists(rollout_log_prob, token_mask, known),
+               "train_log_probs": _lists(train_log_prob, token_mask, known),
+               "response_mask": _lists(response_mask.bool().int(), token_mask)}
+    if entropy is not None:
+        columns["entropy"] = _lists(entropy, token_mask, entropy.isfinite())
+    if versions is not None:
+        columns["weight_version"] = _lists(versions, token_mask)
+    return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
-    def listed(name: str, i: int) -> list[Any]:
-        values = columns[name][i][token_mask[i]].tolist()
-        if name not in known:
-            return values
-        return [x if is_known else None for x, is_known in zip(
-            values, known[name][i][token_mask[i]].tolist())]
-    return [{"prompt_ids": prompts[i][prompt_mask[i]].tolist(),
-             **{name: listed(name, i) for name in columns}} for i in range(len(tokens))]
+
+def responses_of(prompts: Tensor, prompt_mask: Tensor, tokens: Tensor, token_mask: Tensor,
+                 response_mask: Tensor, rollout_log_prob: Tensor, train_log_prob: Tensor,
+                 versions: Tensor | None = None) -> list[Response]:
+    """Return a padded batch as `read` would return it if `rows_of` had been written."""
+    known = _known(response_mask, rollout_log_prob, train_log_prob)
+    sampled = response_mask.bool()
+    columns = zip(
+        _lists(tokens, token_mask), _lists(rollout_log_prob.where(known, 0.0), token_mask),
+        _lists(train_log_prob.where(known, 0.0), token_mask), _lists(prompts, prompt_mask),
+        _lists(sampled & known, token_mask), _lists(sampled & ~known, token_mask),
+        [None] * len(tokens) if versions is None else _lists(versions, token_mask))
+    return [Response(line, ids, mu, pi, prompt, mask, None, drawn_by or None, sum(lost))
+            for line, (ids, mu, pi, prompt, mask, lost, drawn_by) in enumerate(columns, 1)]
+
+
+def _known(response_mask: Tensor, rollout_log_prob: Tensor, train_log_prob: Tensor) -> Tensor:
+    """Mark tokens of which both log-probs are numbers; π may be 0 for one that was sampled."""
+    return rollout_log_prob.isfinite() & (train_log_prob < math.inf) & (
+        response_mask.bool() | train_log_prob.isfinite())
+
+
+def _lists(x: Tensor, mask: Tensor, known: Tensor | None = None) -> list[list[Any]]:
+    """Return each row's values where the mask is set, and None for those that are not known."""
+    x, mask = x.detach().cpu(), mask.bool().cpu()
+    found = [row[there].tolist() for row, there in zip(x, mask)]
+    if known is None:
+        return found
+    return [[value if is_known else None for value, is_known in zip(*row)]
+            for row in zip(found, _lists(known, mask))]
 
 
 def append(path: str | Path, rows: list[dict[str, Any]]) -> None:

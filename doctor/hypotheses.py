@@ -20,7 +20,7 @@ from torch.func import functional_call
 from three_policies.rollout import quantize_weights
 from three_policies.training.shapes import pad_rows
 
-NEVER = -30.0          # the log-prob of a token that a cut excludes
+EXCLUDED = -30.0       # the log-prob of a token that a cut excludes
 CERTAIN = -1e-3        # log-probs nearer to 0 become this: their log-odds are rounding
 EXACT = 1e-6           # squared log-odds: float32's rounding
 COARSE = 2             # times what kernels move: more is no rounding of weights that are in order
@@ -144,7 +144,8 @@ class Scorer:
         # A token outside the edge by no more than noise was inside for the sampler.
         count = torch.maximum(inside(0.0).sum(-1), rank + 1)
         mass = self.ordered.cumsum(-1).gather(-1, count[:, None] - 1)
-        return torch.where(rank < inside(self.slack).sum(-1), (p / mass).log().squeeze(-1), NEVER)
+        kept = rank < inside(self.slack).sum(-1)
+        return torch.where(kept, (p / mass).log().squeeze(-1), EXCLUDED)
 
     @cached_property
     def counts(self) -> Tensor:
@@ -236,7 +237,7 @@ class Scorer:
 
 def bounded_log_odds(log_prob: Tensor) -> Tensor:
     """Return log p/(1 − p), finite also where p rounds to 0 or 1."""
-    log_prob = log_prob.clamp(NEVER, CERTAIN)
+    log_prob = log_prob.clamp(EXCLUDED, CERTAIN)
     return log_prob - torch.log(-torch.expm1(log_prob))
 
 
@@ -254,7 +255,7 @@ def to_fp8(w: Tensor, how: str) -> Tensor:
 
 
 class Hypothesis(NamedTuple):
-    """Hold a row of `TABLE`: a name, a cause, a way to score, and the values to try."""
+    """A row of `TABLE`: a name, a cause, a way to score, and the values to try."""
 
     name: str                                          # with a placeholder for the value
     cause: str | None                                  # None: no fault

@@ -76,6 +76,7 @@ def plant(of: Subject, cause: str, seed: int, severity: float = 0.5, variant: st
     edits: list[tuple[str, str]] = []
     versions: list[int] = []
     forced: dict[int, dict[int, int]] = {}
+
     for name in (cause, *([second] if second else [])):
         kinds = VARIANTS[name]
         kind = variant if variant and name == cause else kinds[seed % len(kinds)]
@@ -84,6 +85,7 @@ def plant(of: Subject, cause: str, seed: int, severity: float = 0.5, variant: st
     if noise and not (cause == "raw" and drawn.top_p < 1):      # kept ids are replayed exactly
         drawn = replace(drawn, half=True)
         record = replace(record, half=True) if record else None
+
     with torch.no_grad():
         x = [p for p in prompts(g, of.vocabulary, groups) for _ in range(SAMPLES)]
         if "stale" in (cause, second):
@@ -95,15 +97,18 @@ def plant(of: Subject, cause: str, seed: int, severity: float = 0.5, variant: st
             rows = draw(drawn, x, g, forced=forced)
             lp = log_probs(record or drawn, x, rows)
             mu = [pick(lp[i], y) for i, y in enumerate(rows)]
+
         if (cause == "healthy" and variant == "order") or (seed % 3 == 0 and not trainer.pads):
             lps = scored_in_parts(trainer, x, rows)
         else:
             lps = list(log_probs(trainer, x, rows))
         pi = [pick(lps[i], y) for i, y in enumerate(rows)]
         h = [-(a[:len(y)].exp() * a[:len(y)].clamp(min=-80)).sum(-1) for a, y in zip(lps, rows)]
+
         for name, kind in edits:
             rows, mu, pi = edited(name, kind, severity, g, of, x, rows, mu, pi, trainer, lps,
                                   forced)
+
     out = []
     for i, y in enumerate(rows):
         n = min(len(y), len(mu[i]), len(pi[i]))
@@ -177,55 +182,68 @@ def sides(of: Subject, cause: str, kind: str, severity: float, g: torch.Generato
     tau = 1 + (-1 if int(severity * 97) % 2 else 1) * scaled(0.06, 0.45, severity)
     keep = 1 - scaled(0.03, 0.3, severity)
     changes: dict[str, Any] = {}
+
     if cause == "temperature":
         if kind == "trainer":
             return drawn, replace(trainer, tau=tau), record, False
         right = replace(trainer, after=tau) if kind == "after" else trainer
         return replace(drawn, tau=tau), right, record, False
+
     if cause == "raw":
         changes = {"top_p": keep} if kind == "top-p" else {"tau": tau}
         right = trainer if kind == "both" else replace(trainer, **changes)
         return replace(drawn, **changes), right, drawn, False
+
     if cause == "cut":
         changes = ({"top_k": largest(of, 1 - keep)} if kind == "top-k" else {"top_p": keep}
                    if kind == "top-p" else {"min_p": scaled(0.1, 0.4, severity)})
         return replace(drawn, **changes), trainer, record, False
+
     if cause == "padding":
         side = replace(trainer if kind == "trainer" else drawn, pads=True)
         return (drawn, side, record, False) if kind == "trainer" else (side, trainer, record, False)
+
     if cause == "window":
         wide = int(36 - 20 * severity)
         changes = {"window": wide} if kind == "window" else {"head_cut": wide}
+
     if cause == "context":
         tokens = torch.randint(3, of.vocabulary, (1 + int(5 * severity),), generator=g).tolist()
         changes = {"bos": {"template": (BOS,)}, "template": {"template": tuple(tokens)},
                    "dropped": {"dropped": 1 + int(2 * severity)},
                    "prefix": {"before": older, "until": 0}}[kind]
+
     if cause == "in-flight":
         at = int(8 + 20 * torch.rand(1, generator=g).item())
         changes = {"before": of.older[min(5, 2 + int(4 * severity))], "until": at,
                    "kept_cache": kind == "kept"}
+
     if cause == "penalty":
         changes = {"repetition": {"repetition": scaled(1.05, 1.6, severity)},
                    "presence": {"presence": scaled(0.2, 2, severity)},
                    "frequency": {"frequency": scaled(0.1, 1, severity)}}[kind]
         changes["seen_prompt"] = kind == "repetition"
+
     if cause == "softcap":
         top = logits_size(of)
         changes = {"softcap": top * scaled(1.5, 0.4, severity)}
         if kind == "trainer":
             return drawn, replace(trainer, **changes), record, False
+
     if cause == "dropout":
         return drawn, replace(trainer, dropout=scaled(0.01, 0.1, severity)), record, False
     if cause == "flips":
         return drawn, replace(trainer, flips=scaled(0.01, 0.08, severity)), record, False
+
     if cause == "bf16-log-softmax":
         side = {"grid": torch.bfloat16}
         if kind == "trainer":
             return drawn, replace(trainer, **side), record, False
         return drawn, trainer, replace(drawn, **side), False
+
     if cause == "weights":
         changes = {"model": other_weights(of, drawn.model, kind, severity, g)}
+
     if cause == "healthy":
         if kind in ("bf16-sampler", "bf16-both"):
             drawn = replace(drawn, half=True)
@@ -235,6 +253,7 @@ def sides(of: Subject, cause: str, kind: str, severity: float, g: torch.Generato
             drawn, trainer = (replace(s, tau=0.6) for s in (drawn, trainer))
             drawn = replace(drawn, half=True)
         return drawn, trainer, record, False
+
     record = replace(record, **changes) if record else None     # it records what was drawn
     return (replace(drawn, **changes), trainer, record,
             cause in ("shift", "eos", "tool", "retokenised"))
@@ -279,12 +298,14 @@ def edited(cause: str, kind: str, severity: float, g: torch.Generator, of: Subje
            ) -> tuple[list[list[int]], list[Tensor], list[Tensor]]:
     """Plant what happens to the columns after both programs have done their part."""
     mu, pi, rows = list(mu), list(pi), list(rows)
+
     if cause == "shift":
         column, by = (pi if "trainer" in kind else mu), (1 if "+" in kind else -1)
         column[:] = [c.roll(by) for c in column]
         for c in column:
             if len(c):
                 c[0 if by > 0 else -1] = 0.0
+
     if cause == "eos":
         for i, y in enumerate(rows):
             if y[-1] == EOS:
@@ -294,11 +315,13 @@ def edited(cause: str, kind: str, severity: float, g: torch.Generator, of: Subje
                     pi[i][-1] -= scaled(0.4, 4, severity)
                 else:
                     pi[i][-1] = lps[i][len(y) - 1, PAD]
+
     if cause == "tool":
         for i, written in forced.items():
             for t in written:
                 if t < len(mu[i]):
                     mu[i][t] = 0.0
+
     if cause == "retokenised":
         for i in range(0, len(rows), max(3, int(16 - 12 * severity))):
             n = len(rows[i])

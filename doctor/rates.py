@@ -1,9 +1,9 @@
 """Count how often the doctor names the planted cause, on models that its rules never saw.
 
-The rules of causes.py were written while looking at the dumps of the split `written` and at those
-of earlier judgements: seeds from 5000, 9000, 13000, 17000, 21000 and 27000. They are judged on the
-split `judged`: other architectures, seeds from 31000. These were judged once, after the rules had
-been committed. doctor/rates.txt is the output.
+The rules of laws.py, places.py and causes.py were written while looking at the dumps of the split
+`written` and at those of earlier judgements: seeds from 5000, 9000, 13000, 17000, 21000 and 27000.
+They are judged on the split `judged`: other architectures, seeds from 31000. These were judged
+once, after the rules had been committed. doctor/rates.txt is the output.
 
     python doctor/rates.py --cache DIR [--split judged] [--write doctor/rates.txt]
 
@@ -16,7 +16,6 @@ import functools
 import itertools
 import json
 import math
-import unittest.mock
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 
 from three_policies import doctor
-from three_policies.doctor import causes, plants, sides
-from three_policies.doctor.causes import log_odds
+from three_policies.doctor import causes, laws, plants, sides
 from three_policies.doctor.dumps import read
-
+from three_policies.doctor.places import places
+from three_policies.doctor.tokens import Tokens, log_odds
 
 SPLITS = {"written": ("Qwen2", "Llama", "Mixtral", "Olmo2"),
           "judged": ("Gemma2", "Qwen2Moe", "Mistral", "Qwen3")}
@@ -40,7 +39,7 @@ judgements. Chapter 16 has the last two of these, with seeds from 21000 and 2700
 that followed from this judgement changes.
 """
 LIMITED = """\
-How far values lie from the limits of causes.py that were set by hand, at 128 rows. A cause may be
+How far values lie from the limits of laws.py that were set by hand, at 128 rows. A cause may be
 found beyond its limit and still not be named, if another explains more.
 """
 MIXTURES = ("Mixtral", "Qwen2Moe")
@@ -162,6 +161,7 @@ def judge(split: str, cache: Path, rows: int) -> tuple[Counter[tuple[str, str]],
     count: Counter[tuple[str, str]] = Counter()
     missed: list[tuple[Case, float, str]] = []
     noise: dict[tuple[str, int], float] = {}            # of a model's healthy pairs the largest gap
+
     for case, path in dumps(split, cache):
         report = doctor.examine(dump_rows(path, rows))
         found = [finding.cause for finding in report.causes]
@@ -172,6 +172,7 @@ def judge(split: str, cache: Path, rows: int) -> tuple[Counter[tuple[str, str]],
             count["below", "n"] += 1
             count["below", "first"] += found[:1] == [case.cause]
             continue
+
         if case.second:
             both = {case.cause, case.second}
             cause, first = "pairs of causes", found[:1] and found[0] in both
@@ -180,6 +181,7 @@ def judge(split: str, cache: Path, rows: int) -> tuple[Counter[tuple[str, str]],
             cause, first, two = case.cause, not found, not found
         else:
             cause, first, two = case.cause, found[:1] == [case.cause], case.cause in found[:2]
+
         count[cause, "n"] += 1
         count[cause, "first"] += bool(first)
         count[cause, "two"] += bool(two)
@@ -203,12 +205,14 @@ def table(split: str, cache: Path) -> str:
     """Return the rates as markdown: by cause at 128 rows, and of all causes by number of rows."""
     lines = [f"Dumps of {', '.join(SPLITS[split])}: 16 prompts × 8 responses × at most 40 tokens.",
              "", "| cause | dumps | first | among two |", "|---|---|---|---|"]
+
     count, missed = judge(split, cache, 128)
     for cause in [*plants.VARIANTS, "pairs of causes"]:
         n, first, two = (count[cause, x] for x in ("n", "first", "two"))
-        said = f"{two} both" if cause.startswith("pairs") else two
+        second = f"{two} both" if cause.startswith("pairs") else two
         lines.append(f"| {'no alarm on healthy' if cause == 'healthy' else cause} | {n} | {first} "
-                     f"| {said} |")
+                     f"| {second} |")
+
     lines += ["", "| rows | first | among two | false alarms | pairs: one first | both |",
               "|---|---|---|---|---|---|"]
     for rows in ROWS:
@@ -219,6 +223,7 @@ def table(split: str, cache: Path) -> str:
         lines.append(f"| {rows} | {first / n:.1%} | {two / n:.1%} | "
                      f"{got['healthy', 'n'] - got['healthy', 'first']} of {got['healthy', 'n']} | "
                      f"{one / pairs:.0%} | {both / pairs:.0%} |")
+
     changed = [f"{case.name} ({before.architecture} {before.model}, {before.variant}) from "
                f"{before.severity:.2f} to {case.severity:.2f}"
                + f", model {case.model}" * (case.model != before.model)
@@ -240,34 +245,33 @@ FOR = {"E[ρ]": ("cut", "raw"), "tail": ("cut",), "division": ("temperature",),
        "rare scatter": ("flips",), "step": ("in-flight",)}
 
 
-def met(x: causes.Tokens) -> dict[str, float]:
+def met(x: Tokens) -> dict[str, float]:
     """Return the largest value that was held against each limit in a dump."""
-    found: dict[str, float] = {}
-
-    def listen(name: str, value: float) -> bool:
-        if value == value:                      # NaN: too few tokens
-            found[name] = max(value, found.get(name, -math.inf))
-        return value > causes.LIMITS[name]
-    with unittest.mock.patch.object(causes, "beyond", listen):
-        causes.places(x)
+    with laws.watched() as held:
+        places(x)
         for law in causes.LAWS:
             law(x)
         causes.texture(x, alone=True)
+
+    found: dict[str, float] = {}
+    for name, value in held:
+        if value == value:                      # NaN: too few tokens
+            found[name] = max(value, found.get(name, -math.inf))
     return found
 
 
 def limits(split: str, cache: Path) -> str:
-    """Return how far from each limit of doctor/causes.py its value lies, as a table.
+    """Return how far from each limit of doctor/laws.py its value lies, as a table.
 
     A dump's value is the largest that the rule met in it. Rules that do not apply to a dump, such
     as those of padding where all prompts are equally long, have none.
     """
-    with_cause: dict[str, list[float]] = {name: [] for name in causes.LIMITS}
-    without: dict[str, list[tuple[float, str]]] = {name: [] for name in causes.LIMITS}
+    with_cause: dict[str, list[float]] = {name: [] for name in laws.LIMITS}
+    without: dict[str, list[tuple[float, str]]] = {name: [] for name in laws.LIMITS}
     for case, path in dumps(split, cache):
         if case.second or case.name.endswith(BELOW):
             continue
-        for name, value in met(causes.Tokens.of(list(read(path)))).items():
+        for name, value in met(Tokens.of(list(read(path)))).items():
             if case.cause in FOR.get(name, (name.split(",")[0],)):
                 with_cause[name].append(value)
             else:
@@ -277,7 +281,7 @@ def limits(split: str, cache: Path) -> str:
     lines = [f"Seeds from {FIRST_SEED[split]}, {', '.join(SPLITS[split])}:", "",
              "| limit | set to | with the cause: lowest, quarter, median | without: highest |",
              "|---|---|---|---|"]
-    for name, limit in causes.LIMITS.items():
+    for name, limit in laws.LIMITS.items():
         own = torch.tensor(with_cause[name], dtype=torch.float64)
         low = ", ".join(short(own.quantile(q).item()) for q in (0, 0.25, 0.5) if len(own))
         high = ", ".join(f"{short(value)} {cause}"
@@ -291,7 +295,7 @@ def noise(split: str, cache: Path) -> str:
     sizes: list[float] = []
     for case, path in dumps(split, cache):
         if case.cause == "healthy":
-            d = causes.Tokens.of(list(read(path))).d()
+            d = Tokens.of(list(read(path))).d()
             sizes.append(d.square().mean().sqrt().item())
     noisy = torch.tensor([x for x in sizes if x > 1e-4])
     low, middle, high = (noisy.quantile(q).item() for q in (0, 0.5, 1))

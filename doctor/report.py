@@ -1,6 +1,6 @@
 """Say what a dump of log-probs holds: whether π is a distribution, and the causes of a mismatch.
 
-A dump has log μ and log π of sampled tokens. causes.py has the laws that tell its cause.
+A dump has log μ and log π of sampled tokens. causes.py finds what made them differ.
 """
 
 import math
@@ -8,8 +8,9 @@ import zlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from three_policies.doctor.causes import (CAUSES, ROUNDING, Finding, Tokens, find_causes, one_sided,
-                                          undrawn)
+from three_policies.doctor.causes import CAUSES, find_causes
+from three_policies.doctor.laws import Finding
+from three_policies.doctor.tokens import ROUNDING, Tokens, one_sided, undrawn
 
 LIMIT = 300_000         # most tokens, masked ones too, that are searched for causes
 TELLS = 0.05            # E[ρ] is affirmed if its doubt is at most this: see `Report.proper`
@@ -25,7 +26,7 @@ class Lost(NamedTuple):
     responses: int = 0                  # that have such a token
     whole: int = 0                      # of these, that have no other sampled token
 
-    def says(self, tokens: int, responses: int) -> str:
+    def line(self, tokens: int, responses: int) -> str:
         """Return a sentence, given how many other tokens and how many responses there are."""
         rows = (f"whole rows of them, {self.whole} of {responses}" if self.whole == self.responses
                 else f"in {self.responses} of {responses} responses, "
@@ -35,7 +36,7 @@ class Lost(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Hold what a dump says: E[ρ] over all its tokens, and at most three causes."""
+    """What a dump says: E[ρ] over all its tokens, and at most three causes."""
 
     responses: int
     tokens: int
@@ -83,7 +84,7 @@ class Report(NamedTuple):
         """Return one line: E[ρ], the first cause, and what is not finite."""
         first = self.causes[0] if self.causes else None
         undecided = " (undecided)" * (self.proper is None)
-        lost = f"; {self.lost.says(self.tokens, self.responses)}" * bool(self.lost.tokens)
+        lost = f"; {self.lost.line(self.tokens, self.responses)}" * bool(self.lost.tokens)
         return f"E[ρ] = {self.mean:.4f} ± {self.error:.4f}{undecided}; " + (
             f"{first.cause} ({first.confidence}): {first.evidence}" if first else
             f"no cause found: {self.without_cause()}") + lost
@@ -112,17 +113,20 @@ class Report(NamedTuple):
         return f"π is NOT a distribution over what μ sampled{unless}: {found}."
 
     def __str__(self) -> str:
-        lines = [f"{self.responses} responses, {self.tokens} tokens.",
-                 *([f"{self.lost.says(self.tokens, self.responses)}. Look at the engine's output "
-                    "first."] * bool(self.lost.tokens)),
-                 *(f"Without {name}: {cost}." for name, cost in COSTS if name in self.missing),
-                 self.verdict()]
+        lines = [f"{self.responses} responses, {self.tokens} tokens."]
+        if self.lost.tokens:
+            lines.append(f"{self.lost.line(self.tokens, self.responses)}. Look at the engine's "
+                         "output first.")
+        lines += [f"Without {name}: {cost}." for name, cost in COSTS if name in self.missing]
+        lines.append(self.verdict())
+
         others = {f.other.cause for f in self.causes if f.other}
         for f in self.causes:
             what, remedy = CAUSES[f.cause]
             word = "Or" if f.cause in others and f.left >= 1 else "Then"
             lines += [f"{'Cause' if f is self.causes[0] else word:8}{what} ({f.cause}): "
                       f"{f.confidence}", f"        {f.evidence}", f"Do      {remedy}"]
+
         if not self.causes:
             copied = len(self.looked_at.mu) and not self.looked_at.d().any()
             lines.append("No cause found: " + (
@@ -132,7 +136,7 @@ class Report(NamedTuple):
 
 
 def examine(dump: Iterable[Any]) -> Report:
-    """Read responses (adapters.dumps.Response) once: E[ρ] is of all, the causes of a part.
+    """Read responses (doctor.dumps.Response) once: E[ρ] is of all, the causes of a part.
 
     (eq:affirmed)
     The part has at most LIMIT tokens, in whole groups of equal prompts, chosen by a hash of the
@@ -142,6 +146,7 @@ def examine(dump: Iterable[Any]) -> Report:
     kept: list[tuple[float, Any]] = []
     share, held, responses, tokens, total, squares = 1.0, 0, 0, 0, 0.0, 0.0
     lacking, lost = set[str](), Lost()
+
     for r in dump:
         columns = zip(r.rollout_log_probs, r.train_log_probs, r.mask)
         over = [math.expm1(min(20.0, pi - mu)) for mu, pi, counts in columns if counts]   # ρ − 1
@@ -151,15 +156,21 @@ def examine(dump: Iterable[Any]) -> Report:
                     lost.whole + (r.not_finite > 0 and not over))
         lacking |= {name for name, x in (("prompt_ids", r.prompt_ids), ("entropy", r.entropy))
                     if x is None and r.token_ids}
-        text = repr(r.token_ids if r.prompt_ids is None else (r.prompt_ids, r.line >> 12))
-        place = zlib.crc32(text.encode()) / 2 ** 32
-        if place < share:
+
+        if (place := _place(r)) < share:
             kept.append((place, r))
             held += len(r.token_ids)
         while held > LIMIT and len(kept) > 1:
             share /= 2
             kept = [(p, one) for p, one in kept if p < share] or kept[:len(kept) // 2]
             held = sum(len(one.token_ids) for _, one in kept)
+
     mean, part = 1 + total / max(1, tokens), Tokens.of([r for _, r in kept])
     return Report(responses, tokens, mean, math.sqrt(squares) / max(1, tokens),
                   tuple(sorted(lacking)), find_causes(part), part, lost)
+
+
+def _place(r: Any) -> float:
+    """Return a number in [0, 1) that the responses to one prompt share."""
+    text = repr(r.token_ids if r.prompt_ids is None else (r.prompt_ids, r.line >> 12))
+    return zlib.crc32(text.encode()) / 2 ** 32

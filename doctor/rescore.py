@@ -15,7 +15,7 @@ columns of a dump are matched to these scores. This file decides
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from three_policies.doctor.dumps import Response, response, rows_of
-from three_policies.doctor.hypotheses import (DIVIDED, EXACT, HALF, IN_16_BITS, NEVER, SCALED,
+from three_policies.doctor.hypotheses import (DIVIDED, EXACT, EXCLUDED, HALF, IN_16_BITS, SCALED,
                                               STALE, TABLE, Hypothesis, Scorer, bounded_log_odds)
 from three_policies.engines.choice import make_engine
 from three_policies.policy import Policy
@@ -73,6 +73,7 @@ class Grid(NamedTuple):
         return (f"{moved}; {self.same:.1%} of the weights in bfloat16 are still the first ones, "
                 f"those of --older, though the trainer has changed {self.changed:.1%} of these; "
                 f"they have made {self.arrived:.0%} of the policy's move")
+
 
 class Match(NamedTuple):
     """A Match is a hypothesis with its best value for one column."""
@@ -142,11 +143,11 @@ def match(s: Scorer, recorded: Tensor, mask: Tensor,
     """Match a column [N] to each row of a table, until a row leaves (almost) nothing of the gap."""
     r = bounded_log_odds(recorded)
     gap = (r - bounded_log_odds(s.log_prob(s.plain))).square() * mask
-    found, kept = list[Match](), (r[mask] > NEVER).all()       # kept: nothing drawn was cut off
+    found, kept = list[Match](), (r[mask] > EXCLUDED).all()       # kept: nothing drawn was cut off
 
     def left(h: Hypothesis, x: Any) -> float:
         o = bounded_log_odds(h.score(s, x))
-        silent = o.isnan() | ((o <= NEVER) & kept)
+        silent = o.isnan() | ((o <= EXCLUDED) & kept)
         rest = torch.where(silent, gap, (r - o).square() * mask)
         return ((rest.sum() + EXACT * len(r)) / (gap.sum() + EXACT * len(r))).item()
 
@@ -155,19 +156,30 @@ def match(s: Scorer, recorded: Tensor, mask: Tensor,
                 found and gap.mean() < EXACT):
             break
         tried = {x: left(h, x) for x in h.values(s, gap)}
-        for _ in range(4 * h.search):              # six values between the best one's neighbours
-            order = sorted(tried)
-            i = order.index(min(order, key=tried.__getitem__))
-            low, high = order[max(0, i - 1)], order[min(len(order) - 1, i + 1)]
-            tried |= {x: left(h, x) for x in (low + (high - low) * j / 7 for j in range(1, 7))}
+        if h.search:
+            search(tried, lambda x, h=h: left(h, x))
         if tried:
-            least = min(tried.values())
-            ties = [x for x in tried if tried[x] <= 1.0001 * least]
-            best = (min(ties) + max(ties)) / 2 if h.search else ties[0]  # a cut is no one number
-            name = h.name.format(*best) if isinstance(best, tuple) else h.name.format(best)
-            cost = mask.sum().item() / 2 * math.log(least) + 2 * math.log(len(tried))
-            found.append(Match(name, h.cause, best, least, cost, row=h.name))
+            found.append(best_of(h, tried, mask.sum().item()))
     return found
+
+
+def search(tried: dict[Any, float], left: Callable[[Any], float]) -> None:
+    """Try more values of a hypothesis, four times six, between the best one's neighbours."""
+    for _ in range(4):
+        order = sorted(tried)
+        i = order.index(min(order, key=tried.__getitem__))
+        low, high = order[max(0, i - 1)], order[min(len(order) - 1, i + 1)]
+        tried |= {x: left(x) for x in (low + (high - low) * j / 7 for j in range(1, 7))}
+
+
+def best_of(h: Hypothesis, tried: dict[Any, float], tokens: float) -> Match:
+    """Return a hypothesis with the value that leaves least, or the middle of those that do."""
+    least = min(tried.values())
+    ties = [x for x in tried if tried[x] <= 1.0001 * least]
+    best = (min(ties) + max(ties)) / 2 if h.search else ties[0]         # a cut is no one number
+    name = h.name.format(*best) if isinstance(best, tuple) else h.name.format(best)
+    cost = tokens / 2 * math.log(least) + 2 * math.log(len(tried))
+    return Match(name, h.cause, best, least, cost, row=h.name)
 
 
 def likeliest(fits: Iterable[Match]) -> list[Match]:
@@ -191,18 +203,15 @@ def judge(s: Scorer, recorded: Tensor, mask: Tensor) -> Match:
     gap, fits = squares(recorded, plain, mask), match(s, recorded, mask)
     noise, share = noise_of(s, mask), squares(recorded, noisy, mask) / gap
     if min(m.left for m in fits) > SOLVED:
-        # Noise decides which tokens are at the edge of a cut, and it can hide a small fault.
-        large = {None, "shift", "context", "padding", "window", "dropout"}
-        small = [h for h in TABLE if h.cause == "cut" or (share < 0.8 and h.cause not in large)]
-        earned = mask.sum().item() / 2 * math.log(share)
-        fits += [m._replace(left=m.left * share, cost=m.cost + earned)
-                 for m in match(s.noisy, recorded, mask, small) if m.left < 0.9]
+        fits += match_in_bfloat16(s, recorded, mask, share)
+
     best, *others = likeliest(fits)
     if best.row == STALE and s.swallows and squares(recorded, noisy, mask) < FLOORS * max(
             best.left * gap, squares(noisy, s.coarse, mask)):       # a sync would bring no more
         best, others = next(m for m in fits if m.row == HALF), [best]
     other = next((m for m in others if m.name != best.name), best)
     best = best._replace(rest=best.left * gap, next=(other.name, other.left))
+
     if best.left > 0.1 and torch.equal(recorded[mask], recorded[mask].bfloat16().float()):
         return best._replace(name=IN_16_BITS, cause="bf16-log-softmax", parameter=None, row="")
     if best.left < EXPLAINED or best.cause == "dropout" or (best.left < 0.9 and best.rest < noise):
@@ -211,6 +220,18 @@ def judge(s: Scorer, recorded: Tensor, mask: Tensor) -> Match:
                          next=(best.name, best.left))
     return (best._replace(name="plain", cause=None) if gap < noise else
             best._replace(name="none of these", cause="unknown"))
+
+
+def match_in_bfloat16(s: Scorer, recorded: Tensor, mask: Tensor, share: float) -> list[Match]:
+    """Match a column to rows that bfloat16 computes; share: that it leaves of the gap by itself.
+
+    Noise decides which tokens are at the edge of a cut, and it can hide a small fault.
+    """
+    large = {None, "shift", "context", "padding", "window", "dropout"}
+    small = [h for h in TABLE if h.cause == "cut" or (share < 0.8 and h.cause not in large)]
+    earned = mask.sum().item() / 2 * math.log(share)
+    return [m._replace(left=m.left * share, cost=m.cost + earned)
+            for m in match(s.noisy, recorded, mask, small) if m.left < 0.9]
 
 
 def grid_of(s: Scorer) -> Grid:
@@ -248,60 +269,89 @@ def rescore(path: str, older: Sequence[str], responses: Iterable[Response]) -> R
     path: the directory of the trainer's model. older: those of its older checkpoints, newest first.
     Raises ValueError for a response without a prompt, or a model that is not the dump's.
     """
-    kept, model = list(responses), read(path, "--model").eval()
+    model = read(path, "--model").eval()
+    kept, rows = scorable(path, model, list(responses))
+    s = Scorer(model, older_weights(path, model, older), rows)
+    μ, π = (torch.tensor([x for row in column for x in row]) for column in (
+        [r.rollout_log_probs for r in kept], [r.train_log_probs for r in kept]))
+    mask = torch.tensor([m for r in kept for m in r.mask])
+
+    rollout, train, s = at_one_temperature(
+        s, judge(s, μ, mask), judge(s, π, mask), μ, π, mask)
+    # E[log π − log μ] ≤ 0 on samples of μ. If it is positive, π drew them, and μ is a raw record.
+    proper = train.cause in ("temperature", "cut", "penalty") and train.row != DIVIDED
+    if rollout.cause is None and proper and (π - μ)[mask].sum() > 0:
+        rollout = train._replace(name=f"plain, before {train.name}", cause="raw")
+        train = train._replace(cause=None)
+
+    alike = (rollout.name, rollout.parameter) == (train.name, train.parameter)
+    if alike and train.cause != "unknown":
+        rollout, train = rollout._replace(cause=None), train._replace(cause=None)
+    rollout, train = with_grid(s, rollout, train)
+
+    sides = [side for side, m in (("rollout", rollout), ("train", train)) if m.cause]
+    apart = squares(μ, π, mask)
+    if not sides and not alike and apart > EXACT and apart > noise_of(s, mask):
+        sides = ["unknown"]             # each is near the model, and they are not near each other
+    return Rescored(rollout, train, "both" if len(sides) > 1 else (sides or ["none"])[0])
+
+
+def scorable(path: str, model: Any, responses: list[Response]
+             ) -> tuple[list[Response], list[tuple[list[int], list[int]]]]:
+    """Return the responses whose logits fit, and each one's prompt and tokens, as the model's."""
     vocabulary = model.config.get_text_config().vocab_size
-    if missing := [r.line for r in kept if not r.prompt_ids]:
+    if missing := [r.line for r in responses if not r.prompt_ids]:
         raise ValueError(f"line {missing[0]} has no prompt_ids: no model can score its response.")
-    most = LOGITS // vocabulary
-    kept = kept[:max(1, sum(n <= most for n in accumulate(len(r.token_ids) for r in kept)))]
+
+    most, sizes = LOGITS // vocabulary, accumulate(len(r.token_ids) for r in responses)
+    kept = responses[:max(1, sum(n <= most for n in sizes))]
     rows = [(list(r.prompt_ids or ()), list(r.token_ids)) for r in kept]
     for r, (prompt, tokens) in zip(kept, rows):
         if (largest := max(prompt + tokens)) >= vocabulary:
             raise ValueError(f"line {r.line} has token {largest}, and the vocabulary of --model "
                              f"{path} has {vocabulary}: it is not the model of this dump.")
+    return kept, rows
+
+
+def older_weights(path: str, model: Any, older: Sequence[str]) -> list[dict[str, Tensor]]:
+    """Return the weights of the older checkpoints, which have the names and shapes of the model."""
     earlier = [read(p, "--older").state_dict() for p in older]
     shapes, *others = ({name: x.shape for name, x in weights.items()}
                        for weights in (model.state_dict(), *earlier))
     if strange := [p for p, other in zip(older, others) if other != shapes]:
         raise ValueError(f"--older {strange[0]} has weights of other names or shapes than --model "
                          f"{path}: it is no older checkpoint of that model")
-    s = Scorer(model, earlier, rows)
-    μ, π = (torch.tensor([x for row in column for x in row]) for column in (
-        [r.rollout_log_probs for r in kept], [r.train_log_probs for r in kept]))
-    mask = torch.tensor([m for r in kept for m in r.mask])
-    rollout, train = judge(s, μ, mask), judge(s, π, mask)
-    # Both columns may be at the sampling temperature. Then a fault is a departure from there.
+    return earlier
+
+
+def at_one_temperature(s: Scorer, rollout: Match, train: Match, μ: Tensor, π: Tensor, mask: Tensor
+                       ) -> tuple[Match, Match, Scorer]:
+    """Judge a faulty column again if the other one is the plain model at a temperature.
+
+    Both columns may be at the sampling temperature. Then a fault is a departure from there.
+    """
     for one, other, column in sorted(((rollout, train, π), (train, rollout, μ)),
                                      key=lambda pair: pair[0].left):
-        if one.row == SCALED and other.cause:
-            there = Scorer(model, s.older, rows, temperature=one.parameter)
-            hot = judge(there, column, mask)
-            if hot.cause is None or (hot.cause != "unknown" and hot.rest < other.rest):
-                at = f", at temperature {one.parameter:.3g}"
-                value = hot.parameter if hot.cause else one.parameter
-                hot = hot._replace(name=hot.name + at, parameter=value)
-                agreed, s = one._replace(cause=None), there
-                rollout, train = (agreed, hot) if column is π else (hot, agreed)
-                break
-    # E[log π − log μ] ≤ 0 on samples of μ. If it is positive, π drew them, and μ is a raw record.
-    proper = train.cause in ("temperature", "cut", "penalty") and train.row != DIVIDED
-    if rollout.cause is None and proper and (π - μ)[mask].sum() > 0:
-        rollout = train._replace(name=f"plain, before {train.name}", cause="raw")
-        train = train._replace(cause=None)
-    alike = (rollout.name, rollout.parameter) == (train.name, train.parameter)
-    if alike and train.cause != "unknown":
-        rollout, train = rollout._replace(cause=None), train._replace(cause=None)
-    if (rollout.row == HALF) != (train.row == HALF) and s.swallows:
-        grid = grid_of(s)
-        if rollout.row == HALF:
-            rollout = rollout._replace(cause="below-grid" if grid.below else "weights", grid=grid)
-        else:
-            train = train._replace(cause="weights", grid=grid)
-    sides = [side for side, m in (("rollout", rollout), ("train", train)) if m.cause]
-    apart = squares(μ, π, mask)
-    if not sides and not alike and apart > EXACT and apart > noise_of(s, mask):
-        sides = ["unknown"]             # each is near the model, and they are not near each other
-    return Rescored(rollout, train, "both" if len(sides) > 1 else (sides or ["none"])[0])
+        if one.row != SCALED or not other.cause:
+            continue
+        there = Scorer(s.original, s.older, s.rows, temperature=one.parameter)
+        hot = judge(there, column, mask)
+        if hot.cause is None or (hot.cause != "unknown" and hot.rest < other.rest):
+            hot = hot._replace(name=f"{hot.name}, at temperature {one.parameter:.3g}",
+                               parameter=hot.parameter if hot.cause else one.parameter)
+            agreed = one._replace(cause=None)
+            return (agreed, hot, there) if column is π else (hot, agreed, there)
+    return rollout, train, s
+
+
+def with_grid(s: Scorer, rollout: Match, train: Match) -> tuple[Match, Match]:
+    """Call it a fault if one column alone is in bfloat16, and that does more than two kernels."""
+    if (rollout.row == HALF) == (train.row == HALF) or not s.swallows:
+        return rollout, train
+    grid = grid_of(s)
+    if rollout.row == HALF:
+        return rollout._replace(cause="below-grid" if grid.below else "weights", grid=grid), train
+    return rollout, train._replace(cause="weights", grid=grid)
 
 
 @torch.no_grad()

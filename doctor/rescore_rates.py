@@ -189,10 +189,12 @@ def plants(model: Any, older: list[Any], prompts, rng: Any):
     def plain(ps, ys, **k): return score(model, ps, ys, **k)
     def by(changed): return lambda ps, ys: score(changed, ps, ys)
     def read_by(r): return lambda ps, ys: plain(ps, ys, readout=r)
+
     yield "none", None, none, plain
     yield "none", None, heated(1.3), plain
     yield "none", None, heated(0.7), plain
     yield "none", None, none, by(eager)
+
     τ = pick(0.7, 0.8, 1.2)
     r = heated(τ)
     yield "raw", τ, r, read_by(r)
@@ -201,14 +203,17 @@ def plants(model: Any, older: list[Any], prompts, rng: Any):
         yield "temperature", τ, r, read_by(r)
     τ = pick(0.7, 0.85, 1.3)
     yield "temperature", τ, none, lambda ps, ys, τ=τ: [x / τ for x in plain(ps, ys)]
+
     for given in (dict(top_p=pick(0.8, 0.9, 0.95)), dict(top_k=pick(3, 5, 10)),
                   dict(min_p=pick(0.02, 0.05, 0.1))):
         r = cut(**given)
         yield "cut", next(iter(given.values())), r, read_by(r)
+
     for kind, x in (("repetition", pick(1.05, 1.2, 1.5)), ("presence", pick(0.3, 0.5, 1.0)),
                     ("frequency", pick(0.2, 0.5, 1.0))):
         r = penalised(kind, x)
         yield "penalty", x, r, read_by(r)
+
     if getattr(model.config, "final_logit_softcapping", None):
         bare = copy.deepcopy(model)
         bare.config.final_logit_softcapping = None
@@ -217,18 +222,21 @@ def plants(model: Any, older: list[Any], prompts, rng: Any):
         x = pick(2.0, 5.0, 8.0)
         r = capped(x)
         yield "softcap", x, r, read_by(r)
+
     by_one = pick(1, -1)
     yield "shift", None, none, lambda ps, ys: shifted(plain(ps, ys), by_one)
     pad = pick(0, 0, 3)
     most = max(map(len, prompts)) + pad
     yield "padding", most, none, lambda ps, ys: plain(
         ps, ys, change=lambda p: [0] * (most - len(p)) + p)
+
     W = pick(12, 16, 20)
     yield "window", W, none, lambda ps, ys: band(model, ps, ys, W)
     yield "window", W, none, lambda ps, ys: alone(model, ps, ys, W)
     yield "bf16-log-softmax", None, none, lambda ps, ys: plain(
         ps, ys, log_softmax=lambda z: z.bfloat16().log_softmax(-1))
     yield "dropout", None, none, lambda ps, ys: dropped(model, ps, ys, 0.1)
+
     k = pick(1, 2, 3)
     yield "weights", k, none, by(older[k - 1])
     for place in (f"layers.{pick(0, 1)}.", "embed", "head"):
@@ -242,6 +250,7 @@ def plants(model: Any, older: list[Any], prompts, rng: Any):
             model, dict(quantize_weights(model.state_dict().items(), bits))))
     yield "weights", "fp8", none, by(with_weights(
         model, {n: fp8(w) for n, w in model.state_dict().items()}))
+
     yield "context", None, none, lambda ps, ys: plain(ps, ys, change=lambda p: p[1:])
     yield "context", None, none, lambda ps, ys: plain(ps, ys, change=lambda p: p[:1] + p)
     yield "unknown", None, none, lambda ps, ys: other_rows(plain(ps, ys))
@@ -278,10 +287,12 @@ def planted(kind: str, seed: int, place: Path, groups: int = 8, longest: int = 3
     lengths = (5, 9, 14, 7, 11, 6, 12, 8)[:groups]
     prompts = [x for n in lengths
                for x in [torch.randint(3, VOCABULARY, (n,), generator=rng).tolist()] * 4]
+
     for i, (cause, wanted, readout, faulty) in enumerate(plants(model, older, prompts, rng)):
         for side in ("rollout", "train"):
             if (only and cause not in only) or (side == "train" and cause in ("none", "raw")):
                 continue
+
             read = plain_readout if side == "train" else readout
             noise = ("none", "other", "both")[(i + seed + (side == "train")) % 3]
             edge = cause == "cut" and noise == "both"        # noise decides who is in the set too
@@ -289,6 +300,7 @@ def planted(kind: str, seed: int, place: Path, groups: int = 8, longest: int = 3
                 torch.manual_seed(1000 * seed + i)
                 ys = sample(noisy if edge else model, prompts, longest, read)
                 drawn[read] = ys, score(model, prompts, ys), score(noisy, prompts, ys)
+
             ys, good, rounded = drawn[read]
             bad = faulty(prompts, ys)
             if edge:
@@ -300,6 +312,7 @@ def planted(kind: str, seed: int, place: Path, groups: int = 8, longest: int = 3
             good = good if noise == "none" else rounded
             if cause == "raw":                       # the trainer is at the temperature, as it was
                 bad, good = good, bad
+
             μ, π = ([x.clamp(-30, 0).tolist() for x in column]
                     for column in ((bad, good) if side == "rollout" else (good, bad)))
             yield Planted(cause, wanted, side, noise, paths, [
@@ -332,6 +345,7 @@ def main(arguments: list[str]) -> None:
     only = [x for x in arguments if not x.startswith("-")]
     sums, missed = dict[str, list[int]](), list[str]()
     models = TUNED if "--tune" in arguments else JUDGED
+
     with tempfile.TemporaryDirectory() as place:
         for kind, seed in models:
             for plant in planted(kind, seed, Path(place), only=only):
@@ -345,6 +359,7 @@ def main(arguments: list[str]) -> None:
                 missed += [line] * (not all(good))
                 if not all(good) or "-v" in arguments:
                     print(line, flush=True)
+
             if not arguments:
                 Path(__file__).with_name("rescore-rates.txt").write_text("\n".join([
                     "# How often rescoring is right", "",

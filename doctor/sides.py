@@ -87,12 +87,15 @@ def subject(seed: int, architecture: str | None = None) -> Subject:
     architecture = architecture or ARCHITECTURES[seed % len(ARCHITECTURES)]
     vocabulary = int(30 * (500 / 30) ** pick[0])
     model = build(architecture, seed, vocabulary)
+
     bias = -(0.2 + pick[1]) * torch.arange(1, vocabulary + 1).log()[
         torch.randperm(vocabulary, generator=g)]
     bias[EOS], bias[PAD], bias[BOS] = bias.max() + 0.0, -30, -30
     side = Side(model, bias)
+
     goal = 0.3 * 10 ** (0.9 * pick[2])
     goal = min(goal, 0.75 * math.log(vocabulary))
+
     probe = prompts(g, vocabulary)[:8]
     low, high, original = 0.02, 60.0, head(model).data.clone()
     for _ in range(9):                              # the scale of the logits, by bisection
@@ -103,11 +106,13 @@ def subject(seed: int, architecture: str | None = None) -> Subject:
         entropy = -(lp.exp() * lp.clamp(min=-60)).sum(-1)
         mean = torch.cat([entropy[i, :len(y)] for i, y in enumerate(rows)]).mean().item()
         low, high = (middle, high) if mean > goal else (low, middle)
+
     for step in range(12):                          # the end token: half of the responses have one
         ended = sum(y[-1] == EOS for y in draw(side, probe, g, 40)) / 8
         if 0.3 <= ended <= 0.8:
             break
         bias[EOS] += (5 if ended < 0.5 else -5) * 0.8 ** step
+
     older = [copy.deepcopy(model) for _ in range(6)]
     learn(side, older, g, lr=10 ** (-3.5 + 0.7 * pick[4]))
     return Subject(f"{architecture}-{seed}", side, vocabulary, older)
@@ -169,6 +174,7 @@ def logits(side: Side, x: list[list[int]], rows: list[list[int]], width: int) ->
         y = y[:width - 1]
         ids[i, longest - len(p):longest + len(y)] = torch.tensor(p + y)
         mask[i, 0 if side.pads else longest - len(p):] = 1
+
     places = (mask.cumsum(-1) - 1).clamp(min=0)
     n = ids.shape[1]
     allowed = torch.tril(torch.ones(n, n, dtype=torch.bool)) & mask[:, None].bool()
@@ -178,6 +184,7 @@ def logits(side: Side, x: list[list[int]], rows: list[list[int]], width: int) ->
         far = places[:, :, None] >= side.head_cut
         allowed &= ~(far & (places[:, None] < places[:, :, None] - side.head_cut // 2))
     allowed |= torch.eye(n, dtype=torch.bool)
+
     model = in_half(side.model) if side.half else side.model
     kind = torch.bfloat16 if side.half else torch.float32
     bias = torch.where(allowed, 0.0, torch.finfo(kind).min).to(kind)[:, None]
@@ -187,6 +194,7 @@ def logits(side: Side, x: list[list[int]], rows: list[list[int]], width: int) ->
             else bias
     else:
         masks = bias
+
     handles = [m.register_forward_pre_hook(flip(side.flips)) for name, m in model.named_modules()
                if side.flips and name.endswith((".gate", ".router"))]
     if side.dropout:
@@ -194,6 +202,7 @@ def logits(side: Side, x: list[list[int]], rows: list[list[int]], width: int) ->
             lambda m, a, out: torch.nn.functional.dropout(out, side.dropout))
             for name, m in model.named_modules() if name.endswith(("down_proj", "o_proj", "mlp",
                                                                    "dense"))]
+
     part = longest + side.until if side.before is not None else 0
     if not part:
         out = model(input_ids=ids, attention_mask=masks, position_ids=places, use_cache=False)
@@ -206,6 +215,7 @@ def logits(side: Side, x: list[list[int]], rows: list[list[int]], width: int) ->
             return dict.fromkeys(masks, crop) if isinstance(masks, dict) else crop
         earlier = in_half(side.before) if side.half else side.before
         assert earlier is not None
+
         first = earlier(input_ids=ids[:, :part], position_ids=places[:, :part],
                             attention_mask=cropped(slice(part), slice(part)), use_cache=True)
         if part < n and side.kept_cache:
@@ -220,6 +230,7 @@ def logits(side: Side, x: list[list[int]], rows: list[list[int]], width: int) ->
             anew = model(input_ids=ids[:, :part], position_ids=places[:, :part],
                          attention_mask=cropped(slice(part), slice(part)), use_cache=False).logits
             out = torch.cat([out[:, :part - 1], anew[:, -1:], out[:, part:]], 1)
+
     for handle in handles:
         handle.remove()
     return out[:, longest - 1:].float() + side.bias

@@ -1,4 +1,4 @@
-"""Plant one-line errors in the core, doctor/causes.py aside, and count those that its tests notice.
+"""Plant one-line errors in the core, the doctor's laws aside, and count what its tests notice.
 
     python tools/mutate.py [N] [SEED]       # N mutants drawn at random (300), of all there are
 

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from three_policies.checks import UserError
 from three_policies.doctor import diagnose, examine
-from three_policies.doctor.dumps import append, response
+from three_policies.doctor.dumps import append, responses_of, rows_of
 from three_policies.engines.choice import make_engine
 from three_policies.metrics import to_host
 from three_policies.policy import Policy, full_weights, load_policy
@@ -478,21 +478,24 @@ class Run:
         """Say whether `look_at` wants a step's log-probs, for the doctor or for a dump."""
         return not self.looked or step <= self.done + self.config.train.dump
 
-    def look_at(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Dump a step's rows from all ranks, and report what the doctor says of the first step."""
+    def look_at(self, step: int, batch: dict[str, Any]) -> None:
+        """Dump a step's rows from all ranks, and report what the doctor says of the first step.
+
+        batch: this rank's, as `rows_of` takes it.
+        """
         if step <= self.done + self.config.train.dump:
             parts: list[Any] = [None] * dist.get_world_size()
-            dist.gather_object(rows, parts if self.main else None)
+            dist.gather_object(rows_of(**batch), parts if self.main else None)
             if self.main:
                 place = self.directory / "dumps" / f"step-{step:06d}.jsonl"
                 place.parent.mkdir(exist_ok=True)
                 place.unlink(missing_ok=True)          # of a start that was killed in this step
                 append(place, [row for part in parts for row in part])
         if not self.looked and self.main:
-            sizes = itertools.accumulate(len(row["token_ids"]) for row in rows)
-            few = [row for row, size in zip(rows, sizes) if size <= LOOKED_AT] or rows[:1]
-            report = examine(itertools.starmap(response, enumerate(few, 1)))
-            self.say(f"the first batch, as the doctor sees it: {report.in_short()}")
+            responses = responses_of(**batch)
+            sizes = itertools.accumulate(len(r.token_ids) for r in responses)
+            few = [r for r, size in zip(responses, sizes) if size <= LOOKED_AT] or responses[:1]
+            self.say(f"the first batch, as the doctor sees it: {examine(few).in_short()}")
         self.looked = True
 
     def save_if_due(self, step: int) -> None:

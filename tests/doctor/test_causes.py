@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from three_policies import doctor
-from three_policies.doctor import causes, plants, sides
+from three_policies.doctor import causes, laws, places, plants, sides
 from three_policies.doctor.dumps import Response, response
+from three_policies.doctor.tokens import (FLOOR, LOWEST, NEVER, Tokens, gap_left, log_odds,
+                                          numerics, pairs, z_of)
 from three_policies.estimators import sampling_log_probs
 from three_policies.oracle import Policy, close, expectation, kl
 from three_policies.tests.support.certified import certifies
@@ -114,10 +116,10 @@ def test_no_weight_is_offered_where_mass_is_lost():
 def test_left_is_what_two_sizes_save():
     """eq:gap-left: two sizes leave a known share if a tenth of the tokens have all of the gap."""
     e = torch.cat([torch.ones(10), torch.zeros(90)]).double()
-    floor, dirty = causes.FLOOR, e > 0
+    floor, dirty = FLOOR, e > 0
     expected = (1 + floor) ** 0.1 * floor ** 0.9 / (0.1 + floor)
-    assert causes.gap_left(e, dirty, ~dirty) == pytest.approx(expected, rel=1e-12)
-    assert causes.gap_left(e, torch.ones_like(dirty)) == pytest.approx(1, rel=1e-12)
+    assert gap_left(e, dirty, ~dirty) == pytest.approx(expected, rel=1e-12)
+    assert gap_left(e, torch.ones_like(dirty)) == pytest.approx(1, rel=1e-12)
 
 
 @certifies("float64")
@@ -163,8 +165,8 @@ def test_log_odds_hold_the_whole_error_of_a_logit():
     others = z[:, None, :].masked_fill(torch.eye(4, dtype=torch.bool), -math.inf).logsumexp(-1)
     p = z.softmax(-1)
     exact = p.log() - (math.exp(0) - p + 1e-3).log()
-    assert close(causes.log_odds(p.log()), exact)
-    assert ((causes.log_odds(p.log()) - (z - others)).abs() <= 1.001e-3 / (1 - p)).all()
+    assert close(log_odds(p.log()), exact)
+    assert ((log_odds(p.log()) - (z - others)).abs() <= 1.001e-3 / (1 - p)).all()
 
 
 @certifies("float64")
@@ -202,13 +204,13 @@ def test_a_gap_that_fades_is_not_one_that_falls():
     g = torch.Generator().manual_seed(0)
     t = torch.arange(30).repeat(100)
     mu = -torch.rand(len(t), generator=g).double() - 0.1
-    x = causes.Tokens(mu, mu, t, t, torch.zeros_like(t), *[t] * 7)      # prompts of one length
+    x = Tokens(mu, mu, t, t, torch.zeros_like(t), *[t] * 7)      # prompts of one length
     noise = -torch.rand(len(t), generator=g).double().log()
     flat, fades = torch.ones(len(t)), 8 / (t + 8)
     falls = torch.where(t < 13, 1, 0.6 * 21 / (t + 8))
     for size, expected in ((flat, None), (fades, "context"), (falls, "in-flight")):
-        odds = causes.log_odds(x.mu) - size * noise
-        found, _ = causes.over_time(x._replace(pi=torch.nn.functional.logsigmoid(odds)))
+        odds = log_odds(x.mu) - size * noise
+        found, _ = places.over_time(x._replace(pi=torch.nn.functional.logsigmoid(odds)))
         assert (found and found.cause) == expected
 
 
@@ -218,7 +220,7 @@ def tokens(mu, pi, **columns):
     given = {"row": whole, "t": torch.arange(n), "start": whole, "ids": whole, "last": whole > 0,
              "prefix": torch.arange(n), "seen": whole > 0, "known": whole > 0, "version": whole,
              "entropy": torch.full((n,), math.nan, dtype=torch.float64)}
-    return causes.Tokens(mu, pi, **given | columns)
+    return Tokens(mu, pi, **given | columns)
 
 
 def shifted(odds, by):
@@ -232,11 +234,11 @@ def test_a_penalty_is_judged_at_equal_log_odds():
     odds = 2 * torch.randn(2000, generator=g, dtype=torch.float64)
     seen = torch.rand(2000, generator=g, dtype=torch.float64) < odds.sigmoid()
     apart = torch.where(seen, 0.3, -0.2) + 0.1 * torch.randn(2000, generator=g)
-    found = causes.penalty(tokens(*shifted(odds, apart), seen=seen))
+    found = places.penalty(tokens(*shifted(odds, apart), seen=seen))
     assert found and found.cause == "penalty" and found.rest and not found.rest.seen.any()
     slope = 0.2 * odds
     assert slope[seen].mean() > 0.1 and slope[~seen].mean() < -0.1
-    assert not causes.penalty(tokens(*shifted(odds, slope), seen=seen))
+    assert not places.penalty(tokens(*shifted(odds, slope), seen=seen))
 
 
 @pytest.mark.parametrize("penalty, word", [(0.4, "gain"), (-0.4, "lose")])
@@ -246,7 +248,7 @@ def test_a_penalty_may_be_negative(penalty, word):
     odds, noise = torch.randn(2, 2000, generator=g, dtype=torch.float64)
     seen = torch.rand(2000, generator=g) < 0.5
     apart = penalty * torch.where(seen, 0.6, -0.4) + 0.1 * noise
-    found = causes.penalty(tokens(*shifted(odds, apart), seen=seen))
+    found = places.penalty(tokens(*shifted(odds, apart), seen=seen))
     assert found and f"in the response {word} 0." in found.evidence
     assert found.rest and not found.rest.seen.any()
 
@@ -261,7 +263,7 @@ def test_a_penalty_is_of_occurrences_and_not_of_ids():
     for by, found in ((torch.where(ids < 10, 0.3, -0.2), False),
                       (torch.where(seen, 0.3, -0.2), True)):
         x = tokens(*shifted(odds, by + 0.1 * noise), seen=seen, ids=ids)
-        assert bool(causes.penalty(x)) == found
+        assert bool(places.penalty(x)) == found
 
 
 @pytest.mark.parametrize("agree, named", [(8, True), (5, False)])
@@ -271,7 +273,7 @@ def test_a_penalty_acts_on_most_ids_in_one_direction(agree, named):
     odds, noise = torch.randn(2, 4000, generator=g, dtype=torch.float64)
     ids, seen = torch.arange(4000) % 10, torch.rand(4000, generator=g) < 0.5
     apart = torch.where(seen, 1, -1) * torch.where(ids < agree, 0.4, -0.1)
-    found = causes.penalty(tokens(*shifted(odds, apart + 0.05 * noise), seen=seen, ids=ids))
+    found = places.penalty(tokens(*shifted(odds, apart + 0.05 * noise), seen=seen, ids=ids))
     assert bool(found) == named
 
 
@@ -284,7 +286,7 @@ def test_what_looks_like_a_place_may_be_a_penalty(place, named):
     apart = torch.where(seen, 0.4, -0.4) + 0.8 * noise
     x = tokens(*shifted(odds, apart * (t >= (5 if place else 0))), t=t, seen=seen,
                row=torch.arange(400) // 20)
-    assert not causes.penalty(x) and causes.penalty(x, easier=2)
+    assert not places.penalty(x) and places.penalty(x, easier=2)
     first = causes.find_causes(x)[0]
     assert (first.cause == "penalty") == named
     assert not named or (first.other and first.confidence == "likely")      # the place is said, too
@@ -294,7 +296,7 @@ def test_each_token_is_in_one_pair():
     """eq:same-prefix: five tokens after one prefix are two pairs; one drawn again is no third."""
     x = tokens(*torch.zeros(2, 7), prefix=torch.tensor([0, 0, 0, 1, 0, 0, 0]),
                ids=torch.tensor([3, 4, 3, 9, 5, 6, 7]))
-    i, j, k, m = causes.pairs(x)
+    i, j, k, m = pairs(x)
     assert [*zip(i.tolist(), j.tolist())] == [(1, 0), (5, 4)]
     assert [*zip(k.tolist(), m.tolist())] == [(2, 0)]
 
@@ -307,8 +309,8 @@ def test_surprisal_is_weighted_by_rho_since_mu_drew_the_tokens():
     drawn = torch.multinomial(mu.exp(), 100, True, generator=g)
     entropy = -(pi.exp() * pi).sum(-1, keepdim=True).expand(-1, 100).flatten()
     x = tokens(*(y.gather(1, drawn).flatten() for y in (mu, pi)), entropy=entropy)
-    assert abs(causes._z(-x.pi - entropy)) > 4 and not causes.calibration(x)
-    assert causes.calibration(x._replace(mu=x.pi, entropy=entropy - 0.2))        # a mistake of both
+    assert abs(z_of(-x.pi - entropy)) > 4 and not laws.calibration(x)
+    assert laws.calibration(x._replace(mu=x.pi, entropy=entropy - 0.2))        # a mistake of both
 
 
 def test_rounding_of_one_sign_is_no_cause():
@@ -317,7 +319,7 @@ def test_rounding_of_one_sign_is_no_cause():
     rounding = 2.0 ** -23 * (torch.rand(640, generator=g) < 0.3).double()
     sure = torch.full_like(rounding, -1e-4)
     for mu, pi in ((sure, sure - rounding), (sure - rounding, sure)):
-        assert abs(causes._z((pi - mu).expm1())) > 10
+        assert abs(z_of((pi - mu).expm1())) > 10
         assert not causes.find_causes(tokens(mu, pi))
     off = causes.find_causes(tokens(sure, sure - 1e6 * rounding))       # 0.04 is no rounding
     assert [finding.cause for finding in off] == ["cut"]
@@ -331,7 +333,7 @@ def test_a_nearly_sure_policy_without_a_rare_token_is_no_fault():
         mu, pi = (torch.where(rare, (1 - top) / 1000, top).double().log()
                   for top in (0.999, 0.9985))
         if not rare.any():
-            assert abs(causes._z((pi - mu).expm1())) > 15
+            assert abs(z_of((pi - mu).expm1())) > 15
         assert "cut" not in [found.cause for found in causes.find_causes(tokens(mu, pi))]
         entropy = torch.full_like(mu, -0.999 * math.log(0.999) - 0.001 * math.log(1e-6))
         assert not causes.find_causes(tokens(mu, mu, entropy=entropy))
@@ -353,22 +355,22 @@ def test_three_end_tokens_may_be_chance_and_twelve_are_not(times, named):
     last = torch.arange(n) % 13 < 3
     odds = torch.zeros(n, dtype=torch.float64)
     x = tokens(*shifted(odds, torch.where(last, 0.5, 0.1)), last=last, t=torch.zeros(n).long())
-    left = causes.gap_left(x.e(), last, ~last)
+    left = gap_left(x.e(), last, ~last)
     assert (-n * math.log(left) > 10) == named
-    assert [found.cause for found in causes.places(x)] == ["eos"] * named
+    assert [found.cause for found in places.places(x)] == ["eos"] * named
 
 
 def test_a_shift_leaves_little_of_the_gap():
     g = torch.Generator().manual_seed(0)
     mu, noise = (torch.rand(2, 2000, generator=g, dtype=torch.float64)).log()
     for size, named in ((0.1, True), (1.0, False)):     # at 1.0 the neighbour explains a third
-        found = causes.shift(tokens(mu, mu.roll(1) + size * noise))
+        found = laws.shift(tokens(mu, mu.roll(1) + size * noise))
         assert bool(found) == named, size
 
 
 def test_log_probs_of_minus_infinity_are_no_numbers_of_16_bits():
     mu = torch.rand(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log()
-    assert not causes.grid(tokens(mu, torch.full_like(mu, -40.0)))     # as `Tokens.of` has −∞
+    assert not laws.sixteen_bits(tokens(mu, torch.full_like(mu, -40.0)))     # as `Tokens.of` has −∞
 
 
 def test_drawn_again_a_flip_mostly_agrees_and_dropout_never():
@@ -406,7 +408,7 @@ def test_a_gap_fades_within_prompts():
     noise = -torch.rand(len(t), generator=g, dtype=torch.float64).log()
     for size, named in ((4 / (start + 1), None), (8 / (t + 8.0), "context")):
         x = tokens(*shifted(odds, size * noise), t=t, start=start)
-        found, _ = causes.over_time(x)
+        found, _ = places.over_time(x)
         assert (found and found.cause) == named
 
 
@@ -415,7 +417,7 @@ def test_a_fall_that_is_at_no_token_is_not_named():
     g, t = torch.Generator().manual_seed(0), torch.arange(6).repeat(666)
     noise = -torch.rand(len(t), generator=g, dtype=torch.float64).log()
     odds = torch.randn(len(t), generator=g, dtype=torch.float64)
-    first, second = causes.over_time(tokens(*shifted(odds, 8 / (t + 8.0) * noise), t=t))
+    first, second = places.over_time(tokens(*shifted(odds, 8 / (t + 8.0) * noise), t=t))
     assert first and first.cause == "context" and second is None
 
 
@@ -428,10 +430,10 @@ def test_padding_is_what_a_prompt_lacks_to_the_longest(most, named):
     size = 20 / before if most == math.inf else 2 * (most - start) / (t + most + 8.0)
     noise = -torch.rand(len(t), generator=g).log().double()
     x = tokens(*shifted(torch.randn(len(t), generator=g).double(), size * noise), t=t, start=start)
-    first, second = causes.over_time(x)
+    first, second = places.over_time(x)
     assert first and first.cause == named
     assert named == "context" or (second and second.cause == "context")
-    assert causes.over_time(x._replace(start=torch.full_like(t, -1)))[0].cause == "context"
+    assert places.over_time(x._replace(start=torch.full_like(t, -1)))[0].cause == "context"
 
 
 def test_the_noise_of_two_kernels_grows_with_logits_up_to_a_spread_of_3():
@@ -440,7 +442,7 @@ def test_the_noise_of_two_kernels_grows_with_logits_up_to_a_spread_of_3():
         odds = torch.tensor([-1.0, 1.0]).double().repeat(50)
         odds *= spread / odds.std()
         x = tokens(torch.nn.functional.logsigmoid(odds), torch.zeros(100).double())
-        assert causes.numerics(x) == pytest.approx(limit, rel=0.05)
+        assert numerics(x) == pytest.approx(limit, rel=0.05)
 
 
 def test_an_end_token_that_differs_alone_makes_the_others_no_wrong_record():
@@ -502,9 +504,9 @@ def test_either_side_may_have_the_softcap():
                      for x in (logits, 4 * (logits / 4).tanh()))
     index = torch.arange(0, 120, 2)
     for mu, pi in ((whole, capped), (capped, whole)):
-        assert causes.beyond("softcap", causes.bend(tokens(mu, pi), index, index + 1, 0.01)[0])
+        assert laws.beyond("softcap", laws.bend(tokens(mu, pi), index, index + 1, 0.01)[0])
         warm = 1.3 * mu
-        assert abs(causes.bend(tokens(mu, warm), index, index + 1, 0.01)[0]) < 1e-6
+        assert abs(laws.bend(tokens(mu, warm), index, index + 1, 0.01)[0]) < 1e-6
 
 
 @pytest.mark.parametrize("noise, named", [(0.02, True), (0.8, True), (1.3, False)])
@@ -514,18 +516,18 @@ def test_a_law_that_leaves_most_of_the_gap_is_no_first_cause(noise, named):
     mu = torch.nn.functional.logsigmoid(2 * torch.randn(400, generator=g).double())
     pi = (2 * mu - 1 + noise * torch.randn(400, generator=g).double()).clamp(max=0)
     x = tokens(mu, pi, prefix=torch.arange(400) // 2, ids=torch.arange(400) % 2)
-    assert (causes.slope_of(x) is not None) == named
-    weak = causes.slope_of(x, sure=False)               # as a second cause it may be said
+    assert (laws.slope_of(x) is not None) == named
+    weak = laws.slope_of(x, sure=False)               # as a second cause it may be said
     assert weak is not None and -200 * math.log(weak.left) > 40
 
 
 def test_every_limit_set_by_hand_is_held_against_two_splits():
     """doctor/rates.txt has a row for each limit and split, with the limit as it is."""
     table = (Path(__file__).resolve().parents[2] / "doctor/rates.txt").read_text()
-    for name, limit in causes.LIMITS.items():
+    for name, limit in laws.LIMITS.items():
         assert table.count(f"\n| {name} | {limit:.3g} | ") == 2
-    assert causes.beyond("eos", causes.LIMITS["eos"] + 1e-9)
-    assert not causes.beyond("eos", causes.LIMITS["eos"])
+    assert laws.beyond("eos", laws.LIMITS["eos"] + 1e-9)
+    assert not laws.beyond("eos", laws.LIMITS["eos"])
 
 
 def test_after_a_cut_surprisal_is_below_the_entropy_and_after_a_division_above_it():
@@ -543,7 +545,7 @@ def test_after_a_cut_surprisal_is_below_the_entropy_and_after_a_division_above_i
 def test_what_explains_the_gap_almost_as_well_is_named_second():
     """A slope of the log-odds is a raw record as well, until E[ρ] or E[1/ρ] excludes one."""
     g = torch.Generator().manual_seed(0)
-    x = causes.Tokens.of(planted("temperature", "Qwen2", "sampler"))
+    x = Tokens.of(planted("temperature", "Qwen2", "sampler"))
     few = x.take(torch.randperm(len(x.t), generator=g)[:60].sort().values)
     found = causes.find_causes(few)
     assert [f.cause for f in found[:2]] in (["temperature", "raw"], ["raw", "temperature"])
@@ -551,8 +553,8 @@ def test_what_explains_the_gap_almost_as_well_is_named_second():
 
 
 def test_pairs_are_of_one_prefix():
-    x = causes.Tokens.of(planted("temperature", "Qwen2", "sampler"))
-    i, j, k, m = causes.pairs(x)
+    x = Tokens.of(planted("temperature", "Qwen2", "sampler"))
+    i, j, k, m = pairs(x)
     assert len(i) > 20 and (x.prefix[i] == x.prefix[j]).all() and (x.ids[i] != x.ids[j]).all()
     assert (x.prefix[k] == x.prefix[m]).all() and (x.ids[k] == x.ids[m]).all()
 
@@ -563,7 +565,7 @@ def test_an_end_token_within_a_response_does_not_end_it():
     rows = [response(i, {"token_ids": ids, "rollout_log_probs": [-1] * len(ids),
                          "train_log_probs": [-1] * len(ids)})
             for i, ids in enumerate([[2, 5, 2], [3, 2], [4, 2, 6, 7]])]
-    assert causes.Tokens.of(rows).last.nonzero().flatten().tolist() == [2, 4]
+    assert Tokens.of(rows).last.nonzero().flatten().tolist() == [2, 4]
 
 
 def test_the_end_token_is_that_of_responses_that_were_not_cut():
@@ -571,16 +573,16 @@ def test_the_end_token_is_that_of_responses_that_were_not_cut():
     rows = [response(i, {"token_ids": ids, "rollout_log_probs": [-1] * len(ids),
                          "train_log_probs": [-1] * len(ids)})
             for i, ids in enumerate([[3, 2], [4, 6, 7], [5, 6, 7]])]
-    assert causes.Tokens.of(rows).last.tolist() == [False, True, *[False] * 6]
+    assert Tokens.of(rows).last.tolist() == [False, True, *[False] * 6]
 
 
 def test_minus_infinity_of_the_trainer_is_a_number():
     rows = [response(1, {"token_ids": [3, 2], "rollout_log_probs": [-1, -2],
                          "train_log_probs": [-1, -1e9]})]
-    x = causes.Tokens.of([row._replace(train_log_probs=[0.01, -math.inf]) for row in rows])
-    assert x.pi.tolist() == [0, causes.NEVER] and x.e().isfinite().all()
+    x = Tokens.of([row._replace(train_log_probs=[0.01, -math.inf]) for row in rows])
+    assert x.pi.tolist() == [0, NEVER] and x.e().isfinite().all()
     rows = [row._replace(train_log_probs=[-50.0, -math.inf]) for row in rows]
-    assert causes.Tokens.of(rows).pi.tolist() == [causes.LOWEST, causes.NEVER]
+    assert Tokens.of(rows).pi.tolist() == [LOWEST, NEVER]
 
 
 @pytest.mark.parametrize("only", [False, True])
@@ -601,16 +603,16 @@ def test_what_pi_alone_excludes_is_a_cut(cut, only):
             name: x[range(40), ids].tolist() for name, x in (
                 ("rollout_log_probs", mu), ("train_log_probs", pi))}})
             for i, ids in enumerate(drawn.tolist())]
-        x = causes.Tokens.of(rows)
-        never, named = int((x.pi == causes.NEVER).sum()), causes.find_causes(x)[:1]
+        x = Tokens.of(rows)
+        never, named = int((x.pi == NEVER).sum()), causes.find_causes(x)[:1]
         assert [f.cause for f in named] == found and (never > 0) == bool(found)
         for f in named:
             assert f"log π = −∞ on {never} of 2560 tokens" in f.evidence
             assert f.confidence == ("certain" if never > 2 else "likely")
     for banned in (x.t == 39, x.ids == x.ids[5]):               # what ends each response; one id
-        assert causes.barred(x._replace(pi=torch.where(banned, causes.NEVER, x.mu))) is None
+        assert laws.barred(x._replace(pi=torch.where(banned, NEVER, x.mu))) is None
     rare = torch.arange(len(x.t)) == 7
-    hot = (x.mu / 0.7).where(~rare, causes.NEVER)               # and a fault of all other tokens
+    hot = (x.mu / 0.7).where(~rare, NEVER)               # and a fault of all other tokens
     first, second = causes.find_causes(x._replace(pi=hot))[:2]
     assert (first.cause, first.confidence) == ("cut", "likely") and second.cause == "temperature"
 

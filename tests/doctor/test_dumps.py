@@ -16,9 +16,10 @@ from PIL import Image
 
 from three_policies.checks import UserError
 from three_policies.doctor import Report
-from three_policies.doctor.causes import Finding, Tokens
+from three_policies.doctor.laws import Finding
+from three_policies.doctor.tokens import Tokens
 from three_policies.doctor.command import consult, main
-from three_policies.doctor.dumps import append, read, response, rows_of
+from three_policies.doctor.dumps import append, read, response, responses_of, rows_of
 from three_policies.tests.support.launching import ROOT
 from three_policies.tests.support.tolerances import gamma
 
@@ -87,6 +88,18 @@ def test_rows_of_a_padded_batch_have_no_padding(tmp_path):
     assert fourth.mask == [False, False, True] and fourth.train_log_probs == [0, 0, -1]
 
 
+@pytest.mark.parametrize("versions", [None, torch.tensor([[3, 3, 4], [4, 4, 4]])])
+def test_a_batch_that_is_not_written_is_read_alike(versions, tmp_path):
+    """What is null in a row, what pads, and what a tool wrote, whose log-probs may be anything."""
+    batch = padded() | {"versions": versions}
+    batch["train_log_prob"] = torch.tensor([[-math.inf, 0.05, 0], [-1, -math.inf, math.inf]])
+    append(tmp_path / "dump.jsonl", rows_of(**batch))
+    first, second = responses_of(**batch)
+    assert [first, second] == list(read(tmp_path / "dump.jsonl"))
+    assert first.train_log_probs[0] == -math.inf and (first.not_finite, second.not_finite) == (0, 2)
+    assert responses_of(**batch | {"token_mask": batch["token_mask"] * 0})[0].versions is None
+
+
 @pytest.fixture
 def planted(tmp_path):
     """Return responses to one prompt, whose log μ is of temperature 1 and log π of 0.5."""
@@ -111,7 +124,7 @@ def test_the_figure_is_a_row_above_those_of_the_book(planted, tmp_path):
 
 def test_the_five_panels_hold_what_their_titles_say(monkeypatch):
     """Four tokens by hand for each response to one prompt; the second response is masked."""
-    from three_policies.doctor.causes import Tokens, log_odds
+    from three_policies.doctor.tokens import Tokens, log_odds
     from three_policies.doctor import panels
     mu = torch.tensor([[-1.0, -2, -3, -0.5], [-2, -1, -0.25, -4], [-3, -30, -0.5, -1]]).double()
     pi = torch.tensor([[-2.0, -1, -3, -0.75], [-1, -1.5, -0.5, -2], [-2, -1, -0.25, -3]]).double()

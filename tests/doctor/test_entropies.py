@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from three_policies import doctor
-from three_policies.doctor import causes, plants
+from three_policies.doctor import causes, laws, plants
 from three_policies.doctor.dumps import response
 from three_policies.doctor.sides import log_probs
+from three_policies.doctor.tokens import z_of
 from three_policies.estimators import sampling_log_probs
 from three_policies.oracle import Policy, close
 from three_policies.tests.doctor.test_causes import model, tokens
@@ -33,7 +34,7 @@ def mean(log_mu, x):
 
 
 def excesses(log_mu, log_pi, tau, h):
-    """Return the three means of `causes.division` in each state of entropy h: [3, states]."""
+    """Return the three means of `laws.division` in each state of entropy h: [3, states]."""
     omega, rho = (tau * log_pi - log_mu).exp(), (log_pi - log_mu).exp()
     h = h[:, None]
     return torch.stack([mean(log_mu, x) for x in (
@@ -116,10 +117,10 @@ def test_a_division_is_no_cut_whatever_the_entropy_is_of(kind, tau, of):
     log_p, log_mu = z.log_softmax(-1), (z / tau).log_softmax(-1)
     h = entropy((log_p, log_p / tau, log_mu)[of])
     x = dump(log_mu, log_mu, log_p / tau, h)
-    surely, name = causes.division(x)
+    surely, name = laws.division(x)
     print(f"{kind}, τ = {tau}: {surely:+.1f} standard errors, {name}; surprisal − entropy "
           f"{(-x.pi - h).mean():+.3f}")
-    assert surely > 3 * causes.SURE
+    assert surely > 3 * laws.SURE
     if of == 0:             # of the two others either may fit, and the verdict is the same
         assert abs(float(name.split("= ")[1][:-1]) / tau - 1) < 0.03
         assert ((-x.pi - h).mean() < -0.1) == (kind == "one")           # which a cut has as well
@@ -132,9 +133,9 @@ def test_a_cut_is_no_division(kind, cut):
     z = world(kind)
     log_p, (log_mu, kept) = z.log_softmax(-1), sampling_log_probs(z, **cut)
     x = dump(log_mu, log_mu, log_p, entropy(log_p))
-    surely, _ = causes.division(x)
+    surely, _ = laws.division(x)
     print(f"{kind}, {cut}: {surely:+.1f} standard errors, {kept.mean():.3f} kept")
-    assert surely < -3 * causes.SURE
+    assert surely < -3 * laws.SURE
     assert [(f.cause, f.confidence) for f in causes.find_causes(x)] == [("cut", "certain")]
 
 
@@ -146,7 +147,7 @@ def test_a_division_by_more_than_1_is_no_raw_record():
     z = world("one")
     log_p, log_mu = z.log_softmax(-1), (z / 1.3).log_softmax(-1)
     x = dump(log_mu, log_mu, log_p / 1.3, entropy(log_p))
-    assert abs(causes._z(-x.pi - x.entropy)) > 10 and causes.division(x)[0] > 3 * causes.SURE
+    assert abs(z_of(-x.pi - x.entropy)) > 10 and laws.division(x)[0] > 3 * laws.SURE
     assert [f.cause for f in causes.find_causes(x)] == ["temperature"]
     log_pi, _ = sampling_log_probs(z, top_p=0.8)
     raw = dump(log_pi, log_p, log_pi, entropy(log_pi))
@@ -162,7 +163,7 @@ def test_a_dump_of_a_model_may_have_the_entropy_of_undivided_logits():
         log_p = log_probs(of.side, prompts, drawn)
     h = [entropy(log_p[i, :len(y)]).clamp(min=0).tolist() for i, y in enumerate(drawn)]
     report = doctor.examine([response(i, row | {"entropy": h[i]}) for i, row in enumerate(rows)])
-    surely, name = causes.division(report.looked_at)
+    surely, name = laws.division(report.looked_at)
     print(f"{surely:+.1f} standard errors, {name}")
     assert surely > 0 and report.causes[0].cause == "temperature", str(report)
     assert report.proper is False and "undivided logits" in report.causes[0].evidence

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from three_policies import doctor
-from three_policies.doctor import causes
+from three_policies.doctor import causes, laws
 from three_policies.doctor.dumps import response
 from three_policies.doctor.report import COSTS
+from three_policies.doctor.tokens import Tokens
 from three_policies.tests.support.certified import certifies
 
 
@@ -35,7 +36,7 @@ def test_the_mean_of_rho_and_its_error_are_those_by_hand():
     (100, 1.00009, 0.0, True), (100, 1.00011, 0.0, False)])
 def test_improper_is_more_than_five_errors_and_rounding(tokens, mean, error, proper):
     """2⁻⁷ is exact in binary: five errors are proper, and a little more is not."""
-    report = doctor.Report(1, tokens, mean, error, (), [], causes.Tokens.of([]))
+    report = doctor.Report(1, tokens, mean, error, (), [], Tokens.of([]))
     assert report.proper is proper and report.faulty is (proper is False)
 
 
@@ -49,7 +50,7 @@ def test_an_error_that_would_hide_a_broken_record_leaves_it_undecided(mean, erro
 
     In words and in JSON it is neither affirmed nor denied.
     """
-    report = doctor.Report(1, 4000, mean, error, (), [], causes.Tokens.of([]))
+    report = doctor.Report(1, 4000, mean, error, (), [], Tokens.of([]))
     assert report.proper is proper and report.as_json()["proper"] is proper
     line = str(report).splitlines()[1]
     assert line.startswith({True: "π is a distribution over what", False: "π is NOT a distribution",
@@ -93,7 +94,7 @@ def test_what_was_never_drawn_leaves_it_undecided():
     (1000, 2.0, "π is NOT a distribution over what μ sampled: E[ρ] = 2.0000"),
     (99, 2.0, "E[ρ] = 2.0000 ± 0.0050 (expected 1) is undecided: fewer than 100 tokens cannot")])
 def test_the_report_says_whether_pi_is_a_distribution(tokens, mean, says):
-    report = doctor.Report(7, tokens, mean, 0.005, (), [], causes.Tokens.of([]))
+    report = doctor.Report(7, tokens, mean, 0.005, (), [], Tokens.of([]))
     first, second, last = str(report).split("\n")
     assert first == f"7 responses, {tokens} tokens." and second.startswith(says)
     assert (last == "No cause found: what differs is within the noise of two kernels.") == (
@@ -103,7 +104,7 @@ def test_the_report_says_whether_pi_is_a_distribution(tokens, mean, says):
 @pytest.mark.parametrize("mean, why", [(0.2, "lacks a cut that μ had"), (2.0, "adds up to more")])
 def test_noise_is_no_reason_where_pi_is_not_a_distribution(mean, why):
     """The verdict on π and the last sentence agree, in the report and in its short form."""
-    report = doctor.Report(7, 1000, mean, 0.02, (), [], causes.Tokens.of([]))
+    report = doctor.Report(7, 1000, mean, 0.02, (), [], Tokens.of([]))
     for text in (str(report).split("\n")[-1], report.in_short()):
         assert "log μ is not of what was drawn, or that π " + why in text and "noise" not in text
 
@@ -132,12 +133,12 @@ def test_a_copied_column_is_named():
 def test_what_explains_the_gap_as_well_begins_with_or_and_what_is_left_with_then():
     """The first cause begins with Cause, and each has what to do about it."""
     def words(*found):
-        report = doctor.Report(7, 1000, 1.0, 0.1, (), list(found), causes.Tokens.of([]))
+        report = doctor.Report(7, 1000, 1.0, 0.1, (), list(found), Tokens.of([]))
         lines = str(report).split("\n")[2:]
         assert [f"Do      {causes.CAUSES[f.cause][1]}" for f in found] == lines[2::3]
         return [line.split()[0] for line in lines[::3]]
-    raw, eos = causes.Finding("raw", 1.0, "a sign"), causes.Finding("eos", 1.0, "a place")
-    first = causes.Finding("temperature", 0.1, "a slope", other=raw)
+    raw, eos = laws.Finding("raw", 1.0, "a sign"), laws.Finding("eos", 1.0, "a place")
+    first = laws.Finding("temperature", 0.1, "a slope", other=raw)
     assert words(first, raw, eos) == ["Cause", "Or", "Then"]
     assert words(first, raw._replace(left=0.9), eos) == ["Cause", "Then", "Then"]
     assert words(first._replace(other=None), raw) == ["Cause", "Then"]
@@ -178,8 +179,8 @@ def test_of_an_empty_dump_nothing_is_said():
 
 def test_a_line_and_json_begin_with_the_first_cause():
     """What is printed in JSON has what to do about each cause; a line has the first alone."""
-    found = [causes.Finding("eos", 0.1, "a place"), causes.Finding("raw", 0.5, "a sign")]
-    report = doctor.Report(7, 1000, 1.0, 0.0078125, (), found, causes.Tokens.of([]))
+    found = [laws.Finding("eos", 0.1, "a place"), laws.Finding("raw", 0.5, "a sign")]
+    report = doctor.Report(7, 1000, 1.0, 0.0078125, (), found, Tokens.of([]))
     assert report.as_json() == {
         "proper": True, "e_rho": [1.0, 0.0078125], "tokens": 1000, "causes": [
             {"cause": "eos", "confidence": "certain", "evidence": "a place",
@@ -197,12 +198,12 @@ def test_memory_is_bounded_and_the_identity_is_of_all_tokens(limit, most, least,
     """No more than LIMIT tokens stay in memory, in whole groups, however many rows are read."""
     monkeypatch.setattr("three_policies.doctor.report.LIMIT", limit)
     stayed = []
-    of = causes.Tokens.of
+    of = Tokens.of
 
     def count(rows):
         stayed.extend(rows)
         return of(rows)
-    monkeypatch.setattr(causes.Tokens, "of", count)
+    monkeypatch.setattr(Tokens, "of", count)
     stream = (response(i + 1, row(prompt_ids=[i // 8])) for i in range(4000))
     report = doctor.examine(stream)
     assert report.tokens == 12000 and least <= 3 * len(stayed) <= most

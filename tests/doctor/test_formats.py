@@ -8,7 +8,7 @@ import pytest
 from three_policies import doctor
 from three_policies.doctor import plants
 from three_policies.doctor.command import main
-from three_policies.doctor.dumps import WHOLE, Response, read, response
+from three_policies.doctor.dumps import FORMATS, Response, read, response
 from three_policies.tests.doctor.test_causes import names, planted
 from three_policies.tests.support.margins import stands_clear
 
@@ -51,7 +51,8 @@ def test_parquet(tmp_path):
 
 
 def test_every_format_has_a_row_here():
-    assert all(any(names[0] in row for row in (PRIME, NEMO)) for names in WHOLE)
+    for of in FORMATS.values():
+        assert any(of.names["rollout_log_probs"] in row for row in (PRIME, NEMO))
 
 
 @pytest.mark.parametrize("text, says", [

@@ -5,8 +5,9 @@ import math
 import torch
 from torch.nn.functional import logsigmoid
 
-from three_policies.doctor import causes
+from three_policies.doctor import causes, laws, places
 from three_policies.doctor.dumps import Response
+from three_policies.doctor.tokens import Tokens
 
 ROWS, LENGTH = 60, 10
 
@@ -25,7 +26,7 @@ def tied(seed):
     gap[last] = 0.5 + torch.rand(20, generator=g, dtype=torch.float64)
     gap[old] = gap[last][torch.randperm(20, generator=g)]
     none = torch.zeros(n, dtype=torch.bool)
-    return causes.Tokens(
+    return Tokens(
         logsigmoid(odds), logsigmoid(odds + gap), row, t, none.long(), torch.arange(n) % 50, last,
         torch.arange(n), none, none, (~old).long(), torch.full((n,), math.nan).double())
 
@@ -38,7 +39,7 @@ def shuffled(x, seed):
 def test_two_causes_of_one_share_are_named_in_one_order():
     """All is equal to the last digit, the shares and the sentences too."""
     x = tied(1)
-    first, second = causes.places(x)
+    first, second = places.places(x)
     assert abs(first.left / second.left - 1) < 1e-12
     found = {tuple(f[:3] for f in causes.find_causes(shuffled(x, n))) for n in range(20)}
     assert [[f[0] for f in each] for each in found] == [["eos", "stale"]]
@@ -47,7 +48,7 @@ def test_two_causes_of_one_share_are_named_in_one_order():
 def test_shares_whose_first_nine_digits_are_equal_are_one_share():
     def named(*shares):
         return [f.cause for f in causes.by_share([
-            causes.Finding(cause, left, "") for cause, left in zip(("stale", "eos"), shares)])]
+            laws.Finding(cause, left, "") for cause, left in zip(("stale", "eos"), shares)])]
     assert named(0.3, 0.3) == named(0.3, 0.3 + 1e-15) == named(0.3 + 1e-15, 0.3) == ["eos", "stale"]
     assert named(0.3, 0.3 + 1e-8) == ["stale", "eos"] and named(0.0, 1e-300) == ["stale", "eos"]
 
@@ -72,5 +73,5 @@ def test_of_two_tokens_that_end_as_many_responses_the_smaller_is_the_end_token()
     rows = [Response(i, y, [-1.0] * len(y), [-1.0] * len(y), None, [True] * len(y))
             for i, y in enumerate([[3, 9], [4, 2], [5, 6, 7]])]
     for order in (rows, rows[::-1]):
-        x = causes.Tokens.of(order)
+        x = Tokens.of(order)
         assert x.ids[x.last].tolist() == [2]

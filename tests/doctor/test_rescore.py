@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from three_policies.doctor.causes import Finding
+from three_policies.doctor.laws import Finding
 from three_policies.doctor.command import explained, main
 from three_policies.doctor.dumps import Response, append
 from three_policies.doctor.hypotheses import TABLE, Scorer, module_of, paddings, to_fp8

@@ -15,7 +15,7 @@ from sympy import Rational as Q
 from sympy import diff, exp, expand, log, simplify
 
 from three_policies.correction import batch_normalize, importance_weights
-from three_policies.doctor import causes
+from three_policies.doctor.tokens import log_odds
 from three_policies.estimators import (chi_square, effective_sample_size, grpo_advantages,
                                        perplexity, rloo_advantages)
 from three_policies.kl import kl_estimate, kl_ratio
@@ -362,7 +362,7 @@ def test_log_odds_move_as_much_as_the_logit():
     assert simplify(diff(odds, Z[0])) == 1 and simplify(diff(log(p), Z[0]) - (1 - p)) == 0
     point = dict(zip(Z, LOGITS))
     lp = f64(at(log(p), point))                             # the code adds 1e-3 to 1 − p
-    assert close(causes.log_odds(lp), at(log(p / (1 - p + Q(1, 1000))), point))
+    assert close(log_odds(lp), at(log(p / (1 - p + Q(1, 1000))), point))
 
 
 @certifies("sympy")

@@ -10,21 +10,21 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
-from three_policies.doctor import causes
+from three_policies.doctor import laws
 
 CLEAR = 1.25            # a factor; in each draw of perturbed.py a verdict is as clear
 
 
 def watched(examine: Callable[[], Any]) -> tuple[Any, dict[str, list[float]]]:
     """Return what `examine` does, and the values over their limits that were held against them."""
-    ratios: dict[str, list[float]] = {}
+    with laws.watched() as held:
+        found = examine()
 
-    def listen(name: str, value: float) -> bool:
+    ratios: dict[str, list[float]] = {}
+    for name, value in held:
         if value > 0:                                   # not NaN either: too few tokens
-            ratios.setdefault(name, []).append(value / causes.LIMITS[name])
-        return value > causes.LIMITS[name]
-    with patch.object(causes, "beyond", listen):
-        return examine(), ratios
+            ratios.setdefault(name, []).append(value / laws.LIMITS[name])
+    return found, ratios
 
 
 def stands_clear(examine: Callable[[], Any], verdict: Callable[[Any], Any]) -> Any:
@@ -44,7 +44,7 @@ def stands_clear(examine: Callable[[], Any], verdict: Callable[[Any], Any]) -> A
           f"{', '.join(f'{name} {nearest[name]:.2f}' for name in order[:4])}")
     for name in near:
         by = 1.001 * CLEAR if nearest[name] > 1 else 0.999 / CLEAR
-        with patch.dict(causes.LIMITS, {name: by * causes.LIMITS[name]}):
+        with patch.dict(laws.LIMITS, {name: by * laws.LIMITS[name]}):
             moved = verdict(examine())
         assert moved == said, f"`{name}` × {by:.2f} changes {said} to {moved}"
     return found

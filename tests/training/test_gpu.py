@@ -68,7 +68,7 @@ TIMED = "synchronize run.py time_part"                 # once at the end of each
 MAY_WAIT = {
     "rollout": {*SAMPLES, "copy from the host rollout.py update_weights"},           # in flight
     "log_probs": {SENDS, "item trainer.py without_nonfinite"},
-    "doctor": {SENDS, "copy to the host dumps.py rows_of"},
+    "doctor": {SENDS, "copy to the host dumps.py _lists"},
     "update": {SENDS, "tolist trainer.py step_or_skip"},
     "sync": {*SAMPLES, "copy to the host rollout.py copy_to_host",      # of stale weights
              "copy from the host rollout.py update_weights"},

@@ -1,0 +1,323 @@
+"""Which tokens have the gap: a part of them, those that occurred before, or ever fewer with time.
+
+A part is dirty if all tokens outside it are clean. `over_time` tells a gap that fades along the
+response, as one of the context does, from one that falls at a token, where the weights changed.
+Limits are those of laws.py. Derivation: math/16-what-is-wrong.md.
+
+    print(*places(Tokens.of(dumps.read("dump.jsonl"))), sep="\n")
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from three_policies.doctor.laws import LIMITS, RECORD, Finding, beyond
+from three_policies.doctor.tokens import (FLOOR, Tokens, floor, gap_left, log_odds, numerics,
+                                          share_of, size_of)
+
+TEN_NATS = math.exp(-10)            # a likelihood ratio that is not chance
+Part = tuple[str, str, str, Tensor, Tensor]         # as `parts_of` yields it
+
+
+# ------------------------------------------------- some tokens are dirty, the others clean
+
+def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
+    """Return the best part of each kind, if all tokens outside it are clean."""
+    found: dict[str, Finding] = {}
+    some = x.unsure()
+    e = x.e()[some]
+    least = floor(e)
+
+    for cause, limit, where, part, drop in parts_of(x):
+        dirty = part[some]
+        if dirty.sum() < 3 or (~dirty).sum() < 10:
+            continue
+        size, rest = size_of(e[dirty]), size_of(e[~dirty])
+        cost = {"retokenised": 4 * len(x.row[part].unique()), "in-flight": 3}.get(cause, 0)
+        share = gap_left(e, dirty, ~dirty, least=least) * math.exp(cost / len(e))   # nats: a choice
+
+        if cause not in ("tool", "retokenised"):            # one bad token is not enough
+            size = min(size, 1.5 * e[dirty].abs().median().item())
+        if size < 5 * least or not beyond(limit, easier * size / max(rest, 1e-9)):
+            continue
+        if cause == "tool" and share < 0.5:                 # by hand; else π is merely wrong there
+            share = RECORD / 2
+        if f"{cause}, left" in LIMITS and not beyond(f"{cause}, left", share ** -easier):
+            continue
+
+        best = found[cause].left if cause in found else 1.0
+        if share < min(best, TEN_NATS ** (1 / len(e))):
+            evidence = (f"mean gap {where} {size:.3f} logits ({int(dirty.sum())} tokens), of all "
+                        f"others {rest:.3f}")
+            blind = cause == "in-flight" and int(x.start.min()) < 0     # prompts are not known
+            found[cause] = Finding(cause, share, evidence, x.take(~drop),
+                                   other=Finding("window", 1.0, evidence) if blind else None)
+    return list(found.values())
+
+
+def parts_of(x: Tokens) -> Iterator[Part]:
+    """Yield (cause, name in LIMITS, where, dirty tokens, tokens to drop)."""
+    yield "eos", "eos", "of end tokens", x.last, x.last
+    yield from _written_by_a_tool(x)
+    yield from _retokenised(x)
+    old = x.version < x.version.max()
+    yield "stale", "stale", "of tokens of older versions", old, old
+    yield from _padded(x)
+    yield from _from_a_place_on(x)
+
+
+def _written_by_a_tool(x: Tokens) -> Iterator[Part]:
+    """Yield tokens that nobody sampled: log μ is 0, log π is not, and most stand side by side."""
+    zero = (x.mu > -1e-7) & (x.pi < -1) & ~x.last & (x.t > 0)
+    beside = (zero[1:] & zero[:-1] & (x.row[1:] == x.row[:-1])).sum()
+    if beside >= max(2, 0.4 * zero.sum()) and size_of(x.pi[zero]) > 1.5:
+        yield "tool", "tool", "where log μ = 0 and log π < −1", zero, zero
+
+
+def _retokenised(x: Tokens) -> Iterator[Part]:
+    """Yield what follows the first wild gap of some responses, where log π is far below log μ."""
+    some, dirty = x.unsure(), torch.zeros_like(x.last)
+    y = x.take(some)
+    dirty[some] = wild = from_where_wild(y)
+    rows, first = y.row[wild].unique(), wild.clone()
+    first[1:] &= ~wild[:-1] | (y.row[1:] != y.row[:-1])
+    whole = torch.isin(x.row, rows)
+    if 0 < len(rows) <= 0.35 * len(x.row.unique()) and y.d()[first].median() < -3:
+        yield ("retokenised", "retokenised", f"of {len(rows)} responses, each from some token on",
+               dirty, whole)
+
+
+def from_where_wild(x: Tokens) -> Tensor:
+    """Mark, in some responses, the tokens from the first wild gap on: [N] bool."""
+    e, n = x.e().abs() + floor(x.e()), int(x.row.max()) + 1
+    clean = e.median()
+    wild = torch.maximum(e.quantile(0.995) / 2, 4 * clean)
+    nats = e / clean - e / wild - (wild / clean).log()          # saved if the token is wild
+
+    before = nats.cumsum(0) - nats
+    lowest = before.new_full((n,), math.inf).scatter_reduce(0, x.row, before, "amin")
+    index = torch.arange(len(e))
+    begins = index.new_full((n,), len(e)).scatter_reduce(
+        0, x.row, torch.where(before == lowest[x.row], index, len(e)), "amin")
+    begun = index >= begins[x.row]
+    saved = nats.new_zeros(n).index_add(0, x.row, torch.where(begun, nats, 0.0))
+    return (saved > 10)[x.row] & begun
+
+
+def _padded(x: Tokens) -> Iterator[Part]:
+    """Yield what follows prompts shorter than the longest, and see if it grows with the padding."""
+    if not x.start.max() > x.start.min() >= 0:
+        return
+    some = x.unsure()
+    y = x.take(some)
+    short, each = x.start < x.start.max(), y.start.unique()
+    sizes = [size_of(y.e()[y.start == length]) for length in each]
+    ranks = torch.tensor([(-each).tolist(), sizes]).argsort().argsort().double()
+    grows = len(each) > 5 and torch.corrcoef(ranks)[0, 1] > 0.85
+    yield ("padding", "padding, growing" if grows else "padding",
+           "after prompts shorter than the longest", short, short)
+
+
+def _from_a_place_on(x: Tokens) -> Iterator[Part]:
+    """Yield what is beyond each position, or on either side of each token."""
+    if x.start.min() >= 0:
+        position = x.start + x.t
+        for at in _inner(position):
+            yield "window", "window", f"from position {at} on", position >= at, position >= at
+    for at in _inner(x.t):
+        yield "in-flight", "in-flight", f"from token {at} on", x.t >= at, x.t >= at
+        yield "in-flight", "in-flight", f"before token {at}", x.t < at, x.t < at
+
+
+def _inner(places: Tensor) -> list[int]:
+    """Return at most 60 places where a change may begin, without the first three and last two."""
+    inner = places.unique()[3:-2]
+    return inner[::1 + len(inner) // 60].tolist()
+
+
+# ---------------------------------------------------------------------- tokens that were seen
+
+def penalty(x: Tokens, easier: float = 1.0) -> Finding | None:
+    """Test for a penalty on μ: it lowers tokens that occurred before, and raises all others.
+
+    A negative penalty does the opposite.
+
+    Tokens that occurred before are likelier than others, and most causes treat likely tokens
+    otherwise. So tokens are compared at equal log-odds of π, in eight parts. Where an id occurs
+    both before and anew, the difference must be there as well, and three ids of four must agree on
+    its sign: a penalty acts on all ids in one direction.
+    """
+    best: Finding | None = None
+    some, e = x.unsure(), x.e()
+    wide, size = (e.abs().quantile(0.98).item(), size_of(e[some])) if len(e) else (0.0, 0.0)
+    e, part = e.clamp(-wide, wide), log_odds(x.pi).argsort().argsort() * 8 // max(1, len(e))
+
+    for what, old in (("the response", x.seen), ("prompt or response", x.seen | x.known)):
+        difference, z = _seen_less_new(e[some], old[some], part[some])
+        sign = 1 if z > 0 else -1
+        if math.isnan(z) or sign * e[old].mean() <= 0 or sign * e[~old].mean() >= 0:
+            continue
+
+        difference, z = sign * difference, sign * z
+        half = sign * (e[some & old].median() - e[some & ~old].median()).item()
+        large = difference > max(0.3 * size, numerics(x) / 2) and half > 0.3 * difference
+        apart, agree = _of_each_id(x.ids[some], old[some], sign * e[some])
+        if apart < 0.3 * difference or agree < 0.75:
+            continue                                # ids that occur often differ, not occurrences
+
+        if beyond("penalty", easier * z) and large and (best is None or 2 * RECORD / z < best.left):
+            gain = "gain" if sign > 0 else "lose"
+            best = Finding("penalty", 2 * RECORD / z, f"tokens that occurred in {what} {gain} "
+                           f"{difference:.3f} logits over new ones of equal log-odds, {z:.0f} "
+                           "standard errors", x.take(~old), True)
+    return best
+
+
+def _seen_less_new(e: Tensor, old: Tensor, part: Tensor) -> tuple[float, float]:
+    """Return by how much seen tokens exceed new ones of the same part, and in standard errors.
+
+    Each part's difference of means has the standard error of two samples with one variance. Both
+    are NaN if no part has five of each.
+    """
+    total, weight = 0.0, 0.0
+    for k in range(8):
+        before, new = e[old & (part == k)], e[~old & (part == k)]
+        if min(len(before), len(new)) >= 5:
+            shared = 1 / (1 / len(before) + 1 / len(new))
+            spread = torch.cat([before - before.mean(), new - new.mean()]).var().item()
+            total += shared / (spread + FLOOR ** 2) * (before.mean() - new.mean()).item()
+            weight += shared / (spread + FLOOR ** 2)
+    return (total / weight, total / math.sqrt(weight)) if weight else (math.nan, math.nan)
+
+
+def _of_each_id(ids: Tensor, old: Tensor, e: Tensor) -> tuple[float, float]:
+    """Return how much more e is at seen occurrences of an id than at new ones, and in how many ids.
+
+    The mean is over ids, each with the weight of its two samples; it is ∞ if few have both. The
+    second is a share, of ids with three of each kind; it is 1 if there are fewer than five.
+    """
+    _, which = ids.unique(return_inverse=True)
+    n, total = (torch.zeros(2, len(ids), dtype=e.dtype).index_put((old.long(), which), y, True)
+                for y in (torch.ones_like(e), e))                   # [new or seen, id]
+    weight = n[0] * n[1] / n.sum(0).clamp(min=1)
+    apart = total[1] / n[1].clamp(min=1) - total[0] / n[0].clamp(min=1)
+    many = (n >= 3).all(0)
+    return (math.inf if weight.sum() < 20 else ((weight * apart).sum() / weight.sum()).item(),
+            1.0 if many.sum() < 5 else share_of(apart[many] > 0))
+
+
+# --------------------------------------------------------------- how the gap runs along responses
+
+def fit_sizes(total: Tensor, count: Tensor, *columns: Tensor) -> tuple[float, list[float]]:
+    """Fit log E|e| = a + Σ b·column to sums of |e| over so many tokens; return log L, (a, b …)."""
+    matrix = torch.stack([torch.ones_like(total), *columns], -1)
+    beta, ratio = torch.zeros(len(columns) + 1, dtype=total.dtype), total
+    beta[0] = (total.sum() / count.sum()).log()
+    for _ in range(20):
+        ratio = total * (-matrix @ beta).exp()
+        weight = torch.maximum(ratio, count)[:, None] * matrix
+        beta += torch.linalg.solve(weight.T @ matrix + 1e-6 * torch.eye(len(beta)),
+                                   matrix.T @ (ratio - count))
+    return -(count @ matrix @ beta + ratio.sum()).item(), beta.tolist()
+
+
+def within(x: Tokens) -> float:
+    """Return the nats that a fading as a power of t + 8 saves between prompts of one length."""
+    e, late = x.e().abs() + FLOOR, (x.t + 8.0).double().log()
+    _, length = x.start.unique(return_inverse=True)
+    count = length.bincount().double()
+
+    def nats(slope: float) -> float:
+        total = torch.zeros_like(count).index_add(0, length, e * (slope * late).exp())
+        return (slope * late.sum() - count @ (total / count).log()).item()
+    return max(nats(k / 20) for k in range(61)) - nats(0)
+
+
+def lacking(x: Tokens) -> tuple[float, float]:
+    """Return by how many nats a gap is one of padding, not of context, and how it grows by length.
+
+    Before token t there are start + t tokens. So a gap of context falls with both alike, or with t
+    alone. Padding is what a prompt lacks to the longest, so it falls with the prompt's length, too,
+    and faster:
+
+        context    log E|e| = a + b log(start + t + 8), or a + b log(t + 8)
+        padding    log E|e| = a + b log(t + 8) + c start, with c < 0
+    """
+    if x.start.min() < 0 or x.start.min() == x.start.max():
+        return 0.0, 0.0
+    e, each = x.e().abs() + FLOOR, torch.ones_like(x.mu)
+    start, age = (x.start - x.start.min()).double(), x.t.double() + 8
+    nats, (_, _, grows) = fit_sizes(e, each, age.log(), start)
+    return nats - max(fit_sizes(e, each, y.log())[0] for y in (age, age + x.start)), grows
+
+
+def over_time(x: Tokens) -> tuple[Finding | None, Finding | None]:
+    """Test whether the gap fades from the first token on, or drops at one and fades after it.
+
+        context    log E|e| = a + b L + c L², where L = log(t + 8)
+        in-flight  log E|e| = a + j [t ≥ T] + b [t ≥ T] log((t + 8)/(T + 8)), or
+                   log E|e| = a + b L + c L² + j [t ≥ T] with j < 0
+
+    A gap fades if what differs is an ever smaller part of the context: smoothly, so c is small. A
+    change of weights is a step. A Laplace distribution of each size is fitted, as in (eq:gap-left).
+    Each prompt has a gap of its own size, and some responses end early, so the gap must fade as
+    surely if prompts of each length have a size of their own. `lacking` tells padding from it.
+    The second result is what explains the gap almost as well as the first, or a suggestion.
+    """
+    x = x.take(x.unsure() & (x.t > 0))      # the first token is recomputed after a prefix cache hit
+    if len(x.t) < 20:
+        return None, None
+    e, count = x.e().abs(), x.t.bincount()
+    rare = e.clamp(max=e.quantile(0.98))    # a few tokens must not make a step
+    total, common = (x.t.bincount(size + FLOOR)[count > 0] for size in (e, rare))
+    age, count = count.nonzero()[:, 0], count[count > 0].double()
+    late = (age + 8.0).log()
+    late -= late.mean()
+
+    (flat, _), (fades, (_, slope)) = fit_sizes(total, count), fit_sizes(total, count, late)
+    (even, _), (straight, _) = fit_sizes(common, count), fit_sizes(common, count, late)
+    bends, (_, _, curve) = fit_sizes(common, count, late, late.square())
+    best, at = _best_step(common, count, age, late, _inner(x.t))
+    ages, ahead = fades - flat, best - max(even, bends)
+
+    falling = Finding("in-flight", math.exp(-max(best - even, 0) / len(x.t)), f"at token {at} the "
+                      f"gap falls: {ahead:.0f} nats better than any smooth change")
+    fading = Finding("context", math.exp(-ages / len(x.t)), "from the first token on the gap falls "
+                     f"as (t + 8)^{slope:.2f}: {ages:.0f} nats better than one size")
+    if beyond("step", ahead) or (ahead > 0 and slope < -0.25 and curve < -0.4 and (
+            bends - straight > 6)):
+        return falling, fading if slope < 0 else None
+    if beyond("context, nats", min(ages, within(x))) and beyond("context", -slope):
+        return _padding_or_context(x, fading, falling if ahead > -math.inf else None)
+    return None, falling if ahead > 1 else fading if ages > 3 and slope < -0.12 else None
+
+
+def _best_step(total: Tensor, count: Tensor, age: Tensor, late: Tensor, places: list[int]
+               ) -> tuple[float, int]:
+    """Return log L of the likeliest step, −∞ if the gap falls nowhere, and the token it is at."""
+    best, at = -math.inf, 0
+    for place in places:
+        after = (age >= place).double()
+        since = ((age + 8) / (place + 8)).clamp(min=1).log()
+        nats, (_, jump, falls) = fit_sizes(total, count, after, since)
+        more, (_, _, _, step) = fit_sizes(total, count, late, late.square(), after)
+        nats = max(nats if jump < 0.3 and jump + falls * math.log(2) < -0.6 else -math.inf,
+                   more - 3 if step < 0 else -math.inf)
+        best, at = max((best, at), (nats, place))
+    return best, at
+
+
+def _padding_or_context(x: Tokens, fading: Finding, falling: Finding | None
+                        ) -> tuple[Finding, Finding | None]:
+    """Return which of both a gap that fades is, and what else it may be."""
+    nats, grows = lacking(x)
+    padded = Finding("padding", fading.left, f"{fading.evidence}; and with the prompt's length by "
+                     f"{1 - math.exp(grows):.1%} a token, {nats:.0f} nats better than with any "
+                     "context")
+    if grows < 0 and beyond("context, nats", nats):
+        return padded, fading
+    return fading, padded if grows < 0 and nats > 3 else falling
