@@ -231,14 +231,14 @@ def test_every_equation_that_reads_is_one_that_runs(entered):
 
 
 def test_rollout_log_prob_walks_from_correction_to_loss_and_never_back(entered):
-    """The correction reads rollout_log_prob first, then the loss, and the metrics at the end.
+    """The correction reads rollout_log_prob first, then loss and KL term, and the metrics at the end.
 
     The step is a decoupled one, with one update.
     """
     first_run = entered[:next(i for i, call in enumerate(entered) if call[1] == "rloo_advantages")]
     walk = [module for module, _, takes in first_run if takes]
     rooms = [module for i, module in enumerate(walk) if i == 0 or walk[i - 1] != module]
-    assert rooms == ["correction", "losses", "metrics"]
+    assert rooms == ["correction", "losses", "kl", "metrics"]
 
 
 @pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")),
