@@ -1,12 +1,18 @@
 """A run reports its settings in short, its closing table and its curves.
 
-This file decides nothing: it reads the metrics that are there.
+This file decides nothing: it reads the metrics that are there. `three-policies report RUN` does so
+for a run that goes on, was stopped, or has ended.
 """
 
+import argparse
 import math
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from three_policies.checks import UserError
 from three_policies.doctor import diagnose
+from three_policies.training.checkpoints import read_metrics
 from three_policies.training.settings import Config
 
 
@@ -40,14 +46,25 @@ def judge_accuracy(before: float, after: float, n: int) -> str:
 
 def closing_table(lines: list[dict], before: float, after: float, n: int) -> list[str]:
     """Compare the first step with the last, judge the accuracy on n problems, and list warnings."""
-    first, last = lines[0], lines[-1]
-    table = [(f"accuracy, {n} held-out problems, sampled", before, after)]
-    for name in ("reward/mean", "response/length_mean", "rollout_corr/k3_kl"):
-        table.append((name, first.get(name, math.nan), last.get(name, math.nan)))
-    table.append(("effective sample size / N", ess(first), ess(last)))
-    rows = [f"{name:48}{x:12.4g}{y:12.4g}" for name, x, y in table]
-    return [f"\n{'':48}{'before':>12}{'after':>12}", *rows, judge_accuracy(before, after, n),
-            *(f"* {sentence}" for sentence in diagnose(last))]
+    table = [(f"accuracy, {n} held-out problems, sampled", before, after),
+             *compared(lines[0], lines[-1])]
+    return ["", *in_columns(table), judge_accuracy(before, after, n),
+            *(f"* {sentence}" for sentence in diagnose(lines[-1]))]
+
+
+Row = tuple[str, float, float]
+
+
+def compared(first: dict, last: dict) -> list[Row]:
+    """Return what a table compares of two steps."""
+    names = ("reward/mean", "response/length_mean", "rollout_corr/k3_kl")
+    return [*((name, first.get(name, math.nan), last.get(name, math.nan)) for name in names),
+            ("effective sample size / N", ess(first), ess(last))]
+
+
+def in_columns(rows: list[Row]) -> list[str]:
+    return [f"{'':48}{'before':>12}{'after':>12}",
+            *(f"{name:48}{x:12.4g}{y:12.4g}" for name, x, y in rows)]
 
 
 def ess(metrics: dict) -> float:
@@ -73,3 +90,32 @@ def plot(lines: list[dict], path: Path) -> None:
         axis.set(title=name, xlabel="step")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a run's table and draw its curves; return 0, or 2 if there is nothing to read."""
+    parser = argparse.ArgumentParser(
+        prog="three-policies report", description="Compare the first step of a run with its last, "
+        "say what looks wrong, and draw the curves.")
+    parser.add_argument("run", metavar="RUN", help="its name in runs/, or its directory")
+    named = Path(parser.parse_args(argv).run)
+    directory = named if (named / "metrics.jsonl").exists() else Path("runs") / named
+
+    try:
+        lines = read_metrics(directory / "metrics.jsonl")
+    except (OSError, UserError) as error:
+        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        print(f"report: {why}", file=sys.stderr)
+        return 2
+    if not lines:
+        print(f"report: {directory} has no step yet", file=sys.stderr)
+        return 2
+
+    plot(lines, directory / "curves.png")
+    accuracy = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line] or [math.nan]
+    table = [("accuracy, held-out problems, sampled", accuracy[0], accuracy[-1]),
+             *compared(lines[0], lines[-1])]
+    print("\n".join([f"{directory}, steps {lines[0]['step']} to {lines[-1]['step']}",
+                     *in_columns(table), *(f"* {sentence}" for sentence in diagnose(lines[-1])),
+                     f"curves: {directory / 'curves.png'}"]))
+    return 0

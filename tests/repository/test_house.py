@@ -231,7 +231,7 @@ def test_every_equation_that_reads_is_one_that_runs(entered):
 
 
 def test_rollout_log_prob_walks_from_correction_to_loss_and_never_back(entered):
-    """The correction reads rollout_log_prob first, then the loss and its KL, at the end the metrics.
+    """The correction reads rollout_log_prob first, then the loss with its KL, and the metrics.
 
     The step is a decoupled one, with one update.
     """
