@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OUT = ROOT / "book"
+OUT = ROOT / "site"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 WIDTHS = (400, 800, 1400)
 
@@ -33,7 +33,7 @@ def build():
 
 @pytest.fixture(scope="session")
 def book():
-    """Write book/, and return book/pages.py as a module."""
+    """Write site/, and return book/pages.py as a module."""
     packages = ("markdown_it", "mdit_py_plugins", "pygments", "playwright")
     missing = [f"{name} (requirements/book.txt)" for name in packages
                if importlib.util.find_spec(name) is None]
