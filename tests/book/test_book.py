@@ -32,7 +32,8 @@ def entries():
 
 def documents():
     """Return every text of the repository that may cite something, this file aside."""
-    places = [path for glob in ("*.py", "*/*.py", "*.md", "*/*.md", "math/*.yaml")
+    places = [path for glob in ("*.py", "*/*.py", "tests/*/*.py", "*.md", "*/*.md", "book/*.yaml",
+                                     "studies/*/*.yaml", "math/*.yaml")
               for path in ROOT.glob(glob)]
     return {path: path.read_text() for path in places
             if path.name not in ("test_book.py", "references.yaml")}
@@ -179,7 +180,7 @@ def test_every_equation_reaches_its_function_and_its_tests_and_they_reach_it(boo
         shown, tests = panel.split('<details class="tests"')
         assert f'id="{label}"' in html and 'class="l code"' in shown, (
             f"{label} has no code beside it")
-        assert re.search(r'href="tests-test_\w+\.py\.html#L\d+"', tests), (
+        assert re.search(r'href="tests-\w+-test_\w+\.py\.html#L\d+"', tests), (
             f"{label} has no test beside it")
         for href in re.findall(r'class="where" href="([^"]+)"', panel):
             source, line = href.split("#")

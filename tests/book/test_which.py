@@ -125,7 +125,7 @@ def test_the_first_studys_verdict_is_its_interval(path):
 def test_means_are_those_of_the_rows(path):
     """Recomputed from the CSV files, without tables.py."""
     import csv
-    rows = {name: list(csv.DictReader((ROOT / f"math/{name}.csv").open()))
+    rows = {name: list(csv.DictReader((ROOT / f"studies/{name}/results.csv").open()))
             for name in ("nine", "sixty-four")}
     for one in evidence(path):
         if "runs" in one.key:
