@@ -80,7 +80,7 @@ def test_a_full_disk_that_swallows_the_last_words_is_said(reported, monkeypatch)
     usage = gpu_report.shutil.disk_usage
     found = iter([usage("."), usage(".")._replace(free=0)])
     monkeypatch.setattr(gpu_report.shutil, "disk_usage", lambda _: next(found))
-    monkeypatch.setattr("test_gpu_report.BROKEN", BROKEN.replace("a line of a traceback", ""))
+    monkeypatch.setitem(globals(), "BROKEN", BROKEN.replace("a line of a traceback", ""))
     _, table, _ = reported(PADDING, "padding", "os._exit(1)")
     assert re.search(r"FAILED: no word, and \S+ is full .status 1. \|$", table[-1])
 
