@@ -53,7 +53,8 @@ SLOW = ("import torch._dynamo, torch.distributed.fsdp, torch.distributed.checkpo
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.enforce_eager=true",
         f"+{ROLLOUT}.enable_sleep_mode=false", f"{ROLLOUT}.free_cache_engine=false",
-        f"+{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=verl_vllm.Extension",
+        f"+{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls="
+        "three_policies.tests.support.verl_vllm.Extension",
         f"{ROLLOUT}.max_model_len=32", f"{BLOCK}.rollout_is=token",
         f"{ACTOR}.policy_loss.loss_mode=compared",
         f"{ACTOR}.optim.lr=1e-2"]                  # an update is more than bfloat16's rounding
@@ -122,8 +123,8 @@ def start(forking, inputs, tmp_path):
         del environment["CUDA_VISIBLE_DEVICES"]        # conftest.py hides all: ranks count as GPUs
         with open(tmp_path / f"{len(started)}.txt", "w") as output:
             started.append(subprocess.Popen(
-                ["bash", "-ec", f'{command()} "$@"', "verl", *settings], cwd=ROOT, env=environment,
-                stdout=output, stderr=subprocess.STDOUT, start_new_session=True))
+                ["bash", "-ec", f'{command()} "$@"', "verl", *settings], cwd=tmp_path,
+                env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True))
         return started[-1], tmp_path / f"{len(started) - 1}"
 
     yield call

@@ -1,4 +1,4 @@
-"""Let verl's whole driver run on a CPU: `VERL_USE_EXTERNAL_MODULES=verl_cpu`, in every process.
+"""Let verl's whole driver run on a CPU, by VERL_USE_EXTERNAL_MODULES, in every process.
 
 verl imports this file by itself in the driver and in each of Ray's workers. It supplies what verl
 0.9.1 has for accelerators alone: a platform, the engine's name for it, a backend for the process
@@ -117,7 +117,7 @@ class Adapter(base.BaseRollout):
 
 
 replica.RolloutReplicaRegistry.register("transformers", lambda: Replica)
-base._ROLLOUT_REGISTRY["transformers", "async"] = "verl_cpu.Adapter"
+base._ROLLOUT_REGISTRY["transformers", "async"] = f"{__name__}.Adapter"
 
 
 def odd(solution_str, **_):
