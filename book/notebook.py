@@ -246,8 +246,7 @@ compare("samples of μ", expectation(mu, each))
 # * the same without the limit.
 
 # %% tags=["exact"]
-from three_policies.presets import RolloutCorrectionConfig
-from three_policies.correction import correct
+from three_policies import RolloutCorrectionConfig, correct
 
 PRESETS = {"disabled": RolloutCorrectionConfig(),
            "decoupled_token_is": RolloutCorrectionConfig.decoupled_token_is(),
