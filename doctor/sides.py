@@ -290,6 +290,6 @@ def draw(side: Side, x: list[list[int]], g: torch.Generator, longest: int = 40,
         p = log_probs(side, xs, given, t + 1)[:len(live), t].exp()
         assert top
         for i, v in zip(live, torch.multinomial(p, 1, generator=g)[:, 0].tolist()):
-            told = forced[i] if forced and i in forced else {}
-            rows[i].append(told.get(t, v))
+            written = forced.get(i, {}) if forced else {}
+            rows[i].append(written[t] if t in written else v)
     return rows

@@ -135,7 +135,6 @@ def run(argv, cwd, environment, streams):
             sys.argv = argv[1:]
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         else:
-            sys.path[:0] = [str(Path(argv[0]).parent.resolve())]       # as Python does
             runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as end:
         code = end.code or 0

@@ -194,7 +194,7 @@ PROGRAM = """
 import atexit, os, signal, sys, threading
 atexit.register(print, "the last")             # left to be written when all else has ended
 threading.Timer(0.1, print, ["the thread's end"]).start()
-print(sys.argv[1:], os.getcwd(), os.environ["GIVEN"], sys.path[0], __name__, flush=True)
+print(sys.argv[1:], os.getcwd(), os.environ["GIVEN"], __name__, flush=True)
 if sys.argv[1] == "exits": sys.exit(7)
 if sys.argv[1] == "says why": sys.exit("ValueError: a bug")
 if sys.argv[1] == "fails": raise ValueError("a bug")
