@@ -54,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     for remark in remarks:
         print(f"* {remark.message}", file=sys.stderr)
-    print("correction:" + "".join(f"\n  {key}: {written(value)}"
-                                  for key, value in own_keys(config).items())
-          if own_keys(config) else "correction: {}        # nothing is corrected")
+    lines = [f"  {key}: {written(value)}" for key, value in own_keys(config).items()]
+    print("\n".join(["correction:", *lines]) if lines else
+          "correction: {}        # nothing is corrected")
     return 0
 
 

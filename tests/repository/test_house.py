@@ -121,8 +121,8 @@ def imported(path: Path) -> set[str]:
 
 def modules() -> dict[str, Path]:
     """Return the project's modules, by their names without "three_policies."."""
-    return {name: path for room in (".", *ROOMS) for path in sorted((ROOT / room).glob("*.py"))
-            if (name := ".".join(path.relative_to(ROOT).with_suffix("").parts))}
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+            for room in (".", *ROOMS) for path in sorted((ROOT / room).glob("*.py"))}
 
 
 def known() -> dict[str, set[str]]:
