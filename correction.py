@@ -6,8 +6,8 @@ This file makes two separate decisions, and neither changes the other:
               batch-normalised or not
     mask      what rejection.py keeps; every criterion looks at the original mask
 The loss's denominator is a third, separate choice, made in losses.py. metrics.py measures how far
-apart the policies are, from what `correct` returns. Bounds always bound ρ; interop/dialects.py
-reads the configurations of other systems. Derivation: math/.
+apart the policies are, from what `correct` returns. Bounds always bound ρ. presets.py has the
+configuration. Derivation: math/6-correction.md.
 
     config = RolloutCorrectionConfig.decoupled_seq_is_rs()
     weights, mask, metrics = correct(old_log_prob, rollout_log_prob, response_mask, config)
@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from three_policies.checks import choice, interval, is_list, number, same_shape
-from three_policies.presets import Bound, RolloutCorrectionConfig, PRESETS as PRESETS
+from three_policies.presets import PRESETS as PRESETS                      # re-exported
+from three_policies.presets import Bound, RolloutCorrectionConfig
 from three_policies.ratios import (LEVELS, OF_TOKENS, aggregate_log_ratio, exp_ratio,
                                    masked_log_ratio, outside)
 from three_policies.rejection import Evidence, Grounds, judge_all, keep_all_agree

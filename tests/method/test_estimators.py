@@ -1,4 +1,4 @@
-"""estimators.py computes the mathematics that it claims: exact sums over all sequences.
+"""ratios.py and estimators.py compute what they claim: exact sums over all sequences.
 
 Each test names its claim, and its docstring the equation. Run with -s to see the biases' sizes.
 The KL is in test_kl_estimate.py, the sampling distribution in test_sampling.py.

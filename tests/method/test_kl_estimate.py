@@ -1,4 +1,4 @@
-"""estimators.py: each KL estimator has the value and the gradient that are claimed.
+"""kl.py: each KL estimator has the value and the gradient that are claimed.
 
 Exact sums over all sequences, no sampling. Run with -s to see the biases' sizes.
 """

@@ -1,4 +1,4 @@
-"""losses.py: the KL term as a loss has its expected gradient and its aggregation."""
+"""kl.py and losses.py: the KL term as a loss has its expected gradient and its aggregation."""
 
 import math
 
