@@ -171,11 +171,12 @@ def test_the_closing_table_has_the_first_step_before_the_last():
     first = {"reward/mean": 0.25, "response/length_mean": 8.0, "rollout_corr/k3_kl": 0.5,
              "rollout_corr/rollout_is_raw_eff_sample_size": 0.75, "reward/advantage_max": 0.0}
     last = {"reward/mean": 0.5, "response/length_mean": 4.0, "rollout_corr/chi2_token": 1.0}
-    head, *rows, verdict = closing_table([first, {}, last], 0.5, 1.0, 100)
-    assert (head.split(), verdict) == (["before", "after"], judge_accuracy(0.5, 1, 100))
+    blank, head, *rows, verdict = closing_table([first, {}, last], 0.5, 1.0, 100)
+    assert (blank, head.split()) == ("", ["before", "after"])
+    assert verdict == judge_accuracy(0.5, 1, 100)
     assert [row.split()[-2:] for row in rows] == [
         ["0.5", "1"], ["0.25", "0.5"], ["8", "4"], ["0.5", "nan"], ["0.75", "0.5"]]
-    warned = closing_table([last, first], 0.5, 1.0, 100)[7:]
+    warned = closing_table([last, first], 0.5, 1.0, 100)[8:]
     assert warned == [f"* {sentence}" for sentence in diagnose(first)] and len(warned) == 2
 
 
