@@ -2,8 +2,9 @@
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import field, fields
 from numbers import Real
 from typing import Any, TypeGuard
 
@@ -38,7 +39,7 @@ def number(key: str, value: Any) -> float:
 
 
 def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    """Say whether a value is a sequence and no text: a list, a tuple, OmegaConf's list."""
+    """Say whether a value is a sequence and no text: a list, a tuple, Hydra's list."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
@@ -69,6 +70,42 @@ def flag(key: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{key} must be true or false, not {value!r}")
     return value
+
+
+def setting(default: Any, meaning: str, low: float | None = None, high: float = 2 ** 31, *,
+            above: float | None = None, choices: Sequence[str] = ()) -> Any:
+    """Return a dataclass's field with its meaning and what makes sense: [low, high], or (above, ∞).
+
+    Of a word, it is among the choices.
+    """
+    return field(default=default, metadata={"meaning": meaning, "low": low, "high": high,
+                                            "above": above, "choices": choices})
+
+
+def check_fields(of: Any, prefix: str = "") -> None:
+    """Raise ValueError if a field of a dataclass is beyond the limits that `setting` gave it."""
+    for row in fields(of):
+        key, limits, value = f"{prefix}{row.name}", row.metadata, getattr(of, row.name)
+        if limits.get("choices"):
+            choice(key, value, limits["choices"])
+        elif value is not None and "low" in limits and not in_limits(value, limits):
+            raise ValueError(f"{key} must be {limits_of(limits, value)}, not {value!r}")
+
+
+def in_limits(value: Any, limits: Mapping[str, Any]) -> bool:
+    if limits["above"] is not None:
+        return value > limits["above"]
+    return limits["low"] is None or limits["low"] <= value <= limits["high"]
+
+
+def limits_of(limits: Mapping[str, Any], value: float = 0) -> str:
+    """Return what a number may be, or, of one that is far too large, the largest one."""
+    low, high, above = limits["low"], limits["high"], limits["above"]
+    if above is not None:
+        return f"above {above}"
+    if high < 2 ** 31:
+        return f"{low} to {high}"
+    return f"at most {high}" if value > high else f"at least {low}"
 
 
 def same_shape(what: str, **tensors: Tensor) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from three_policies.centering import centering_loss
-from three_policies.checks import choice, same_shape
+from three_policies.checks import check_fields, choice, same_shape, setting
 from three_policies.correction import Correction, correct
 from three_policies.kl import kl_terms
 from three_policies.presets import RolloutCorrectionConfig
@@ -40,41 +40,28 @@ DENOMINATORS = ("fixed", "kept")
 class LossConfig:
     """Configure how terms become a loss: the surrogate's numbers and the aggregation.
 
-    clip_low, clip_high    ε of the clip; here and below, None takes the loss's own number in LOSSES
-    dual_clip              c > 1 bounds the loss for A < 0 by −cA
-    tau_positive           SAPO's τ for A > 0
-    tau_negative           SAPO's τ for all other A
-    aggregation            from tokens to a scalar, see `aggregate_loss`
-    denominator            "fixed" counts the response mask, "kept" what rejection left
-    horizon                H of seq-mean-token-sum-norm; None: see `aggregate_loss`
-
-    A number that a loss does not take is ignored.
-    Raises ValueError on an unknown aggregation or denominator, a dual_clip that is not above 1, a
-    negative clip, a τ that is not positive or a horizon below 1.
+    A number that is left out (None) is the loss's own in LOSSES, and one that a loss does not take
+    is ignored. Raises ValueError on an unknown word and on a number beyond its limits.
     """
 
-    clip_low: float | None = None
-    clip_high: float | None = None
-    dual_clip: float | None = None
-    tau_positive: float | None = None
-    tau_negative: float | None = None
-    aggregation: str = "token-mean"
-    denominator: str = "fixed"
-    horizon: int | None = None
+    clip_low: float | None = setting(None, "ε of the clip's lower end; null: the loss's own", 0)
+    clip_high: float | None = setting(None, "ε of the clip's upper end; null: the loss's own", 0)
+    dual_clip: float | None = setting(
+        None, "c bounds the loss for A < 0 by −cA; null: the loss's own", above=1)
+    tau_positive: float | None = setting(
+        None, "steepness of sapo's gate for A > 0; null: the loss's own", above=0)
+    tau_negative: float | None = setting(
+        None, "steepness of sapo's gate for A ≤ 0; null: the loss's own", above=0)
+    aggregation: str = setting(
+        "token-mean", "how the losses of tokens become one number", choices=AGGREGATIONS)
+    denominator: str = setting(
+        "fixed", "divide by all response tokens, or by those that rejection kept",
+        choices=DENOMINATORS)
+    horizon: int | None = setting(
+        None, "H of seq-mean-token-sum-norm; null: the largest number of tokens", 1)
 
     def __post_init__(self) -> None:
-        choice("aggregation", self.aggregation, AGGREGATIONS)
-        choice("denominator", self.denominator, DENOMINATORS)
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"dual_clip must be above 1, not {self.dual_clip!r}")
-        for name in ("clip_low", "clip_high"):
-            if (end := getattr(self, name)) is not None and not end >= 0:
-                raise ValueError(f"{name} must be at least 0, not {end!r}")
-        for name in ("tau_positive", "tau_negative"):
-            if (tau := getattr(self, name)) is not None and not tau > 0:
-                raise ValueError(f"{name} must be positive, not {tau!r}")
-        if self.horizon is not None and not self.horizon >= 1:
-            raise ValueError(f"horizon must be at least 1, not {self.horizon!r}")
+        check_fields(self)
 
     def numbers(self, loss: Loss) -> dict[str, float | None]:
         """Return the numbers that a loss takes: these, or its own where these are None."""

@@ -25,7 +25,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -260,9 +260,7 @@ def loss_weights(old_log_prob: Tensor, batch: Batch,
 
 def loss_of(config: Config) -> LossConfig:
     """Return the section `loss` as `policy_loss` takes it; the horizon is rollout.max_tokens."""
-    given = {of.name: getattr(config.loss, of.name) for of in fields(LossConfig)
-             if of.name != "horizon"}
-    return LossConfig(**given, horizon=config.rollout.max_tokens)
+    return replace(config.loss, horizon=config.loss.horizon or config.rollout.max_tokens)
 
 
 class Update(NamedTuple):

@@ -26,7 +26,6 @@ import matplotlib
 import torch
 from three_policies.book.drawn import as_svg
 from three_policies.book.moving_exact import heights, in_square, optimum, square
-from omegaconf import OmegaConf
 from PIL import Image
 from three_policies.book.tables import (AGES, OBJECTIVES, PARTS, POLICIES, ROOT, ascend,
                                         bias_and_std, gains_by_batch_size, judged_contrasts, paired,
@@ -53,7 +52,7 @@ from three_policies.ratios import aggregate_log_ratio
 from three_policies.studies import merging
 from three_policies.surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss,
                                        sapo_loss)
-from three_policies.training.settings import CHANGEABLE, SPLITS, flat, leaves, read_yaml
+from three_policies.training.settings import CHANGEABLE, SPLITS, flat, leaves, read_mapping
 from three_policies.training.settings import Config as Settings
 
 # The palette is Okabe and Ito's. Every colour has a line style: figures are readable without it.
@@ -863,7 +862,7 @@ def read_settings(path):
     """
     defaults = {key: of.default for key, _, of in leaves(Settings)
                 if of.default is not dataclasses.MISSING}
-    given = flat(cast(dict, OmegaConf.to_container(read_yaml(path, [])[0])))
+    given = flat(read_mapping(path))
     if "seed" not in given:
         raise UserError(f"{path} is not the settings of a run: it has no seed")
     own, left = defaults | given, CHANGEABLE - SPLITS | {"run", "seed"}

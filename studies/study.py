@@ -25,9 +25,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
@@ -322,12 +321,13 @@ def declared(name: str) -> dict:
 
     It inherits settings, evaluator, regimes and methods.
     """
-    own = cast(DictConfig, OmegaConf.load(HERE / name / "declared.yaml"))
+    from three_policies.training.settings import merged, read_mapping
+    own = read_mapping(HERE / name / "declared.yaml")
     if "like" in own:
-        base = cast(DictConfig, OmegaConf.load(HERE / own.like / "declared.yaml"))
+        base = declared(own["like"])
         kept = [key for key in ("settings", "evaluator", "regimes", "methods") if key in base]
-        own = OmegaConf.merge({key: base[key] for key in kept}, own)
-    return {**cast(dict, OmegaConf.to_container(own)), "name": name}
+        own = merged({key: base[key] for key in kept}, own)
+    return own | {"name": name}
 
 
 def main() -> None:

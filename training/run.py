@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from omegaconf import OmegaConf
 from torch import Tensor
 from tqdm import tqdm
 
@@ -48,7 +47,7 @@ from three_policies.training.faults import (end_after, explain, process_group,
 from three_policies.training.models import (add_adapter, configuration, empty_model, read_tokenizer,
                                             require_place, require_vocabulary)
 from three_policies.training.report import closing_table, ess, summarize, plot
-from three_policies.training.settings import Config, correction_of, in_own_keys, remarks
+from three_policies.training.settings import Config, as_yaml, correction_of, in_own_keys, remarks
 from three_policies.training.tasks import Task, leave_out, make_demo_model, make_task, seed_of
 
 
@@ -343,7 +342,7 @@ class Run:
         config, self.accuracy = self.config, self.before
         if self.main:              # the metrics are cut back to the last checkpoint
             self.directory.mkdir(parents=True, exist_ok=True)
-            OmegaConf.save(OmegaConf.structured(config), self.directory / "config.yaml")
+            (self.directory / "config.yaml").write_text(as_yaml(config), encoding="utf-8")
             lines = read_metrics(self.metrics) if self.metrics.exists() else []
             done = [line for line in lines if line["step"] <= self.done]
             write(self.metrics, done)

@@ -13,21 +13,20 @@ import json
 import math
 import os
 import re
+import reprlib
 import typing
 import warnings
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal
 
-import omegaconf
+import msgspec
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from packaging.version import Version
 
-from three_policies.checks import UserError, interval
+from three_policies.checks import UserError, check_fields, interval, limits_of, setting
 from three_policies.interop.dialects import KEYS, OWN, WRAPPERS, from_dialect, kl_kind, own_keys
+from three_policies.losses import LossConfig
 from three_policies.presets import HISTORICAL, PRESETS, RolloutCorrectionConfig
 from three_policies.rejection import CRITERIA
 from three_policies.surrogates import LOSSES
@@ -38,11 +37,6 @@ FILE_KINDS = ("jsonl", "parquet")          # of task.kind: the questions come fr
 
 
 # -------------------------------------------------------------------------------- what there is
-
-def setting(default: Any, meaning: str, low: float | None = None, high: float = 2 ** 31) -> Any:
-    """Return a field with its meaning and the smallest and largest value that make sense."""
-    return field(default=default, metadata={"meaning": meaning, "low": low, "high": high})
-
 
 @dataclass
 class TaskConfig:
@@ -131,22 +125,8 @@ class AdvantageConfig:
     normalize_std: bool = setting(True, "grpo: divide advantages by the group's standard deviation")
 
 
-@dataclass
-class LossSettings:
-    clip_low: float | None = setting(
-        None, "ε of the clip's lower end; null: the loss's own", 0, 1)
-    clip_high: float | None = setting(
-        None, "ε of the clip's upper end; null: the loss's own", 0)
-    dual_clip: float | None = setting(None, "bound the loss where A < 0 by this many × −A", 1.01)
-    tau_positive: float | None = setting(
-        None, "steepness of sapo's gate where A > 0; null: the loss's own", 1e-3)
-    tau_negative: float | None = setting(
-        None, "steepness of sapo's gate where A ≤ 0; null: the loss's own", 1e-3)
-    aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
-                         "seq-mean-token-sum-norm"] = setting(
-        "token-mean", "how the losses of tokens become one number")
-    denominator: Literal["fixed", "kept"] = setting(
-        "fixed", "divide by all response tokens, or by those that rejection kept")
+@dataclass(frozen=True)
+class LossSettings(LossConfig):
     kl_coef: float = setting(
         0.0, "coefficient of KL(π_θ‖π_ref); 0: no reference policy is loaded", 0)
     kl_kind: Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "kl", "mse",
@@ -228,9 +208,14 @@ def documented() -> Iterator[tuple[str, str, str, str]]:
         if not is_dataclass(kind):
             default = {} if of.default is MISSING else of.default
             default = yaml.safe_dump(default, default_flow_style=True).split("\n")[0]
-            low, high = of.metadata.get("low"), of.metadata.get("high")
-            may_be = describe(kind) + (f", {allowed(low, high)}" if low is not None else "")
-            yield key, default, of.metadata["meaning"], may_be
+            yield key, default, of.metadata["meaning"], what_it_may_be(kind, of.metadata)
+
+
+def what_it_may_be(kind: Any, metadata: Mapping[str, Any]) -> str:
+    if choices := metadata.get("choices"):
+        return f"one of {', '.join(choices)}"
+    limits = limits_of(metadata) if {metadata.get("low"), metadata.get("above")} != {None} else ""
+    return describe(kind) + f", {limits}" * bool(limits)
 
 
 def correction_help() -> Iterator[str]:
@@ -259,18 +244,15 @@ def leaves(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield from leaves(kinds[of.name], f"{prefix}{of.name}.")
 
 
-TEXTS = {key for key, kind, _ in leaves(Config) if kind in (str, str | None)}
+SECTIONS = [of.name for of in fields(Config) if is_dataclass(of.default_factory)]
+KINDS = {key: kind for key, kind, _ in leaves(Config)}
+TEXTS = {key for key, kind in KINDS.items() if kind in (str, str | None)}
 
 
 # --------------------------------------------------------------------------------- how it is read
 
 def load_config(argv: list[str]) -> Config:
     """Read and check FILE.yaml and dotted overrides. An error is a UserError of one sentence."""
-    if Version(omegaconf.__version__) < Version("2.4"):
-        raise UserError("the trainer needs OmegaConf 2.4, and here is "
-                        f"{omegaconf.__version__}, which "
-                        "hydra (and so verl) asks for: give the trainer an environment of its own, "
-                        "pip install -r requirements.txt; the core and interop/ need no OmegaConf")
     if deleted := next((a[1:] for a in argv if a.startswith("~")), None):
         raise UserError(f"Hydra's ~{deleted} is not read here: write {deleted.split('=')[0]}=null")
     paths = [a for a in argv if "=" not in a or (a.endswith(".yaml") and Path(a).is_file())]
@@ -278,36 +260,36 @@ def load_config(argv: list[str]) -> Config:
                  for a in argv if a not in paths]
     if len(paths) > 1:
         raise UserError(f"expected at most one FILE.yaml, and key=value, not {paths}")
-    user, given = read_yaml(Path(paths[0]) if paths else None, [*map(verbatim, overrides)])
-    if isinstance(user.get("run"), DictConfig):
-        raise UserError(f"run.{next(iter(user.run), '')} is not a setting; did you mean run.dump=N "
-                        "(in a file train.dump)?")
-    if dotted := next((str(key) for key in user if "." in str(key)), ""):
-        section, _, name = dotted.partition(".")
-        raise UserError(f"{dotted} is written in two parts in a file: {section}: {{{name}: …}}")
-    settings = flat(cast(dict, OmegaConf.to_container(user)))
-    known = {key: kind for key, kind, _ in leaves(Config)}
-    check_keys(settings, known)
+    user, given = read_settings(Path(paths[0]) if paths else None, overrides)
+    check_keys(user)
+
     try:
-        whole = OmegaConf.merge(defaults(), user)
-        config = cast(Config, OmegaConf.to_object(whole))
-    except Exception as error:     # OmegaConf's own, and an OverflowError that it lets through
-        key = getattr(error, "full_key", "a setting")
-        raise UserError(f"{key} must be {describe(known.get(key))}, "
-                        f"not {settings.get(key)!r}") from None
+        config = msgspec.convert(user, Config, strict=False)
+    except msgspec.ValidationError as error:
+        if error.__cause__:                                          # LossConfig's own sentence
+            raise UserError(f"loss.{error.__cause__}") from None
+        key = str(error).rpartition("$.")[2].rstrip("`")             # … - at `$.train.steps`
+        quotes = "; a text that looks like a number stands in quotes" if key in TEXTS else ""
+        raise UserError(f"{key} must be {describe(KINDS[key])}, "
+                        f"not {flat(user).get(key, user.get(key))!r}{quotes}") from None
     config.policy.path = without_slash(config.policy.path)
     if "correction" not in user:
         config.correction = {"preset": "decoupled_token_is"}
     if given.get("run") is None:
         if config.run:
             check_run(config.run)          # as it was given, before anything is added to it
-        name = ",".join([config.run or (Path(paths[0]).stem if paths else "demo"), *sorted(
-            o for o in overrides if o.split("=")[0] not in ("run", *CHANGEABLE))])
-        digest = hashlib.sha256(repr(name).encode()).hexdigest()
-        name = re.sub(r"[^\w.,=+-]+", "_", name, flags=re.ASCII)
-        config.run = name if len(name) < 100 else f"{name[:80]}-{digest[:8]}"
+        config.run = name_of(config.run or (Path(paths[0]).stem if paths else "demo"), overrides)
     validate(config)
     return config
+
+
+def name_of(base: str, overrides: list[str]) -> str:
+    """Return a run's name: that of its file, and what makes it another run than the file's."""
+    name = ",".join([base, *sorted(o for o in overrides
+                                   if o.split("=")[0] not in ("run", *CHANGEABLE))])
+    digest = hashlib.sha256(repr(name).encode()).hexdigest()
+    name = re.sub(r"[^\w.,=+-]+", "_", name, flags=re.ASCII)
+    return name if len(name) < 100 else f"{name[:80]}-{digest[:8]}"
 
 
 def without_slash(path: str | None) -> str | None:
@@ -315,61 +297,109 @@ def without_slash(path: str | None) -> str | None:
     return path and (path.rstrip("/") or "/")
 
 
-def verbatim(override: str) -> str:
-    """Quote a text that YAML may read otherwise: run=007, task.path=1e3, task.instruction= ."""
-    key, _, text = override.partition("=")
-    nothing = ("null", "~") if key == "task.instruction" else ("null", "~", "")
-    if key not in TEXTS or text in nothing or text[0:1] in ("'", '"'):
-        return override
-    return f"{key}={json.dumps(text, ensure_ascii=False)}"
+# libyaml's loader where it is: in Python 16 kB of brackets take seconds.
+SafeLoader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-@functools.cache
-def defaults() -> DictConfig:
-    """Return every setting with its type and its default, which OmegaConf takes 10 ms to make."""
-    return cast(DictConfig, OmegaConf.structured(Config))
+class Loader(SafeLoader):
+    """PyYAML's safe loader, for which 1e-3 is a number, a date is text, and no key stands twice."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [row for row in rows if not row[0].endswith((":timestamp", ":float"))]
+        for first, rows in SafeLoader.yaml_implicit_resolvers.items()}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        found = super().construct_mapping(node, deep)
+        if len(found) < len(node.value):
+            raise yaml.MarkedYAMLError(problem="a key stands twice", problem_mark=node.start_mark)
+        return found
 
 
-def read_yaml(path: Path | None, overrides: list[str]) -> tuple[DictConfig, DictConfig]:
-    """Return all that the user gives, and the overrides alone; without a path, a default."""
-    source = f"{path} and the overrides" if path else "the overrides"
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?$"
+               r"|[-+]?\.?(inf|Inf|INF)$|\.?(nan|NaN|NAN)$"), [*"-+.0123456789iInN"])
+
+
+class Dumper(yaml.SafeDumper):
+    """Write texts such that `Loader` reads texts."""
+
+    yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
+
+
+def as_yaml(config: Config) -> str:
+    return yaml.dump(asdict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def load_yaml(text: str, source: object = "the overrides") -> Any:
+    """Read YAML of at most 16 kB in which nothing is replaced and no number has two readings."""
+    if len(text) > 2 ** 14:
+        raise UserError(f"{source} has more than {2 ** 14} characters")
     try:
-        texts = [*([read_text(path)] if path else []), *(o.partition("=")[2] for o in overrides)]
-        if len("".join(texts)) > 2 ** 14:
-            raise UserError(f"{source} have more than {2 ** 14} characters")
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        events = [event for text in texts for event in yaml.parse(text, loader)]
-        if any(isinstance(event, yaml.AliasEvent) or len(getattr(event, "value", "") or "") > 3000
-               for event in events):
-            raise UserError(f"{source}: '*name' is not replaced here, and a value has at most 3000 "
-                            "characters; write the value itself")
-        for event in events:
-            if "${" in (getattr(event, "value", "") or ""):    # also if $ was written as "\x24"
-                raise UserError(f"{source}: '${{…}}' is not replaced here; write the value itself")
-            if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and re.fullmatch(
-                    r"[-+]?(0[\d_]+|\d[\d_]*(:\d+)+(\.\d*)?)", event.value):
-                raise UserError(f"{source}: YAML may read {event.value} to the base 8 or 60; write "
-                                "a number without leading zeros and colons, or a text in quotes")
-        given = OmegaConf.from_dotlist(overrides)
-        base = cast(DictConfig, OmegaConf.load(path) if path else default_settings(given))
-        if unsaid := sorted(OmegaConf.missing_keys(base) | OmegaConf.missing_keys(given)):
-            raise UserError(f"{unsaid[0]} cannot be '???', which OmegaConf reads as no value")
-        for key in given:
-            if OmegaConf.is_list(given[key]) and OmegaConf.is_dict(base.get(key)):
-                raise UserError(f"{key} must be a section of settings, not {given[key]}")
-        user = cast(DictConfig, OmegaConf.merge(base, given))
-        last = given if "correction" in given else user
-        if "correction" in user and last.correction in (None, {}):
-            user.correction = {}                   # off, and no default in its place
-        OmegaConf.to_container(user)               # not all that loads is a mapping
-        return user, given
+        for event in yaml.parse(text, Loader):
+            if fault := unclear(event):
+                raise UserError(f"{source}: {fault}")
+        return yaml.load(text, Loader)
     except UserError:
         raise
-    except Exception as error:     # YAML's and OmegaConf's own have many types and several lines
-        if isinstance(error, OSError) and error.strerror:               # OmegaConf's have none
-            raise UserError(f"{path} cannot be read: {error.strerror}{new_place(path)}") from None
-        raise UserError(f"{source} must be a mapping of settings in YAML, such as "
-                        f"train: {{steps: 10}} ({str(error)[:300]})") from None
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise UserError(f"{source} cannot be read as YAML: {line}{error.problem}") from None
+    except Exception as error:            # of 9999 digits, 9999 brackets, a date that is none
+        raise UserError(f"{source} cannot be read as YAML: {str(error)[:300]}") from None
+
+
+def unclear(event: yaml.Event) -> str | None:
+    """Return what is wrong with a piece of YAML that is not, or not always, what it looks like."""
+    value = getattr(event, "value", None) or ""
+    if isinstance(event, yaml.AliasEvent) or len(value) > 3000:
+        return ("'*name' is not replaced here, and a value has at most 3000 characters; write the "
+                "value itself")
+    if "${" in value:                                                  # also written as "\x24{"
+        return "'${…}' is not replaced here; write the value itself"
+    if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and re.fullmatch(
+            r"[-+]?(0[\d_]+|\d[\d_]*(:\d+)+(\.\d*)?)", value):
+        return (f"YAML may read {value} to the base 8 or 60; write a number without leading zeros "
+                "and colons, or a text in quotes")
+    return None
+
+
+def read_settings(path: Path | None, overrides: list[str]) -> tuple[dict, dict]:
+    """Return all that the user gives, and the overrides alone; without a path, on a default."""
+    given = functools.reduce(merged, map(one_override, overrides), {})
+    user = merged(read_mapping(path) if path else default_settings(given), given)
+    last = given if "correction" in given else user
+    if "correction" in user and last["correction"] in (None, {}):
+        user["correction"] = {}                  # off, and no default in its place
+    return user, given
+
+
+def read_mapping(path: Path) -> dict:
+    """Return what a file of settings says, or nothing of an empty one."""
+    found = load_yaml(read_text(path), path)
+    if not isinstance(found, dict | None):
+        raise UserError(f"{path} must be a mapping of settings, such as train: {{steps: 10}}, "
+                        f"not {reprlib.repr(found)}")
+    return found or {}
+
+
+def one_override(override: str) -> dict:
+    """Return {"train": {"lr": 0.1}} for train.lr=0.1. A text stands as it is: run=007."""
+    key, _, text = override.partition("=")
+    nothing = ("null", "~") if key == "task.instruction" else ("null", "~", "")
+    if key in TEXTS and text not in nothing and text[:1] not in ("'", '"'):
+        text = json.dumps(text, ensure_ascii=False)
+    value = load_yaml(text, f"the value of {key:.80}")
+    for part in reversed(key.split(".", 9)):
+        value = {part: value}
+    return value
+
+
+def merged(base: dict, other: dict) -> dict:
+    """Return the settings of both; where both have one, that of the other."""
+    both = {key: merged(base[key], value) for key, value in other.items()
+            if isinstance(base.get(key), dict) and isinstance(value, dict)}
+    return {**base, **other, **both}
 
 
 def new_place(path: Path | None) -> str:
@@ -379,45 +409,52 @@ def new_place(path: Path | None) -> str:
     return f"; it is configs/presets/{path.name} now"
 
 
-def default_settings(given: DictConfig) -> DictConfig:
+def default_settings(given: dict) -> dict:
     """Return the demo's settings; for questions of a file GSM8K's without its files and model."""
     task = given.get("task")
-    kind = task.get("kind") if isinstance(task, DictConfig) else None
-    if kind not in FILE_KINDS:
-        return cast(DictConfig, OmegaConf.load(ROOT / "configs" / "demo.yaml"))
-    base = cast(DictConfig, OmegaConf.load(ROOT / "configs" / "gsm8k.yaml"))
-    del base.task.path, base.task.eval_path, base.task.eval_size, base.policy.path
-    base.run = kind                        # what the run is named after, as a file is
+    kind = task.get("kind") if isinstance(task, dict) else None
+    name = "gsm8k" if kind in FILE_KINDS else "demo"
+    base = load_yaml((ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8"))
+    if kind in FILE_KINDS:
+        for key in "path", "eval_path", "eval_size":
+            del base["task"][key]
+        del base["policy"]["path"]
+        base["run"] = kind                     # what the run is named after, as a file is
     return base
 
 
-def check_keys(settings: dict[str, Any], known: dict[str, Any]) -> None:
-    for key, value in settings.items():
-        if key not in known and not key.startswith("correction."):
-            first, last = key.partition(".")[0], key.rpartition(".")[2]
-            block = [k for k in settings if k.partition(".")[0] == first]
-            foreign = first in WRAPPERS and first not in known and any(
-                k.rpartition(".")[2] in KEYS or "correction." in k for k in block)
-            if foreign or key in WRAPPERS or (last in KEYS and first in (last, *WRAPPERS)):
-                ours = last in OWN and (first == last or first in known)
-                whose = "a correction" if ours else "another system"
-                raise UserError(f"{key} is a setting of {whose}: put its block under correction:")
-            section = key.rpartition(".")[0]
-            near = [name for name, kind in known.items() if not is_dataclass(kind)]
-            if is_dataclass(known.get(section)):
-                near = [name for name in near if name.startswith(f"{section}.")]
-            near = difflib.get_close_matches(key, near, n=1, cutoff=0)[0]
-            shown = key if key and key == key.strip() else repr(key)
-            raise UserError(f"{shown} is not a setting; did you mean {near}?")
-        kind = known.get(key)
-        if key == "correction" and value not in ({}, None):
-            raise UserError(f"correction must be {describe(kind)}, not {value!r}")
-        if (is_dataclass(kind) and value != {}) or (
-                kind in (bool, bool | None) and not isinstance(value, (bool, NoneType))):
-            raise UserError(f"{key} must be {describe(kind)}, not {value!r}")
-        if key in TEXTS and not isinstance(value, (str, NoneType)):
-            raise UserError(f"{key} must be text, and {value!r} is read as a number or another "
-                            "value: put it in quotes")
+def check_keys(user: dict[str, Any]) -> None:
+    """Refuse a key that is not a setting."""
+    if isinstance(user.get("run"), dict):
+        raise UserError(f"run.{next(iter(user['run']), '')} is not a setting; did you mean "
+                        "run.dump=N (in a file train.dump)?")
+    if dotted := next((str(key) for key in user if "." in str(key)), ""):
+        section, _, name = dotted.partition(".")
+        raise UserError(f"{dotted} is written in two parts in a file: {section}: {{{name}: …}}")
+    settings = flat(user)
+    for key in settings:
+        if key not in KINDS and not key.startswith("correction."):
+            raise UserError(unknown(key, settings))
+
+
+def unknown(key: str, settings: dict[str, Any]) -> str:
+    """Say that a key is no setting, and which one is near, or whose it is."""
+    first, last = key.partition(".")[0], key.rpartition(".")[2]
+    block = [k for k in settings if k.partition(".")[0] == first]
+    foreign = first in WRAPPERS and first not in KINDS and any(
+        k.rpartition(".")[2] in KEYS or "correction." in k for k in block)
+    if foreign or key in WRAPPERS or (last in KEYS and first in (last, *WRAPPERS)):
+        ours = last in OWN and (first == last or first in KINDS)
+        whose = "a correction" if ours else "another system"
+        return f"{key} is a setting of {whose}: put its block under correction:"
+
+    section = key.rpartition(".")[0]
+    near = [name for name, kind in KINDS.items() if not is_dataclass(kind)]
+    if is_dataclass(KINDS.get(section)):
+        near = [name for name in near if name.startswith(f"{section}.")]
+    near = difflib.get_close_matches(key, near, n=1, cutoff=0)[0]
+    shown = key if key and key == key.strip() else repr(key)
+    return f"{shown} is not a setting; did you mean {near}?"
 
 
 def flat(settings: dict, prefix: str = "") -> dict[str, Any]:
@@ -441,29 +478,27 @@ def describe(hint: Any) -> str:
     return words.get(hint, "a section of settings")
 
 
-def allowed(low: Any, high: Any) -> str:
-    return f"{low} to {high}" if high < 2 ** 31 else f"at least {low}"
-
-
 def read_text(path: Path) -> str:
-    if path.exists() and not path.is_file():       # a device or a pipe may never end
-        raise UserError(f"{path} is not a file")
     try:
+        if path.exists() and not path.is_file():       # a device or a pipe may never end
+            raise UserError(f"{path} is not a file")
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise UserError(f"{path} is no text in UTF-8; a compressed file must be unpacked "
                         "first") from None
+    except (OSError, ValueError) as error:             # ValueError: a path with a zero byte
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read: {why}{new_place(path)}") from None
 
 
 def validate(config: Config) -> None:
     """Refuse values that have the right type and make no sense."""
-    for section, part in [("", config), *((f"{f.name}.", getattr(config, f.name))
-                                          for f in fields(Config)[2:])]:
-        for f in fields(part) if is_dataclass(part) else ():
-            low, high, value = (*map(f.metadata.get, ("low", "high")), getattr(part, f.name))
-            if low is not None and value is not None and not low <= value <= high:
-                may_be = f"at most {high}" if value > high >= 2 ** 31 else allowed(low, high)
-                raise UserError(f"{section}{f.name} must be {may_be}, not {value!r}")
+    try:
+        for name in SECTIONS:
+            check_fields(getattr(config, name), f"{name}.")
+        check_fields(config)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     check_run(config.run or "")
     if (config.task.path is None) == (config.task.kind in FILE_KINDS):
         raise UserError(f"task.path must be a file for task.kind=jsonl or parquet, and null for "
@@ -609,6 +644,9 @@ def remarks(config: Config) -> list[str]:
 def loss_remarks(config: Config) -> list[str]:
     """Return a sentence on each number and aggregation that is another loss's."""
     row, found = correction_of(config).loss, []
+    if (config.loss.clip_low or 0) > 1 and "clip_low" in row.own:
+        found.append(f"loss.clip_low={config.loss.clip_low:g} is above 1, so the clip has no lower "
+                     "end: 1 − clip_low is below every ratio")
     for key, own in row.own.items():
         given = getattr(config.loss, key)
         if not given or not own:
@@ -630,7 +668,7 @@ def loss_remarks(config: Config) -> list[str]:
 def idle(config: Config) -> dict[str, str]:
     """Return changed settings that another one switches off, and why they have no effect."""
     options, changed = correction_of(config), set[str]()
-    for section in ("task", "advantage", "loss", "policy", "rollout", "train"):
+    for section in SECTIONS:
         part = getattr(config, section)
         changed |= {f"{section}.{of.name}" for of in fields(part)
                     if getattr(part, of.name) != of.default}
@@ -651,6 +689,8 @@ def idle(config: Config) -> dict[str, str]:
         "correction.metrics_only is true, so no weights are applied":
             ["correction.rollout_is_batch_normalize"] * (
                 options.metrics_only and options.rollout_is is not None),
+        f"loss.aggregation={config.loss.aggregation} has no horizon":
+            ["loss.horizon"] * (config.loss.aggregation != "seq-mean-token-sum-norm"),
         "nothing is rejected":
             ["loss.denominator"] * (options.metrics_only or not options.rollout_rs),
         "train.micro_batch_tokens is set":

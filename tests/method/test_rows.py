@@ -184,13 +184,13 @@ def test_what_a_clip_holds_has_no_gradient_and_all_else_has_one(name, dual_clip)
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_number_of_a_loss_is_a_setting(name):
     """Help says that the settings loss.* replace a loss's own numbers."""
-    pytest.importorskip("omegaconf", reason="the trainer's settings need OmegaConf")
+    pytest.importorskip("msgspec", reason="the trainer's settings need msgspec")
     from three_policies.training.settings import LossSettings
     assert set(LOSSES[name].own) <= {of.name for of in fields(LossSettings)}
 
 
 @pytest.mark.parametrize("name", [*CRITERIA, *LOSSES])
 def test_each_row_is_in_the_help(name):
-    pytest.importorskip("omegaconf", reason="the trainer's settings need OmegaConf")
+    pytest.importorskip("msgspec", reason="the trainer's settings need msgspec")
     from three_policies.training.settings import help_text
     assert f"\n  {name}: {(CRITERIA | LOSSES)[name][0]}" in help_text()     # statistic, meaning

@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "centering": ("ratios", "rejection", "presets", "correction"),
     "losses": ("checks", "ratios", "kl", "surrogates", "presets", "correction", "centering"),
     "policy": (*KERNELS, "training.models"), "rollout": ("estimators", *KERNELS),
-    "training": ("checks", "surrogates", "rejection", "metrics", "presets", "correction",
+    "training": ("checks", "surrogates", "rejection", "metrics", "presets", "correction", "losses",
                  "centering", "policy", "rollout", "engines", "doctor", "interop.dialects"),
     "engines": ("checks", "rollout", "training.settings"),
     "doctor": (*METHOD, "policy", "rollout", "engines.choice", *KERNELS, "training.models",

@@ -24,14 +24,6 @@ from three_policies.training.run import Run
 from three_policies.training.settings import TaskConfig, correction_of, load_config
 
 
-def test_an_older_omegaconf_is_one_sentence(monkeypatch):
-    """omegaconf 2.3, which hydra needs, would fail on the typed configuration in obscure words."""
-    monkeypatch.setattr("omegaconf.__version__", "2.3.0")
-    said = "^the trainer needs OmegaConf 2.4, and here is 2.3.0, which hydra"
-    with pytest.raises(UserError, match=said):
-        load_config([])
-
-
 @pytest.mark.parametrize("arguments, said", [
     (["train.stesp=3"], ["train.stesp", "did you mean train.steps"]),
     (["rolout.engine=vllm"], ["rolout", "did you mean rollout"]),
@@ -40,7 +32,7 @@ def test_an_older_omegaconf_is_one_sentence(monkeypatch):
     (["train.lr=.nan"], ["train.lr", "0 to 10", "nan"]),
     (["train=3"], ["train", "section"]),
     (["rollout.engine=vlm"], ["rollout.engine", "auto, vllm, transformers", "'vlm'"]),
-    (["loss.dual_clip=1"], ["loss.dual_clip", "at least 1.01"]),
+    (["loss.dual_clip=1"], ["loss.dual_clip must be above 1, not 1"]),
     (["correction.preset=decoupled_tokn_is"],
      ["correction.preset", "did you mean 'decoupled_token_is'"]),
     (["correction.rollout_si=token"], ["rollout_si", "did you mean 'rollout_"]),
@@ -63,11 +55,11 @@ def test_an_older_omegaconf_is_one_sentence(monkeypatch):
     (["run=../outside"], ["run", "plain name", "../outside"]),
     (["task.instruction=${oc.env:HOME}"], ["${", "not replaced"]),
     (["nowhere.yaml"], ["nowhere.yaml", "No such file"]),
-    (["broken.yaml"], ["broken.yaml", "in YAML"]),
-    (["list.yaml"], ["list.yaml", "mapping of settings"]),
+    (["broken.yaml"], ["broken.yaml cannot be read as YAML: line "]),
+    (["list.yaml"], ["list.yaml", "mapping of settings", "not [1, 2]"]),
     (["policy.path=./nowhere"], ["policy.path=./nowhere"]),
     (["verl.yaml"], ["algorithm.rollout_correction.rollout_is", "under correction:"]),
-    (["three.yaml"], ["three.yaml and the overrides must be a mapping of settings"]),
+    (["three.yaml"], ["three.yaml must be a mapping of settings"]),
     (["latin.yaml"], ["latin.yaml is no text in UTF-8"]),
     (["words.yaml"], ["correction must be a section of settings, not ['a']"]),
     (["dotted.yaml"], ["train.steps is written in two parts in a file: train: {steps: …}"]),
@@ -161,7 +153,7 @@ def test_a_runs_name_is_what_was_written(name, tmp_path):
     assert load_config([str(path)]).run == name
     path.write_text(f"run: {name}")
     if name != "x":
-        with pytest.raises(UserError, match="run must be text, .*: put it in|YAML may read 007"):
+        with pytest.raises(UserError, match="run must be text .*in quotes|YAML may read 007"):
             load_config([str(path)])
 
 
@@ -208,7 +200,7 @@ def test_a_path_is_taken_as_it_is(name, tmp_path):
     assert load_config(["policy.path="]).policy.path is None
     (tmp_path / "own.yaml").write_text(f"policy: {{path: {name}}}")
     if name[0] != "a":
-        with pytest.raises(UserError, match="policy.path must be text, .*quotes|read 007"):
+        with pytest.raises(UserError, match="policy.path must be text or null, .*quotes|read 007"):
             load_config([str(tmp_path / "own.yaml")])
 
 

@@ -1,6 +1,7 @@
 """Settings come from a file and a command; limits, and settings without effect, are reported."""
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from three_policies.surrogates import LOSSES
 from three_policies.tests.support.small import steady
 from three_policies.tests.training.test_data import OWN
 from three_policies.trainer import loss_of
-from three_policies.training.settings import (Config, TaskConfig, TrainConfig, check_run, flat,
-                                              help_text, load_config, remarks)
+from three_policies.training.settings import (Config, TaskConfig, TrainConfig, as_yaml, check_run,
+                                              flat, help_text, load_config, load_yaml, remarks)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -108,7 +109,7 @@ def test_groups_of_one_have_no_baseline_and_it_is_said(kind, samples, said):
     "${oc.env:HOME}", r'"\x24{oc.env:HOME}"', r'"\u0024{oc.env:HOME}"', '"$\\\n  {oc.env:HOME}"',
     r'{"\x24{oc.env:HOME}": 1}'])
 def test_nothing_is_replaced_however_a_dollar_is_written(value, tmp_path):
-    """OmegaConf would put in a variable of the environment, and a bomb of them would hang."""
+    """Elsewhere a variable of the environment would be put in."""
     (tmp_path / "x.yaml").write_text(f"run: {value}")
     for given in (str(tmp_path / "x.yaml"), f"train.schedule={value}"):
         with pytest.raises(UserError, match=r"'\$\{…\}' is not replaced here"):
@@ -196,23 +197,42 @@ def test_a_loss_has_its_own_numbers_unless_others_are_given(name):
 
 
 @pytest.mark.parametrize("given, words", [
-    ("train.steps=???", "train.steps cannot be '[?]{3}', which OmegaConf reads as no value"),
-    ("rollout.quantize_bits=???", "rollout.quantize_bits cannot be"),
+    ("train.steps=???", "train.steps must be a whole number, not '[?]{3}'"),
+    ("rollout.quantize_bits=???", "rollout.quantize_bits must be a whole number or null"),
     ("rollout.enforce_eager=5", "rollout.enforce_eager must be true or false or null, not 5"),
     ("trainer.steps=4", "trainer.steps is not a setting; did you mean train.steps"),
     ("algorithm.rollout_correction.rollout_is=token", "of another system: put its block under"),
     ("rollout.rollout_is=token", "of a correction: put its block under"),
     ("algorithm={adv_estimator: grpo, rollout_correction: {rollout_is: token}}",
      "algorithm.adv_estimator is a setting of another system: put its block under")])
-def test_what_omegaconf_or_another_system_would_take_is_refused(given, words):
+def test_what_another_system_would_take_is_refused(given, words):
     with pytest.raises(UserError, match=words):
         load_config([given])
 
 
-def test_no_value_in_a_file_is_refused_as_well(tmp_path):
-    (tmp_path / "a.yaml").write_text("train:\n  steps: ???\n")
-    with pytest.raises(UserError, match="train.steps cannot be '[?]{3}'"):
+@pytest.mark.parametrize("text", [
+    "train: {steps: 1, steps: 2}", "train:\n  lr: 1\ntrain: {steps: 2}"])
+def test_a_key_that_stands_twice_is_refused(text, tmp_path):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"a.yaml cannot be .* line \d: a key stands twice"):
         load_config([str(tmp_path / "a.yaml")])
+
+
+@pytest.mark.parametrize("text, value", [
+    ("1e-3", 1e-3), ("+1E5", 1e5), ("1_0.5", 10.5), (".5", 0.5), ("1.", 1.0), ("-.inf", -math.inf),
+    ("0x10", 16), ("1_0", 10), ("2026-11-27", "2026-11-27"), ("1e", "1e"), ("e3", "e3"),
+    ("~", None), ("1.2.3", "1.2.3"), (".", "."), ("info", "info"), ("on", True)])
+def test_what_yaml_reads(text, value):
+    found = load_yaml(text)
+    assert found == value and type(found) is type(value)
+
+
+def test_what_a_run_writes_of_its_settings_is_read_as_the_same(tmp_path):
+    """A text that looks like a number, a truth or a date stays a text."""
+    given = ["task.instruction=1e3", "policy.path=2026-11-27", "train.lr=1e-05", "run=007"]
+    config = load_config([*given, "task.eval_path=null", "train.max_grad_norm=inf"])
+    (tmp_path / "config.yaml").write_text(as_yaml(config))
+    assert load_config([str(tmp_path / "config.yaml")]) == config
 
 
 @pytest.mark.parametrize("correction, said", [

@@ -31,7 +31,7 @@ from three_policies.tests.support.tolerances import gamma
 from three_policies.training import batches, checkpoints, tasks
 from three_policies.training.faults import process_group
 from three_policies.training.report import CURVES
-from three_policies.training.settings import Config, leaves, load_config
+from three_policies.training.settings import Config, LossSettings, leaves, load_config
 
 # -------------------------------------------------------------------------------------- it trains
 
@@ -336,7 +336,7 @@ def test_kl_in_the_reward_is_a_return_to_go():
     old = torch.tensor([[-1.0, -2.0, -3.0, 9.0]])
     ref = torch.tensor([[-1.5, -2.0, -4.0, -9.0]])
     mask, config = torch.tensor([[True, True, True, False]]), trainer.Config()
-    config.loss.kl_coef, config.loss.kl_in, config.loss.kl_kind = 2.0, "reward", "k1"
+    config.loss = LossSettings(kl_coef=2.0, kl_in="reward", kl_kind="k1")
     batch = trainer.Batch(None, None, mask, torch.ones(1, 4), old, old, ref)
     found = trainer.with_kl_in_reward(batch, config).advantages
     assert found.tolist() == [[-2.0, -1.0, -1.0, 1.0]]
