@@ -135,13 +135,15 @@ def sample(run: Run, step: int) -> tuple[Batch, dict]:
     samples, texts = run.generate(prompts, seeds, step)
     run.engine.sleep()
 
-    rewards = [task.reward(task.train[chosen[p]], text) for (p, _), text in zip(rows, texts)]
+    problems = [task.train[chosen[p]] for p, _ in rows]
+    rewards = [task.reward(problem, text) for problem, text in zip(problems, texts)]
+    run.show_first(prompts[0], problems, texts, rewards)
     own = Outcomes(*torch.tensor([[reward, len(s.tokens), s.finished, not text, s.crossed]
                                   for reward, s, text in zip(rewards, samples, texts)]).T)
     everyone = own.of_all_ranks(n)      # baselines need whole groups and batches
     if not everyone.known.all():
         run.nonfinite("samples", [
-            f"the reward of {text!r} for {task.train[chosen[rows[i][0]]].where} is "
+            f"the reward of {text!r} for {problems[i].where} is "
             f"{own.rewards[i]:g}" for i, text in enumerate(texts) if not own.known[i]])
 
     advantages = advantages_of(everyone, config)                                        # [N]

@@ -56,7 +56,8 @@ transformers.utils.logging.disable_progress_bar()
 # %%
 from three_policies.training.faults import process_group
 from three_policies.training.settings import load_config
-from three_policies.training.tasks import make_demo_model, make_task
+from three_policies.training.demo import make_demo_model
+from three_policies.training.tasks import make_task
 
 TASK = ["seed=3", "task.kind=sort", "task.size=8", "task.eval_size=512"]
 config = load_config(TASK)

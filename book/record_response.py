@@ -24,7 +24,8 @@ def respond(config, task):
 
     from three_policies import trainer
     from three_policies.engines.choice import make_engine
-    from three_policies.training.tasks import make_demo_model, seed_of
+    from three_policies.training.demo import make_demo_model
+    from three_policies.training.tasks import seed_of
     from three_policies.policy import full_weights, load_policy
     from three_policies.rollout import WeightSync
     path, rollout, device = make_demo_model(config, task), config.rollout, torch.device("cpu")

@@ -66,7 +66,8 @@ def make_base(seed: int, directory: Path) -> dict[str, Tensor]:
 
     from three_policies.training.faults import process_group
     from three_policies.training.settings import load_config
-    from three_policies.training.tasks import make_demo_model, make_task
+    from three_policies.training.demo import make_demo_model
+    from three_policies.training.tasks import make_task
     config = load_config([f"seed={seed}"])
     with process_group():
         path = make_demo_model(config, make_task(config.task, config.seed))

@@ -47,7 +47,8 @@ def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     began = time.perf_counter()
-    warm_start(config, log.with_name(f"{study['name']}-{seed}.lock"))
+    if config.policy.path is None:
+        warm_start(config, log.with_name(f"{study['name']}-{seed}.lock"))
     plant(method, trainer)
     shares = watch(trainer)
     if study.get("evaluator") == "float32":
@@ -72,7 +73,8 @@ def config_of(study: dict, regime: str, method: str, seed: int):
 def warm_start(config, lock: Path) -> None:
     """Make the policy that all arms of a seed begin with, in one cell while the others wait."""
     from three_policies.training.faults import process_group
-    from three_policies.training.tasks import make_demo_model, make_task
+    from three_policies.training.demo import make_demo_model
+    from three_policies.training.tasks import make_task
     with lock.open("w") as file, process_group():
         fcntl.flock(file, fcntl.LOCK_EX)
         make_demo_model(config, make_task(config.task, config.seed))
@@ -81,7 +83,7 @@ def warm_start(config, lock: Path) -> None:
 def in_float32(evaluate):
     """Return an evaluator that is the same for all arms: the transformers engine in float32."""
     from three_policies.engines.choice import make_engine
-    from three_policies.training.tasks import make_demo_model
+    from three_policies.training.demo import make_demo_model
 
     def evaluated(run):
         sampler, path = run.engine, run.config.policy.path or make_demo_model(run.config, run.task)
@@ -219,7 +221,8 @@ def summary(lines: list[dict]) -> dict:
     accuracy = [(line["step"], line["eval/accuracy"]) for line in lines if "eval/accuracy" in line]
     after = [a for step, a in accuracy if step > 1]            # that of step 1 is before any update
     ess = [1 / (1 + max(0.0, x)) for x in each("chi2_seq")]
-    reward = smooth([line["reward/mean"] for line in lines])
+    rewards = [line["reward/mean"] for line in lines]
+    reward = smooth(rewards)
     best = [max(reward[:i + 1]) for i in range(len(reward))]
     row = {
         "final_accuracy": accuracy[-1][1], "best_accuracy": max(a for _, a in accuracy),
@@ -234,6 +237,7 @@ def summary(lines: list[dict]) -> dict:
         "warned_ess": first(x < 0.5 for x in smooth(ess)),
         "warned_k3": first(x > 0.02 for x in smooth(each("k3_kl"))),
         "warned_grad_norm": first(x > 2 for x in smooth([line["grad_norm"] for line in lines])),
+        "first_reward": rewards[0], "last_reward": statistics.mean(rewards[-5:]),
         "tokens": int(sum(line["response/tokens"] for line in lines)),
         "area": area(after), "curve": " ".join(f"{a:.4f}" for a in after),
         "chi2_token": statistics.median(each("chi2_token")),

@@ -42,7 +42,7 @@ SETTINGS = ["task.size=2", "task.eval_size=1", "rollout.prompts=4", "rollout.sam
 def make_model(directory: str, **shape) -> str:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from three_policies.training.tasks import character_tokenizer
+    from three_policies.training.demo import character_tokenizer
     torch.manual_seed(0)
     config = Qwen2Config(**shape, dtype="bfloat16", eos_token_id=1, pad_token_id=0,
                          bos_token_id=None)

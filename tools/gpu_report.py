@@ -44,7 +44,8 @@ from three_policies.rollout import DTYPES, Sample
 from three_policies.training.capacity import GIB, Shapes, matrix_rate, memory
 from three_policies.training.faults import process_group
 from three_policies.training.models import empty_model
-from three_policies.training.tasks import Task, character_tokenizer
+from three_policies.training.demo import character_tokenizer
+from three_policies.training.tasks import Task
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -41,14 +41,18 @@ from three_policies.training.capacity import (Shapes, card_peak, free_memory, ho
                                               update_flops)
 from three_policies.training.checkpoints import (Checkpoints, read_metrics, settle, write,
                                                  write_aside)
+from three_policies.training.demo import make_demo_model
 from three_policies.training.directory import hold_directory
 from three_policies.training.faults import (end_after, explain, process_group,
                                             require_one_directory, watch_engine)
 from three_policies.training.models import (add_adapter, configuration, empty_model, read_tokenizer,
                                             require_place, require_vocabulary)
 from three_policies.training.report import closing_table, ess, summarize, plot
-from three_policies.training.settings import Config, as_yaml, correction_of, in_own_keys, remarks
-from three_policies.training.tasks import Task, leave_out, make_demo_model, make_task, seed_of
+from three_policies.training.rewards import by_last_number, try_out
+from three_policies.training.settings import (TEXT_KINDS, Config, as_yaml, correction_of,
+                                              in_own_keys, remarks)
+from three_policies.training.tasks import (Problem, Task, leave_out, make_task, prompt_of,
+                                           seed_of)
 
 
 LOOKED_AT = 2 ** 14        # tokens of the first batch: the doctor needs less than half a second
@@ -119,6 +123,11 @@ def take_threads(parameters: int) -> None:
                                   max(1, int(asked)) if asked.isdecimal() else 1))
 
 
+def shortened(text: str, most: int = 400) -> str:
+    """Return a text as Python writes it, without the middle of a long one."""
+    return repr(text if len(text) <= most else f"{text[:most // 2]} … {text[-most // 2:]}")
+
+
 class Run:
     """A Run has the directory runs/<run>/, the models, the engine and the clock."""
 
@@ -156,6 +165,7 @@ class Run:
         self.remarks = remarks(config)             # what is accepted and may not be meant
         self.warned: set[str] = set()              # metrics that `diagnose` has already spoken of
         self.looked = False                        # whether the doctor has seen a batch
+        self.shown = False                         # whether a prompt and a response were shown
         self.best = 0.0                            # mean reward of a step so far
         self.most = 0.0                            # MB of memory so far, on a card in this step
 
@@ -189,8 +199,13 @@ class Run:
                             f"{config.rollout.temperature}, or set rollout.engine=transformers")
         self.task = make_task(config.task, config.seed)
         if config.policy.path is None and not self.task.exact:
-            raise UserError("policy.path must name a model for task.kind=jsonl or parquet: the "
+            raise UserError(f"policy.path must name a model for task.kind={config.task.kind}: the "
                             "demo model knows digits and brackets only")
+        if config.task.reward and self.task.score:
+            first = self.task.train[0]
+            self.remarks += try_out(config.task.reward, self.task.score, first,
+                                    config.rollout.prompts * config.rollout.samples,
+                                    config.rollout.timeout)
         self.path = config.policy.path or make_demo_model(config, self.task)
         if config.policy.path:
             require_place(self.path)
@@ -230,6 +245,12 @@ class Run:
         self.prompts, self.held_out_prompts = self.encode(model)
         every = self.prompts + self.held_out_prompts
         self.eos_ids = ends_of(self.path, model, self.tokenizer)
+        if (stop := rollout.stop) is not None:
+            ids = self.tokenizer(stop, add_special_tokens=False).input_ids
+            if len(ids) != 1:
+                raise UserError(f"rollout.stop={stop!r} must be one token, and policy.path="
+                                f"{self.path} makes {len(ids)} of it")
+            self.eos_ids = sorted({*self.eos_ids, *ids})
         self.remarks += check_ends(self.prompts, self.eos_ids, self.tokenizer, vocabulary)
         self.remarks += require_vocabulary(self.tokenizer, vocabulary,
                                            set(self.eos_ids).union(*every))
@@ -283,7 +304,8 @@ class Run:
             raise UserError(f"rollout.max_tokens={config.rollout.max_tokens} leaves no room for a "
                             f"prompt: the model's context has {context} tokens")
         after = f" {config.task.instruction}" if config.task.instruction else ""
-        encoded = self.token_ids([p.question + after for p in problems])
+        encoded = self.token_ids([prompt_of(task, p, config.task.prompt) + after
+                                  for p in problems])
         fits = [0 < len(ids) <= room for ids in encoded]
         bad = [f"{p.where} is a prompt of {len(ids)} tokens"
                for p, ids, ok in zip(problems, encoded, fits) if not ok]
@@ -302,9 +324,13 @@ class Run:
     def token_ids(self, texts: list[str]) -> list[list[int]]:
         """Encode texts, by the model's chat template if it has one; show a bar for many texts."""
         found, quiet = [], not self.main or len(texts) <= 10_000
+        asked, has = self.config.task.chat_template, bool(self.tokenizer.chat_template)
+        if asked and not has:
+            raise UserError(f"task.chat_template=true, and policy.path={self.path} has none")
+        templated = has if asked is None else asked
         for i in tqdm(range(0, len(texts), 1000), desc="tokens", mininterval=1, disable=quiet):
             part = texts[i:i + 1000]
-            if self.tokenizer.chat_template:
+            if templated:
                 found += self.tokenizer.apply_chat_template(
                     [[{"role": "user", "content": text}] for text in part],
                     add_generation_prompt=True, return_dict=False)
@@ -418,6 +444,23 @@ class Run:
                 eos_ids=self.eos_ids, **crossing)
         return samples, self.tokenizer.batch_decode([s.tokens for s in samples],
                                                     skip_special_tokens=True)
+
+    def show_first(self, prompt: list[int], problems: list[Problem], texts: list[str],
+                rewards: list[float]) -> None:
+        """Show a prompt as the model sees it, and a response; say if only the parser fails."""
+        if self.main and not self.shown:
+            self.shown = True
+            self.say(f"  the first prompt: {shortened(self.tokenizer.decode(prompt))}")
+            self.say(f"  the first response: {shortened(texts[0])}, reward {rewards[0]:g}")
+        task = self.config.task
+        if ("match" in self.warned or task.kind not in TEXT_KINDS or task.reward
+                or task.match != "strict" or sum(rewards) > 0.1 * len(rewards)):
+            return
+        right = sum(by_last_number(p.question, p.answer, text) for p, text in zip(problems, texts))
+        if right > 0.3 * len(texts):
+            self.warned.add("match")
+            self.say(f"* of {len(texts)} responses {sum(x == 1 for x in rewards)} have reward 1, "
+                     f"and {right:g} have the right last number: task.match=last_number takes it")
 
     def push_weights(self, evaluated: bool = False) -> None:
         """Give the engine its weights for training: rounded and stale, as configured.

@@ -17,7 +17,7 @@ import reprlib
 import typing
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -34,15 +34,20 @@ from three_policies.surrogates import LOSSES
 ROOT = Path(__file__).resolve().parent.parent
 PRESET_FILES = ROOT / "configs/presets"
 FILE_KINDS = ("jsonl", "parquet")          # of task.kind: the questions come from a file
+TEXT_KINDS = (*FILE_KINDS, "reasoning_gym")            # they are for a model that reads text
 
 
 # -------------------------------------------------------------------------------- what there is
 
 @dataclass
 class TaskConfig:
-    kind: Literal["arithmetic", "sort", "dyck", "jsonl", "parquet"] = setting(
+    kind: Literal["arithmetic", "sort", "dyck", "jsonl", "parquet", "reasoning_gym"] = setting(
         "arithmetic", "the task; jsonl and parquet take questions from a file, and the settings of "
-        "configs/gsm8k.yaml where no FILE.yaml is given")
+        "configs/gsm8k.yaml where no FILE.yaml is given; reasoning_gym makes them")
+    name: str | None = setting(None, "reasoning_gym: the family of questions, such as chain_sum")
+    options: dict[str, Any] = field(default_factory=dict, metadata={
+        "meaning": "reasoning_gym: the family's own settings, such as {max_terms: 2}"})
+    questions: int = setting(2000, "reasoning_gym: number of questions, held-out ones included", 2)
     size: int = setting(2, "digits per number, or digits to sort", 1, 9)
     length: int = setting(64, "dyck: number of brackets in an answer", 2, 512)
     depth: int = setting(3, "dyck: largest number of brackets open at once", 2, 9)
@@ -55,6 +60,15 @@ class TaskConfig:
     on_bad_row: Literal["raise", "skip"] = setting(
         "raise", "on unusable rows and prompts that are too long: end the run, or leave them out")
     instruction: str = setting("", "text appended to every question")
+    prompt: str = setting(
+        "{question}", "the prompt: a text with {question}, or a part of a reasoning_gym question, "
+        "such as {expression}")
+    chat_template: bool | None = setting(
+        None, "put prompts into the model's chat template; null: if it has one")
+    match: Literal["strict", "last_number"] = setting(
+        "strict", "what of a response is its answer: what answers.py takes, or its last number")
+    reward: str | None = setting(
+        None, "FILE.py:FUNCTION, (question, answer, response) → float, in place of task.match")
 
 
 @dataclass
@@ -86,6 +100,8 @@ class RolloutConfig:
     prompts: int = setting(128, "prompts per step, over all ranks", 1)
     samples: int = setting(8, "responses per prompt: the size of a group", 1)
     max_tokens: int = setting(10, "largest number of tokens in a response", 1)
+    stop: str | None = setting(
+        None, "a text of one token that ends a response too, such as the end of a line")
     temperature: float = setting(
         1.0, "temperature of sampling and of all log-probs", 0.01, 100)
     top_p: float = setting(
@@ -206,9 +222,12 @@ def documented() -> Iterator[tuple[str, str, str, str]]:
     """Yield key, default, meaning and what it may be, for every setting."""
     for key, kind, of in leaves(Config):
         if not is_dataclass(kind):
-            default = {} if of.default is MISSING else of.default
-            default = yaml.safe_dump(default, default_flow_style=True).split("\n")[0]
+            default = yaml.safe_dump(default_of(of), default_flow_style=True).split("\n")[0]
             yield key, default, of.metadata["meaning"], what_it_may_be(kind, of.metadata)
+
+
+def default_of(of: Field) -> Any:
+    return of.default if of.default_factory is MISSING else of.default_factory()
 
 
 def what_it_may_be(kind: Any, metadata: Mapping[str, Any]) -> str:
@@ -423,6 +442,11 @@ def default_settings(given: dict) -> dict:
     return base
 
 
+@functools.cache
+def gsm8k_instruction() -> str:
+    return read_mapping(ROOT / "configs" / "gsm8k.yaml")["task"]["instruction"]
+
+
 def check_keys(user: dict[str, Any]) -> None:
     """Refuse a key that is not a setting."""
     if isinstance(user.get("run"), dict):
@@ -433,7 +457,7 @@ def check_keys(user: dict[str, Any]) -> None:
         raise UserError(f"{dotted} is written in two parts in a file: {section}: {{{name}: …}}")
     settings = flat(user)
     for key in settings:
-        if key not in KINDS and not key.startswith("correction."):
+        if key not in KINDS and not key.startswith(("correction.", "task.options.")):
             raise UserError(unknown(key, settings))
 
 
@@ -506,6 +530,10 @@ def validate(config: Config) -> None:
     if config.task.eval_path is not None and config.task.kind not in FILE_KINDS:
         raise UserError(f"task.eval_path must be null for task.kind={config.task.kind}, whose held-"
                         f"out problems are made as the others are, not {config.task.eval_path!r}")
+    if (config.task.name is None) == (config.task.kind == "reasoning_gym"):
+        raise UserError("task.name must be a family of reasoning_gym's questions, such as "
+                        "chain_sum, for task.kind=reasoning_gym, and null for the others, not "
+                        f"{config.task.name!r} with task.kind={config.task.kind}")
     if config.task.kind == "dyck":
         if config.task.length % 2:
             raise UserError("task.length must be even, as brackets come in pairs, not "
@@ -613,6 +641,9 @@ def remarks(config: Config) -> list[str]:
         found.append(f"rollout.staleness={rollout.staleness} is as large as train.steps="
                      f"{train.steps}, so the engine keeps the first weights")
     found += [f"{name} has no effect: {why}" for name, why in idle(config).items()]
+    if config.task.instruction and config.task.instruction == gsm8k_instruction():
+        found.append(f"task.instruction is that of configs/gsm8k.yaml, and ends every question: "
+                     f"{config.task.instruction!r}; task.instruction= leaves it out")
     if config.task.instruction and config.policy.path is None:
         found.append("task.instruction is for a model that reads text, and the demo model knows "
                      "digits and brackets only")
@@ -671,7 +702,7 @@ def idle(config: Config) -> dict[str, str]:
     for section in SECTIONS:
         part = getattr(config, section)
         changed |= {f"{section}.{of.name}" for of in fields(part)
-                    if getattr(part, of.name) != of.default}
+                    if getattr(part, of.name) != default_of(of)}
     changed |= {f"correction.{name}" for name in (
                     "rollout_is_threshold", "rollout_is_batch_normalize")
                 if getattr(options, name) != getattr(RolloutCorrectionConfig, name)}
@@ -680,7 +711,11 @@ def idle(config: Config) -> dict[str, str]:
     off = {
         f"task.kind={kind} has no such setting":
             ["task.length", "task.depth"] * (kind != "dyck")
-            + ["task.size"] * (kind in (*FILE_KINDS, "dyck")),
+            + ["task.size"] * (kind in (*TEXT_KINDS, "dyck"))
+            + ["task.questions", "task.options"] * (kind != "reasoning_gym")
+            + ["task.match", "task.prompt", "task.chat_template"] * (kind not in TEXT_KINDS),
+        "task.reward says what is right":
+            ["task.match"] * (config.task.reward is not None),
         f"correction.loss_type={options.loss_type} has no such number":
             [f"loss.{key}" for key in sorted(numbers)],
         "correction.rollout_is is null, so there are no weights":

@@ -1,38 +1,28 @@
-"""A task has questions, answers and rewards; a tiny demo model is taught to half know them.
+"""A task has questions, answers and rewards.
 
-This file decides: a reward is 1 or 0. No held-out problem is a training problem, and no
-question is in a file twice. A row that cannot be used is named. A pass deals every problem once,
-in an order drawn from the seed. The demo model is taught here.
+This file decides: no held-out problem is a training problem, and no question is in a file twice. A
+row that cannot be used is named. A pass deals every problem once, in an order drawn from the seed.
 """
 
 import functools
 import hashlib
+import importlib
 import itertools
 import json
 import math
 import random
 import re
-import sys
 import unicodedata
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-import transformers
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch import nn
-from tqdm import tqdm
-
-from three_policies.checks import UserError
+from three_policies.checks import UserError, nearest
 from three_policies.training.answers import final_answer, is_right
-from three_policies.training.checkpoints import write_aside
-from three_policies.training.directory import take_turns
-from three_policies.training.settings import FILE_KINDS, Config, TaskConfig, read_text
-from three_policies.training.shapes import pad_rows
+from three_policies.training.rewards import by_last_number, last_number, own_reward
+from three_policies.training.settings import FILE_KINDS, TaskConfig, read_text
 
 EVAL_SIZE = 1024           # held-out problems where task.eval_size is null
 NAMED = 10                 # bad rows that a sentence names
@@ -56,6 +46,8 @@ class Task:
     exact: bool                    # the response must be the answer; else it states it (answers.py)
     depth: int | None = None       # brackets: any word that balances within it, as long, is right
     remarks: list[str] = field(default_factory=list, repr=False)       # what was left out, and why
+    score: Callable[[Problem, str], float] | None = field(default=None, repr=False)
+    metadata: dict[str, dict] = field(default_factory=dict, repr=False)       # by question
 
     @functools.cached_property
     def digest(self) -> str:
@@ -66,6 +58,8 @@ class Task:
         return content.hexdigest()
 
     def reward(self, problem: Problem, response: str) -> float:
+        if self.score is not None:
+            return self.score(problem, response)
         if self.depth is not None:
             whole = problem.question.removesuffix(">") + response
             return float(len(response) == len(problem.answer) and balanced(whole, self.depth))
@@ -88,8 +82,24 @@ def shuffle_order(size: int, seed: int, epoch: int) -> list[int]:
 
 
 def make_task(config: TaskConfig, seed: int) -> Task:
+    """Make the questions, and what scores a response where that is not their own rule."""
+    task = questions_of(config, seed)
+    if config.reward is not None:
+        own = own_reward(config.reward)
+        task.score = lambda problem, text: own(problem.question, problem.answer, text)
+    elif task.score is not None and config.match == "last_number":
+        gym = task.score
+        task.score = lambda problem, text: gym(problem, last_number(text))
+    elif config.kind in FILE_KINDS and config.match == "last_number":
+        task.score = lambda problem, text: by_last_number(*problem[:2], text)
+    return task
+
+
+def questions_of(config: TaskConfig, seed: int) -> Task:
     if config.kind in FILE_KINDS:
         return task_of_files(config, seed)
+    if config.kind == "reasoning_gym":
+        return task_of_gym(config, seed)
     rng = random.Random(seed_of(seed, "task"))
     problems = make_problems(config, rng)
     held_out = min(config.eval_size or EVAL_SIZE, len(problems) // 2)
@@ -98,6 +108,59 @@ def make_task(config: TaskConfig, seed: int) -> Task:
     few = [f"task.eval_size={config.eval_size} becomes {held_out}, half of this task's problems"]
     return Task(problems[held_out:], problems[:held_out], True, depth,
                 few * ((config.eval_size or 0) > held_out))
+
+
+def task_of_gym(config: TaskConfig, seed: int) -> Task:
+    """Return questions of reasoning-gym, each once, and its own scorer, from 0 to 1."""
+    try:
+        reasoning_gym: Any = importlib.import_module("reasoning_gym")
+        families: Any = importlib.import_module("reasoning_gym.factory").DATASETS
+    except ImportError as error:
+        raise UserError("task.kind=reasoning_gym needs reasoning-gym: pip install "
+                        f"'three-policies[real]' ({error})") from None
+    if config.name not in families:
+        raise UserError(f"task.name cannot be {config.name!r}{nearest(config.name, families)}")
+    known = [of.name for of in fields(families[config.name][1]) if of.name not in ("seed", "size")]
+    if unknown := next((key for key in config.options if key not in known), None):
+        raise UserError(f"task.options.{unknown} is not an option of {config.name}"
+                        f"{nearest(unknown, known)}")
+    most = 20 * config.questions       # drawn at most: small families repeat themselves
+    try:
+        dataset: Any = reasoning_gym.create_dataset(
+            config.name, size=most, seed=seed_of(seed, "task"), **config.options)
+    except Exception as error:         # assertions and others, of each family
+        raise UserError(f"task.options={config.options} do not suit {config.name}: "
+                        f"{error}") from None
+
+    entries = dict[str, dict]()
+    for i in range(most):
+        entries.setdefault(dataset[i]["question"], dataset[i])
+        if len(entries) == config.questions:
+            break
+    problems = [Problem(question, str(entry["answer"]), f"{config.name}: {question[:60]!r}")
+                for question, entry in entries.items()]
+    size = config.eval_size or max(1, min(EVAL_SIZE, len(problems) // 10))
+    few = [f"{config.name} has only {len(problems)} different questions with these options, of "
+           f"task.questions={config.questions}"] * (len(problems) < config.questions)
+    if len(problems) <= size:
+        raise UserError(f"task.eval_size={size} leaves none of the {len(problems)} questions of "
+                        f"{config.name} to train on")
+
+    def score(problem: Problem, response: str) -> float:
+        return float(dataset.score_answer(response.strip(), entries[problem.question]))
+
+    return Task(problems[size:], problems[:size], exact=False, remarks=few, score=score,
+                metadata={question: entry["metadata"] for question, entry in entries.items()})
+
+
+def prompt_of(task: Task, problem: Problem, template: str) -> str:
+    """Fill a prompt: {question}, or what reasoning_gym says of it, such as {expression}."""
+    known = {"question": problem.question, **task.metadata.get(problem.question, {})}
+    named = re.findall(r"\{(\w+)\}", template)
+    if not any(name in known for name in named):
+        raise UserError(f"task.prompt={template!r} must have {{question}}, or one of "
+                        f"{', '.join(f'{{{name}}}' for name in known)}, for {problem.where}")
+    return re.sub(r"\{(\w+)\}", lambda found: str(known.get(found[1], found[0])), template)
 
 
 def task_of_files(config: TaskConfig, seed: int) -> Task:
@@ -279,115 +342,3 @@ def problem_of(row: Any, where: str) -> Problem:
     if not final_answer(str(answer)):
         raise UserError(f"{where} has an `answer` that ends in nothing: {answer[-60:]!r}")
     return Problem(str(row["question"]), str(answer), where)
-
-
-# ----------------------------------------------------------------------------------- demo model
-
-def make_demo_model(config: Config, task: Task) -> str:
-    """Make a tiny, badly taught Llama with one token per character, once, under runs/.demo/.
-
-    Two of five answers that it is taught have one wrong digit. So it knows the right answer but is
-    not sure of it: greedy accuracy is near 1, sampled accuracy near 0.6. RL can sharpen that. For
-    brackets it sees a new word each time, and half of the words have a mistake.
-    """
-    characters, wrong, steps, size, rate = "0123456789+=>", 0.4, 700, 256, 5e-3
-    if task.depth is not None:
-        characters, wrong, steps, size, rate = "()>", 0.5, 600, 64, 5e-3
-    seed = seed_of(config.seed, "demo")
-    key = repr((seed, task, characters, wrong, steps, size, rate, "llama 64×3"))
-    name = hashlib.sha256(key.encode()).hexdigest()[:12]
-    path = Path("runs/.demo") / f"{config.task.kind}-{name}"
-    with take_turns(path.with_name(f".{path.name}.lock")):
-        exists = path.exists()
-        dist.barrier()             # all ranks have looked before one of them makes it
-        if not exists:
-            if dist.get_rank() == 0:
-                tqdm.write(f"a demo model for {sizes(config)} is taught first, which happens once "
-                           "and takes about a minute", file=sys.stderr)
-            teach(path, task, seed, characters, wrong, steps, size, rate)
-    return str(path)
-
-
-def teach(path: Path, task: Task, seed: int, characters: str, wrong: float, steps: int, size: int,
-          rate: float) -> None:
-    """Train for `steps` steps of `size` lessons, a share `wrong` of them wrong; write `path`."""
-    asked = {c for p in task.train for c in p.question + p.answer}
-    assert asked <= {*characters}, f"no tokens for {asked - {*characters}}"    # each would be <unk>
-    tokenizer: Any = character_tokenizer(characters)       # its ids have a type of many parts
-    ids_of = tokenizer.convert_tokens_to_ids               # of one token per character
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)               # else the weights would depend on it
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=4, head_dim=32, max_position_embeddings=1024,
-        tie_word_embeddings=True, initializer_range=0.1, dtype="float32", bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98))
-    bar = tqdm(range(steps if dist.get_rank() == 0 else 0), desc="warm start", mininterval=1,
-               disable=dist.get_rank() != 0)
-    for step in bar:
-        optimizer.param_groups[0]["lr"] = rate * min(step / 100, 1.03 - step / steps)
-        problems = rng.choices(task.train, k=size)
-        answers = [lesson(task, p, rng.random() < wrong, rng) for p in problems]
-        answers = [[*ids_of([*answer]), tokenizer.eos_token_id] for answer in answers]
-        questions = [ids_of([*p.question]) for p in problems]
-        (prompt, before), (answer, mask) = pad_rows(questions, "left"), pad_rows(answers, "right")
-        attention = torch.cat([before, mask], 1)
-        logits = model(input_ids=torch.cat([prompt, answer], 1), attention_mask=attention,
-                       position_ids=(attention.cumsum(-1) - 1).clamp(min=0),
-                       use_cache=False).logits
-        logits, mask = logits[:, -mask.shape[1] - 1:-1], mask.bool()                    # [B, T, V]
-        F.cross_entropy(logits[mask], answer[mask]).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.set_num_threads(threads)
-    with write_aside(path) as part:
-        if dist.get_rank() == 0:
-            model.save_pretrained(part)
-            tokenizer.save_pretrained(part)
-
-
-def sizes(config: Config) -> str:
-    """Return the settings that identify a demo model: another value of one is another model."""
-    task = config.task
-    size = f"size={task.size}"
-    if task.kind == "dyck":
-        size = f"length={task.length}, task.depth={task.depth}"
-    return (f"task.kind={task.kind}, task.{size}, task.eval_size={task.eval_size or EVAL_SIZE} and "
-            f"seed={config.seed}")
-
-
-def character_tokenizer(characters: str) -> Any:
-    """Return a tokenizer with one token per character, saved and loaded like any other."""
-    special = ["<pad>", "<eos>", "<unk>"]
-    ids = {token: i for i, token in enumerate([*special, *characters])}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, **dict(zip(("pad_token", "eos_token", "unk_token"), special)))
-
-
-def lesson(task: Task, problem: Problem, wrong: bool, rng: random.Random) -> str:
-    """Return what is taught as the answer: a right one, or one with one mistake."""
-    if task.depth is None:
-        return corrupt(problem.answer, rng) if wrong else problem.answer
-    word = problem.question.removesuffix(">")
-    end = completion(word, len(problem.answer), task.depth, rng)
-    return unbalance(word, end, task.depth, rng) if wrong else end
-
-
-def corrupt(answer: str, rng: random.Random) -> str:
-    at = rng.randrange(len(answer))
-    return answer[:at] + rng.choice("0123456789".replace(answer[at], "")) + answer[at + 1:]
-
-
-def unbalance(word: str, end: str, depth: int, rng: random.Random) -> str:
-    """Reverse the bracket at one of the places where only one bracket was possible."""
-    forced = [i for i in range(len(end))
-              if len(next_brackets(word + end[:i], len(end) - i, depth)) == 1]
-    at = rng.choice(forced)
-    return end[:at] + "()".replace(end[at], "") + end[at + 1:]

@@ -23,7 +23,7 @@ from three_policies.oracle import (Policy, close, estimator_moments, exact_gradi
 from three_policies.presets import RolloutCorrectionConfig
 from three_policies.studies import study
 from three_policies.tests.support.certified import certifies
-from three_policies.training import tasks
+from three_policies.training import demo, tasks
 from three_policies.training.settings import TaskConfig, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ def test_the_reward_of_brackets_is_the_checker_on_the_whole_word():
 def test_a_wrong_lesson_has_one_wrong_digit():
     rng = random.Random(0)
     for answer in ["7", "99", "120"] * 50:
-        wrong = tasks.corrupt(answer, rng)
+        wrong = demo.corrupt(answer, rng)
         assert [a != b for a, b in zip(wrong, answer, strict=True)].count(True) == 1
 
 
@@ -81,13 +81,13 @@ def test_a_wrong_lesson_has_one_forced_bracket_wrong():
     task, rng = (tasks.make_task(TaskConfig(kind="dyck", length=12, eval_size=50), seed=1),
                  random.Random(2))
     for problem in task.train[:200]:
-        word, right = problem.question[:-1], tasks.lesson(task, problem, False, rng)
-        wrong = tasks.unbalance(word, right, 3, rng)
+        word, right = problem.question[:-1], demo.lesson(task, problem, False, rng)
+        wrong = demo.unbalance(word, right, 3, rng)
         [at] = [i for i in range(12) if wrong[i] != right[i]]
         assert len(tasks.next_brackets(word + right[:at], 12 - at, 3)) == 1
         assert (task.reward(problem, right) == 1
-                and task.reward(problem, tasks.lesson(task, problem, True, rng)) == 0)
-    lessons = [tasks.lesson(task, task.train[0], False, rng) for _ in range(50)]
+                and task.reward(problem, demo.lesson(task, problem, True, rng)) == 0)
+    lessons = [demo.lesson(task, task.train[0], False, rng) for _ in range(50)]
     assert len(set(lessons)) > 10                      # not the one that the problem came with
 
 
@@ -113,7 +113,7 @@ def untaught(tmp_path_factory):
 
     Of two brackets it is right now and then.
     """
-    directory, tokenizer = tmp_path_factory.mktemp("untaught"), tasks.character_tokenizer("()>")
+    directory, tokenizer = tmp_path_factory.mktemp("untaught"), demo.character_tokenizer("()>")
     with torch.random.fork_rng():
         torch.manual_seed(0)
         transformers.LlamaForCausalLM(transformers.LlamaConfig(

@@ -23,7 +23,7 @@ def make_tiny_model(directory):
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from three_policies.training.tasks import character_tokenizer
+    from three_policies.training.demo import character_tokenizer
     tokenizer = character_tokenizer(CHARACTERS)
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -19,7 +19,7 @@ from three_policies.engines.vllm import as_guest, keep_class
 from three_policies.policy import Policy, check, full_weights
 from three_policies.rollout import every_weight_once
 from three_policies.training.models import read_model
-from three_policies.training.tasks import character_tokenizer
+from three_policies.training.demo import character_tokenizer
 
 OF_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 MODELS = {"Qwen2": {}, "Gemma2": dict(query_pre_attn_scalar=32, attn_logit_softcapping=1.0),

@@ -15,10 +15,10 @@ import transformers
 
 from three_policies.checks import UserError
 from three_policies.tests.support.launching import shell
-from three_policies.training import tasks
+from three_policies.training import demo, tasks
 from three_policies.training.faults import process_group
 from three_policies.training.run import Run
-from three_policies.training.settings import FILE_KINDS, TaskConfig, load_config
+from three_policies.training.settings import TEXT_KINDS, TaskConfig, load_config
 
 ROWS = [{"question": f"{a}+{b}=", "answer": f"{a} and {b} are {a + b}.\n#### {a + b}"}
         for a in range(4) for b in range(6)]
@@ -47,7 +47,7 @@ def asked(problems):
 
 
 MADE = [kind for kind in typing.get_args(typing.get_type_hints(TaskConfig)["kind"])
-        if kind not in FILE_KINDS]
+        if kind not in TEXT_KINDS]
 DIGESTS = {"arithmetic": "ef8c47f36c6ad7083de303e58a96460e6e0994b0d83d53f13ae30b4bf992f33d",
            "sort": "91d2c1fad817591446d3e05362feea88e9a7666d5a7c95f1604f2922e9d44bb1",
            "dyck": "1bfbb146938164b4d9d50816c8583c652a115ff1e1bcafb85cc46c87a36aca34"}
@@ -409,33 +409,33 @@ def test_a_demo_model_that_must_be_taught_is_announced_by_the_first_rank(
     def teach(*_):
         raise Taught
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tasks, "character_tokenizer", teach)
+    monkeypatch.setattr(demo, "character_tokenizer", teach)
     config = load_config(given)
     task = tasks.make_task(config.task, config.seed)
     for rank in 0, 1:
         with pytest.raises(Taught), process_group(), monkeypatch.context() as patch:
-            patch.setattr(tasks.dist, "get_rank", lambda: rank)
-            tasks.make_demo_model(config, task)
+            patch.setattr(demo.dist, "get_rank", lambda: rank)
+            demo.make_demo_model(config, task)
         assert capsys.readouterr().err == (
             f"a demo model for {said} is taught first, which happens once and takes about "
             "a minute\n" if rank == 0 else "")
     with process_group():
         monkeypatch.setattr(tasks.Path, "exists", lambda _: True)
-        assert (tasks.make_demo_model(config, task).startswith("runs/.demo/")
+        assert (demo.make_demo_model(config, task).startswith("runs/.demo/")
                 and capsys.readouterr().err == "")
 
 
 def test_a_demo_model_has_a_name_of_its_own_for_each_task_and_seed(tmp_path, monkeypatch):
     """Otherwise one that was taught the held-out problems of another would be taken."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tasks, "teach", lambda path, *_: path.mkdir(parents=True))
+    monkeypatch.setattr(demo, "teach", lambda path, *_: path.mkdir(parents=True))
     names = []
     for given in ([], ["task.size=1"], ["task.eval_size=9"], ["seed=1"]):
         config = load_config(given)
         with process_group():
-            names.append(tasks.make_demo_model(config, tasks.make_task(config.task, config.seed)))
+            names.append(demo.make_demo_model(config, tasks.make_task(config.task, config.seed)))
     assert len(set(names)) == 4
     with process_group():
         other = load_config(["seed=2"])               # the same task, taught from another seed
-        names += [tasks.make_demo_model(other, tasks.make_task(config.task, 1))]
+        names += [demo.make_demo_model(other, tasks.make_task(config.task, 1))]
     assert len(set(names)) == 5

@@ -18,7 +18,7 @@ from three_policies.presets import PRESETS, RolloutCorrectionConfig
 from three_policies.rollout import KEPT
 from three_policies.tests.support.launching import ROOT
 from three_policies.tests.training.test_data import MADE
-from three_policies.training import tasks
+from three_policies.training import demo, tasks
 from three_policies.training.faults import process_group
 from three_policies.training.run import Run
 from three_policies.training.settings import TaskConfig, correction_of, load_config
@@ -358,8 +358,8 @@ def test_teaching_a_demo_model_gives_the_run_its_threads_back(
         return forward(*model, **given)
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", look)
     with process_group():
-        tasks.teach(tmp_path / "model", task, 0, "0123456789+=>", 0.4, 1, 4, 1e-3)
+        demo.teach(tmp_path / "model", task, 0, "0123456789+=>", 0.4, 1, 4, 1e-3)
         assert torch.get_num_threads() == 3
         with pytest.raises(AssertionError, match="^no tokens for {'='}"):
-            tasks.teach(tmp_path / "other", task, 0, "0123456789+>", 0.4, 1, 4, 1e-3)
+            demo.teach(tmp_path / "other", task, 0, "0123456789+>", 0.4, 1, 4, 1e-3)
     assert (tmp_path / "model" / "model.safetensors").is_file()
