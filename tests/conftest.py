@@ -131,6 +131,11 @@ def notebook_required():
 
 
 @pytest.fixture(scope="session")
+def real_required():
+    required("reasoning_gym", "requirements/real.txt", "THREE_POLICIES_REQUIRE_REAL")
+
+
+@pytest.fixture(scope="session")
 def trl_required():
     required("trl", "requirements/adapters.txt", "THREE_POLICIES_REQUIRE_ADAPTERS")
 

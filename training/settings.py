@@ -42,8 +42,9 @@ TEXT_KINDS = (*FILE_KINDS, "reasoning_gym")            # they are for a model th
 @dataclass
 class TaskConfig:
     kind: Literal["arithmetic", "sort", "dyck", "jsonl", "parquet", "reasoning_gym"] = setting(
-        "arithmetic", "the task; jsonl and parquet take questions from a file, and the settings of "
-        "configs/gsm8k.yaml where no FILE.yaml is given; reasoning_gym makes them")
+        "arithmetic", "the task; jsonl and parquet take questions from a file, reasoning_gym "
+        "makes them; where no FILE.yaml is given, the other settings are those of "
+        "configs/gsm8k.yaml")
     name: str | None = setting(None, "reasoning_gym: the family of questions, such as chain_sum")
     options: dict[str, Any] = field(default_factory=dict, metadata={
         "meaning": "reasoning_gym: the family's own settings, such as {max_terms: 2}"})
@@ -429,14 +430,16 @@ def new_place(path: Path | None) -> str:
 
 
 def default_settings(given: dict) -> dict:
-    """Return the demo's settings; for questions of a file GSM8K's without its files and model."""
+    """Return the demo's settings; for other questions GSM8K's without its files and model."""
     task = given.get("task")
     kind = task.get("kind") if isinstance(task, dict) else None
-    name = "gsm8k" if kind in FILE_KINDS else "demo"
+    name = "gsm8k" if kind in TEXT_KINDS else "demo"
     base = load_yaml((ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8"))
-    if kind in FILE_KINDS:
+    if kind in TEXT_KINDS:
         for key in "path", "eval_path", "eval_size":
             del base["task"][key]
+        if kind == "reasoning_gym":
+            del base["task"]["instruction"]    # its scorers take the whole response
         del base["policy"]["path"]
         base["run"] = kind                     # what the run is named after, as a file is
     return base
