@@ -1,4 +1,4 @@
-"""The commands `three-policies train`, `doctor`, `translate` and `report`, each with a `--help`."""
+"""The commands `three-policies train`, `fetch`, `doctor` …, each with a `--help`."""
 
 import sys
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from importlib import import_module
 # name: what it does, and the module whose `main` does it
 COMMANDS = {
     "train": ("train, as python trainer.py does", "trainer"),
+    "fetch": ("load a small real model", "training.fetch"),
     "doctor": ("find why two log-probs differ", "doctor.command"),
     "translate": ("write another system's configuration in our keys", "interop.translate"),
     "report": ("say how a run goes, and draw its curves", "training.report")}
