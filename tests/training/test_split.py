@@ -65,7 +65,7 @@ with process_group() as device:
                                             True, "reinforce")
         options = rejecting if preset == "bypass_pg_rs" else PRESETS[preset]()
         options = replace(options, rollout_is_batch_normalize=normalize)
-        config.loss.aggregation, config.loss.denominator = aggregation, denominator
+        config.loss = replace(config.loss, aggregation=aggregation, denominator=denominator)
         batch = trainer.pad(prompts[mine], samples[mine], advantages[mine], device)
         if preset != "bypass_pg_is":                   # in which μ was cut
             batch = batch._replace(kept_ids=None)
