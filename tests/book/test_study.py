@@ -288,7 +288,8 @@ def test_a_line_of_a_study_is_its_runs_metrics():
         "final_accuracy": "0.5", "best_accuracy": "0.8", "first_accuracy": "0.7",
         "steps_to_0.8": 5, "max_grad_norm": "3", "ess_raw": "0.475", "ess_applied": "0.75",
         "k3": "0.025", "chi2_seq": "7", "kept": "0.75", "drop_step": 10, "warned_ess": 7,
-        "warned_k3": 8, "warned_grad_norm": 7, "first_reward": "0.6", "last_reward": "0.68", "tokens": 100, "area": "0.65",
+        "warned_k3": 8, "warned_grad_norm": 7, "first_reward": "0.6", "last_reward": "0.68",
+        "tokens": 100, "area": "0.65",
         "curve": "0.8000 0.5000", "chi2_token": "1", "clip_fraction": "0.01", "empty_updates": 10}
 
 
