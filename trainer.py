@@ -137,7 +137,8 @@ def sample(run: Run, step: int) -> tuple[Batch, dict]:
 
     problems = [task.train[chosen[p]] for p, _ in rows]
     rewards = [task.reward(problem, text) for problem, text in zip(problems, texts)]
-    run.show_first(prompts[0], problems, texts, rewards)
+    run.show_first(prompts[0], texts[0], rewards[0])
+    run.judge_match(problems, texts, rewards)
     own = Outcomes(*torch.tensor([[reward, len(s.tokens), s.finished, not text, s.crossed]
                                   for reward, s, text in zip(rewards, samples, texts)]).T)
     everyone = own.of_all_ranks(n)      # baselines need whole groups and batches

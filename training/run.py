@@ -445,13 +445,15 @@ class Run:
         return samples, self.tokenizer.batch_decode([s.tokens for s in samples],
                                                     skip_special_tokens=True)
 
-    def show_first(self, prompt: list[int], problems: list[Problem], texts: list[str],
-                rewards: list[float]) -> None:
-        """Show a prompt as the model sees it, and a response; say if only the parser fails."""
+    def show_first(self, prompt: list[int], text: str, reward: float) -> None:
+        """Show a prompt as the model sees it, and its response, once."""
         if self.main and not self.shown:
             self.shown = True
             self.say(f"  the first prompt: {shortened(self.tokenizer.decode(prompt))}")
-            self.say(f"  the first response: {shortened(texts[0])}, reward {rewards[0]:g}")
+            self.say(f"  the first response: {shortened(text)}, reward {reward:g}")
+
+    def judge_match(self, problems: list[Problem], texts: list[str], rewards: list[float]) -> None:
+        """Say if nearly all rewards are 0 because an answer is not found, and not for skill."""
         task = self.config.task
         if ("match" in self.warned or task.kind not in TEXT_KINDS or task.reward
                 or task.match != "strict" or sum(rewards) > 0.1 * len(rewards)):

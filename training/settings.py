@@ -716,7 +716,7 @@ def idle(config: Config) -> dict[str, str]:
             ["task.length", "task.depth"] * (kind != "dyck")
             + ["task.size"] * (kind in (*TEXT_KINDS, "dyck"))
             + ["task.questions", "task.options"] * (kind != "reasoning_gym")
-            + ["task.match", "task.prompt", "task.chat_template"] * (kind not in TEXT_KINDS),
+            + ["task.match"] * (kind not in TEXT_KINDS),
         "task.reward says what is right":
             ["task.match"] * (config.task.reward is not None),
         f"correction.loss_type={options.loss_type} has no such number":

@@ -110,8 +110,8 @@ def questions_of(config: TaskConfig, seed: int) -> Task:
                 few * ((config.eval_size or 0) > held_out))
 
 
-def task_of_gym(config: TaskConfig, seed: int) -> Task:
-    """Return questions of reasoning-gym, each once, and its own scorer, from 0 to 1."""
+def gym_dataset(config: TaskConfig, seed: int, size: int) -> Any:
+    """Return a family of reasoning-gym, which makes its questions one by one."""
     try:
         reasoning_gym: Any = importlib.import_module("reasoning_gym")
         families: Any = importlib.import_module("reasoning_gym.factory").DATASETS
@@ -124,21 +124,25 @@ def task_of_gym(config: TaskConfig, seed: int) -> Task:
     if unknown := next((key for key in config.options if key not in known), None):
         raise UserError(f"task.options.{unknown} is not an option of {config.name}"
                         f"{nearest(unknown, known)}")
-    most = 20 * config.questions       # drawn at most: small families repeat themselves
     try:
-        dataset: Any = reasoning_gym.create_dataset(
-            config.name, size=most, seed=seed_of(seed, "task"), **config.options)
+        return reasoning_gym.create_dataset(
+            config.name, size=size, seed=seed_of(seed, "task"), **config.options)
     except Exception as error:         # assertions and others, of each family
         raise UserError(f"task.options={config.options} do not suit {config.name}: "
                         f"{error}") from None
 
-    entries = dict[str, dict]()
-    for i in range(most):
-        entries.setdefault(dataset[i]["question"], dataset[i])
+
+def task_of_gym(config: TaskConfig, seed: int) -> Task:
+    """Return questions of reasoning-gym, each once, and its own scorer, from 0 to 1."""
+    most = 20 * config.questions       # drawn at most: small families repeat themselves
+    dataset, entries = gym_dataset(config, seed, most), dict[str, dict]()
+    for entry in itertools.islice(dataset, most):
+        entries.setdefault(entry["question"], entry)
         if len(entries) == config.questions:
             break
     problems = [Problem(question, str(entry["answer"]), f"{config.name}: {question[:60]!r}")
                 for question, entry in entries.items()]
+
     size = config.eval_size or max(1, min(EVAL_SIZE, len(problems) // 10))
     few = [f"{config.name} has only {len(problems)} different questions with these options, of "
            f"task.questions={config.questions}"] * (len(problems) < config.questions)

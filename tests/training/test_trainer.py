@@ -406,7 +406,7 @@ def test_what_a_step_says_of_its_responses(masked, learned, length):
     with process_group() as device:
         batch, found = trainer.sample(SimpleNamespace(
             config=config, device=device, prompts=[[5]] * 8, engine=SimpleNamespace(sleep=list),
-            show_first=lambda *_: None,
+            show_first=lambda *_: None, judge_match=lambda *_: None,
             task=SimpleNamespace(train=[tasks.Problem("", "", f"row {i}") for i in range(8)],
                                  order=lambda seed, first, n: range(first, first + n),
                                  reward=lambda problem, text: next(rewards)),
