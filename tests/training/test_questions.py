@@ -32,6 +32,19 @@ def test_questions_are_seeded_disjoint_and_scored_by_their_family(gym):
     assert task.reward(first, "so it is x") < 1
 
 
+@pytest.mark.parametrize("match, right", [("strict", False), ("last_number", True)])
+def test_a_familys_scorer_gets_what_the_match_takes(match, right, gym):
+    task = gym(f"task.match={match}")
+    first = task.train[0]
+    assert (task.reward(first, f"of 7 and 8 it is {first.answer}.") == 1) == right
+
+
+def test_white_space_around_an_answer_is_no_mistake(gym):
+    """The scorer of basic_arithmetic pays half for " 12" and the end of the line behind it."""
+    task = gym("task.name=basic_arithmetic")
+    assert task.reward(task.train[0], f" {task.train[0].answer}\n") == 1
+
+
 def test_a_prompt_may_have_any_part_of_a_question(gym):
     task = gym()
     first = task.train[0]

@@ -187,6 +187,21 @@ def test_a_setting_that_another_one_switches_off_is_named(given, said):
     assert remarks(load_config(given)) == said
 
 
+@pytest.mark.parametrize("clip, said", [(1, 0), (1.5, 1)])
+def test_a_clip_without_a_lower_end_is_named(clip, said):
+    found = remarks(load_config([f"loss.clip_low={clip}"]))
+    assert sum("so the clip has no lower end" in x for x in found) == said
+
+
+def test_the_horizon_is_a_setting_and_else_the_longest_response():
+    """eq:aggregation: H of seq-mean-token-sum-norm."""
+    given = ["loss.aggregation=seq-mean-token-sum-norm", "rollout.max_tokens=9"]
+    assert loss_of(load_config(given)).horizon == 9
+    assert loss_of(load_config([*given, "loss.horizon=7"])).horizon == 7
+    assert remarks(load_config(["loss.horizon=7"])) == [
+        "loss.horizon has no effect: loss.aggregation=token-mean has no horizon"]
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_has_its_own_numbers_unless_others_are_given(name):
     row, more = LOSSES[name], ["correction.bypass_mode=true"] * (LOSSES[name].level is None)
