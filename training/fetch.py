@@ -48,7 +48,7 @@ def fetch(model: Model, into: Path, chat_template: bool = True) -> str:
         raise UserError(f"{into} exists and has no model.safetensors: name another directory")
     if importlib.util.find_spec("gguf") is None:
         raise UserError("the model is in a GGUF file, which transformers reads by the package "
-                        "gguf: pip install 'three-policies[real]'")
+                        "gguf: pip install gguf")
     part = into.with_name(f".{into.name}.part")
     try:
         part.mkdir(parents=True, exist_ok=True)

@@ -116,8 +116,8 @@ def gym_dataset(config: TaskConfig, seed: int, size: int) -> Any:
         reasoning_gym: Any = importlib.import_module("reasoning_gym")
         families: Any = importlib.import_module("reasoning_gym.factory").DATASETS
     except ImportError as error:
-        raise UserError("task.kind=reasoning_gym needs reasoning-gym: pip install "
-                        f"'three-policies[real]' ({error})") from None
+        raise UserError("task.kind=reasoning_gym needs reasoning-gym: pip install reasoning-gym "
+                        f"({error})") from None
     if config.name not in families:
         raise UserError(f"task.name cannot be {config.name!r}{nearest(config.name, families)}")
     known = [of.name for of in fields(families[config.name][1]) if of.name not in ("seed", "size")]
@@ -162,7 +162,7 @@ def prompt_of(task: Task, problem: Problem, template: str) -> str:
     known = {"question": problem.question, **task.metadata.get(problem.question, {})}
     named = re.findall(r"\{(\w+)\}", template)
     if not any(name in known for name in named):
-        raise UserError(f"task.prompt={template!r} must have {{question}}, or one of "
+        raise UserError(f"task.prompt={template!r} must have one of "
                         f"{', '.join(f'{{{name}}}' for name in known)}, for {problem.where}")
     return re.sub(r"\{(\w+)\}", lambda found: str(known.get(found[1], found[0])), template)
 

@@ -80,7 +80,7 @@ def test_without_room_or_the_reader_nothing_is_loaded(made, monkeypatch):
         patch.setattr(fetch.shutil, "disk_usage", lambda _: SimpleNamespace(free=5e6))
         fetch.fetch(model, out)
     monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match="gguf: pip install 'three-policies.real.'"):
+    with pytest.raises(UserError, match="gguf: pip install gguf"):
         fetch.fetch(model, out)
 
 

@@ -51,7 +51,7 @@ def test_a_prompt_may_have_any_part_of_a_question(gym):
     text = tasks.prompt_of(task, first, "1 + 1 = 2\n{expression} = {x}")
     assert text == f"1 + 1 = 2\n{task.metadata[first.question]['expression']} = {{x}}"
     assert tasks.prompt_of(task, first, "{question}") == first.question
-    with pytest.raises(UserError, match=r"task.prompt='a' must have \{question\}, or one of"):
+    with pytest.raises(UserError, match=r"task.prompt='a' must have one of \{question\}, "):
         tasks.prompt_of(task, first, "a")
 
 
@@ -82,7 +82,7 @@ def test_a_name_belongs_to_reasoning_gym_alone(given):
 
 def test_without_the_library_it_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
-    with pytest.raises(UserError, match="needs reasoning-gym: pip install 'three-policies.real.'"):
+    with pytest.raises(UserError, match="needs reasoning-gym: pip install reasoning-gym"):
         tasks.make_task(load_config(GYM).task, 0)
 
 
