@@ -137,12 +137,12 @@ def real_required():
 
 @pytest.fixture(scope="session")
 def trl_required():
-    required("trl", "requirements/adapters.txt", "THREE_POLICIES_REQUIRE_ADAPTERS")
+    required("trl", "requirements/interop.txt", "THREE_POLICIES_REQUIRE_INTEROP")
 
 
 @pytest.fixture(scope="session")
 def verl_required():
-    required("verl", "requirements/adapters.txt", "THREE_POLICIES_REQUIRE_ADAPTERS")
+    required("verl", "requirements/interop.txt", "THREE_POLICIES_REQUIRE_INTEROP")
 
 
 @pytest.fixture(scope="session")

@@ -61,7 +61,7 @@ def mismatch_of(path: str, kind: str, wide: bool) -> list[str]:
         if not wide:
             patches.enter_context(mock.patch("rollout.multiply", rounded))
             patches.enter_context(mock.patch("three_policies.training.heads.multiply", rounded))
-        elif kind == "vllm":               # on a CPU the adapter leaves it out, for its price
+        elif kind == "vllm":               # on a CPU the engine leaves it out, for its price
             LLM, params = vllm.import_vllm(device)
             patches.enter_context(mock.patch.object(vllm, "import_vllm", lambda device: (
                 lambda *given, **settings: LLM(*given, **settings | {

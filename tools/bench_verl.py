@@ -1,6 +1,6 @@
 """This script times a step of this trainer beside one of verl's driver under Ray, on a CPU.
 
-    python3 -m venv carried && carried/bin/pip install --no-deps -r requirements/adapters.txt
+    python3 -m venv carried && carried/bin/pip install --no-deps -r requirements/interop.txt
     BENCH_VERL=carried/bin/python python tools/bench.py verl          # about 10 minutes
 
 Both train the demo's model from the same weights, float32, with token weights: 16 prompts × 16
@@ -82,7 +82,7 @@ def bench_verl(table, ratio, steps=6, turns=3) -> None:
     from three_policies.training.tasks import make_task
     python = os.environ.get("BENCH_VERL")
     if python is None:
-        print("verl: not installed (BENCH_VERL is the Python of requirements/adapters.txt)")
+        print("verl: not installed (BENCH_VERL is the Python of requirements/interop.txt)")
         return
     python = str(Path(python).absolute())
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in [*PARTS, "together"]}

@@ -68,7 +68,7 @@ def driver(block, old, rollout, mask):
 
 
 def compare(case, mode, seed, whole, **options):
-    """Return (loss, gradient, metrics) of verl and of the adapter on one batch."""
+    """Return (loss, gradient, metrics) of verl and of the recipe on one batch."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
     import three_policies.interop.verl  # noqa: F401 - registers the loss
@@ -289,7 +289,7 @@ def test_the_third_override_must_be_there(block):
 def test_what_verls_driver_would_not_do_is_refused(block, said):
     """eq:correction: it corrects in decoupled mode, by its own keys, and skips others in silence.
 
-    Nor can the adapter do what a key asks that the block's defaults contradict.
+    Nor can the recipe do what a key asks that the block's defaults contradict.
     """
     from three_policies.interop import verl as recipe
     config = as_the_worker_has_it(*SETTINGS, *(setting.format(BLOCK) for setting in block))

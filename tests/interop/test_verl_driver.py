@@ -75,7 +75,7 @@ def command():
 @pytest.fixture(scope="module")
 def forking():
     for package in "ray", "transfer_queue":
-        required(package, "requirements/adapters.txt", "THREE_POLICIES_REQUIRE_ADAPTERS")
+        required(package, "requirements/interop.txt", "THREE_POLICIES_REQUIRE_INTEROP")
     with serving(SLOW) as begin:
         yield " ".join([sys.executable, *begin])
 

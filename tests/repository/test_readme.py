@@ -21,8 +21,8 @@ from three_policies.training.settings import Config, leaves, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-ADAPTERS = (ROOT / "interop/README.md").read_text(encoding="utf-8")
-DOCUMENTS = "\n".join([README, ADAPTERS, *(
+INTEROP = (ROOT / "interop/README.md").read_text(encoding="utf-8")
+DOCUMENTS = "\n".join([README, INTEROP, *(
     path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("math/appendix-*.md")))])
 COMMANDS = sorted({command for command in re.findall(
                        r"(?:python |torchrun [^`\n]*?)trainer\.py[^`\n#|]*", DOCUMENTS)

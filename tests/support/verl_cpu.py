@@ -101,7 +101,7 @@ class Replica(replica.RolloutReplica):
         self.servers = [self._server_handle]
 
 
-class Adapter(base.BaseRollout):
+class Rollout(base.BaseRollout):
     """Take the trainer's weights to the server; all ranks gather them, the first one sends them."""
 
     async def update_weights(self, weights, wire_format="named_tensors", global_steps=0, **_):
@@ -117,7 +117,7 @@ class Adapter(base.BaseRollout):
 
 
 replica.RolloutReplicaRegistry.register("transformers", lambda: Replica)
-base._ROLLOUT_REGISTRY["transformers", "async"] = f"{__name__}.Adapter"
+base._ROLLOUT_REGISTRY["transformers", "async"] = f"{__name__}.Rollout"
 
 
 def odd(solution_str, **_):
