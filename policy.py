@@ -10,7 +10,7 @@ This file decides
   for. A rank alone on a CPU, in float32, has nothing to shard, move or cast: it has no FSDP.
 * Nothing waits for the device: what decides a shape is computed on the host.
 * Nothing is random: dropout is 0 in training too.
-* An adapter (LoRA) is peft's own. The model without it is π_ref. The engine gets it merged or
+* A LoRA is peft's own. The model without it is π_ref. The engine gets it merged or
   apart.
 Left out are tensor and pipeline parallelism and image inputs. Models with a recurrent state
 instead of a cache of keys and values are refused.
@@ -93,8 +93,8 @@ class Policy(nn.Module):
             hidden.register_hook(refuse_parts)
         return hidden
 
-    def without_adapter(self, *given: Any) -> Any:
-        """Return what `forward` returns, of the model without its adapter: π_ref of a LoRA run."""
+    def without_lora(self, *given: Any) -> Any:
+        """Return what `forward` returns, of the model without its LoRA: π_ref of a LoRA run."""
         learned = [x for x in self.parameters() if x.requires_grad]
         self.model.disable_adapters()
         for weight in learned:          # peft froze them, and FSDP asks once: in its first pass
@@ -117,10 +117,10 @@ class Policy(nn.Module):
 def load_policy(path: str, temperature: float, dtype: str, device: torch.device, *,
                 gradient_checkpointing: bool = False, frozen: bool = False,
                 cpu_offload: bool = False,
-                adapter: Callable[[Any], object] | None = None) -> Policy:
+                lora: Callable[[Any], object] | None = None) -> Policy:
     """Load a model in float32, check it, and shard it over the ranks (FSDP2); compute in `dtype`.
 
-    adapter: freezes the model and adds what learns in its place.
+    lora: freezes the model and adds what learns in its place.
     Rank 0 reads the model and sends every rank its shards; the other ranks never hold it whole.
     """
     # cuDNN's attention gives NaN in the backward pass for masked rows (PyTorch issue 196678).
@@ -129,8 +129,8 @@ def load_policy(path: str, temperature: float, dtype: str, device: torch.device,
     model = read_model(path) if reads else empty_model(path)
     use_attention(model)
     policy = Policy(model, temperature).train(not frozen).requires_grad_(not frozen)
-    if adapter is not None:
-        adapter(model)
+    if lora is not None:
+        lora(model)
     if reads:
         check(policy)
     whole = policy.state_dict() if reads and dist.get_world_size() > 1 else {}
@@ -221,19 +221,19 @@ def check(policy: Policy) -> None:
 
 
 @torch.no_grad()
-def full_weights(policy: Policy, adapter: str = "merged") -> Iterator[tuple[str, Tensor]]:
+def full_weights(policy: Policy, lora: str = "merged") -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) of every weight, one at a time; every rank must iterate.
 
-    `adapter` says what is done with an adapter (rollout.adapter): W + sBA in float32, the same with
+    `lora` says what is done with a LoRA (rollout.adapter): W + sBA in float32, the same with
     both summands and their sum rounded to bfloat16, or apart: A and B alone, under peft's names.
     """
     if isinstance(policy, FSDPModule):
         policy.reshard()                   # after a forward pass alone the root is still gathered
     for name, weight in policy.model.named_parameters():
-        if weight.requires_grad if adapter == "apart" else ".lora_" not in name:
+        if weight.requires_grad if lora == "apart" else ".lora_" not in name:
             place, base, own = name.partition(".base_layer.")
             if base and own == "weight":
                 layer: Any = policy.model.get_submodule(place)
-                grid = torch.bfloat16 if adapter == "merged-bfloat16" else weight.dtype
+                grid = torch.bfloat16 if lora == "merged-bfloat16" else weight.dtype
                 weight = weight.to(grid) + layer.get_delta_weight("default").to(grid)
             yield name.replace(base or " ", "."), full_tensor(weight.detach())

@@ -150,12 +150,12 @@ class TransformersEngine:
 
     def __init__(self, path: str | PathLike[str], *, dtype: str, max_model_len: int,
                  device: torch.device | str, batch_size: int, cut: Cut, candidates: int,
-                 adapter: Callable[[Any], object] | None = None) -> None:
+                 lora: Callable[[Any], object] | None = None) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype])
         if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
             model.set_attn_implementation("eager")     # SDPA would leave the cap out
-        if adapter is not None:
-            adapter(model)
+        if lora is not None:
+            lora(model)
         self.model = model.to(device).eval()
         if self.model.dtype.itemsize < 4:
             widen_head(self.model.get_output_embeddings())
@@ -379,7 +379,7 @@ def every_weight_once(named_tensors: Iterable[NamedTensor], model: nn.Module
     """Yield (name, tensor) for each parameter of `model`; raise if one is unknown or missing.
 
     Tied parameters (lm_head and embedding) are one parameter with two names, and either will do.
-    Of a model with an adapter only the adapter's weights change.
+    Of a model with a LoRA only the LoRA's weights change.
     """
     first_name: dict[int, str] = {}
     names: dict[str, tuple[str, torch.Size]] = {}

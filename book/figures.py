@@ -700,7 +700,7 @@ def study_64_areas(regimes=("int4_fast", "int4_slow", "staleness_4")):
 
 
 def merge_losses():
-    """Draw what merges in bfloat16 lose of an adapter: points measured, lines predicted."""
+    """Draw what merges in bfloat16 lose of a LoRA: points measured, lines predicted."""
     found = merging.cells()
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.5, 3.2))
     for (rank, rate), color in zip(merging.CELLS, (BLACK, BLUE, RED, GREEN), strict=True):

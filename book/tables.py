@@ -42,7 +42,7 @@ from three_policies.surrogates import LOSSES
 from three_policies.tests.support import certified
 from three_policies.training.capacity import (GIB, Shapes, host_bytes, memory, require_room,
                                               smallest_engine)
-from three_policies.training.models import add_adapter
+from three_policies.training.models import add_lora
 from three_policies.training.settings import PolicyConfig, documented, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -557,7 +557,7 @@ FREE = 0.92                # of a card, after its error correction and CUDA's co
 
 
 def qwen(size, policy=None):
-    """Return the shapes of a Qwen2.5, counted on the meta device, with the adapter of a policy."""
+    """Return the shapes of a Qwen2.5, counted on the meta device, with the LoRA of a policy."""
     from transformers import AutoModelForCausalLM, Qwen2Config
     vocabulary, hidden, inner, layers, heads, of_cache = QWEN[size]
     with torch.device("meta"):
@@ -565,7 +565,7 @@ def qwen(size, policy=None):
             vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner,
             num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=of_cache,
             tie_word_embeddings=size in ("0.5B", "1.5B", "3B")))
-        return Shapes.of(add_adapter(model, policy or PolicyConfig(), 0))
+        return Shapes.of(add_lora(model, policy or PolicyConfig(), 0))
 
 
 def cards():
@@ -1148,7 +1148,7 @@ def study_crossing():
 
 
 def study_lora():
-    """Tabulate the study of an adapter against full weights: three arms, two contrasts a regime."""
+    """Tabulate the study of a LoRA against full weights: three arms, two contrasts a regime."""
     study = yaml.safe_load((ROOT / "studies/lora/declared.yaml").read_text())
     regimes, lines, judged = runs("lora"), [], []
     for item in study["judged"]:
@@ -1165,7 +1165,7 @@ def study_lora():
 
 
 def study_lora_rates():
-    """Tabulate the areas from which the learning rates of the adapter's study were taken."""
+    """Tabulate the areas from which the learning rates of the LoRA's study were taken."""
     regimes = runs("lora-rates")
     areas = {regime: {arm: mean_of(rows, "area") for arm, rows in arms.items()}
              for regime, arms in regimes.items()}

@@ -225,7 +225,7 @@ CAUSES = {
     "stale": ("older versions of the weights drew a part of the tokens",
               "fewer steps of delay: rollout.staleness here, the asynchronous level elsewhere; or "
               "token weights (correction.preset=decoupled_token_is)"),
-    "weights": ("the weights differ: stale, rounded, partly synchronised, or another adapter",
+    "weights": ("the weights differ: stale, rounded, partly synchronised, or another LoRA",
                 "sync all weights before a rollout, unrounded; three-policies doctor DUMP "
                 "--model DIR tells which differ; until then token weights "
                 "(correction.preset=decoupled_token_is)"),

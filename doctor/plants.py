@@ -43,7 +43,7 @@ def rounded(bits: int) -> Callable[[str, Tensor], Tensor]:
     return change
 
 
-def adapter(g: torch.Generator, size: float) -> Callable[[str, Tensor], Tensor]:
+def lora(g: torch.Generator, size: float) -> Callable[[str, Tensor], Tensor]:
     def change(_: str, p: Tensor) -> Tensor:
         a, b = torch.randn(p.shape[-2], 2, generator=g), torch.randn(2, p.shape[-1], generator=g)
         return p + size * p.std() * (a @ b)
@@ -268,7 +268,7 @@ def other_weights(of: Subject, model: Any, kind: str, severity: float, g: torch.
     if part := {"layer": ".layers.0.", "embedding": "embed", "head": "head"}.get(kind):
         return noisy(model, lambda name, p: p + 3 * size * p.std() * torch.randn(
             p.shape, generator=g) if part in name else p)
-    return noisy(model, {"int4": rounded(4), "int5": rounded(5), "lora": adapter(g, size),
+    return noisy(model, {"int4": rounded(4), "int5": rounded(5), "lora": lora(g, size),
                          "fp8": lambda _, p: p.to(torch.float8_e4m3fn).float()}[kind])
 
 

@@ -24,7 +24,7 @@ def make_engine(
     gpu_memory_utilization: float = 0.4, device: torch.device | str = "cpu",
     batch_size: int = 512, enforce_eager: bool | None = None, top_p: float = 1.0,
     top_k: int | None = None, min_p: float = 0.0, candidates: int = 0,
-    adapter: Callable[[Any], object] | None = None,
+    lora: Callable[[Any], object] | None = None,
     say: Callable[[str], object] = lambda sentence: None
 ) -> Engine:
     """Make the engine `kind`: "vllm", "transformers", or "auto", which is vLLM where it imports.
@@ -33,8 +33,8 @@ def make_engine(
     prompt plus response. gpu_memory_utilization: vLLM's share of the GPU while awake. batch_size:
     most samples at a time. enforce_eager: vLLM without CUDA graphs and compilation, far slower on a
     GPU; None: on a CPU only. top_p, top_k, min_p: see `Cut.of`. candidates: how many of μ's
-    likeliest ids come with each token; with a cut all that are kept come. adapter: adds
-    a LoRA adapter to a model, whose weights then come apart from the model's. say: is told of a
+    likeliest ids come with each token; with a cut all that are kept come. lora: adds
+    a LoRA to a model, whose weights then come apart from the model's. say: is told of a
     start that takes long. Under torchrun, call `init_process_group` before and `close` the engine
     before `destroy_process_group`.
     """
@@ -46,7 +46,7 @@ def make_engine(
     settings: dict[str, Any] = dict(
         dtype=dtype, max_model_len=max_model_len, device=device, batch_size=batch_size,
         cut=Cut.of(top_p, top_k, min_p, vocabulary), candidates=min(candidates, vocabulary),
-        adapter=adapter)
+        lora=lora)
     if kind != "transformers":
         try:
             import_vllm(device)

@@ -35,7 +35,7 @@ class VllmEngine:
     def __init__(self, path: str | os.PathLike[str], *, dtype: str, max_model_len: int,
                  gpu_memory_utilization: float, enforce_eager: bool | None,
                  device: torch.device | str, batch_size: int, cut: Cut, candidates: int,
-                 adapter: Callable[[Any], object] | None = None) -> None:
+                 lora: Callable[[Any], object] | None = None) -> None:
         LLM, self.SamplingParams = import_vllm(device)
         self.llm: Any = None
         self.max_model_len, self.asleep, self.needs_weights = max_model_len, set[str](), False
@@ -46,18 +46,18 @@ class VllmEngine:
         alone = self.group_is_ours or dist.get_world_size() == 1
         with torch.device("meta"):  # names and shapes of the weights, without the weights
             self.layout = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-        self.request, lora = None, {}  # vLLM's request for the last adapter
-        if adapter is not None:
+        self.request, options = None, {}  # vLLM's request for the last LoRA
+        if lora is not None:
             text, experts = self.layout.config.get_text_config(), (
                 "num_experts", "num_local_experts", "n_routed_experts")
             if not self.on_gpu and any(getattr(text, name, None) for name in experts):
-                raise ValueError("vLLM for CPU has no code for an adapter beside experts: set "
+                raise ValueError("vLLM for CPU has no code for a LoRA beside experts: set "
                                  "rollout.adapter=merged")
-            adapter(self.layout)
+            lora(self.layout)
             rank = self.layout.peft_config["default"].r
             from vllm.config.lora import MaxLoRARanks
             room = min(n for n in get_args(MaxLoRARanks) if n >= rank)
-            lora = {"enable_lora": True, "max_lora_rank": room}
+            options = {"enable_lora": True, "max_lora_rank": room}
         # On a GPU vLLM returns the kept ids. On a CPU log-probs are -inf where cut, so one more is
         # asked for than may be kept.
         vocabulary = self.layout.config.get_text_config().vocab_size
@@ -77,7 +77,7 @@ class VllmEngine:
                 enforce_eager=self.eager,
                 enable_sleep_mode=self.on_gpu, gpu_memory_utilization=gpu_memory_utilization,
                 distributed_executor_backend=None if alone else "external_launcher",
-                tensor_parallel_size=1, skip_tokenizer_init=True, disable_log_stats=True, **lora)
+                tensor_parallel_size=1, skip_tokenizer_init=True, disable_log_stats=True, **options)
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *,
                  temperature: float, max_tokens: int, eos_ids: Collection[int]) -> list[Sample]:
@@ -127,7 +127,7 @@ class VllmEngine:
         self.wake("weights")  # the cache can wait until there is something to generate
         weights = every_weight_once(named_tensors, self.layout)
         if hasattr(self.layout, "peft_config"):
-            self._load_adapter(dict(weights))
+            self._load_lora(dict(weights))
             return
         if get_model_conversion_mapping(self.layout, add_legacy=False):
             # vLLM wants the names of a checkpoint, where each expert has tensors of its own.
@@ -140,8 +140,8 @@ class VllmEngine:
             self.llm.apply_model(repack_head)
         self.needs_weights = False
 
-    def _load_adapter(self, weights: dict[str, torch.Tensor]) -> None:
-        """Let vLLM read an adapter from a directory, as it wants, in the place of the last."""
+    def _load_lora(self, weights: dict[str, torch.Tensor]) -> None:
+        """Let vLLM read a LoRA from a directory, as it wants, in the place of the last."""
         from vllm.lora.request import LoRARequest
         number = self.request.lora_int_id + 1 if self.request else 1
         with tempfile.TemporaryDirectory() as place:
@@ -153,7 +153,7 @@ class VllmEngine:
         """Give the GPU's memory back for the update.
 
         Level 2 drops the cache and the weights: `update_weights` must come before `generate`. On an
-        H100 Qwen2 came back from it with the same bits. The weights under an adapter come only
+        H100 Qwen2 came back from it with the same bits. The weights under a LoRA come only
         once, so level 1 keeps them, in pinned host memory: 15 GB a rank for 7B in bfloat16.
         """
         if self.on_gpu and not self.asleep:

@@ -1,10 +1,10 @@
-"""Predict what a merge in bfloat16 loses of a LoRA adapter, and measure it on trained adapters.
+"""Predict what a merge in bfloat16 loses of a LoRA, and measure it on trained LoRAs.
 
 The engine gets round(W + Δ), Δ = sBA, where W is on bfloat16's grid. An entry is lost if the sum is
 rounded back to W: |Δ| < u/2, where u is W's unit in the last place. (Where W is a power of two, u/4
 is enough towards 0. The rule does not know this: of normal weights one in a hundred is such a W,
 and their shares are predicted at most a third too high.) The prediction takes Δ for
-normal, with the variance that the adapter gives a row, σ_i² = s² (B AAᵀ Bᵀ)_ii / in. Rounding is
+normal, with the variance that the LoRA gives a row, σ_i² = s² (B AAᵀ Bᵀ)_ii / in. Rounding is
 then a gain and noise (Bussgang): round(W + Δ) − W = gΔ + ε, with ε uncorrelated with Δ. The KL is
 that of a model whose update is gΔ + ε.
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
 
-SEEDS = (1001, 1002, 1003, 1004, 1005)                     # of base, adapter and samples
+SEEDS = (1001, 1002, 1003, 1004, 1005)                     # of base, LoRA and samples
 CELLS = [(rank, rate) for rank in (4, 16) for rate in (2e-4, 2e-3)]         # s = 2 in all of them
 STEPS, SCALE = (1, 2, 4, 8, 16, 32), 2.0
 GRID = 2.0 ** torch.linspace(-14, 6, 401, dtype=torch.float64)              # u/σ
@@ -61,7 +61,7 @@ def first_share(base: dict[str, Tensor], rank: int, rate: float) -> float:
 
 
 def make_base(seed: int, directory: Path) -> dict[str, Tensor]:
-    """Write the demo's model with weights in bfloat16; return those that get an adapter."""
+    """Write the demo's model with weights in bfloat16; return those that get a LoRA."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from three_policies.training.faults import process_group
@@ -79,7 +79,7 @@ def make_base(seed: int, directory: Path) -> dict[str, Tensor]:
 
 
 def train(seed: int, base: Path, rank: int, rate: float) -> Path:
-    """Train an adapter of all linear layers, one update a step; return its run's directory."""
+    """Train a LoRA of all linear layers, one update a step; return its run's directory."""
     from three_policies import trainer
     name = f"merging-{seed}-{rank}-{rate:g}"
     code = trainer.main([

@@ -32,7 +32,7 @@ class Shapes(NamedTuple):
     """Hold what the arithmetic reads of a model."""
 
     parameters: int                    # a head that is tied to the embeddings counts once
-    trained: int                       # all of them, or the adapter's
+    trained: int                       # all of them, or the LoRA's
     layers: int
     layer: int                         # parameters of the largest layer
     root: int                          # parameters outside the layers, above all embeddings
@@ -84,7 +84,7 @@ def memory(model: Shapes, config: Config, ranks: int, length: int, vllm_bytes: f
     and one layer also have gathered gradients, in two copies: d bytes and 4 a number. For the
     backward pass a layer of Llama or Qwen2 keeps, for each token, d bytes times: four MLP widths,
     four hidden and attention widths, a row of the mask; and two hidden widths in float32. Weights
-    under an adapter (LoRA) have no gradients and no moments; they are π_ref.
+    under a LoRA have no gradients and no moments; they are π_ref.
     """
     policy, train, d = config.policy, config.train, DTYPES[config.policy.dtype].itemsize
     own, learns = (0 if policy.cpu_offload else 4 * x / ranks
@@ -121,12 +121,12 @@ def require_room(model: Shapes, config: Config, ranks: int, length: int, free: f
     update, sampling = memory(model, config, ranks, length, share * total * vllm)
     change = ("a larger card or a smaller model" if config.policy.cpu_offload else
               f"policy.cpu_offload=true, more ranks than {ranks}, or a smaller model")
-    adapter = "" if config.policy.lora_rank else "policy.lora_rank=8, "
+    lora = "" if config.policy.lora_rank else "policy.lora_rank=8, "
     stays, least = sampling["weights"] + sampling["moments"], smallest_engine(model, config, length)
     certain = {name: size for name, size in update.items() if name != "activations"}
     if sum(certain.values()) > free:
         raise UserError(f"{says('an update', certain, free)}, without activations: take "
-                        f"{adapter}{change}")
+                        f"{lora}{change}")
     if stays + least > free:
         sampling["the engine"] = least
         raise UserError(f"{says('sampling', sampling, free)}, as each rank has a whole engine: "
@@ -213,7 +213,7 @@ def memory_metrics(device: torch.device, most: float = 0.0) -> dict[str, float]:
 def update_flops(model: Shapes, prompts: int, responses: int) -> float:
     """Return the FLOPs that one epoch over so many tokens needs: 2 forward and 4 back a weight.
 
-    A weight under an adapter needs 2 back, as it has no gradient. The head sees responses alone.
+    A weight under a LoRA needs 2 back, as it has no gradient. The head sees responses alone.
     Attention's products of pairs of tokens are left out.
     """
     each = 6 if model.trained == model.parameters else 4

@@ -102,7 +102,7 @@ class Checkpoints:
                  for name, x in snapshot.items()}          # the engine's weights that are due later
         for name, parameter in run.policy.named_parameters():
             if not parameter.requires_grad:
-                continue                                   # under an adapter: as it was loaded
+                continue                                   # under a LoRA: as it was loaded
             moments = run.optimizer.state[parameter]
             state |= {f"{key}.{name}": x for key, x in {"policy": parameter, **moments}.items()}
         return {name: x.detach() for name, x in state.items()}

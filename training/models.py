@@ -29,7 +29,7 @@ def require_place(path: str, key: str = "policy.path=") -> None:
     """Refuse a path that is neither a directory with a model nor one that the hub has."""
     place = Path(path)
     if (place / "adapter_config.json").is_file():
-        raise UserError(f"{key}{path} is an adapter, not a model: train the model that it belongs "
+        raise UserError(f"{key}{path} is a LoRA, not a model: train the model that it belongs "
                         "to, or what policy.lora_save_merged=true wrote")
     if place.is_dir():
         if not (place / "config.json").is_file():
@@ -102,7 +102,7 @@ def read_model(path: str) -> Any:
     return model
 
 
-def add_adapter(model: Any, policy: PolicyConfig, seed: int) -> Any:
+def add_lora(model: Any, policy: PolicyConfig, seed: int) -> Any:
     """Freeze a model, add peft's LoRA, W + (α/r) B A with B = 0 at first, and return the model.
 
     Without policy.lora_rank nothing is added.
@@ -136,7 +136,7 @@ def add_adapter(model: Any, policy: PolicyConfig, seed: int) -> Any:
                 r=policy.lora_rank, lora_alpha=policy.lora_alpha, task_type="CAUSAL_LM",
                 target_modules=targets))
     except ValueError as error:
-        raise UserError(f"no adapter with policy.lora_rank={policy.lora_rank} and "
+        raise UserError(f"no LoRA with policy.lora_rank={policy.lora_rank} and "
                         f"policy.lora_targets={policy.lora_targets}: {error}") from None
     if any(isinstance(x, BaseTunerLayer)
            for x in (model.get_output_embeddings(), model.get_input_embeddings())):

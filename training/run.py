@@ -45,7 +45,7 @@ from three_policies.training.demo import make_demo_model
 from three_policies.training.directory import hold_directory
 from three_policies.training.faults import (end_after, explain, process_group,
                                             require_one_directory, watch_engine)
-from three_policies.training.models import (add_adapter, configuration, empty_model, read_tokenizer,
+from three_policies.training.models import (add_lora, configuration, empty_model, read_tokenizer,
                                             require_place, require_vocabulary)
 from three_policies.training.report import closing_table, ess, summarize, plot
 from three_policies.training.rewards import by_last_number, try_out
@@ -209,11 +209,11 @@ class Run:
         self.path = config.policy.path or make_demo_model(config, self.task)
         if config.policy.path:
             require_place(self.path)
-        adapter = functools.partial(add_adapter, policy=config.policy,
+        lora = functools.partial(add_lora, policy=config.policy,
                                     seed=seed_of(config.seed, "adapter"))
         try:
             longest = self.read_prompts()
-            self.load_policies(adapter, longest)
+            self.load_policies(lora, longest)
         except UserError:
             raise
         except Exception as error:         # of as many types as there are kinds of damage
@@ -226,7 +226,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(
             [p for p in self.policy.parameters() if p.requires_grad], lr=config.train.lr,
             fused=True, weight_decay=config.train.weight_decay)
-        self.start_engine(adapter, longest)
+        self.start_engine(lora, longest)
 
     def read_prompts(self) -> int:
         """Read config.json and tokenizer, encode the prompts, return the longest row's length."""
@@ -256,10 +256,10 @@ class Run:
                                            set(self.eos_ids).union(*every))
         return rollout.max_tokens + max(map(len, every))
 
-    def load_policies(self, adapter: Callable[[Any], Any], longest: int) -> None:
+    def load_policies(self, lora: Callable[[Any], Any], longest: int) -> None:
         """Load π_θ, and π_ref where there is a KL term, if there is room."""
         config = self.config
-        self.shapes = Shapes.of(adapter(empty_model(self.path)))
+        self.shapes = Shapes.of(lora(empty_model(self.path)))
         if room := free_memory(self.device):
             self.remarks += require_room(
                 self.shapes, config, dist.get_world_size(), longest, *room,
@@ -270,12 +270,12 @@ class Run:
             load_policy, self.path, config.rollout.temperature, config.policy.dtype, self.device,
             cpu_offload=config.policy.cpu_offload,
             gradient_checkpointing=config.policy.gradient_checkpointing)
-        self.policy = load(adapter=adapter)
+        self.policy = load(lora=lora)
         if config.loss.kl_coef != 0:
-            self.reference = (self.policy.without_adapter if config.policy.lora_rank else
+            self.reference = (self.policy.without_lora if config.policy.lora_rank else
                               load(frozen=True))
 
-    def start_engine(self, adapter: Callable[[Any], Any], longest: int) -> None:
+    def start_engine(self, lora: Callable[[Any], Any], longest: int) -> None:
         """Start the engine, which gets its weights by `sync`."""
         rollout = self.config.rollout
         apart = self.config.policy.lora_rank and rollout.adapter == "apart"
@@ -287,7 +287,7 @@ class Run:
                     gpu_memory_utilization=rollout.gpu_memory_utilization,
                     enforce_eager=rollout.enforce_eager, top_p=rollout.top_p, top_k=rollout.top_k,
                     min_p=rollout.min_p, say=self.say,
-                    adapter=adapter if apart else None, candidates=(
+                    lora=lora if apart else None, candidates=(
                         rollout.candidates if correction_of(self.config).score_centering else 0))
         except Exception as error:         # vLLM's are of many types, some with pydantic's frame
             words = explain(error) or re.sub(r"(?s)^.*?Value error, | \[type=.*", "", str(error))
@@ -554,17 +554,17 @@ class Run:
             signals.end(signals.SIGTERM)
 
     def finish(self, accuracy: float, answers: list[dict]) -> None:
-        """Write the model or its adapter, held-out answers, curves and a table."""
+        """Write the model or its LoRA, held-out answers, curves and a table."""
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, answers)
         if self.main:
             in_turn = itertools.zip_longest(*everyone)      # rank r had every world-th question
             write(self.directory / "eval.jsonl", [a for row in in_turn for a in row if a])
             plot(lines := read_metrics(self.metrics), self.directory / "curves.png")
-        adapter, merged = self.config.policy.lora_rank, full_weights(self.policy)
-        if adapter and self.config.policy.lora_save_merged:
+        lora, merged = self.config.policy.lora_rank, full_weights(self.policy)
+        if lora and self.config.policy.lora_save_merged:
             self.write_model("merged", empty_model(self.path), self.dtype, merged)
-        if adapter:
+        if lora:
             self.write_model("model", self.policy.model, torch.float32,
                              full_weights(self.policy, "apart"))
         else:
@@ -581,7 +581,7 @@ class Run:
 
     def write_model(self, name: str, model: Any, dtype: torch.dtype,
                     weights: Iterator[NamedTensor]) -> None:
-        """Write a Hugging Face directory of a model, or of its adapter if it has one."""
+        """Write a Hugging Face directory of a model, or of its LoRA if it has one."""
         kept = {key: x.to("cpu", dtype) for key, x in weights if self.main}
         with write_aside(self.directory / name) as path:
             if self.main:

@@ -82,14 +82,14 @@ class PolicyConfig:
     cpu_offload: bool = setting(
         False, "keep weights, gradients and moments in the host's memory, and update them there")
     lora_rank: int | None = setting(
-        None, "train peft's LoRA adapter of this rank and freeze the model; null: train the model",
+        None, "train peft's LoRA of this rank and freeze the model; null: train the model",
         1, 512)
-    lora_alpha: int = setting(8, "the adapter's product BA is scaled by lora_alpha / lora_rank", 1)
+    lora_alpha: int = setting(8, "the LoRA's product BA is scaled by lora_alpha / lora_rank", 1)
     lora_targets: str | None = setting(
-        None, "names of the modules that get an adapter, joined by commas, or all-linear; null: "
+        None, "names of the modules that get a LoRA, joined by commas, or all-linear; null: "
         "those that peft has for the architecture")
     lora_save_merged: bool = setting(
-        False, "write the model with its adapter added at the end, besides the adapter")
+        False, "write the model with its LoRA added at the end, besides the LoRA")
 
 
 @dataclass
@@ -124,7 +124,7 @@ class RolloutConfig:
     recompute_cache: bool = setting(
         False, "with update_every: run earlier tokens again through the new weights")
     adapter: Literal["merged", "merged-bfloat16", "apart"] = setting(
-        "merged", "how the engine gets an adapter (policy.lora_rank): added to the weights in "
+        "merged", "how the engine gets a LoRA (policy.lora_rank): added to the weights in "
         "float32, added on bfloat16's grid, or apart from them")
     batch_size: int = setting(512, "responses generated at a time", 1)
     mask_truncated: bool = setting(False, "give truncated responses no gradient")

@@ -78,7 +78,7 @@ def run_prompts(decoder: nn.Module, tokens: Tensor, attention: Tensor, shape: Sh
     output = decoder(input_ids=tokens[shape.first], use_cache=True,
                      attention_mask=attention if shape.padded else None,
                      position_ids=(attention.cumsum(-1) - 1).clamp(min=0))
-    # The last hidden state, and each layer's keys and values. Under an adapter the first layers may
+    # The last hidden state, and each layer's keys and values. Under a LoRA the first layers may
     # have no gradient.
     holders: list[Any] = [output, *(x.__dict__ for x in output.past_key_values.layers)]
     places = [(holder, name) for holder in holders for name, x in holder.items()

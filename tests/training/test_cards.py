@@ -31,7 +31,7 @@ from three_policies.training import capacity, faults, run as run_module
 from three_policies.training.capacity import (GIB, Shapes, host_bytes, judge_host, memory,
                                               memory_metrics, require_room, smallest_engine,
                                               update_flops)
-from three_policies.training.models import add_adapter
+from three_policies.training.models import add_lora
 from three_policies.training.settings import load_config
 
 LENGTH = 768                           # of the longest prompt and response
@@ -207,7 +207,7 @@ def test_an_offload_that_exceeds_the_hosts_memory_is_said():
     assert f"keeps {(kept + model.pinned) / GIB:.0f} GiB" in both
 
 
-def test_what_an_adapter_keeps_on_the_host_is_one_copy_of_the_weights_and_its_own_moments():
+def test_what_a_lora_keeps_on_the_host_is_one_copy_of_the_weights_and_its_own_moments():
     config = settings("gsm8k-lora-24gb", "policy.cpu_offload=true", "loss.kl_coef=0.1")
     model = tables.qwen("1.5B", config.policy)               # π_ref is the model without it
     kept = model.pinned + 2 * model.pinned_trained + 8 * model.trained
@@ -241,7 +241,7 @@ def test_the_configuration_for_24_gb_fits_and_states_its_figures():
     assert stated("gsm8k-24gb") == [round(x / GIB, 1) for x in bytes_of]
 
 
-def test_the_adapters_configuration_for_24_gb_fits_and_states_its_figures():
+def test_the_loras_configuration_for_24_gb_fits_and_states_its_figures():
     name, size = "gsm8k-lora-24gb", "1.5B"
     config, whole = settings(name), settings(name, "policy.lora_rank=null")
     assert config.policy.path == "Qwen/Qwen2.5-1.5B-Instruct" and judge(size, config, 24) == []
@@ -262,11 +262,11 @@ def test_the_arithmetic_beside_the_h100s_peak_is_that_of_its_card():
             in (ROOT / "math/appendix-measured.md").read_text())
 
 
-def test_under_an_adapter_its_own_weights_have_gradients_and_moments():
+def test_under_a_lora_its_own_weights_have_gradients_and_moments():
     """Counts are those of real tensors, FLOPs those of the products that torch counts."""
     config = settings("gsm8k", "policy.lora_rank=4", "policy.lora_targets=all-linear",
                       "loss.kl_coef=0.1")
-    model = add_adapter(small(LlamaConfig, 2), config.policy, 0)
+    model = add_lora(small(LlamaConfig, 2), config.policy, 0)
     shapes = Shapes.of(model)
     update, _ = memory(shapes, config, 1, LENGTH, 1)
     with FlopCounterMode(display=False) as counter:
@@ -307,7 +307,7 @@ def test_a_model_that_one_ranks_engine_cannot_hold_is_refused_on_any_number_of_c
 
 
 def test_what_stays_while_a_rank_samples_counts_beside_its_engine():
-    """7B in float32 takes 28.4 GiB under an adapter, and its engine 14.2 more."""
+    """7B in float32 takes 28.4 GiB under a LoRA, and its engine 14.2 more."""
     with pytest.raises(UserError, match=r"sampling takes .*as each rank has a whole engine"):
         judge("7B", settings("gsm8k", "policy.lora_rank=8"), 44)
 

@@ -15,7 +15,7 @@ from three_policies.engines.vllm import VllmEngine, import_vllm
 from three_policies.policy import load_policy
 from three_policies.rollout import Cut
 from three_policies.training.faults import process_group
-from three_policies.training.models import add_adapter
+from three_policies.training.models import add_lora
 from three_policies.training.settings import PolicyConfig
 from three_policies.training.shapes import Shape, pad_rows, to_device
 
@@ -159,10 +159,10 @@ def test_an_engine_that_has_slept_samples_only_from_new_weights(gpu_engine, tiny
     engine.generate([], [], temperature=1.0, max_tokens=2, eos_ids=[])
 
 
-def test_the_weights_under_an_adapter_are_kept_in_sleep(gpu_engine, monkeypatch):
-    """They come once, when the engine starts; an update brings the adapter alone."""
+def test_the_weights_under_a_lora_are_kept_in_sleep(gpu_engine, monkeypatch):
+    """They come once, when the engine starts; an update brings the LoRA alone."""
     monkeypatch.setitem(sys.modules, "vllm.config.lora", SimpleNamespace(MaxLoRARanks=Literal[8]))
-    engine = gpu_engine(adapter=lambda model: add_adapter(model, PolicyConfig(lora_rank=2), 0))
+    engine = gpu_engine(lora=lambda model: add_lora(model, PolicyConfig(lora_rank=2), 0))
     engine.sleep()
     engine.generate([], [], temperature=1.0, max_tokens=2, eos_ids=[])
     assert engine.llm.asked[:3] == ["sleep 1", "wake weights", "wake kv_cache"]
@@ -266,14 +266,14 @@ def test_an_engine_that_does_not_start_says_why_once(error, said, run, monkeypat
     assert last == f"trainer.py: rollout.engine=transformers does not start: {said}"
 
 
-def test_vllm_on_a_cpu_has_no_adapter_beside_experts(monkeypatch, tmp_path):
+def test_vllm_on_a_cpu_has_no_lora_beside_experts(monkeypatch, tmp_path):
     monkeypatch.setattr("three_policies.engines.vllm.import_vllm", lambda device: (None, None))
     MixtralConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                   num_attention_heads=2, num_local_experts=2).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="beside experts: set rollout.adapter=merged$"):
         VllmEngine(tmp_path, dtype="float32", max_model_len=8, gpu_memory_utilization=0.4,
                    enforce_eager=None, device="cpu", batch_size=1, cut=Cut.of(1, None, 0, 9),
-                   candidates=0, adapter=lambda model: model)
+                   candidates=0, lora=lambda model: model)
 
 
 def test_a_vllm_that_fails_with_any_error_does_not_import(monkeypatch):

@@ -524,7 +524,7 @@ def test_every_file_of_weights_is_read(tmp_path):
 
 @pytest.mark.parametrize("share", [0.5, 1])
 def test_another_model_is_no_continuation(share, run, tiny_model, tmp_path, capsys):
-    """The weights under an adapter, π_ref and the tokenizer come from policy.path every time."""
+    """The weights under a LoRA, π_ref and the tokenizer come from policy.path every time."""
     shutil.copytree(tiny_model, tmp_path / "model")
     weights, settings = tmp_path / "model/model.safetensors", ["policy.path=model", "task.size=1"]
     assert run(*settings)[0] == 0

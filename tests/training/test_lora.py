@@ -1,4 +1,4 @@
-"""An adapter is peft's: its log-probs and gradients, what an engine gets of it, what is kept."""
+"""A LoRA is peft's: its log-probs and gradients, what an engine gets of it, what is kept."""
 
 import math
 import shutil
@@ -19,7 +19,7 @@ from three_policies.tests.support.tolerances import gamma
 from three_policies.tests.training.test_architectures import OF_EXPERTS, make
 from three_policies.training.checkpoints import read_metrics
 from three_policies.training.faults import process_group
-from three_policies.training.models import add_adapter, read_model
+from three_policies.training.models import add_lora, read_model
 from three_policies.training.settings import PolicyConfig
 
 TOKENS = torch.arange(21).view(3, 7) + 2
@@ -45,23 +45,23 @@ def moved(model, size=0.3):
 
 @pytest.fixture
 def policy(tiny_model):
-    """Return a policy of the trainer whose adapter has moved."""
+    """Return a policy of the trainer whose LoRA has moved."""
     with process_group() as device:
         yield load_policy(str(tiny_model), 0.7, "float32", device,
-                          adapter=lambda model: moved(add_adapter(model, settings(), 0)))
+                          lora=lambda model: moved(add_lora(model, settings(), 0)))
 
 
 # ----------------------------------------------------------------------------- the policy is peft's
 
 @pytest.mark.parametrize("targets", [None, "all-linear", "k_proj, down_proj"])
 def test_log_probs_and_gradients_are_those_of_pefts_own_model(tiny_model, targets):
-    """Policy with an adapter against `get_peft_model` and autograd alone, in float64."""
-    ours = Policy(moved(add_adapter(read_model(str(tiny_model)).double(),
+    """Policy with a LoRA against `get_peft_model` and autograd alone, in float64."""
+    ours = Policy(moved(add_lora(read_model(str(tiny_model)).double(),
                                     settings(lora_targets=targets), 0)), 0.7)
     modules = targets if targets in (None, "all-linear") else targets.split(", ")
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model).double(), LoraConfig(
         r=4, lora_alpha=16, target_modules=modules, task_type="CAUSAL_LM"))
-    theirs = theirs.double()                           # peft keeps an adapter in float32
+    theirs = theirs.double()                           # peft keeps a LoRA in float32
     own = dict(ours.model.double().named_parameters())
     with torch.no_grad():
         for name, x in theirs.named_parameters():
@@ -82,9 +82,9 @@ def test_log_probs_and_gradients_are_those_of_pefts_own_model(tiny_model, target
         assert close(own[name.removeprefix("base_model.model.")].grad, theirs_grad)
 
 
-def test_without_its_adapter_a_policy_is_the_model_and_learns_afterwards(policy, tiny_model):
+def test_without_its_lora_a_policy_is_the_model_and_learns_afterwards(policy, tiny_model):
     with torch.no_grad():
-        first = policy.without_adapter(TOKENS, ALL, 4)         # the first forward pass of all
+        first = policy.without_lora(TOKENS, ALL, 4)         # the first forward pass of all
         assert torch.equal(first, Policy(read_model(str(tiny_model)), 0.7)(TOKENS, ALL, 4))
     log_prob = policy(TOKENS, ALL, 4)
     assert (log_prob - first).abs().max() > 0.1
@@ -93,9 +93,9 @@ def test_without_its_adapter_a_policy_is_the_model_and_learns_afterwards(policy,
                for name, x in policy.named_parameters())
 
 
-def test_the_seed_decides_the_adapter(tiny_model):
+def test_the_seed_decides_the_lora(tiny_model):
     def drawn(seed):
-        model = add_adapter(read_model(str(tiny_model)), settings(), seed)
+        model = add_lora(read_model(str(tiny_model)), settings(), seed)
         return {name: x for name, x in model.named_parameters() if "lora_A" in name}
     state = torch.get_rng_state()
     first, same, other = drawn(0), drawn(0), drawn(1)
@@ -109,9 +109,9 @@ def test_the_seed_decides_the_adapter(tiny_model):
     ("q_proj, v_porj", "has v_porj, which this model does not have"),
     ("q_proj,lm_head", "leave out embeddings and head"),
     ("embed_tokens", "leave out embeddings and head")])
-def test_what_cannot_have_an_adapter_is_refused(tiny_model, targets, said):
+def test_what_cannot_have_a_lora_is_refused(tiny_model, targets, said):
     with pytest.raises(UserError, match=f"policy.lora_targets.*{said}"):
-        add_adapter(read_model(str(tiny_model)), settings(lora_targets=targets), 0)
+        add_lora(read_model(str(tiny_model)), settings(lora_targets=targets), 0)
 
 
 @pytest.mark.parametrize("name, targets, said", [
@@ -123,7 +123,7 @@ def test_what_cannot_have_an_adapter_is_refused(tiny_model, targets, said):
 def test_models_whose_layers_have_to_be_named_say_which_there_are(name, targets, said):
     model = make(name, **(OF_EXPERTS if name == "Qwen3Moe" else {}))
     with pytest.raises(UserError, match=said):
-        add_adapter(model, settings(lora_targets=targets), 0)
+        add_lora(model, settings(lora_targets=targets), 0)
 
 
 # ----------------------------------------------------------------------------- what an engine gets
@@ -151,11 +151,11 @@ def test_merged_weights_are_the_sum(policy, tiny_model):
 @pytest.mark.made_here
 @pytest.mark.parametrize("how", ["merged", "apart"])
 def test_engines_sample_from_the_adapted_model(engine_name, how, policy, tiny_model):
-    """Each engine gets two adapters, the second in the place of the first."""
-    def adapter(model):
-        return add_adapter(model, settings(), 5)
+    """Each engine gets two LoRAs, the second in the place of the first."""
+    def lora(model):
+        return add_lora(model, settings(), 5)
     made = make_engine(engine_name, tiny_model, dtype="float32", max_model_len=16, batch_size=4,
-                       adapter=adapter if how == "apart" else None)
+                       lora=lora if how == "apart" else None)
     try:
         for _ in range(2):
             with torch.no_grad():
@@ -166,17 +166,17 @@ def test_engines_sample_from_the_adapted_model(engine_name, how, policy, tiny_mo
             tokens = torch.tensor([[5, 6, 7, *sample.tokens]])
             with torch.no_grad():
                 log_prob = policy(tokens, torch.ones_like(tokens), 8)[0]
-                base = policy.without_adapter(tokens, torch.ones_like(tokens), 8)[0]
+                base = policy.without_lora(tokens, torch.ones_like(tokens), 8)[0]
             error = (torch.tensor(sample.log_probs) - log_prob).abs().max()
             assert 1000 * error < (base - log_prob).abs().max()
     finally:
         made.close()
 
 
-# ---------------------------------------------------------------------------------- a run's adapter
+# ---------------------------------------------------------------------------------- a run's LoRA
 
 def test_a_run_with_everything_is_resumed_bit_for_bit(engine_name, run, tmp_path):
-    """Four bits, stale weights, a cut, π_ref: a checkpoint has the adapter, and what waits."""
+    """Four bits, stale weights, a cut, π_ref: a checkpoint has the LoRA, and what waits."""
     more = ["rollout.staleness=2", "rollout.top_p=0.9", "rollout.top_k=8", "loss.kl_coef=0.1",
             "policy.lora_save_merged=true", "train.save_every=2", "train.eval_every=2"]
     code, whole = run(*LORA, *more, engine=engine_name, name="whole")
@@ -207,7 +207,7 @@ sys.exit(trainer.main(sys.argv[2:]))
 
 def test_two_ranks_that_were_killed_end_with_the_same_bits(
         engine_name, forks, tiny_model, tmp_path):
-    """They train an adapter with four bits, stale weights, a replayed cut and π_ref."""
+    """They train a LoRA with four bits, stale weights, a replayed cut and π_ref."""
     (tmp_path / "driver.py").write_text(KILLED)
     begin = forks if engine_name == "transformers" else []    # vLLM expects a process of its own
     given = [*SMALL, *LORA, "rollout.staleness=2", "rollout.top_p=0.9", "rollout.top_k=8",
@@ -226,7 +226,7 @@ def test_two_ranks_that_were_killed_end_with_the_same_bits(
     assert lines == others and len(lines) == 4
 
 
-def test_a_finished_run_leaves_pefts_adapter_and_the_merged_model(run, tmp_path, tiny_model):
+def test_a_finished_run_leaves_pefts_lora_and_the_merged_model(run, tmp_path, tiny_model):
     code, _ = run(*LORA, "policy.lora_save_merged=true")
     assert code == 0
     runs = tmp_path / "runs/x"
@@ -245,7 +245,7 @@ def test_a_finished_run_leaves_pefts_adapter_and_the_merged_model(run, tmp_path,
 
 
 @pytest.mark.parametrize("how", ["merged", "apart"])
-def test_a_checkpoint_has_the_adapter_alone(how, run, tmp_path):
+def test_a_checkpoint_has_the_lora_alone(how, run, tmp_path):
     run(*LORA, *EXACT, f"rollout.adapter={how}")
     saved = load_file(*(tmp_path / "runs/x/checkpoints").glob("step-*/rank-*.safetensors"))
     assert saved and all(".lora_" in name for name in saved)
@@ -256,7 +256,7 @@ def test_a_checkpoint_has_the_adapter_alone(how, run, tmp_path):
 
 
 @pytest.mark.made_here
-def test_an_exact_engine_samples_from_the_policy_while_the_adapter_moves(run):
+def test_an_exact_engine_samples_from_the_policy_while_the_lora_moves(run):
     rounding = torch.finfo(torch.float32).eps       # of ρ: of equal policies, all there is in k3
     for how in "merged", "apart":
         code, lines = run(*LORA, *EXACT, f"rollout.adapter={how}", name=how)
@@ -266,27 +266,27 @@ def test_an_exact_engine_samples_from_the_policy_while_the_adapter_moves(run):
     assert code == 0 and lines[-1]["rollout_corr/k3_kl"] > 10 * rounding
 
 
-def test_an_adapter_learns_where_the_first_pass_of_all_is_the_references(run):
+def test_a_lora_learns_where_the_first_pass_of_all_is_the_references(run):
     """peft freezes A and B for π_ref, and FSDP asks in its first pass alone what is trained."""
     code, lines = run(*LORA, "policy.dtype=bfloat16", "correction.preset=bypass_pg_is",
                       "loss.kl_coef=0.1", "train.steps=2")
     assert code == 0 and all(0 < line["grad_norm"] < math.inf for line in lines)
 
 
-def test_what_an_adapter_does_not_go_with_is_said(run, capsys, tmp_path):
+def test_what_a_lora_does_not_go_with_is_said(run, capsys, tmp_path):
     code, _ = run(*LORA, "rollout.adapter=apart")
     assert code == 2 and "rollout.quantize_bits=4 rounds the weights" in capsys.readouterr().err
     run("policy.lora_alpha=16", "rollout.adapter=apart", *EXACT, "train.steps=1")
     said = capsys.readouterr().err
     for name in "policy.lora_alpha", "rollout.adapter":
         assert f"* {name} has no effect: policy.lora_rank is null" in said
-    run(*LORA, *EXACT, name="adapter")
+    run(*LORA, *EXACT, name="lora")
     capsys.readouterr()
-    code, _ = run(*EXACT, f"policy.path={tmp_path}/runs/adapter/model", name="y")
-    assert code == 2 and "is an adapter, not a model: train" in capsys.readouterr().err
+    code, _ = run(*EXACT, f"policy.path={tmp_path}/runs/lora/model", name="y")
+    assert code == 2 and "is a LoRA, not a model: train" in capsys.readouterr().err
 
 
-def test_an_adapter_keeps_float32_and_the_merged_model_its_sources_dtype(run, tiny_model, tmp_path):
+def test_a_lora_keeps_float32_and_the_merged_model_its_sources_dtype(run, tiny_model, tmp_path):
     source = shutil.copytree(tiny_model, tmp_path / "source")
     AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(source)
     run("policy.lora_rank=4", "policy.lora_save_merged=true", f"policy.path={source}",
