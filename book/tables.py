@@ -546,14 +546,14 @@ def settings():
     return markdown(["setting", "default", "meaning", "may be"], rows)
 
 
-# ------------------------------------------------------------------------------------------- cards
+# -------------------------------------------------------------------------------------------- GPUs
 
 # Of Qwen/Qwen2.5-…, by size: vocabulary, hidden, MLP, layers, heads, heads of the cache.
 QWEN = {
     "0.5B": (151_936, 896, 4864, 24, 14, 2), "1.5B": (151_936, 1536, 8960, 28, 12, 2),
     "3B": (151_936, 2048, 11_008, 36, 16, 2), "7B": (152_064, 3584, 18_944, 28, 28, 4),
     "14B": (152_064, 5120, 13_824, 48, 40, 8), "32B": (152_064, 5120, 27_648, 64, 40, 8)}
-FREE = 0.92                # of a card, after its error correction and CUDA's context: assumed
+FREE = 0.92                # of a GPU, after its error correction and CUDA's context: assumed
 
 
 def qwen(size, policy=None):
@@ -568,8 +568,8 @@ def qwen(size, policy=None):
         return Shapes.of(add_lora(model, policy or PolicyConfig(), 0))
 
 
-def cards():
-    """List, by arithmetic, what models take of a card, and on which cards they fit."""
+def gpus():
+    """List, by arithmetic, what models take of a GPU, and on which GPUs they fit."""
     config, length = load_config([str(ROOT / "configs/gsm8k.yaml")]), 768
 
     def fits(model, total):
@@ -592,7 +592,7 @@ def cards():
         rows.append([f"Qwen2.5-{size}", f"{model.parameters / 1e9:.2f}",
                      *(f"{x / GIB:.1f}" for x in of),
                      *(fits(model, x * GIB) for x in (24, 48, 80))])
-    return markdown(["model", "10⁹ parameters", "update, one card", "update, each of 8",
+    return markdown(["model", "10⁹ parameters", "update, one GPU", "update, each of 8",
                      "update, offloaded", "smallest engine", "host, offloaded", "24 GiB", "48 GiB",
                      "80 GiB"], rows)
 
@@ -1473,7 +1473,7 @@ TABLES = {"doctor-rates": lambda: rates("rates.txt", 0),
           "prices-presets": lambda: prices(exact_and_presets()),
           "prices-bypass": lambda: prices(METHODS_IN_BYPASS),
           "prices-decoupled": lambda: prices(METHODS_DECOUPLED),
-          "healthy": healthy, "metrics": metrics, "settings": settings, "cards": cards,
+          "healthy": healthy, "metrics": metrics, "settings": settings, "gpus": gpus,
           "gradient-field": gradient_field}
 
 

@@ -1,7 +1,7 @@
 """This script checks correctness and speed on the GPU at hand, and prints a table for appendix C.
 
-    python tools/gpu_report.py             # one card of 24 GB; without a card tiny shapes, a minute
-    python tools/gpu_report.py --ranks 2   # what needs two cards
+    python tools/gpu_report.py             # one GPU of 24 GB; without a GPU tiny shapes, a minute
+    python tools/gpu_report.py --ranks 2   # what needs two GPUs
 
 This file decides: every row is a process of its own, the cheapest first. A row that fails is a row
 of the table, with the last line of its error; the report goes on and ends with status 1. What a
@@ -384,7 +384,7 @@ def smoke(name: str, shape: dict[str, Any], prompts: int = 128) -> None:
 # ------------------------------------------------------------------------------------- the report
 
 class Row(NamedTuple):
-    """Hold a row of the report; gigabytes and minutes are by arithmetic, for a card of 24 GB."""
+    """Hold a row of the report; gigabytes and minutes are by arithmetic, for a GPU of 24 GB."""
 
     function: Callable[..., None]
     gigabytes: int
@@ -453,10 +453,10 @@ def report(rows: dict[str, Row], count: int) -> int:
     """Print the table; return 1 if a row failed, and 0 if none did."""
     with tempfile.TemporaryDirectory() as directory:
         free, disk = shutil.disk_usage(directory).free / GIB, DISK if ON_GPU else 0.1
-        minutes, card = sum(of.minutes for of in rows.values()), max(
+        minutes, largest = sum(of.minutes for of in rows.values()), max(
             of.gigabytes for of in rows.values())
         print(f"{len(rows)} rows, about {f'{minutes:g} minutes' if ON_GPU else 'a minute'}; the "
-              f"largest takes {f'{card} GB of each card' if ON_GPU else 'less than 2 GB'}. Needs "
+              f"largest takes {f'{largest} GB of each GPU' if ON_GPU else 'less than 2 GB'}. Needs "
               f"{disk:g} GiB in {directory}, where {free:.1f} GiB are free (TMPDIR names another "
               "place).", flush=True)
         if free < disk:
@@ -475,7 +475,7 @@ def report(rows: dict[str, Row], count: int) -> int:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=1, help="number of cards")
+    parser.add_argument("--ranks", type=int, default=1, help="number of GPUs")
     parser.add_argument("--row", choices=ROWS | OF_RANKS, help="run this row alone, here")
     given = parser.parse_args(argv)
     if given.ranks < 1:

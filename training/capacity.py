@@ -1,6 +1,6 @@
-"""Compute what a run asks of a card: bytes of memory, FLOPs, and the share of its speed.
+"""Compute what a run asks of a GPU: bytes of memory, FLOPs, and the share of its speed.
 
-This file decides: a run that cannot fit on its card is refused before a weight is loaded, with the
+This file decides: a run that cannot fit on its GPU is refused before a weight is loaded, with the
 figures and what to change; one that may not fit gets a remark. The bytes are arithmetic on numbers.
 Counts of tensors were compared with real ones on a CPU. One update was measured on an H100: 9.2
 GiB, by arithmetic 10.0 (`python tools/gpu_report.py`).
@@ -74,7 +74,7 @@ class Shapes(NamedTuple):
 
 def memory(model: Shapes, config: Config, ranks: int, length: int, vllm_bytes: float
            ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return bytes on one rank's card, by what holds them: in an update, and while it samples.
+    """Return bytes on one rank's GPU, by what holds them: in an update, and while it samples.
 
     length: tokens of the longest prompt and response. vllm_bytes: what vLLM takes while awake; 0
     means the engine of transformers, which stays awake.
@@ -112,14 +112,14 @@ def smallest_engine(model: Shapes, config: Config, length: int) -> float:
 
 def require_room(model: Shapes, config: Config, ranks: int, length: int, free: float, total: float,
                  vllm: bool) -> list[str]:
-    """Refuse a run that cannot fit in a card's free bytes; return a remark if it may not fit.
+    """Refuse a run that cannot fit in a GPU's free bytes; return a remark if it may not fit.
 
     Activations depend on lengths, and `UNSURE` is a guess: neither makes a run impossible.
     """
     share, rows = config.rollout.gpu_memory_utilization, (
         "train.micro_batch_tokens" if config.train.micro_batch_tokens else "train.micro_batch_size")
     update, sampling = memory(model, config, ranks, length, share * total * vllm)
-    change = ("a larger card or a smaller model" if config.policy.cpu_offload else
+    change = ("a larger GPU or a smaller model" if config.policy.cpu_offload else
               f"policy.cpu_offload=true, more ranks than {ranks}, or a smaller model")
     lora = "" if config.policy.lora_rank else "policy.lora_rank=8, "
     stays, least = sampling["weights"] + sampling["moments"], smallest_engine(model, config, length)
@@ -170,12 +170,12 @@ def host_memory() -> float:
 
 def says(when: str, parts: dict[str, float], free: float) -> str:
     figures = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
-    return (f"by arithmetic {when} takes {sum(parts.values()) / GIB:.1f} GiB of a card, and "
+    return (f"by arithmetic {when} takes {sum(parts.values()) / GIB:.1f} GiB of a GPU, and "
             f"{free / GIB:.1f} are free ({figures})")
 
 
 def free_memory(device: torch.device) -> tuple[float, float] | None:
-    """Return the free and the total bytes of the fullest rank's card; None: there is no card."""
+    """Return the free and the total bytes of the fullest rank's GPU; None: there is no GPU."""
     if device.type == "cpu":
         return None
     found = torch.tensor(torch.accelerator.get_memory_info(device), dtype=torch.float64)
@@ -183,8 +183,8 @@ def free_memory(device: torch.device) -> tuple[float, float] | None:
     return found[0].item(), found[1].item()
 
 
-def card_peak(device: torch.device, given_back: int) -> float:
-    """Return the most MiB that torch had on a card since the last call, without those given back.
+def gpu_peak(device: torch.device, given_back: int) -> float:
+    """Return the most MiB that torch had on a GPU since the last call, without those given back.
 
     A sleeping vLLM frees memory that torch goes on counting.
     """
@@ -194,9 +194,9 @@ def card_peak(device: torch.device, given_back: int) -> float:
 
 
 def memory_metrics(device: torch.device, most: float = 0.0) -> dict[str, float]:
-    """Return what this process holds, and the most: on a card `most`, else the most it ever had.
+    """Return what this process holds, and the most: on a GPU `most`, else the most it ever had.
 
-    `most`: on a card the largest `card_peak`, else the peak that the last call returned. The kernel
+    `most`: on a GPU the largest `gpu_peak`, else the peak that the last call returned. The kernel
     updates its own now and then, so that it can be below that.
     """
     found, peak = {}, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (

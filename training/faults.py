@@ -46,7 +46,7 @@ def process_group(patience: float = 1800) -> Iterator[torch.device]:
     device = choose_device()
     own = dist.get_default_backend_for_device(device)          # NCCL for CUDA
     if device.type != "cpu":
-        take_card(device)
+        take_gpu(device)
     # A store as torchrun's, since NCCL was never tried with the others; port 0 is any free one.
     alone: dict[str, Any] = {} if "RANK" in os.environ else {
         "store": dist.TCPStore("127.0.0.1", 0, 1, True), "rank": 0, "world_size": 1}
@@ -74,17 +74,17 @@ def process_group(patience: float = 1800) -> Iterator[torch.device]:
         torch.set_num_threads(threads)         # a caller's own, which may run more than this
 
 
-def take_card(device: torch.device) -> None:
-    """Make a card this rank's, or raise UserError if there are fewer cards than ranks."""
+def take_gpu(device: torch.device) -> None:
+    """Make a GPU this rank's, or raise UserError if there are fewer GPUs than ranks."""
     try:
         torch.accelerator.set_device_index(device.index)
     except RuntimeError as error:
-        cards = torch.accelerator.device_count()
-        if device.index < cards:               # the card has another fault
+        gpus = torch.accelerator.device_count()
+        if device.index < gpus:               # the GPU has another fault
             raise
-        fault = UserError(f"rank {device.index} needs {device}, and there are {cards}: start at "
-                          f"most {cards} ranks (torchrun --nproc-per-node {cards})")
-        fault.silent = device.index > cards    # pyright: ignore[reportAttributeAccessIssue]
+        fault = UserError(f"rank {device.index} needs {device}, and there are {gpus}: start at "
+                          f"most {gpus} ranks (torchrun --nproc-per-node {gpus})")
+        fault.silent = device.index > gpus    # pyright: ignore[reportAttributeAccessIssue]
         raise fault from error
 
 
@@ -107,10 +107,10 @@ def choose_device() -> torch.device:
 
 
 def require_driver() -> None:
-    """Raise UserError if torch is built for the card that is there and cannot use it.
+    """Raise UserError if torch is built for the GPU that is there and cannot use it.
 
     With an old driver, say, a run would train on the CPU without a word. /dev/nvidia0 and so on are
-    the cards that a process, also one in a container, was given; /proc/driver/nvidia has those of
+    the GPUs that a process, also one in a container, was given; /proc/driver/nvidia has those of
     the whole machine. An empty CUDA_VISIBLE_DEVICES asks for the CPU.
     """
     with warnings.catch_warnings(record=True) as said:

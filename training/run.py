@@ -36,7 +36,7 @@ from three_policies.metrics import to_host
 from three_policies.policy import Policy, full_weights, load_policy
 from three_policies.rollout import Cut, NamedTensor, Sample, WeightSync
 from three_policies.training import signals
-from three_policies.training.capacity import (Shapes, card_peak, free_memory, host_memory,
+from three_policies.training.capacity import (Shapes, gpu_peak, free_memory, host_memory,
                                               judge_host, matrix_rate, memory_metrics, require_room,
                                               update_flops)
 from three_policies.training.checkpoints import (Checkpoints, read_metrics, settle, write,
@@ -167,7 +167,7 @@ class Run:
         self.looked = False                        # whether the doctor has seen a batch
         self.shown = False                         # whether a prompt and a response were shown
         self.best = 0.0                            # mean reward of a step so far
-        self.most = 0.0                            # MB of memory so far, on a card in this step
+        self.most = 0.0                            # MB of memory so far, on a GPU in this step
 
     @property
     def finished(self) -> bool:
@@ -422,13 +422,13 @@ class Run:
 
     @contextlib.contextmanager
     def time_part(self, name: str) -> Iterator[None]:
-        began, on_card = time.perf_counter(), self.device.type != "cpu"
-        asleep = self.engine.given_back if on_card else 0
+        began, on_gpu = time.perf_counter(), self.device.type != "cpu"
+        asleep = self.engine.given_back if on_gpu else 0
         yield
-        if on_card:
+        if on_gpu:
             torch.accelerator.synchronize()
             asleep = min(asleep, self.engine.given_back)           # from the beginning to the end
-            self.most = max(self.most, card_peak(self.device, asleep))
+            self.most = max(self.most, gpu_peak(self.device, asleep))
         self.times[f"time/{name}"] = time.perf_counter() - began
 
     def generate(self, prompts: list[list[int]], seeds: list[int],

@@ -110,7 +110,7 @@ def test_memory_time_and_disk_are_said_before_and_a_full_disk_ends_it(monkeypatc
     out = capfd.readouterr().out
     most = max(row.gigabytes for row in gpu_report.ROWS.values())
     minutes = sum(row.minutes for row in gpu_report.ROWS.values())
-    assert f"about {minutes:g} minutes; the largest takes {most} GB of each card" in out
+    assert f"about {minutes:g} minutes; the largest takes {most} GB of each GPU" in out
     assert "Needs 1e+06 GiB in" in out and "|" not in out and most <= 24
 
 

@@ -1,6 +1,6 @@
-"""What a run asks of a card is arithmetic: its counts are those of real tensors, on a CPU.
+"""What a run asks of a GPU is arithmetic: its counts are those of real tensors, on a CPU.
 
-`python tools/gpu_report.py` compares one update with a card; nothing here does.
+`python tools/gpu_report.py` compares one update with a GPU; nothing here does.
 """
 
 import math
@@ -252,7 +252,7 @@ def test_the_loras_configuration_for_24_gb_fits_and_states_its_figures():
     assert stated(name) == [round(x, 1) for x in (*bytes_of, model.trained / 1e6)]
 
 
-def test_the_arithmetic_beside_the_h100s_peak_is_that_of_its_card():
+def test_the_arithmetic_beside_the_h100s_peak_is_that_of_its_gpu():
     config, share = settings("gsm8k-lora-24gb"), 0.5 * 79.2 * GIB
     assert config.rollout.gpu_memory_utilization == 0.5
     found = memory(tables.qwen("1.5B", config.policy), config, 1, LENGTH, share)
@@ -300,9 +300,9 @@ def test_near_the_limit_there_is_a_remark_and_no_refusal():
     assert "sampling takes" in sentence and "lower rollout.gpu_memory_utilization" in sentence
 
 
-def test_a_model_that_one_ranks_engine_cannot_hold_is_refused_on_any_number_of_cards():
+def test_a_model_that_one_ranks_engine_cannot_hold_is_refused_on_any_number_of_gpus():
     for ranks in (1, 64):
-        with pytest.raises(UserError, match="each rank has a whole engine: take a larger card"):
+        with pytest.raises(UserError, match="each rank has a whole engine: take a larger GPU"):
             judge("14B", settings("gsm8k-24gb"), 24, ranks)
 
 
@@ -320,7 +320,7 @@ def test_a_run_is_refused_before_anything_is_written(run, monkeypatch, capsys):
     assert "by arithmetic an update takes" in said and said.count("\n") == 1
 
 
-def test_the_fullest_card_decides(monkeypatch):
+def test_the_fullest_gpu_decides(monkeypatch):
     def with_another_rank(x, op):
         assert op == torch.distributed.ReduceOp.MIN
         x.copy_(x.minimum(torch.tensor([2, 5]) * GIB))
@@ -330,14 +330,14 @@ def test_the_fullest_card_decides(monkeypatch):
     assert capacity.free_memory(torch.device("cuda", 0)) == (2 * GIB, 4 * GIB)
 
 
-# ------------------------------------------------------------------------------- a card without use
+# ------------------------------------------------------------------------------- a GPU without use
 
 OLD = "The NVIDIA driver on your system is too old (found version 12040)."
 
 
 @pytest.fixture
 def old_driver(monkeypatch):
-    """Pretend a torch for CUDA and an old driver; cards(names) says what /dev has."""
+    """Pretend a torch for CUDA and an old driver; GPUs(names) says what /dev has."""
     def available():
         warnings.warn(f"CUDA initialization: {OLD}", stacklevel=2)
         return False
@@ -364,7 +364,7 @@ def test_an_old_driver_ends_the_run_with_torchs_own_words(old_driver, run, monke
 
 @pytest.mark.parametrize("build, names, unseen", [
     ("13.0", [], None), (None, ["nvidia0"], None), ("13.0", ["nvidia0"], "")])
-def test_without_a_card_or_cuda_or_by_request_the_cpu_is_taken(
+def test_without_a_gpu_or_cuda_or_by_request_the_cpu_is_taken(
         build, names, unseen, old_driver, monkeypatch):
     old_driver(*names)
     monkeypatch.setattr(torch.version, "cuda", build)
@@ -443,7 +443,7 @@ def test_the_metrics_of_a_step_say_how_fast_and_large_it_is_and_change_nothing(r
     assert prompt == pytest.approx(round(prompt), rel=1e-9) and prompt >= 4    # tokens of 4 prompts
 
 
-def test_the_share_of_the_speed_is_of_all_ranks_cards(monkeypatch):
+def test_the_share_of_the_speed_is_of_all_ranks_gpus(monkeypatch):
     run: Any = run_module.Run.__new__(run_module.Run)
     vars(run).update(device=torch.device("cpu"), most=0.0, times={"time/update": 2.0}, rate=1.0,
                      best=0.0, skipped={}, accuracy=0.0, began=0.0, main=False,

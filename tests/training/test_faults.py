@@ -232,26 +232,26 @@ def test_a_failure_does_not_wait_for_the_collectives_of_others(monkeypatch):
 
 
 @pytest.mark.parametrize("rank, silent", [(1, False), (2, True)])
-def test_a_rank_without_a_card_says_so_once(rank, silent, monkeypatch):
+def test_a_rank_without_a_gpu_says_so_once(rank, silent, monkeypatch):
     """Rank 0 has one and waits, so the first rank without speaks."""
     def refuse(index):
         raise torch.AcceleratorError("CUDA error: invalid device ordinal\nand more of it")
     monkeypatch.setattr(torch.accelerator, "set_device_index", refuse)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     with pytest.raises(UserError) as found:
-        faults.take_card(torch.device("cuda", rank))
+        faults.take_gpu(torch.device("cuda", rank))
     assert str(found.value) == (f"rank {rank} needs cuda:{rank}, and there are 1: start at most 1 "
                                 "ranks (torchrun --nproc-per-node 1)")
     assert vars(found.value)["silent"] == silent
 
 
-def test_another_fault_of_a_card_is_not_about_their_number(monkeypatch):
+def test_another_fault_of_a_gpu_is_not_about_their_number(monkeypatch):
     def refuse(index):
         raise torch.AcceleratorError("CUDA error: all CUDA-capable devices are busy")
     monkeypatch.setattr(torch.accelerator, "set_device_index", refuse)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     with pytest.raises(torch.AcceleratorError, match="are busy"):
-        faults.take_card(torch.device("cuda", 0))
+        faults.take_gpu(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("patience, seconds", [(10, 1800), (4000, 4000)])

@@ -82,7 +82,7 @@ from three_policies import policy, trainer
 from three_policies.training import shapes
 from three_policies.training import capacity, tasks
 # A reward that untaught models earn. The curves are not drawn, and the products of matrices that a
-# run times when it opens are small: those for a card take this processor seven seconds.
+# run times when it opens are small: those for a GPU take this processor seven seconds.
 tasks.Task.reward = lambda self, problem, response: float(len(response) % 2)
 run.plot = lambda *_: None
 capacity.SIDES[pretend_gpu.DEVICE.type] = 64
