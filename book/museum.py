@@ -1,4 +1,4 @@
-"""Read the exhibits of test_museum*.py as cards: what was wrong, what is right, how far off.
+"""Read the exhibits of test_museum*.py for the book: what was wrong, what is right, how far off.
 
 The wrong and the right line are the source of what an exhibit returns, and of the names in it that
 are its own. The error is computed.
@@ -20,7 +20,7 @@ SIZES = (("under 20 %", 0.2), ("20 to 50 %", 0.5), ("50 to 100 %", 1.0),
          ("over 100 %, or no number", math.inf))
 
 
-class Card(NamedTuple):
+class Exhibit(NamedTuple):
     """Hold one exhibit."""
 
     name: str
@@ -78,8 +78,8 @@ def returned(function) -> list[str]:
 
 
 @cache
-def cards() -> list[Card]:
-    """Return a card for each exhibit, in the museum's order."""
+def exhibits() -> list[Exhibit]:
+    """Return all exhibits, in the museum's order."""
     for path in sorted(ROOT.glob("tests/method/test_museum*.py")):
         importlib.import_module(f"three_policies.tests.method.{path.stem}")    # each files its own
     from three_policies.tests.support.exhibits import EXHIBITS, values
@@ -90,5 +90,5 @@ def cards() -> list[Card]:
         error = round((gap / largest).item(), 9)        # of a right number of 0: inf, or NaN
         says = " ".join((function.__doc__ or "").split())
         shared, wrong_code, right_code = returned(function)
-        found.append(Card(name, where, equation, says, shared, wrong_code, right_code, error))
+        found.append(Exhibit(name, where, equation, says, shared, wrong_code, right_code, error))
     return found

@@ -142,7 +142,7 @@ def names():
     return {part.name: f"{page_of(part.file)}#L{part.first}"
             for file in ["oracle/__init__.py", *reversed(FILES)] for part in parts(file)
             if "_" in part.name or not file.startswith(("tests/", "math/"))} | {
-                card.name: f"museum.html#{card.name}" for card in museum.cards()}
+                exhibit.name: f"museum.html#{exhibit.name}" for exhibit in museum.exhibits()}
 
 
 def page_of(file):
@@ -277,8 +277,8 @@ def link_references(text):
         entry = mentions()[html.unescape(found[0])]
         first, *others = entry["authors"].split(", ")
         who = ", ".join([first, *others]) if len(others) < 3 else f"{first} et al."
-        card = html.escape(f'{entry["title"]}. {who}, {entry["year"]}')
-        return f'<a href="references.html#{entry["id"]}" title="{card}">{found[0]}</a>'
+        shown = html.escape(f'{entry["title"]}. {who}, {entry["year"]}')
+        return f'<a href="references.html#{entry["id"]}" title="{shown}">{found[0]}</a>'
 
     return mention().sub(link, text)
 
@@ -572,12 +572,12 @@ def index_page(chapters, bodies):
 
 
 def museum_page():
-    """Return a card for each exhibit: its error opens after a guess, or by a click."""
+    """Return an article for each exhibit: its error opens after a guess, or by a click."""
     def shown(title, source, kind=""):
         listing = boxed(in_colours(source, get_lexer_by_name("python")), kind)
         return f"<h3>{title}</h3>{listing}" if source else ""
 
-    def card(number, found):
+    def article(number, found):
         said = ("not a number" if math.isnan(found.error) else "what should be 0"
                 if math.isinf(found.error) else
                 f"{100 * found.error:.0f} % of the largest right number")
@@ -596,8 +596,8 @@ def museum_page():
                 f"<details><summary>The measured error</summary><p><b>Off by {said}.</b></p>"
                 "</details></article>")
 
-    cards = museum.cards()
-    return (f"<h1>{len(cards)} bugs that shipped</h1>"
+    exhibits = museum.exhibits()
+    return (f"<h1>{len(exhibits)} bugs that shipped</h1>"
             "<p>Each was released, merged or proposed somewhere, and a test measures each against "
             'exact enumeration (<a href="tests-method-test_museum.py.html">test_museum.py</a>). '
             "Guess before you look: how large is the error, as a share of the largest number that "
@@ -617,7 +617,7 @@ def museum_page():
             "<code>drawn(x)</code> is the chance of each response, and "
             "<code>trained(chance, x)</code> the expected gradient of policy_loss with x as "
             "log μ.</p>"
-            f'<div class="cards">{"".join(card(i, x) for i, x in enumerate(cards, 1))}</div>')
+            f'<div class="cards">{"".join(article(i, x) for i, x in enumerate(exhibits, 1))}</div>')
 
 
 def described(page, title, body, formulas):
@@ -746,8 +746,8 @@ def search_entries(chapters, formulas):
         of_row[tables.family(name)].append(name)
     measured = [["appendix-metrics.html#all-metrics-of-a-correction", row.replace("_", " "),
                  f"{tables.FORMULAS[row]}: {' '.join(names)}"] for row, names in of_row.items()]
-    bugs = [[f"museum.html#{card.name}", f"{card.name.replace('_', ' ')} · Bugs that shipped",
-             card.says] for card in museum.cards()]
+    bugs = [[f"museum.html#{exhibit.name}", f"{exhibit.name.replace('_', ' ')} · Bugs that shipped",
+             exhibit.says] for exhibit in museum.exhibits()]
     proofs = [part for file in proving_files() for part in parts(file) if part.labels]
     parts_of = [*(part for file in FILES for part in parts(file)), *proofs]
     return [[f'{c.page}#{s["id"]}',

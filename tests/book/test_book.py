@@ -236,14 +236,14 @@ def test_search_finds_a_metric_by_the_name_that_is_logged(book, open_page, metri
     assert any(metric in text for text in page.locator(formulas).all_inner_texts())
 
 
-def test_an_exhibit_that_a_chapter_names_leads_to_its_card(book):
-    cards, named = (OUT / "museum.html").read_text(), set()
+def test_an_exhibit_that_a_chapter_names_leads_to_it(book):
+    page, named = (OUT / "museum.html").read_text(), set()
     for path in book.CHAPTERS:
         spoken = set(re.findall(r"`(\w+)`", path.read_text()))
-        for name in spoken & {card.name for card in book.museum.cards()}:
+        for name in spoken & {exhibit.name for exhibit in book.museum.exhibits()}:
             link = f'<a href="museum.html#{name}"><code>{name}</code></a>'
             assert link in (OUT / f"{path.stem}.html").read_text(), (path.name, name)
-            assert f'<article class="card" id="{name}">' in cards
+            assert f'<article class="card" id="{name}">' in page
             named.add(name)
     assert len(named) > 40
 

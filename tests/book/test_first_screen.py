@@ -122,8 +122,8 @@ def test_without_javascript_the_picture_and_the_doors_are_there(book, open_page)
     doors = page.locator(".door").evaluate_all("(all) => all.map((x) => x.getAttribute('href'))")
     assert doors[-2:] == ["museum.html", book.CHAPTERS[0].stem + ".html"]
     assert all((OUT / door).is_file() for door in doors)
-    cards = (OUT / "museum.html").read_text().count('<article class="card"')
-    assert page.locator(".door b").all_text_contents()[-2] == f"{cards} bugs that shipped"
+    exhibits = (OUT / "museum.html").read_text().count('<article class="card"')
+    assert page.locator(".door b").all_text_contents()[-2] == f"{exhibits} bugs that shipped"
 
 
 def test_the_first_screen_is_short_and_each_chapter_says_what_it_is_for(book, open_page):

@@ -377,10 +377,10 @@ def share(wrong, exact):
     return max(off) / largest if largest else math.inf
 
 
-def test_a_card_says_the_share_of_the_largest_right_number():
+def test_an_exhibit_says_the_share_of_the_largest_right_number():
     """It is infinite where the right number is 0, and NaN for a crash."""
     from three_policies.book import museum
-    found = {card.name: card.error for card in museum.cards()}
+    found = {shown.name: shown.error for shown in museum.exhibits()}
     assert list(found) == list(EXHIBITS)
     for name in EXHIBITS:
         wrong, _, exact = (x.flatten().tolist() for x in values(name))
@@ -390,24 +390,24 @@ def test_a_card_says_the_share_of_the_largest_right_number():
     assert small == pytest.approx(0.841891, abs=1e-6), "its largest right number is below 0.1"
 
 
-def test_a_card_has_a_wrong_code_a_right_one_and_an_address():
+def test_an_exhibit_has_a_wrong_code_a_right_one_and_an_address():
     from three_policies.book import museum
-    for card in museum.cards():
-        assert card.wrong.strip() and card.right.strip() and card.wrong != card.right, card.name
-        assert re.search(r"https://[\w.-]+/\S", card.where), f"{card.name}: {card.where}"
+    for shown in museum.exhibits():
+        assert shown.wrong.strip() and shown.right.strip() and shown.wrong != shown.right, shown.name
+        assert re.search(r"https://[\w.-]+/\S", shown.where), f"{shown.name}: {shown.where}"
 
 
-def test_the_code_of_a_card_computes_its_numbers():
+def test_the_code_of_an_exhibit_computes_its_numbers():
     """It needs nothing else than what its file has for all exhibits."""
     from three_policies.book import museum
-    for card in museum.cards():
-        function = EXHIBITS[card.name][0]
-        for code, value in zip((card.wrong, card.right), values(card.name)):
-            parsed: Any = ast.parse(f"{card.shared}\n{code}")
+    for shown in museum.exhibits():
+        function = EXHIBITS[shown.name][0]
+        for code, value in zip((shown.wrong, shown.right), values(shown.name)):
+            parsed: Any = ast.parse(f"{shown.shared}\n{code}")
             *lines, last = parsed.body
             names = dict(function.__globals__)
-            exec(compile(ast.Module(lines, []), card.name, "exec"), names)
-            found = eval(compile(ast.Expression(last.value), card.name, "eval"), names)
+            exec(compile(ast.Module(lines, []), shown.name, "exec"), names)
+            found = eval(compile(ast.Expression(last.value), shown.name, "eval"), names)
             torch.testing.assert_close(
                 torch.as_tensor(found, dtype=torch.float64).detach(), value,
-                equal_nan=True, msg=f"{card.name} does not do this: {code}")
+                equal_nan=True, msg=f"{shown.name} does not do this: {code}")

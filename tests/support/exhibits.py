@@ -2,7 +2,7 @@
 
 An exhibit is a function whose docstring says what was wrong. It returns (wrong, right, exact):
 `wrong` as it shipped, `right` from this project's public functions, `exact` from the oracle or by
-hand. book/museum.py makes a card of each for the book.
+hand. book/museum.py makes an article of each for the book.
 """
 
 from functools import cache
