@@ -1091,7 +1091,7 @@ SIGNED = ("temperature", "raw", "cut", "shift", "padding", "retokenised", "in-fl
           "softcap")
 
 
-def card(regime="int4_slow"):
+def preview(regime="int4_slow"):
     """Draw what a link to the book shows, 1200 × 630 pixels: three arms of the second study."""
     said = {"decoupled_seq_is": "sequence weights", "naive": "no correction",
             "bypass_ppo_clip": "bypass\n(saves a pass)"}
@@ -1139,9 +1139,9 @@ FIGURES = {"three-policies": three_policies, "gradient-choices": gradient_choice
            "study-64": study_64, "study-64-forest": study_64_forest,
            "study-64-areas": study_64_areas, "study-64-others": study_64_others,
            "study-64-tried": study_64_tried, "study-64-lengths": study_64_lengths,
-           "merge-losses": merge_losses, "signatures": signatures, "card": card}
+           "merge-losses": merge_losses, "signatures": signatures, "preview": preview}
 # Sites that show a link's picture do not read SVG; the causes' 18 000 points would take a megabyte.
-PIXELS = ("card", "signatures")
+PIXELS = ("preview", "signatures")
 
 
 def save_as_png(figure, path):

@@ -800,7 +800,7 @@ def main():
                    (katex / "katex.min.css").read_text())
     (OUT / "style.css").write_text(style + (HERE / "style.css").read_text())
     shutil.copy(HERE / "book.js", OUT)
-    shutil.copy(ROOT / "math" / "figures" / "card.png", OUT)
+    shutil.copy(ROOT / "math" / "figures" / "preview.png", OUT)
     shutil.copy(HERE / "exact.js", OUT)
     shutil.copy(HERE / "figures.js", OUT)
     print(f"site/index.html: {len(bodies)} pages, {len(FORMULAS)} formulas, "

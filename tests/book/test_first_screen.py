@@ -149,5 +149,5 @@ def test_whoever_shares_a_link_shares_a_title_a_sentence_and_a_picture(book):
         assert not re.search(r"[\\<>\x02-\x05]", meta["description"]), path.name
         assert meta["og:description"] == meta["description"]
         assert (OUT / meta["og:image"]).is_file()
-    picture = (OUT / "card.png").read_bytes()
+    picture = (OUT / "preview.png").read_bytes()
     assert struct.unpack(">II", picture[16:24]) == (1200, 630) and len(picture) < 100_000
