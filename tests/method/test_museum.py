@@ -393,7 +393,8 @@ def test_an_exhibit_says_the_share_of_the_largest_right_number():
 def test_an_exhibit_has_a_wrong_code_a_right_one_and_an_address():
     from three_policies.book import museum
     for shown in museum.exhibits():
-        assert shown.wrong.strip() and shown.right.strip() and shown.wrong != shown.right, shown.name
+        assert shown.wrong.strip() and shown.right.strip(), shown.name
+        assert shown.wrong != shown.right, shown.name
         assert re.search(r"https://[\w.-]+/\S", shown.where), f"{shown.name}: {shown.where}"
 
 
