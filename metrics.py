@@ -58,7 +58,7 @@ class Moments(NamedTuple):
         return self.spread + self.n * self.mean.square()
 
 
-class Tokens(NamedTuple):
+class Counted(NamedTuple):
     """Hold the mask of the tokens that count, and sum over them."""
 
     mask: Tensor                                    # [B, T], bool
@@ -66,7 +66,7 @@ class Tokens(NamedTuple):
     rows: Tensor                                    # [B], float64: 1 if there is any, else 0
 
     @classmethod
-    def of(cls, response_mask: Tensor) -> "Tokens":
+    def of(cls, response_mask: Tensor) -> "Counted":
         mask = response_mask.bool()
         n = mask.sum(-1).double()
         return cls(mask, n, (n > 0).double())
@@ -167,20 +167,20 @@ class Ratios(NamedTuple):
     """Hold log ρ of one batch per token, and the moments of log ρ, ρ and ρ − 1 by sequence."""
 
     log_rho: Tensor                                 # [B, T], 0 on padding
-    tokens: Tokens
+    tokens: Counted
     of_log: Moments
     of_rho: Moments
     less_one: Moments                               # of ρ − 1, but for its ends: those of ρ
 
     @classmethod
     def of(cls, log_rho: Tensor, response_mask: Tensor) -> "Ratios":
-        tokens = Tokens.of(response_mask)
+        tokens = Counted.of(response_mask)
         ends = extremes(log_rho, tokens.mask)
         return cls(log_rho, tokens, tokens.moments(log_rho, ends),
                    *moments_of_ratio(log_rho, tokens, ends))
 
 
-def moments_of_ratio(log_rho: Tensor, tokens: Tokens,
+def moments_of_ratio(log_rho: Tensor, tokens: Counted,
                      ends: Sequence[Tensor]) -> tuple[Moments, Moments]:
     """Summarise ρ and ρ − 1 by sequence; the ends of both are those of ρ.
 

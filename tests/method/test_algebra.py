@@ -20,7 +20,7 @@ from three_policies.estimators import (chi_square, effective_sample_size, grpo_a
                                        perplexity, rloo_advantages)
 from three_policies.kl import kl_estimate, kl_ratio
 from three_policies.losses import LossConfig, kl_loss, policy_loss
-from three_policies.metrics import Statistics, Tokens
+from three_policies.metrics import Counted, Statistics
 from three_policies.oracle import close, f64
 from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.ratios import aggregate_log_ratio
@@ -334,7 +334,7 @@ def test_ess_and_the_spread_of_merged_sums():
     weights = f64([[float(x)] for x in point.values()])
     assert close(effective_sample_size(weights, torch.ones(3, 1)), at(ess, point))
     names = {"ess": "ess", "std": "std"}
-    parts = [Statistics.of([(Tokens.of(torch.ones_like(x)).moments(x), names)])
+    parts = [Statistics.of([(Counted.of(torch.ones_like(x)).moments(x), names)])
              for x in weights.split([1, 2])]
     found = parts[0].merge(parts[1:]).metrics()
     assert close(found["rollout_corr/ess"], at(ess, point))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from three_policies.correction import Correction, correct
-from three_policies.metrics import Statistics, Tokens, merge, offpolicy_metrics, to_host
+from three_policies.metrics import Counted, Statistics, merge, offpolicy_metrics, to_host
 from three_policies.oracle import (close, f64)
 from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.tests.support.certified import certifies
@@ -27,7 +27,7 @@ ASKED = {how: how for how in ("mean", "std", "sample_std", "min", "max", "ess")}
 
 
 def collected(values, mask):
-    return Statistics.of([(Tokens.of(mask).moments(values), ASKED)])
+    return Statistics.of([(Counted.of(mask).moments(values), ASKED)])
 
 
 def read(statistics):
@@ -55,7 +55,7 @@ def test_statistics_merge_exactly(dtype, pieces):
     cuts = sorted(torch.randint(0, 40, (pieces - 1,), generator=generator).tolist())
     parts = []
     for a, b in zip([0, *cuts, 40], [*cuts, 40, 40]):               # the last one is empty
-        tokens = Tokens.of(mask[a:b])
+        tokens = Counted.of(mask[a:b])
         parts.append(Statistics.of([
             (tokens.moments(torch.where(mask, values, math.nan)[a:b]), ASKED),
             (tokens.moments(2 - values[a:b]), {"other": "mean", "alias": "mean"})]))

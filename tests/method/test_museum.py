@@ -17,7 +17,7 @@ from three_policies.estimators import effective_sample_size, rloo_advantages, sa
 from three_policies.kl import kl_estimate
 from three_policies.losses import (LossConfig, aggregate_loss, count, kl_loss, policy_loss,
                                    ppo_clip_loss, reinforce_loss)
-from three_policies.metrics import Statistics, Tokens
+from three_policies.metrics import Counted, Statistics
 from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient, expectation,
                                    f64, grad_J, kl, rewards, scores, token_kl)
 from three_policies.presets import RolloutCorrectionConfig as Config
@@ -234,7 +234,7 @@ def mean_of_micro_batch_means():
          "eq:merge")
 def mean_of_the_parts_deviations():
     """Metrics were averaged over micro-batches, but a mean of deviations is not the deviation."""
-    first, second = (Statistics.of([(Tokens.of(ROWS[i]).moments(VALUES[i]), {"std": "std"})])
+    first, second = (Statistics.of([(Counted.of(ROWS[i]).moments(VALUES[i]), {"std": "std"})])
                      for i in ([0], [1]))
     std = torch.stack([*first.metrics().values(), *second.metrics().values()]).mean()
     return std, first.merge([second]).metrics()["rollout_corr/std"], SPREAD
@@ -243,7 +243,7 @@ def mean_of_the_parts_deviations():
 @exhibit("SkyRL: https://github.com/NovaSky-AI/SkyRL/pull/849", "eq:merge")
 def minimum_and_deviation_over_padding():
     """The zeros of the padding became the minimum, and counted in the standard deviation."""
-    statistics = Statistics.of([(Tokens.of(ROWS).moments(VALUES), {"min": "min", "std": "std"})])
+    statistics = Statistics.of([(Counted.of(ROWS).moments(VALUES), {"min": "min", "std": "std"})])
     padded = torch.stack([VALUES.min(), VALUES.std(correction=0)])
     return padded, torch.stack([*statistics.metrics().values()]), [1.0, SPREAD]
 
