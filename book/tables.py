@@ -40,7 +40,7 @@ from three_policies.studies import merging
 from three_policies.studies.contrasts import holm, mcnemar, sign_flip
 from three_policies.surrogates import LOSSES
 from three_policies.tests.support import certified
-from three_policies.training.capacity import (GIB, Shapes, host_bytes, memory, require_room,
+from three_policies.training.capacity import (GIB, Sizes, host_bytes, memory, require_room,
                                               smallest_engine)
 from three_policies.training.models import add_lora
 from three_policies.training.settings import PolicyConfig, documented, load_config
@@ -557,7 +557,7 @@ FREE = 0.92                # of a GPU, after its error correction and CUDA's con
 
 
 def qwen(size, policy=None):
-    """Return the shapes of a Qwen2.5, counted on the meta device, with the LoRA of a policy."""
+    """Return the sizes of a Qwen2.5, counted on the meta device, with the LoRA of a policy."""
     from transformers import AutoModelForCausalLM, Qwen2Config
     vocabulary, hidden, inner, layers, heads, of_cache = QWEN[size]
     with torch.device("meta"):
@@ -565,7 +565,7 @@ def qwen(size, policy=None):
             vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner,
             num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=of_cache,
             tie_word_embeddings=size in ("0.5B", "1.5B", "3B")))
-        return Shapes.of(add_lora(model, policy or PolicyConfig(), 0))
+        return Sizes.of(add_lora(model, policy or PolicyConfig(), 0))
 
 
 def gpus():

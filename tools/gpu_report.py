@@ -41,7 +41,7 @@ from three_policies.kl import kl_estimate
 from three_policies.policy import full_tensor, full_weights, load_policy
 from three_policies.presets import PRESETS
 from three_policies.rollout import DTYPES, Sample
-from three_policies.training.capacity import GIB, Shapes, matrix_rate, memory
+from three_policies.training.capacity import GIB, Sizes, matrix_rate, memory
 from three_policies.training.faults import process_group
 from three_policies.training.models import empty_model
 from three_policies.training.demo import character_tokenizer
@@ -255,7 +255,7 @@ def update(dtype: str, micro: int, checkpointing: bool) -> None:
             f"{tokens / seconds:,.0f} tokens/s, {flops / 1e12:.3g} TFLOP/s, "
             f"{flops / matrix_rate(device, dtype):.2f} of a @ b, "
             f"gradient {done.metrics['grad_norm'].item():.3g}")
-        parts, _ = memory(Shapes.of(empty_model("model")), config, 1, PROMPT + RESPONSE, 1)
+        parts, _ = memory(Sizes.of(empty_model("model")), config, 1, PROMPT + RESPONSE, 1)
         row(f"peak memory of an update, {dtype}",
             f"{torch.cuda.max_memory_allocated() / GIB:.1f} GiB, by arithmetic "
             f"{sum(parts.values()) / GIB:.1f}" if ON_GPU

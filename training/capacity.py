@@ -28,7 +28,7 @@ LOGITS = GIB / 2           # at most, for a slice of training/heads.py and its c
 UNSURE = 1.5 * GIB         # CUDA's libraries, NCCL, vLLM's graphs: 1.4 GiB on an H100, 0.5B model
 
 
-class Shapes(NamedTuple):
+class Sizes(NamedTuple):
     """Hold what the arithmetic reads of a model."""
 
     parameters: int                    # a head that is tied to the embeddings counts once
@@ -46,7 +46,7 @@ class Shapes(NamedTuple):
     pinned_trained: int                # and pinned memory: torch rounds each up to a power of two
 
     @staticmethod
-    def of(model: Any) -> "Shapes":
+    def of(model: Any) -> "Sizes":
         """Count a model, which may be on the meta device."""
         config, hidden = model.config.get_text_config(), model.config.get_text_config().hidden_size
         layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
@@ -62,7 +62,7 @@ class Shapes(NamedTuple):
         def in_pinned_memory(weights: Iterable[Any]) -> int:
             return sum(1 << (4 * p.numel() - 1).bit_length() for p in weights)
         trained = [p for p in model.parameters() if p.requires_grad]
-        return Shapes(
+        return Sizes(
             parameters, sum(p.numel() for p in trained),
             config.num_hidden_layers, max(sizes), parameters - sum(sizes),
             sum(multiplied(p) for layer in layers for p in layer.parameters()),
@@ -72,7 +72,7 @@ class Shapes(NamedTuple):
             in_pinned_memory(model.parameters()), in_pinned_memory(trained))
 
 
-def memory(model: Shapes, config: Config, ranks: int, length: int, vllm_bytes: float
+def memory(model: Sizes, config: Config, ranks: int, length: int, vllm_bytes: float
            ) -> tuple[dict[str, float], dict[str, float]]:
     """Return bytes on one rank's GPU, by what holds them: in an update, and while it samples.
 
@@ -105,12 +105,12 @@ def memory(model: Shapes, config: Config, ranks: int, length: int, vllm_bytes: f
     return stays | update | ({} if vllm_bytes else engine), stays | engine
 
 
-def smallest_engine(model: Shapes, config: Config, length: int) -> float:
+def smallest_engine(model: Sizes, config: Config, length: int) -> float:
     """Return the bytes of an engine's weights, whole on every rank, and of one row's cache."""
     return DTYPES[config.rollout.dtype].itemsize * (model.parameters + model.cached * length)
 
 
-def require_room(model: Shapes, config: Config, ranks: int, length: int, free: float, total: float,
+def require_room(model: Sizes, config: Config, ranks: int, length: int, free: float, total: float,
                  vllm: bool) -> list[str]:
     """Refuse a run that cannot fit in a GPU's free bytes; return a remark if it may not fit.
 
@@ -144,7 +144,7 @@ def require_room(model: Shapes, config: Config, ranks: int, length: int, free: f
             if sum(parts.values()) + UNSURE > free]
 
 
-def host_bytes(model: Shapes, config: Config) -> int:
+def host_bytes(model: Sizes, config: Config) -> int:
     """Return the bytes that policy.cpu_offload keeps on the hosts, in float32.
 
     In pinned memory: the weights (twice with a whole π_ref), and of those that learn a
@@ -154,7 +154,7 @@ def host_bytes(model: Shapes, config: Config) -> int:
     return (1 + reference) * model.pinned + 2 * model.pinned_trained + 8 * model.trained
 
 
-def judge_host(model: Shapes, config: Config, share: float, host: float) -> list[str]:
+def judge_host(model: Sizes, config: Config, share: float, host: float) -> list[str]:
     """Return a remark if this machine's share of `host_bytes` exceeds its memory."""
     kept = share * host_bytes(model, config)
     if not config.policy.cpu_offload or kept <= host:
@@ -210,7 +210,7 @@ def memory_metrics(device: torch.device, most: float = 0.0) -> dict[str, float]:
     return found | {"memory/peak_mb": peak}
 
 
-def update_flops(model: Shapes, prompts: int, responses: int) -> float:
+def update_flops(model: Sizes, prompts: int, responses: int) -> float:
     """Return the FLOPs that one epoch over so many tokens needs: 2 forward and 4 back a weight.
 
     A weight under a LoRA needs 2 back, as it has no gradient. The head sees responses alone.

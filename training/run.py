@@ -36,7 +36,7 @@ from three_policies.metrics import to_host
 from three_policies.policy import Policy, full_weights, load_policy
 from three_policies.rollout import Cut, NamedTensor, Sample, WeightSync
 from three_policies.training import signals
-from three_policies.training.capacity import (Shapes, gpu_peak, free_memory, host_memory,
+from three_policies.training.capacity import (Sizes, gpu_peak, free_memory, host_memory,
                                               judge_host, matrix_rate, memory_metrics, require_room,
                                               update_flops)
 from three_policies.training.checkpoints import (Checkpoints, read_metrics, settle, write,
@@ -139,7 +139,7 @@ class Run:
     held_out_prompts: list[list[int]]
     eos_ids: list[int]
     dtype: torch.dtype                             # of the model's files, read and written
-    shapes: Shapes
+    sizes: Sizes
     rate: float                                    # FLOPs a second of a product of matrices
     policy: Policy
     optimizer: torch.optim.Optimizer
@@ -259,13 +259,13 @@ class Run:
     def load_policies(self, lora: Callable[[Any], Any], longest: int) -> None:
         """Load π_θ, and π_ref where there is a KL term, if there is room."""
         config = self.config
-        self.shapes = Shapes.of(lora(empty_model(self.path)))
+        self.sizes = Sizes.of(lora(empty_model(self.path)))
         if room := free_memory(self.device):
             self.remarks += require_room(
-                self.shapes, config, dist.get_world_size(), longest, *room,
+                self.sizes, config, dist.get_world_size(), longest, *room,
                 vllm=config.rollout.engine in ("auto", "vllm") and bool(find_spec("vllm")))
         here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        self.remarks += judge_host(self.shapes, config, here / dist.get_world_size(), host_memory())
+        self.remarks += judge_host(self.sizes, config, here / dist.get_world_size(), host_memory())
         load = functools.partial(
             load_policy, self.path, config.rollout.temperature, config.policy.dtype, self.device,
             cpu_offload=config.policy.cpu_offload,
@@ -515,7 +515,7 @@ class Run:
         size = self.config.rollout.prompts
         chosen = self.task.order(self.config.seed, (step - 1) * size, size)
         prompts = sum(len(self.prompts[i]) for i in chosen)
-        return self.config.train.epochs * update_flops(self.shapes, prompts,
+        return self.config.train.epochs * update_flops(self.sizes, prompts,
                                                        metrics["response/tokens"])
 
     def looks_at(self, step: int) -> bool:

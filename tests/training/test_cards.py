@@ -28,7 +28,7 @@ from three_policies.tests.support.small import steady, weights
 from three_policies.tests.support.waiting import HANG
 from three_policies.tests.training.test_gpu import drive
 from three_policies.training import capacity, faults, run as run_module
-from three_policies.training.capacity import (GIB, Shapes, host_bytes, judge_host, memory,
+from three_policies.training.capacity import (GIB, Sizes, host_bytes, judge_host, memory,
                                               memory_metrics, require_room, smallest_engine,
                                               update_flops)
 from three_policies.training.models import add_lora
@@ -71,12 +71,12 @@ def test_weights_gradients_and_moments_are_as_large_as_adamws(ranks):
         total["weights"] += x.nbytes
         total["gradients"] += x.grad.nbytes
         total["moments"] += of["exp_avg"].nbytes + of["exp_avg_sq"].nbytes
-    update, sampling = memory(Shapes.of(model), settings(), ranks, LENGTH, 1)
+    update, sampling = memory(Sizes.of(model), settings(), ranks, LENGTH, 1)
     found = {name: ranks * update[name] for name in total}
     assert found == total and "gradients" not in sampling
-    reference, _ = memory(Shapes.of(model), settings("gsm8k", "loss.kl_coef=0.1"), ranks, LENGTH, 1)
+    reference, _ = memory(Sizes.of(model), settings("gsm8k", "loss.kl_coef=0.1"), ranks, LENGTH, 1)
     assert ranks * reference["weights"] == 2 * total["weights"]
-    offloaded, _ = memory(Shapes.of(model), settings("gsm8k-24gb"), ranks, LENGTH, 1)
+    offloaded, _ = memory(Sizes.of(model), settings("gsm8k-24gb"), ranks, LENGTH, 1)
     assert not any(offloaded[name] for name in total)
 
 
@@ -109,7 +109,7 @@ def test_activations_of_a_layer_are_what_a_forward_pass_keeps(kind, dtype, check
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         measured.append(saved(model, 2, 64))
-        computed.append(memory(Shapes.of(model), config, 1, 64, 1)[0]["activations"])
+        computed.append(memory(Sizes.of(model), config, 1, 64, 1)[0]["activations"])
     kept, by_arithmetic = measured[1] - measured[0], computed[1] - computed[0]
     print(f"{kind.__name__} {dtype}: {kept / 128:.0f} bytes a token, {by_arithmetic / 128:.0f}")
     assert by_arithmetic == pytest.approx(kept, rel=0.02)
@@ -120,9 +120,9 @@ def test_the_smallest_engine_has_its_weights_and_one_cache():
     cache = model(torch.zeros(1, 64, dtype=torch.long), use_cache=True).past_key_values
     held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     held += sum(x.nbytes for x in model.parameters())
-    assert smallest_engine(Shapes.of(model), config, 64) == held
+    assert smallest_engine(Sizes.of(model), config, 64) == held
     wide = settings("gsm8k", "rollout.dtype=float32")      # whatever the policy's dtype is
-    assert smallest_engine(Shapes.of(model), wide, 64) == 2 * held
+    assert smallest_engine(Sizes.of(model), wide, 64) == 2 * held
 
 
 def test_heads_may_be_wider_than_their_share_of_the_hidden_width():
@@ -130,8 +130,8 @@ def test_heads_may_be_wider_than_their_share_of_the_hidden_width():
     model = small(LlamaConfig, 3, torch.bfloat16, head_dim=64)
     cache = model(torch.zeros(1, 16, dtype=torch.long), use_cache=True).past_key_values
     held = sum(x[0, :, 0].numel() for layer in cache.layers for x in (layer.keys, layer.values))
-    shapes = Shapes.of(model)
-    assert shapes.cached == held == 2 * 3 * 2 * 64 and shapes.attended == 4 * 64
+    sizes = Sizes.of(model)
+    assert sizes.cached == held == 2 * 3 * 2 * 64 and sizes.attended == 4 * 64
 
 
 @pytest.mark.parametrize("given, same", [
@@ -156,13 +156,13 @@ def test_flops_of_an_update_are_those_of_its_products(tied):
         model.get_output_embeddings()(hidden[:, 8:]).sum().backward()
     products = sum(n for of, n in counter.get_flop_counts()["Global"].items()
                    if str(of) in ("aten.mm", "aten.addmm"))
-    assert update_flops(Shapes.of(model), 3 * 8, 3 * 12) == products
+    assert update_flops(Sizes.of(model), 3 * 8, 3 * 12) == products
 
 
 def test_a_mixture_multiplies_by_the_experts_of_a_token_alone():
     model = small(MixtralConfig, 2, num_local_experts=8, num_experts_per_tok=2)
     attention, router = 128 * (4 + 2 + 2 + 4) * 32, 128 * 8
-    assert Shapes.of(model).matrices == 2 * (attention + router + 2 * 3 * 128 * 512)
+    assert Sizes.of(model).matrices == 2 * (attention + router + 2 * 3 * 128 * 512)
 
 
 # ---------------------------------------------------------------------------------- what it judges
@@ -193,7 +193,7 @@ def test_what_is_offloaded_is_in_blocks_of_powers_of_two_but_for_the_moments():
     blocks = sum(2 ** math.ceil(math.log2(4 * x.numel())) for x in model.parameters())
     parameters = sum(x.numel() for x in model.parameters())
     assert 4 * parameters < blocks                         # some size is no power of two
-    assert host_bytes(Shapes.of(model), settings("gsm8k-24gb")) == 3 * blocks + 8 * parameters
+    assert host_bytes(Sizes.of(model), settings("gsm8k-24gb")) == 3 * blocks + 8 * parameters
 
 
 def test_an_offload_that_exceeds_the_hosts_memory_is_said():
@@ -267,8 +267,8 @@ def test_under_a_lora_its_own_weights_have_gradients_and_moments():
     config = settings("gsm8k", "policy.lora_rank=4", "policy.lora_targets=all-linear",
                       "loss.kl_coef=0.1")
     model = add_lora(small(LlamaConfig, 2), config.policy, 0)
-    shapes = Shapes.of(model)
-    update, _ = memory(shapes, config, 1, LENGTH, 1)
+    sizes = Sizes.of(model)
+    update, _ = memory(sizes, config, 1, LENGTH, 1)
     with FlopCounterMode(display=False) as counter:
         hidden = model.get_decoder()(torch.zeros(3, 20, dtype=torch.long)).last_hidden_state
         model.get_output_embeddings()(hidden).sum().backward()
@@ -277,7 +277,7 @@ def test_under_a_lora_its_own_weights_have_gradients_and_moments():
     assert update["weights"] == sum(x.nbytes for x in model.parameters())      # and π_ref is free
     products = sum(n for of, n in counter.get_flop_counts()["Global"].items()
                    if str(of) in ("aten.mm", "aten.addmm"))
-    assert update_flops(shapes, 0, 60) == pytest.approx(products, rel=0.05)
+    assert update_flops(sizes, 0, 60) == pytest.approx(products, rel=0.05)
 
 
 def test_the_share_of_the_engine_is_bounded_from_both_sides():
@@ -436,7 +436,7 @@ def test_the_metrics_of_a_step_say_how_fast_and_large_it_is_and_change_nothing(r
     monkeypatch.setattr(run_module, "matrix_rate", lambda *_: 1.0)
     _, others = run(name="other")
     assert steady(lines) == steady(others)
-    model = Shapes.of(AutoModelForCausalLM.from_pretrained("runs/other/model"))
+    model = Sizes.of(AutoModelForCausalLM.from_pretrained("runs/other/model"))
     flops = others[0]["time/mfu"] * others[0]["time/update"]          # at a rate of 1
     prompt = (flops / 6 - model.head * others[0]["response/tokens"]) / model.matrices - (
         others[0]["response/tokens"])
