@@ -203,7 +203,7 @@ def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quant
     (eq:martingale)
     """
     _, (mask, n, rows), of_log, of_rho, less_one = ratios
-    log_mu = torch.where(mask, widen(rollout_log_prob), 0.0).sum(-1) / n     # of a sequence: [B]
+    rollout_mean = torch.where(mask, widen(rollout_log_prob), 0.0).sum(-1) / n  # of a sequence: [B]
     mean, any_token = of_log.mean, n[:, None] > 0
     # k3 = ρ − 1 − log ρ; of very small log ρ the difference has fewer digits than log²ρ / 2.
     small = torch.maximum(of_log.top, -of_log.bottom) < torch.finfo(ratios.log_rho.dtype).eps ** 0.5
@@ -212,10 +212,10 @@ def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quant
         (n, k3, {"k3_kl": "mean"}),
         (n, chi_square(n, less_one.squares + n * (2 * less_one.mean + 1)), {"chi2_token": "mean"}),
         (rows, chi_square(rows, exp_ratio(n * mean).square()), {"chi2_seq": "mean"}),
-        (rows, perplexity((log_mu + mean)[:, None], any_token), {"training_ppl": "mean"}),
-        (rows, -log_mu - mean, {"training_log_ppl": "mean"}),
-        (rows, perplexity(log_mu[:, None], any_token), {"rollout_ppl": "mean"}),
-        (rows, -log_mu, {"rollout_log_ppl": "mean"}),
+        (rows, perplexity((rollout_mean + mean)[:, None], any_token), {"training_ppl": "mean"}),
+        (rows, -rollout_mean - mean, {"training_log_ppl": "mean"}),
+        (rows, perplexity(rollout_mean[:, None], any_token), {"rollout_ppl": "mean"}),
+        (rows, -rollout_mean, {"rollout_log_ppl": "mean"}),
         (rows, -mean, {"log_ppl_diff": "mean", "log_ppl_diff_max": "max",
                        "log_ppl_diff_min": "min"}),
         (rows, mean.abs(), {"log_ppl_abs_diff": "mean"}),

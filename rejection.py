@@ -110,8 +110,8 @@ def opsm(seen: Evidence, bound: Any) -> Verdict:
 def probability_moved(seen: Evidence) -> Tensor:
     """Return π − μ of each sampled token, [B, T].  (eq:total-variation)"""
     assert seen.rollout_log_prob is not None
-    log_mu = torch.where(seen.mask, seen.rollout_log_prob, 0.0).to(seen.log_rho.dtype)
-    return (log_mu + seen.log_rho).clamp(max=0).exp() - log_mu.exp()
+    rollout_log_prob = torch.where(seen.mask, seen.rollout_log_prob, 0.0).to(seen.log_rho.dtype)
+    return (rollout_log_prob + seen.log_rho).clamp(max=0).exp() - rollout_log_prob.exp()
 
 
 def token_tv(seen: Evidence, bound: Any) -> Verdict:

@@ -48,7 +48,7 @@ class Sample:
     """Hold one response y of |y| tokens, with what the engine recorded of each token."""
 
     tokens: list[int]  # |y| ids; when the end token was sampled, it is the last of them
-    log_probs: list[float]  # |y| values of log μ(y_t | x, y_<t), in nats
+    rollout_log_prob: list[float]  # |y| values of log μ(y_t | x, y_<t), in nats
     finished: bool  # False: cut at max_tokens
     kept_ids: list[list[int]] | None = None  # |y| sets: the ids μ was cut to; None: all
     candidates: tuple[Tensor, Tensor] | None = None  # ids and log μ of all kept tokens or of the
@@ -208,11 +208,11 @@ class TransformersEngine:
             cache = None if in_flight and in_flight.recompute else output.past_key_values
             if drawn < most:
                 break  # all responses have ended; one that ended before is cut there below
-        tokens, log_probs = ids[:, width:], torch.stack(sampler.log_probs, dim=1)  # [B, T]
+        tokens, recorded = ids[:, width:], torch.stack(sampler.rollout_log_prob, dim=1)  # [B, T]
         samples, none = [], [None] * len(tokens)
         kept_ids: list[Any] = [*zip(*sampler.kept_ids)] or none
         tables: list[Any] = [*zip(*(torch.stack(x, 1).cpu() for x in zip(*sampler.tables)))] or none
-        for row, values, sets, table in zip(tokens.tolist(), log_probs.tolist(), kept_ids, tables,
+        for row, values, sets, table in zip(tokens.tolist(), recorded.tolist(), kept_ids, tables,
                                             strict=True):
             ends = [t for t, token in enumerate(row) if token in eos_ids]
             length = ends[0] + 1 if ends else len(row)  # what follows the end token is padding
@@ -247,7 +247,7 @@ class GumbelMax(LogitsProcessor):
                  device: torch.device) -> None:
         self.temperature, self.cut, self.candidates = temperature, cut, candidates
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-        self.log_probs: list[Tensor] = []  # one [B] per position
+        self.rollout_log_prob: list[Tensor] = []  # one [B] per position
         self.kept_ids: list[list[list[int]]] = []  # B sets per position, if there is a cut
         self.tables: list[tuple[Tensor, Tensor]] = []  # likewise candidates' ids, log μ: [B, K]
 
@@ -262,7 +262,7 @@ class GumbelMax(LogitsProcessor):
                 row.exponential_(generator=generator)
             scores = log_mu - exponential.log()
         drawn = scores.argmax(-1, keepdim=True)  # [B, 1]: what `generate` is about to take
-        self.log_probs.append(log_mu.gather(-1, drawn).squeeze(-1))
+        self.rollout_log_prob.append(log_mu.gather(-1, drawn).squeeze(-1))
         if self.cut.most:
             kept = log_mu > -math.inf
             ids = kept.nonzero()[:, 1].cpu().split(kept.sum(-1).tolist())

@@ -95,7 +95,7 @@ from three_policies.training.shapes import pad_rows
 def both_sides(samples, temperature=1.0):
     """Return log μ as recorded, log π as recomputed, and which entries are tokens."""
     tokens, mask = pad_rows([s.tokens for s in samples], "right")
-    log_mu, _ = pad_rows([s.log_probs for s in samples], "right")
+    log_mu, _ = pad_rows([s.rollout_log_prob for s in samples], "right")
     questions = torch.tensor(prompts)
     logits = model(torch.cat([questions, tokens], 1)).logits[:, questions.shape[1] - 1:-1]
     log_pi = (logits / temperature).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
@@ -166,7 +166,7 @@ from three_policies.doctor import examine
 
 def dump(samples, log_pi):
     return [response(i, {"prompt_ids": prompt, "token_ids": s.tokens,
-                         "rollout_log_probs": s.log_probs,
+                         "rollout_log_probs": s.rollout_log_prob,
                          "train_log_probs": row[:len(s.tokens)].tolist()})
             for i, (prompt, s, row) in enumerate(zip(prompts, samples, log_pi), 1)]
 

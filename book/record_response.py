@@ -49,7 +49,7 @@ def respond(config, task):
     text = tokenizer.decode(tokens, skip_special_tokens=True)
     return {"prompt": problems[at].question, "of": len(rows), "row": at,
             "tokens": tokenizer.convert_ids_to_tokens(tokens),
-            "rollout": [round(x, 4) for x in samples[at].log_probs],
+            "rollout": [round(x, 4) for x in samples[at].rollout_log_prob],
             "old": [round(x, 4) for x in old[at, :len(tokens)].tolist()],
             "reward": task.reward(problems[at], text)}
 

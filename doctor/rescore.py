@@ -375,7 +375,7 @@ def sample_and_score(path: str, engine: str, prompts: Sequence[list[int]], *, ma
         sampler.close()
     policy = Policy(read(path, "--model").to(DTYPES[train_dtype]).eval(), temperature)
     before, after = pad_rows(prompts, "left"), pad_rows([x.tokens for x in samples], "right")
-    recorded, mask = pad_rows([x.log_probs for x in samples], "right")
+    recorded, mask = pad_rows([x.rollout_log_prob for x in samples], "right")
     tokens, attention = (torch.cat(pair, 1) for pair in zip(before, after))
     log_prob = policy(tokens, attention, mask.shape[1])
     rows = rows_of(*before, *after, mask, recorded, log_prob)

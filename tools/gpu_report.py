@@ -334,7 +334,7 @@ def asleep(made, policy) -> None:
     if not again.tokens == before.tokens != other.tokens:
         raise AssertionError(f"weights pushed while asleep do not arrive: {before.tokens}, with "
                              f"others {other.tokens}, then {again.tokens}")
-    gap = max(abs(a - b) for a, b in zip(again.log_probs, before.log_probs))
+    gap = max(abs(a - b) for a, b in zip(again.rollout_log_prob, before.rollout_log_prob))
     row("weights pushed while asleep", f"arrive, log-probs at most {gap:.1e} apart")
     row("the GPU's memory, engine awake and asleep",
         f"{awake}, {sleeping}" if ON_GPU else "left out: a CPU's does not sleep")

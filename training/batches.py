@@ -46,7 +46,7 @@ def pad(prompts: list[list[int]], samples: list[Sample], advantages: Tensor,
     """Pad prompts on the left and responses on the right; advantages [B] go to every token."""
     (before, prompt_mask), (after, mask) = (
         pad_rows(prompts, "left"), pad_rows([s.tokens for s in samples], "right", least=1))
-    rollout_log_prob, _ = pad_rows([s.log_probs for s in samples], "right", least=1)
+    rollout_log_prob, _ = pad_rows([s.rollout_log_prob for s in samples], "right", least=1)
     batch = Batch(torch.cat([before, after], 1), torch.cat([prompt_mask, mask], 1),
                   *to_device(device, mask.bool(), advantages[:, None].expand_as(mask),
                              rollout_log_prob.float()))

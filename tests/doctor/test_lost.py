@@ -106,9 +106,9 @@ def spoil(monkeypatch, row=2, value=-math.inf):
 
     def spoiled(*args, **kwargs):
         samples = generate(*args, **kwargs)
-        if len(samples) > row and len(samples[row].log_probs) > 1:
-            first, _, *others = samples[row].log_probs
-            samples[row] = replace(samples[row], log_probs=[first, value, *others])
+        if len(samples) > row and len(samples[row].rollout_log_prob) > 1:
+            first, _, *others = samples[row].rollout_log_prob
+            samples[row] = replace(samples[row], rollout_log_prob=[first, value, *others])
         return samples
     monkeypatch.setattr(TransformersEngine, "generate", spoiled)
 

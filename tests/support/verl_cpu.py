@@ -77,7 +77,7 @@ class Server:
         sample, = self.engine.generate(
             [prompt_ids], [seed], temperature=sampling_params["temperature"] * HOTTER,
             max_tokens=self.engine.max_model_len - len(prompt_ids), eos_ids=self.eos_ids)
-        return replica.TokenOutput(token_ids=sample.tokens, log_probs=sample.log_probs,
+        return replica.TokenOutput(token_ids=sample.tokens, log_probs=sample.rollout_log_prob,
                                    stop_reason="completed",
                                    extra_fields={"global_steps": self.step})
 

@@ -55,7 +55,7 @@ def mismatch(engine, policy):
                               eos_ids=[])
     tokens = torch.tensor([PROMPT + s.tokens for s in samples])
     log_prob = policy(tokens, torch.ones_like(tokens), 9)
-    return (log_prob - torch.tensor([s.log_probs for s in samples])).abs().max().item()
+    return (log_prob - torch.tensor([s.rollout_log_prob for s in samples])).abs().max().item()
 
 
 def test_an_engine_samples_from_the_weights_of_any_architecture(engine_name, model_path):

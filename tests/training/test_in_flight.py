@@ -80,7 +80,7 @@ def test_every_token_is_recorded_as_it_was_drawn(recompute, engine, versions, ti
         assert s.versions == ([4] * 3 + [5] * 7)[:n] and s.crossed == (n > 3)
         parts = [(0, min(n, 3), old, False)] + [(3, n, new, not recompute)] * (n > 3)
         other = [(first, last, weights, not kept) for first, last, weights, kept in parts[1:]]
-        log_probs = torch.tensor(s.log_probs)
+        log_probs = torch.tensor(s.rollout_log_prob)
         found = torch.tensor(scored(tiny_model, prompt, s.tokens, parts))
         worst = max(worst, (found - log_probs).abs().max().item() - bound(found))
         if n > 3:
@@ -94,7 +94,7 @@ def test_responses_end_before_at_and_after_an_update(engine, versions):
     assert {len(s.tokens) < 3 for s in samples} == {len(s.tokens) > 3 for s in samples} == {
         True, False}
     for s in samples:
-        assert len(s.versions) == len(s.log_probs) == len(s.tokens)
+        assert len(s.versions) == len(s.rollout_log_prob) == len(s.tokens)
         assert s.finished == (s.tokens[-1] in ENDS) and not set(ENDS) & set(s.tokens[:-1])
         assert s.finished or len(s.tokens) == 10
 

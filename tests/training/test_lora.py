@@ -167,7 +167,7 @@ def test_engines_sample_from_the_adapted_model(engine_name, how, policy, tiny_mo
             with torch.no_grad():
                 log_prob = policy(tokens, torch.ones_like(tokens), 8)[0]
                 base = policy.without_lora(tokens, torch.ones_like(tokens), 8)[0]
-            error = (torch.tensor(sample.log_probs) - log_prob).abs().max()
+            error = (torch.tensor(sample.rollout_log_prob) - log_prob).abs().max()
             assert 1000 * error < (base - log_prob).abs().max()
     finally:
         made.close()

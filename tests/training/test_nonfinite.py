@@ -41,8 +41,8 @@ def spoil(monkeypatch, policy):
             samples = generate(*args, **kwargs)
             calls.append(1)
             if len(calls) == 2:
-                first, _, *others = samples[2].log_probs
-                samples[2] = replace(samples[2], log_probs=[first, -math.inf, *others])
+                first, _, *others = samples[2].rollout_log_prob
+                samples[2] = replace(samples[2], rollout_log_prob=[first, -math.inf, *others])
             return samples
         monkeypatch.setattr(TransformersEngine, "generate", spoiled)
     elif policy == "gradient":

@@ -97,10 +97,10 @@ def mismatch(engine, model, temperature=0.7):
     """
     worst = 0.0
     for prompt, s in zip(PROMPTS * 8, sample(engine, PROMPTS * 8, temperature=temperature)):
-        assert len(s.log_probs) == len(s.tokens) >= 1
+        assert len(s.rollout_log_prob) == len(s.tokens) >= 1
         log_probs = trainer_log_probs(model, prompt, s.tokens, temperature)
         chosen = log_probs[range(len(s.tokens)), s.tokens]
-        worst = max(worst, (chosen - torch.tensor(s.log_probs)).abs().max().item())
+        worst = max(worst, (chosen - torch.tensor(s.rollout_log_prob)).abs().max().item())
     return worst
 
 
@@ -125,7 +125,7 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_batch(engine):
     for i in (0, 2, 7, 199):
         [alone] = sample(engine, [prompts[i]], seeds=[seeds[i]])
         assert (alone.tokens, alone.kept_ids) == (samples[i].tokens, samples[i].kept_ids)
-        assert alone.log_probs == pytest.approx(samples[i].log_probs, abs=1e-4)
+        assert alone.rollout_log_prob == pytest.approx(samples[i].rollout_log_prob, abs=1e-4)
     others = sample(engine, prompts, seeds=[s + 1000 for s in seeds])
     same = sum(a.tokens == b.tokens for a, b in zip(samples, others))
     assert same < 20  # short responses coincide now and then
@@ -152,7 +152,7 @@ def test_temperature_zero_takes_the_argmax_and_records_temperature_one(engine, m
     for prompt, s in zip(PROMPTS, sample(engine, PROMPTS, temperature=0)):
         log_probs = trainer_log_probs(model, prompt, s.tokens, 1.0)
         assert s.tokens == log_probs.argmax(-1).tolist()
-        assert s.log_probs == pytest.approx(log_probs.max(-1).values.tolist(), abs=1e-4)
+        assert s.rollout_log_prob == pytest.approx(log_probs.max(-1).values.tolist(), abs=1e-4)
 
 
 def p_value(tokens, probs):
@@ -203,7 +203,7 @@ def test_candidates_are_the_trainers_likeliest_tokens_or_all_that_are_kept(
         assert torch.allclose(found, expected, atol=1e-4)
         chosen = (ids[i, :len(s.tokens)] == torch.tensor(s.tokens)[:, None]) & (found > -math.inf)
         of_chosen = found.where(chosen, 0.0).sum(-1)[chosen.any(-1)]
-        assert of_chosen.tolist() == [x for x, here in zip(s.log_probs, chosen.any(-1)) if here]
+        assert of_chosen.tolist() == [x for x, a in zip(s.rollout_log_prob, chosen.any(-1)) if a]
         assert not cut or chosen.any(-1).all()
 
 
@@ -229,7 +229,7 @@ def test_a_cut_sample_has_the_set_and_the_log_probs_of_the_trainers_cut(engine, 
             assert [sorted(ids) for ids in s.kept_ids] == [
                 row.nonzero().flatten().tolist() for row in log_mu > -torch.inf]
             chosen = log_mu[range(len(s.tokens)), s.tokens]
-            assert s.log_probs == pytest.approx(chosen.tolist(), abs=1e-4)
+            assert s.rollout_log_prob == pytest.approx(chosen.tolist(), abs=1e-4)
             assert mass.min() < 0.98  # what is cut, and would be left out
         change(model)
         engine.update_weights(model.state_dict().items())
@@ -260,7 +260,7 @@ def test_ties_with_the_last_token_are_kept_and_too_many_are_a_sentence(engine, m
     engine.update_weights(weights.items())
     [s] = sample(engine, [[5]], max_tokens=1)
     assert len(s.kept_ids[0]) == 19 and set(s.kept_ids[0]) < set(range(21))
-    assert s.log_probs == pytest.approx([-math.log(19)], abs=1e-4)
+    assert s.rollout_log_prob == pytest.approx([-math.log(19)], abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["auto", *ENGINES])
@@ -406,7 +406,7 @@ samples = engine.generate(prompts, range(4 + 4 * rank), temperature=1, max_token
 logits = model(torch.tensor([[5, 6] + s.tokens for s in samples[:4]])).logits[:, 1:-1]
 tokens = torch.tensor([s.tokens for s in samples[:4]])[..., None]
 log_probs = logits.log_softmax(-1).gather(-1, tokens).squeeze(-1)
-assert (log_probs - torch.tensor([s.log_probs for s in samples[:4]])).abs().max() < 1e-4
+assert (log_probs - torch.tensor([s.rollout_log_prob for s in samples[:4]])).abs().max() < 1e-4
 engine.close()
 dist.barrier()  # the trainer's process group has outlived the engine
 dist.destroy_process_group()
