@@ -66,9 +66,9 @@ def train(run: Run) -> None:
                 batch = batch._replace(ref_log_prob=score(run.reference, batch, config))
             sampled = batch.response_mask               # before it loses what is not finite
             batch = with_kl_in_reward(without_nonfinite(run, batch), config)
-        if run.looks_at(step):
+        if run.wants_doctor(step):
             with run.time_part("doctor"):
-                run.look_at(step, records(policy, batch._replace(response_mask=sampled), config))
+                run.consult(step, records(policy, batch._replace(response_mask=sampled), config))
         with run.time_part("update"):
             correction = None      # bypass mode: ρ = π_θ/π_rollout changes with every update
             if not options.bypass_mode and batch.old_log_prob is not None:

@@ -31,7 +31,7 @@ def planted(cause):
 
 def signature(report, size=200, points=150):
     """Thin the five panels of panels.py to whole numbers of at most `size`."""
-    x, gap = report.looked_at, report.looked_at.e()
+    x, gap = report.examined, report.examined.e()
     wide = gap.abs().quantile(0.99).clamp(min=0.05).item()
 
     def drawn(low, high, *columns):                            # columns of y: from the top

@@ -101,7 +101,7 @@ def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
         report = report._replace(causes=explained(rescored, report.causes))
     if given.figure:
         from three_policies.doctor.panels import save
-        save(report.looked_at, given.figure)
+        save(report.examined, given.figure)
     return report, rescored
 
 

@@ -165,7 +165,7 @@ def judge(split: str, cache: Path, rows: int) -> tuple[Counter[tuple[str, str]],
     for case, path in dumps(split, cache):
         report = doctor.examine(dump_rows(path, rows))
         found = [finding.cause for finding in report.causes]
-        gap, model = report.looked_at.e().abs().mean().item(), (case.architecture, case.model)
+        gap, model = report.examined.e().abs().mean().item(), (case.architecture, case.model)
         if case.cause == "healthy":
             noise[model] = max(gap, noise.get(model, 0.0))
         if case.name.endswith(BELOW):

@@ -44,7 +44,7 @@ class Report(NamedTuple):
     error: float
     missing: tuple[str, ...]            # names of COSTS that the dump lacks
     causes: list[Finding]
-    looked_at: Tokens                   # those that were searched for causes
+    examined: Tokens                   # those that were searched for causes
     lost: Lost = Lost()
 
     @property
@@ -63,7 +63,7 @@ class Report(NamedTuple):
         doubt = max(5 * self.error, ROUNDING)
         if abs(self.mean - 1) <= doubt:
             return True if doubt <= TELLS else None
-        if self.mean <= doubt or undrawn(self.looked_at.d().expm1(), 1.0):
+        if self.mean <= doubt or undrawn(self.examined.d().expm1(), 1.0):
             return None
         return False
 
@@ -107,7 +107,7 @@ class Report(NamedTuple):
             return f"{found} is undecided: {why}."
         if self.proper:
             return f"π is a distribution over what μ sampled: {found}."
-        over = self.looked_at.d().expm1()                           # ρ − 1
+        over = self.examined.d().expm1()                           # ρ − 1
         unless = ", unless it has over twice μ's mass on tokens that were never drawn" * (
             bool(over.mean() < 0) and one_sided(over))
         return f"π is NOT a distribution over what μ sampled{unless}: {found}."
@@ -128,7 +128,7 @@ class Report(NamedTuple):
                       f"{f.confidence}", f"        {f.evidence}", f"Do      {remedy}"]
 
         if not self.causes:
-            copied = len(self.looked_at.mu) and not self.looked_at.d().any()
+            copied = len(self.examined.mu) and not self.examined.d().any()
             lines.append("No cause found: " + (
                 "both columns are equal to the last digit, as if one were a copy of the other."
                 if copied else f"{self.without_cause()}."))

@@ -421,11 +421,11 @@ def attempt(name: str, of: Row, count: int, directory: str) -> str:
         port = free.getsockname()[1]
     together = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port} if count > 1 else {}
-    said = [Path(directory) / f"stderr-{rank}" for rank in range(count)]
+    errors = [Path(directory) / f"stderr-{rank}" for rank in range(count)]
     started, until = [], time.monotonic() + 4 * 60 * of.minutes
     for rank in range(count):
         of_rank = together | {"RANK": rank, "LOCAL_RANK": rank} if together else {}
-        with said[rank].open("w") as stderr:
+        with errors[rank].open("w") as stderr:
             started.append(subprocess.Popen(
                 [*PROGRAM, "--row", name], cwd=directory, stderr=stderr,
                 env={**os.environ, **{key: str(value) for key, value in of_rank.items()}}))
@@ -437,7 +437,7 @@ def attempt(name: str, of: Row, count: int, directory: str) -> str:
         for process in started:            # the others would wait for a rank that has failed
             process.kill()
             process.wait()
-    words = [path.read_text(errors="replace") for path in said]
+    words = [path.read_text(errors="replace") for path in errors]
     sys.stderr.write("".join(words))
     for code, text in zip(codes, words):
         if code:

@@ -125,18 +125,18 @@ def require_room(model: Sizes, config: Config, ranks: int, length: int, free: fl
     stays, least = sampling["weights"] + sampling["moments"], smallest_engine(model, config, length)
     certain = {name: size for name, size in update.items() if name != "activations"}
     if sum(certain.values()) > free:
-        raise UserError(f"{says('an update', certain, free)}, without activations: take "
+        raise UserError(f"{need('an update', certain, free)}, without activations: take "
                         f"{lora}{change}")
     if stays + least > free:
         sampling["the engine"] = least
-        raise UserError(f"{says('sampling', sampling, free)}, as each rank has a whole engine: "
+        raise UserError(f"{need('sampling', sampling, free)}, as each rank has a whole engine: "
                         f"take {change}")
     low, high = math.ceil(100 * least / total) / 100, math.floor(100 * (free - stays) / total) / 100
     if vllm and not low <= share <= high:
-        raise UserError(f"{says('sampling', sampling, free)}, where the smallest engine takes "
+        raise UserError(f"{need('sampling', sampling, free)}, where the smallest engine takes "
                         f"{least / GIB:.1f}: set rollout.gpu_memory_utilization between {low} and "
                         f"{high}, not {share:g}, or take {change}")
-    return [f"{says(when, parts, free)}, and libraries about {UNSURE / GIB:g} more: should it run "
+    return [f"{need(when, parts, free)}, and libraries about {UNSURE / GIB:g} more: should it run "
             f"out of memory, {lower}, or take {change}"
             for when, parts, lower in (
                 ("an update", update, f"lower {rows}"),
@@ -168,7 +168,7 @@ def host_memory() -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def says(when: str, parts: dict[str, float], free: float) -> str:
+def need(when: str, parts: dict[str, float], free: float) -> str:
     figures = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
     return (f"by arithmetic {when} takes {sum(parts.values()) / GIB:.1f} GiB of a GPU, and "
             f"{free / GIB:.1f} are free ({figures})")

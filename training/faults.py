@@ -113,13 +113,13 @@ def require_driver() -> None:
     the GPUs that a process, also one in a container, was given; /proc/driver/nvidia has those of
     the whole machine. An empty CUDA_VISIBLE_DEVICES asks for the CPU.
     """
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if (torch.cuda.is_available() or torch.version.cuda is None
                 or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
                 or not any(Path("/dev").glob("nvidia[0-9]*"))):
             return
-        words = [str(warning.message) for warning in said]
+        words = [str(warning.message) for warning in caught]
     try:
         torch.cuda.init()          # raises what `is_available` warns of, but only once a process
     except Exception as error:

@@ -55,7 +55,7 @@ from three_policies.training.tasks import (Problem, Task, leave_out, make_task, 
                                            seed_of)
 
 
-LOOKED_AT = 2 ** 14        # tokens of the first batch: the doctor needs less than half a second
+EXAMINED = 2 ** 14        # tokens of the first batch: the doctor needs less than half a second
 
 
 @contextlib.contextmanager
@@ -164,7 +164,7 @@ class Run:
         self.reference: Callable[..., Any] | None = None       # π_ref, where there is a KL term
         self.remarks = remarks(config)             # what is accepted and may not be meant
         self.warned: set[str] = set()              # metrics that `diagnose` has already spoken of
-        self.looked = False                        # whether the doctor has seen a batch
+        self.consulted = False                        # whether the doctor has seen a batch
         self.shown = False                         # whether a prompt and a response were shown
         self.best = 0.0                            # mean reward of a step so far
         self.most = 0.0                            # MB of memory so far, on a GPU in this step
@@ -240,8 +240,8 @@ class Run:
             Cut.of(rollout.top_p, rollout.top_k, rollout.min_p, vocabulary)
         except ValueError as error:
             raise UserError(str(error)) from None
-        self.tokenizer, said = read_tokenizer(self.path)
-        self.remarks += said
+        self.tokenizer, remarks = read_tokenizer(self.path)
+        self.remarks += remarks
         self.prompts, self.held_out_prompts = self.encode(model)
         every = self.prompts + self.held_out_prompts
         self.eos_ids = ends_of(self.path, model, self.tokenizer)
@@ -518,11 +518,11 @@ class Run:
         return self.config.train.epochs * update_flops(self.sizes, prompts,
                                                        metrics["response/tokens"])
 
-    def looks_at(self, step: int) -> bool:
-        """Say whether `look_at` wants a step's log-probs, for the doctor or for a dump."""
-        return not self.looked or step <= self.done + self.config.train.dump
+    def wants_doctor(self, step: int) -> bool:
+        """Say whether `consult` wants a step's log-probs, for the doctor or for a dump."""
+        return not self.consulted or step <= self.done + self.config.train.dump
 
-    def look_at(self, step: int, batch: dict[str, Any]) -> None:
+    def consult(self, step: int, batch: dict[str, Any]) -> None:
         """Dump a step's rows from all ranks, and report what the doctor says of the first step.
 
         batch: this rank's, as `rows_of` takes it.
@@ -535,22 +535,22 @@ class Run:
                 place.parent.mkdir(exist_ok=True)
                 place.unlink(missing_ok=True)          # of a start that was killed in this step
                 append(place, [row for part in parts for row in part])
-        if not self.looked and self.main:
+        if not self.consulted and self.main:
             responses = responses_of(**batch)
             sizes = itertools.accumulate(len(r.token_ids) for r in responses)
-            few = [r for r, size in zip(responses, sizes) if size <= LOOKED_AT] or responses[:1]
+            few = [r for r, size in zip(responses, sizes) if size <= EXAMINED] or responses[:1]
             self.say(f"the first batch, as the doctor sees it: {examine(few).in_short()}")
-        self.looked = True
+        self.consulted = True
 
     def save_if_due(self, step: int) -> None:
         """Save every train.save_every steps, at the end, and when any rank has received SIGTERM."""
-        told = torch.tensor(float(signals.Received.told_to_end))
-        dist.all_reduce(told)
-        if told or step == self.config.train.steps or step % self.config.train.save_every == 0:
+        ending = torch.tensor(float(signals.Received.ending))
+        dist.all_reduce(ending)
+        if ending or step == self.config.train.steps or step % self.config.train.save_every == 0:
             if self.main:
                 settle(self.metrics)       # a checkpoint must not outlive the metrics before it
             self.checkpoints.save(self, step)
-        if told:
+        if ending:
             signals.end(signals.SIGTERM)
 
     def finish(self, accuracy: float, answers: list[dict]) -> None:

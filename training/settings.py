@@ -620,10 +620,10 @@ def kl_of(how: LossSettings) -> tuple[str, str | None]:
 def remarks(config: Config) -> list[str]:
     """Return a sentence on each setting that is accepted but does not do what its name says."""
     found, kind = [*kl_remarks(config), *loss_remarks(config)], config.advantage.kind
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         options = from_dialect(config.correction)
-    found += [f"correction: {warning.message}" for warning in said]
+    found += [f"correction: {warning.message}" for warning in caught]
     if options.metrics_only and options.rollout_is is None and not options.rollout_rs:
         found.append("correction.metrics_only=true measures nothing more: it has neither weights "
                      "nor criteria")

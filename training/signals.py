@@ -42,7 +42,7 @@ class Received:
     where: Callable[..., str] = nothing_yet    # () says what is left of the run
     listening = False              # the imports are through
     ended: Ended | None = None     # what was raised; a library may have caught it
-    told_to_end = False            # SIGTERM came: the step in progress is the last
+    ending = False            # SIGTERM came: the step in progress is the last
     failed = False                 # the run has said why it ended
     grace = 0.0                    # seconds that a step has after SIGTERM; 0: none is in progress
 
@@ -64,7 +64,7 @@ def catch() -> None:
 
 def listen() -> None:
     """Raise a signal from now on; before this, and after `done`, it ends the process at once."""
-    Received.where, Received.ended, Received.told_to_end = nothing_yet, None, False
+    Received.where, Received.ended, Received.ending = nothing_yet, None, False
     Received.listening, Received.failed = True, False
 
 
@@ -84,8 +84,8 @@ def answer(number: int, _: Any) -> None:
         os._exit(CODES[number])
     if number != SIGTERM or not Received.grace:
         end(number)
-    if not Received.told_to_end:
-        Received.told_to_end = True
+    if not Received.ending:
+        Received.ending = True
         signal.signal(SIGALRM, lambda *_: end(number))
         signal.setitimer(signal.ITIMER_REAL, Received.grace)
 

@@ -163,7 +163,7 @@ def test_a_dump_of_a_model_may_have_the_entropy_of_undivided_logits():
         log_p = log_probs(of.side, prompts, drawn)
     h = [entropy(log_p[i, :len(y)]).clamp(min=0).tolist() for i, y in enumerate(drawn)]
     report = doctor.examine([response(i, row | {"entropy": h[i]}) for i, row in enumerate(rows)])
-    surely, name = laws.division(report.looked_at)
+    surely, name = laws.division(report.examined)
     print(f"{surely:+.1f} standard errors, {name}")
     assert surely > 0 and report.causes[0].cause == "temperature", str(report)
     assert report.proper is False and "undivided logits" in report.causes[0].evidence

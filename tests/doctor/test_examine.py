@@ -215,7 +215,7 @@ def test_memory_is_bounded_and_the_identity_is_of_all_tokens(limit, most, least,
 def test_of_one_group_that_is_larger_than_the_limit_a_part_stays(monkeypatch):
     monkeypatch.setattr("three_policies.doctor.report.LIMIT", 90)
     report = doctor.examine(response(i + 1, row()) for i in range(100))
-    assert report.tokens == 300 and 45 <= len(report.looked_at.mu) <= 90
+    assert report.tokens == 300 and 45 <= len(report.examined.mu) <= 90
 
 
 def test_masked_tokens_take_their_place_in_memory(monkeypatch):
@@ -224,7 +224,7 @@ def test_masked_tokens_take_their_place_in_memory(monkeypatch):
     wide = row(**{name: values * 6 for name, values in row().items()
                   if name in ("token_ids", "rollout_log_probs", "train_log_probs", "entropy")})
     rows = [response(i + 1, wide | {"response_mask": [1] + [0] * 17}) for i in range(100)]
-    assert 5 <= len(doctor.examine(rows).looked_at.mu) <= 11
+    assert 5 <= len(doctor.examine(rows).examined.mu) <= 11
 
 
 def test_an_empty_response_lacks_nothing():
@@ -236,4 +236,4 @@ def test_an_empty_response_lacks_nothing():
 def test_a_response_that_is_larger_than_the_limit_stays_whole(monkeypatch):
     monkeypatch.setattr("three_policies.doctor.report.LIMIT", 2)
     report = doctor.examine([response(1, row())])
-    assert len(report.looked_at.mu) == report.tokens == 3
+    assert len(report.examined.mu) == report.tokens == 3

@@ -183,13 +183,13 @@ def sixteen_bits(side, size):
 def test_logits_in_16_bits_are_read_and_named(side, size):
     """eq:sixteen-bits: many log-probs are above 0, by up to an eighth."""
     report = examine(sixteen_bits(side, size))
-    over = report.looked_at.over[:, ("log μ", "log π").index(side)]
+    over = report.examined.over[:, ("log μ", "log π").index(side)]
     print(f"{(over > 1e-4).double().mean():.1%} above 0, at most {over.max():.3f}")
     assert (over > 1e-4).sum() > 100 and over.max() <= 0.125
     first = report.causes[0]
     assert first.cause == "bf16-log-softmax" and first.evidence.startswith(f"{side} is above 0 on ")
     assert f"by up to {over.max():.3f}" in first.evidence
-    assert report.looked_at.mu.max() <= 0 and report.looked_at.pi.max() <= 0
+    assert report.examined.mu.max() <= 0 and report.examined.pi.max() <= 0
 
 
 def test_float32s_own_rounding_above_0_is_no_sign_of_16_bits():

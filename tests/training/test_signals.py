@@ -117,14 +117,14 @@ def test_a_step_that_outlasts_its_grace_is_ended(monkeypatch):
         signals.answer(signal.SIGTERM, None)
         signals.answer(signal.SIGTERM, None)       # a launcher may send it twice
         (number, handler), seconds = armed
-        assert (number, seconds) == (signal.SIGALRM, 7.0) and signals.Received.told_to_end
+        assert (number, seconds) == (signal.SIGALRM, 7.0) and signals.Received.ending
         handler(number, None)
     assert armed[-1] == 0
     # It is raised again at the next step where a library has caught it.
     with pytest.raises(signals.Ended), signals.save_first(7.0):
         pytest.fail("a further step")
     signals.listen()
-    assert not signals.Received.told_to_end        # the next run of this process takes its steps
+    assert not signals.Received.ending        # the next run of this process takes its steps
 
 
 @pytest.fixture
@@ -178,11 +178,11 @@ def test_the_last_words_have_a_line_of_their_own(listening, monkeypatch, capfd):
 def test_nothing_of_a_run_is_left_for_the_next_one_of_this_process(monkeypatch):
     """After a step, and after an error in it, SIGTERM waits for nothing."""
     for name, value in (("where", lambda: "step 3"), ("listening", False), ("failed", True),
-                        ("ended", signals.Ended(signal.SIGINT)), ("told_to_end", True)):
+                        ("ended", signals.Ended(signal.SIGINT)), ("ending", True)):
         monkeypatch.setattr(signals.Received, name, value)
     signals.listen()
     found = signals.Received
-    assert (found.where(), found.listening, found.failed, found.ended, found.told_to_end) == (
+    assert (found.where(), found.listening, found.failed, found.ended, found.ending) == (
         "nothing had begun", True, False, None, False)
     with pytest.raises(ZeroDivisionError), signals.save_first(7.0):
         assert found.grace == 7

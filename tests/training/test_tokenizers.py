@@ -22,9 +22,9 @@ def test_a_text_is_split_as_tokenizer_json_says(kind, tmp_path):
     saved = transformers.PreTrainedTokenizerFast(tokenizer_object=own, eos_token="[EOS]")
     saved.save_pretrained(tmp_path)
     getattr(transformers, f"{kind}Config")(vocab_size=len(saved)).save_pretrained(tmp_path)
-    (found, said), ids = read_tokenizer(str(tmp_path)), own.encode("What is 12 + é?").ids
+    (found, remarks), ids = read_tokenizer(str(tmp_path)), own.encode("What is 12 + é?").ids
     assert found("What is 12 + é?").input_ids == ids and 0 in ids
-    assert len(said) == (kind == "Qwen2") and ("AutoTokenizer" in said[0] if said else True)
+    assert len(remarks) == (kind == "Qwen2") and all("AutoTokenizer" in x for x in remarks)
     assert (found.decode(ids), found.eos_token) == (own.decode(ids, False), "[EOS]")
 
 
@@ -34,17 +34,17 @@ def test_a_tokenizer_that_transformers_splits_alike_stays_the_models_class(tmp_p
         {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
     saved.save_pretrained(tmp_path)
     transformers.Qwen2Config(vocab_size=len(saved)).save_pretrained(tmp_path)
-    found, said = read_tokenizer(str(tmp_path))
-    assert type(found) is type(saved) and said == []
+    found, remarks = read_tokenizer(str(tmp_path))
+    assert type(found) is type(saved) and remarks == []
     own = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     own.decoder = decoders.Replace("a", "b")              # the same ids, joined to another text
     own.save(str(tmp_path / "tokenizer.json"))
-    found, said = read_tokenizer(str(tmp_path))
-    assert found.decode(found("a").input_ids) == "b" and len(said) == 1
+    found, remarks = read_tokenizer(str(tmp_path))
+    assert found.decode(found("a").input_ids) == "b" and len(remarks) == 1
     (tmp_path / "tokenizer.json").unlink()
     saved.backend_tokenizer.model.save(str(tmp_path))     # vocab.json and merges.txt
-    found, said = read_tokenizer(str(tmp_path))
-    assert type(found) is type(saved) and said == []
+    found, remarks = read_tokenizer(str(tmp_path))
+    assert type(found) is type(saved) and remarks == []
 
 
 def test_a_tokenizer_that_is_split_otherwise_keeps_the_classs_end_token(tmp_path):
