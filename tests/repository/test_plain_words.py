@@ -6,6 +6,7 @@ preposition, and words for which the field has a term.
 
 import ast
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,14 @@ NO_VERB = ("Of", "With", "Without", "For", "In", "From", "By", "To", "At", "On",
 RIDDLES = re.compile(
     r"worked off|\b[Ww]hoever\b|\b(?:comes?|came) to (?:\*\*)?[\d+−]|\bsteps? late\b"
     r"|\blate (?:μ|weights|rollouts|samples)\b|\bthe (?:larger|smaller|full) rate\b")
+# Identifiers that meant two things, or had two names (CONTRIBUTING.md, "Names"), and where each
+# stays: the setting, peft's method, columns and keys that are formats, a page's own words.
+RETIRED = {
+    "adapter": ("training/settings.py", "training/run.py"), "add_adapter": ("training/models.py",),
+    "card": ("tests/book/",), "cards": (), "Card": (), "Shapes": (), "look_at": (), "looks_at": (),
+    "looked": (), "looked_at": ("tests/book/",), "told": ("book/", "tests/"),
+    "said": ("book/", "oracle/", "tests/"), "says": ("book/", "tests/"),
+    "rollout_log_probs": ("doctor/", "tests/")}
 
 
 def docstrings(path):
@@ -45,3 +54,22 @@ def test_a_docstring_without_a_verb_is_found(tmp_path):
     (tmp_path / "x.py").write_text('def f():\n    """Of x over all tokens."""\n')
     with pytest.raises(AssertionError, match="begin with a verb"):
         test_docstrings_begin_with_a_sentence(tmp_path / "x.py")
+
+
+def retired(path, name):
+    """Return (line, identifier) of what a file, called `name` in the repository, has of RETIRED."""
+    with path.open("rb") as file:
+        return [(token.start[0], token.string) for token in tokenize.tokenize(file.readline)
+                if token.type == tokenize.NAME and token.string in RETIRED
+                and not name.startswith(RETIRED[token.string])]
+
+
+@pytest.mark.parametrize("name", [str(path.relative_to(ROOT)) for path in CODE])
+def test_one_thing_has_one_name(name):
+    assert not retired(ROOT / name, name)
+
+
+def test_a_retired_name_is_found_in_code_alone(tmp_path):
+    (tmp_path / "x.py").write_text('"""An adapter."""\n\nadapter = rollout.adapter  # said\n')
+    assert retired(tmp_path / "x.py", "x.py") == [(3, "adapter"), (3, "adapter")]
+    assert retired(tmp_path / "x.py", "training/run.py") == []
