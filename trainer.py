@@ -42,7 +42,7 @@ from three_policies.presets import RolloutCorrectionConfig
 from three_policies.ratios import masked_log_ratio
 from three_policies.rollout import Sample as Sample      # re-exported
 from three_policies.training import signals
-from three_policies.training.batches import Batch, micro_batches, pad
+from three_policies.training.batches import Batch, micro_batches, nonfinite_rows, pad
 from three_policies.training.faults import report_errors
 from three_policies.training.run import Run, open_run
 from three_policies.training.settings import Config, correction_of, help_text, kl_of, load_config
@@ -51,25 +51,27 @@ from three_policies.training.tasks import seed_of
 
 
 def train(run: Run) -> None:
-    config, policy, options = run.config, run.policy, correction_of(run.config)
-    evaluation = None
-    if first := run.before is None:
-        run.before = evaluate(run).accuracy
+    config, options, record = run.config, correction_of(run.config), run.record
+    policy, reference = run.loaded.policy, run.loaded.reference
+    before, evaluation = run.checkpoints.saved.get("before"), None
+    if first := before is None:
+        before = evaluate(run).accuracy
     run.push_weights(evaluated=first)
-    for step in run.steps():
-        with run.time_part("rollout"):
+    for step in run.steps(before):
+        with record.time_part("rollout"):
             batch, metrics = sample(run, step)
-        with run.time_part("log_probs"):
+        with record.time_part("log_probs"):
             if not options.bypass_mode or penalizes(config):    # bypass needs it for nothing else
                 batch = batch._replace(old_log_prob=score(policy, batch, config))
-            if run.reference is not None:
-                batch = batch._replace(ref_log_prob=score(run.reference, batch, config))
+            if reference is not None:
+                batch = batch._replace(ref_log_prob=score(reference, batch, config))
             sampled = batch.response_mask               # before it loses what is not finite
             batch = with_kl_in_reward(without_nonfinite(run, batch), config)
-        if run.wants_doctor(step):
-            with run.time_part("doctor"):
-                run.consult(step, records(policy, batch._replace(response_mask=sampled), config))
-        with run.time_part("update"):
+        if record.wants_doctor():
+            with record.time_part("doctor"):
+                every = batch._replace(response_mask=sampled)
+                record.consult(log_probs_of(policy, every, config))
+        with record.time_part("update"):
             correction = None      # bypass mode: ρ = π_θ/π_rollout changes with every update
             if not options.bypass_mode and batch.old_log_prob is not None:
                 correction = correct(batch.old_log_prob, batch.rollout_log_prob,
@@ -86,16 +88,17 @@ def train(run: Run) -> None:
             first_epoch = [c for u in updates[:config.train.mini_batches] for c in u.corrections]
             if correction or first_epoch:          # neither: every update was skipped
                 metrics |= merge([correction] if correction else first_epoch, dist.group.WORLD)
-        with run.time_part("sync"):
+        with record.time_part("sync"):
             if due := step == config.train.steps or step % config.train.eval_every == 0:
                 evaluation = evaluate(run)
                 metrics["eval/accuracy"] = evaluation.accuracy
             elif step == 1:
-                metrics["eval/accuracy"] = run.before
+                metrics["eval/accuracy"] = before
             run.push_weights(evaluated=due)
         run.log(step, metrics)
-        run.save_if_due(step)
-    run.finish(*(evaluation or evaluate(run)))     # no evaluation: killed after the last step
+        run.save_if_due(step, before)
+    # There is no evaluation if the run was killed after its last step.
+    run.finish(before, *(evaluation or evaluate(run)))
 
 
 class Outcomes(NamedTuple):
@@ -126,24 +129,24 @@ class Outcomes(NamedTuple):
 
 def sample(run: Run, step: int) -> tuple[Batch, dict]:
     """Sample this rank's prompts (every world-th of the step); return a batch and its metrics."""
-    config, task, n = run.config, run.task, run.config.rollout.samples
+    config, loaded, n = run.config, run.loaded, run.config.rollout.samples
     rank, world, size = dist.get_rank(), dist.get_world_size(), config.rollout.prompts
-    chosen = task.order(config.seed, (step - 1) * size, size)
+    chosen = loaded.task.order(config.seed, (step - 1) * size, size)
     rows = [(p, j) for p in range(rank, size, world) for j in range(n)]
-    prompts = [run.prompts[chosen[p]] for p, _ in rows]
+    prompts = [loaded.prompts[chosen[p]] for p, _ in rows]
     seeds = [seed_of(config.seed, "sample", step, *r) for r in rows]
     samples, texts = run.generate(prompts, seeds, step)
-    run.engine.sleep()
+    loaded.engine.sleep()
 
-    problems = [task.train[chosen[p]] for p, _ in rows]
-    rewards = [task.reward(problem, text) for problem, text in zip(problems, texts)]
-    run.show_first(prompts[0], texts[0], rewards[0])
-    run.judge_match(problems, texts, rewards)
+    problems = [loaded.task.train[chosen[p]] for p, _ in rows]
+    rewards = [loaded.task.reward(problem, text) for problem, text in zip(problems, texts)]
+    run.record.show_first(loaded.tokenizer.decode(prompts[0]), texts[0], rewards[0])
+    run.record.judge_match(problems, texts, rewards)
     own = Outcomes(*torch.tensor([[reward, len(s.tokens), s.finished, not text, s.crossed]
                                   for reward, s, text in zip(rewards, samples, texts)]).T)
     everyone = own.of_all_ranks(n)      # baselines need whole groups and batches
     if not everyone.known.all():
-        run.nonfinite("samples", [
+        run.record.nonfinite("samples", [
             f"the reward of {text!r} for {problems[i].where} is "
             f"{own.rewards[i]:g}" for i, text in enumerate(texts) if not own.known[i]])
 
@@ -211,7 +214,7 @@ def score(policy: Callable[..., Any], batch: Batch, config: Config) -> Tensor:
     return log_prob
 
 
-def records(policy: Policy, batch: Batch, config: Config) -> dict[str, Tensor | None]:
+def log_probs_of(policy: Policy, batch: Batch, config: Config) -> dict[str, Tensor | None]:
     """Return what `rows_of` takes of a batch; bypass mode computes π_old for this alone."""
     old, start = batch.old_log_prob, batch.tokens.shape[1] - batch.response_mask.shape[1]
     old = score(policy, batch, config) if old is None else old
@@ -231,7 +234,7 @@ def without_nonfinite(run: Run, batch: Batch) -> Batch:
     faults = fault.any(-1).sum()
     dist.all_reduce(faults)        # all ranks decide the same
     if faults:
-        run.nonfinite("samples", run.nonfinite_rows(batch, policies))
+        run.record.nonfinite("samples", nonfinite_rows(batch, policies, run.loaded.tokenizer))
     return batch._replace(response_mask=batch.response_mask & ~fault.any(0).any(-1, keepdim=True))
 
 
@@ -281,7 +284,7 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
     is kept counts in train/empty_updates, unless a KL term in the loss or score centering learns
     from its rejected tokens.
     """
-    config, policy = run.config, run.policy
+    config, policy = run.config, run.loaded.policy
     kept_counts = config.loss.denominator == "kept"
     if correction is None and (options.of_whole_batches or kept_counts):
         # What is kept, and the mean weight, are known only after a pass over the mini-batch.
@@ -311,7 +314,8 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
     finite, learns = step_or_skip(run, norm, totals, learning=list(sums).index("learning"))
 
     if not finite:
-        run.nonfinite("updates", run.nonfinite_rows(batch, {"π_θ": score(policy, batch, config)}))
+        run.record.nonfinite("updates", nonfinite_rows(
+            batch, {"π_θ": score(policy, batch, config)}, run.loaded.tokenizer))
         return Update({}, [])
     learns = learns or options.score_centering or (
         config.loss.kl_in == "loss" and config.loss.kl_coef != 0)
@@ -354,8 +358,8 @@ def step_or_skip(run: Run, norm: Tensor, totals: Tensor, learning: int) -> tuple
     finite, learns, moves = torch.stack(
         [finite, totals[learning] > 0, finite & (norm > 0)]).tolist()
     if moves:
-        run.optimizer.step()
-    run.optimizer.zero_grad()
+        run.loaded.optimizer.step()
+    run.loaded.optimizer.zero_grad()
     return finite, learns
 
 
@@ -399,7 +403,7 @@ def set_learning_rate(run: Run, step: int) -> None:
     warm = min(1.0, step / (train.warmup_steps + 1))
     left = min(1.0, (train.steps - step + 1) / max(1, train.steps - train.warmup_steps))
     falls = {"constant": 1.0, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[train.schedule]
-    for group in run.optimizer.param_groups:
+    for group in run.loaded.optimizer.param_groups:
         group["lr"] = train.lr * (warm * falls)
 
 
@@ -416,15 +420,16 @@ def evaluate(run: Run) -> Evaluation:
     finite counts as 0.
     """
     run.load_weights()
-    own = range(dist.get_rank(), len(run.task.held_out), dist.get_world_size())
-    _, texts = run.generate([run.held_out_prompts[i] for i in own],
+    task = run.loaded.task
+    own = range(dist.get_rank(), len(task.held_out), dist.get_world_size())
+    _, texts = run.generate([run.loaded.held_out_prompts[i] for i in own],
                             [seed_of(run.config.seed, "eval", i) for i in own])
     answers = [{"question": p.question, "answer": p.answer, "response": text,
-                "reward": reward if math.isfinite(reward := run.task.reward(p, text)) else 0.0}
-               for p, text in zip((run.task.held_out[i] for i in own), texts)]
+                "reward": reward if math.isfinite(reward := task.reward(p, text)) else 0.0}
+               for p, text in zip((task.held_out[i] for i in own), texts)]
     right = torch.tensor(float(sum(a["reward"] == 1 for a in answers)))
     dist.all_reduce(right)
-    return Evaluation(right.item() / len(run.task.held_out), answers)
+    return Evaluation(right.item() / len(task.held_out), answers)
 
 
 def start(config: Config) -> None:

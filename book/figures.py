@@ -830,7 +830,7 @@ MARKERS = "osD^vXP<>"  # 8, 7 and 9 of them: no two groups have the same three
 
 def read_run(given):
     """Return a run's name, seed, other settings and {step: {metric: number}}."""
-    from three_policies.training.checkpoints import read_metrics      # loads transformers
+    from three_policies.training.files import read_metrics      # loads transformers
     places, files = [Path(given), Path("runs") / given], ("config.yaml", "metrics.jsonl")
     found = [place for place in places if any((place / file).exists() for file in files)]
     if not found:

@@ -313,7 +313,7 @@ for tokens in (3, 9, 64, 256, 1024):
 
 # %%
 from three_policies import trainer
-from three_policies.training.checkpoints import read_metrics
+from three_policies.training.files import read_metrics
 
 SETTINGS = [*TASK, "rollout.engine=transformers", "rollout.prompts=64",
             "rollout.samples=8", "rollout.quantize_bits=4", "rollout.staleness=4",

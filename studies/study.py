@@ -38,7 +38,7 @@ ROOT = HERE.parent
 def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
     """Train a cell, and return its line of the table from the run's metrics."""
     from three_policies import trainer
-    from three_policies.training.checkpoints import read_metrics
+    from three_policies.training.files import read_metrics
     from three_policies.training.run import directory_of
     config = config_of(study, regime, method, seed)
     log = Path("runs") / ".study" / f"{config.run}.log"
@@ -83,17 +83,17 @@ def warm_start(config, lock: Path) -> None:
 def in_float32(evaluate):
     """Return an evaluator that is the same for all arms: the transformers engine in float32."""
     from three_policies.engines.choice import make_engine
-    from three_policies.training.demo import make_demo_model
 
     def evaluated(run):
-        sampler, path = run.engine, run.config.policy.path or make_demo_model(run.config, run.task)
-        longest = max(map(len, run.held_out_prompts)) + run.config.rollout.max_tokens
-        if (sampler.name, run.config.rollout.dtype) != ("transformers", "float32"):
-            run.engine = make_engine("transformers", path, dtype="float32", max_model_len=longest)
+        sampling, longest = run.loaded, max(map(len, run.loaded.held_out_prompts))
+        if (sampling.engine.name, run.config.rollout.dtype) != ("transformers", "float32"):
+            run.loaded = replace(sampling, engine=make_engine(
+                "transformers", sampling.path, dtype="float32",
+                max_model_len=longest + run.config.rollout.max_tokens))
         try:
             return evaluate(run)
         finally:
-            run.engine = sampler
+            run.loaded = sampling
     return evaluated
 
 
@@ -156,17 +156,17 @@ def plant(method: str, trainer) -> None:
         def stepped(run, *given):
             done = update(run, *given)
             if done.empty:
-                for parameter in run.policy.parameters():
+                for parameter in run.loaded.policy.parameters():
                     parameter.grad = torch.zeros_like(parameter)
-                run.optimizer.step()
-                run.optimizer.zero_grad()
+                run.loaded.optimizer.step()
+                run.loaded.optimizer.zero_grad()
             return done
         return stepped
 
     def recomputed(run, step):
         """Score what was drawn by the version at its end, which the engine still has."""
         batch, metrics = sample(run, step)
-        end = Policy(run.engine.model, run.config.rollout.temperature)
+        end = Policy(run.loaded.engine.model, run.config.rollout.temperature)
         return batch._replace(rollout_log_prob=trainer.score(end, batch, run.config)), metrics
 
     def old_masked(run, step):
@@ -178,7 +178,7 @@ def plant(method: str, trainer) -> None:
         return batch._replace(response_mask=mask), metrics
 
     def with_sgd(run):
-        run.optimizer = sgd_with_adams_first_step(run)
+        run.loaded = replace(run.loaded, optimizer=sgd_with_adams_first_step(run))
         train(run)
 
     if method == "double_count":
@@ -199,10 +199,11 @@ def sgd_with_adams_first_step(run):
     import torch
 
     from three_policies.policy import full_tensor
-    optimizer, factor = torch.optim.SGD(run.policy.parameters(), lr=run.config.train.lr), []
+    policy, factor = run.loaded.policy, []
+    optimizer = torch.optim.SGD(policy.parameters(), lr=run.config.train.lr)
 
     def scale(optimizer, *_):
-        gradients = [p.grad for p in run.policy.parameters()]
+        gradients = [p.grad for p in policy.parameters()]
         if not factor:                          # AdamW's first step is lr · g/(|g| + ε)
             whole = torch.cat([full_tensor(g).flatten() for g in gradients])
             factor.append((whole / (whole.abs() + 1e-8)).norm() / whole.norm())

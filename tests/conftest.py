@@ -94,7 +94,7 @@ def run(tiny_model, tmp_path, monkeypatch):
     opens are small.
     """
     from three_policies import trainer
-    from three_policies.training import capacity, checkpoints, tasks
+    from three_policies.training import capacity, files, tasks
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(capacity.SIDES, "cpu", 64)
     monkeypatch.setattr(tasks.Task, "reward",
@@ -107,7 +107,7 @@ def run(tiny_model, tmp_path, monkeypatch):
             code = trainer.main([*SMALL, f"policy.path={tiny_model}", f"rollout.engine={engine}",
                                  f"run={name}", *overrides])
         path = Path("runs") / name / "metrics.jsonl"
-        return code, checkpoints.read_metrics(path) if path.exists() else []
+        return code, files.read_metrics(path) if path.exists() else []
     return call
 
 

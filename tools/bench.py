@@ -288,7 +288,7 @@ def bench_step(steps=12, turns=5):
     its first step is not counted. Both are run with one thread, and with all.
     """
     from three_policies import trainer
-    from three_policies.training.checkpoints import read_metrics
+    from three_policies.training.files import read_metrics
     from three_policies.training.settings import load_config
     threads = torch.get_num_threads()
     found, last = defaultdict(list), {}

@@ -139,14 +139,14 @@ def lengths(table, paired, ratio, path: str) -> None:
         assert run is not None
         parts = {}
         batch = trainer.pad([[3, 5]] * 64, samples, torch.randn(64), run.device)
-        run.optimizer.param_groups[0]["lr"] = 0.0
+        run.loaded.optimizer.param_groups[0]["lr"] = 0.0
 
         def by(rows, tokens):
             def update():
                 run.config.train.micro_batch_size = rows
                 run.config.train.micro_batch_tokens = tokens
                 parts[rows] = trainer.micro_batches(batch, run.config)
-                scored = trainer.score(run.policy, batch, run.config)
+                scored = trainer.score(run.loaded.policy, batch, run.config)
                 trainer.update(run, batch._replace(old_log_prob=scored), correction_of(run.config))
             return update
         took = paired({4: by(4, None), 0: by(0, 4 * 258)}, 7)

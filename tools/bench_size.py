@@ -88,7 +88,7 @@ def one_step(run, step: int, options) -> tuple[dict[str, Took], Any]:
         kept["batch"] = batch._replace(advantages=torch.ones_like(batch.advantages))
 
     def log_probs():
-        found = trainer.score(run.policy, kept["batch"], run.config)
+        found = trainer.score(run.loaded.policy, kept["batch"], run.config)
         kept["batch"] = kept["batch"]._replace(old_log_prob=found)
 
     def update():
@@ -99,7 +99,7 @@ def one_step(run, step: int, options) -> tuple[dict[str, Took], Any]:
 
     parts = {"rollout": rollout, "π_old": log_probs, "update": update,
              "sync": run.push_weights,
-             "checkpoint": lambda: run.checkpoints.save(run, step)}
+             "checkpoint": lambda: run.checkpoints.save(step, run.loaded, 0.0)}
     return {name: timed(part) for name, part in parts.items()}, kept["batch"]
 
 
@@ -130,23 +130,23 @@ def write_beside(directory: Path, weights: list) -> float:
 
 def floors(run, batch, weights: list) -> dict[str, float]:
     """Return the least seconds of each part, and the terms of these that the second table shows."""
-    tokens, config = int(batch.attention.sum()), run.policy.model.config
-    for parameter in run.policy.parameters():
+    tokens, config = int(batch.attention.sum()), run.loaded.policy.model.config
+    for parameter in run.loaded.policy.parameters():
         parameter.grad = torch.zeros_like(parameter)
     numbers = 6 * sum(w.numel() for w in weights if w.dim() == 2) * tokens
-    found = {"products": numbers / rate(tokens, config), "optimizer": median(run.optimizer.step),
+    found = {"products": numbers / rate(tokens, config),
+             "optimizer": median(run.loaded.optimizer.step),
              "sync": median(lambda: [w.to(torch.bfloat16) for w in weights]),
              "checkpoint": write_beside(Path("."), weights)}
     found["update"] = found["products"] + found["optimizer"]
-    if run.engine.name == "vllm":
+    if run.loaded.engine.name == "vllm":
         start = batch.tokens.shape[1] - batch.response_mask.shape[1]
         prompts = [{"prompt_token_ids": row[:start][on[:start].bool()].tolist()}
                    for row, on in zip(batch.tokens, batch.attention)]
-        params = run.engine.SamplingParams(seed=0, temperature=1.0, max_tokens=64, logprobs=0,
-                                           ignore_eos=True,
-                                           detokenize=False)
+        params = run.loaded.engine.SamplingParams(seed=0, temperature=1.0, max_tokens=64,
+                                                  logprobs=0, ignore_eos=True, detokenize=False)
         with torch.compiler.set_stance("force_eager"):
-            found["rollout"] = median(lambda: run.engine.llm.generate(prompts, params,
+            found["rollout"] = median(lambda: run.loaded.engine.llm.generate(prompts, params,
                                                                       use_tqdm=False))
     return found
 
@@ -170,7 +170,7 @@ def causes(run, batch, weights: list, took: dict[str, Took],
            floor: dict[str, float]) -> list[list[str]]:
     """Measure, one by one, what lies between update, sync, checkpoint and their floors."""
     from three_policies.policy import full_weights
-    config, tokens = run.policy.model.config, int(batch.attention.sum())
+    config, tokens = run.loaded.policy.model.config, int(batch.attention.sum())
     parts, threads = len(batch.tokens) // run.config.train.micro_batch_size, torch.get_num_threads()
     copies = [torch.empty_like(w) for w in weights]
     add = median(lambda: [c.add_(w) for c, w in zip(copies, weights)])
@@ -183,10 +183,11 @@ def causes(run, batch, weights: list, took: dict[str, Took],
         f"the kernel, handing out pages (its seconds / {threads} threads)": took["update"].kernel
         / threads}
     sync = {"floor: copy and cast": floor["sync"],
-            "walk through the weights": median(lambda: [x for _, x in full_weights(run.policy)]),
+            "walk through the weights": median(
+                lambda: [x for _, x in full_weights(run.loaded.policy)]),
             "the kernel": took["sync"].kernel / threads,
             "matrices packed for the processor, by vLLM": (
-                packing(run) if run.engine.name == "vllm" else 0.0)}
+                packing(run) if run.loaded.engine.name == "vllm" else 0.0)}
     checkpoint = {"floor: write and delete": floor["checkpoint"],
                   "the kernel (in the floor, too)": took["checkpoint"].kernel}
     rows = []
@@ -221,8 +222,8 @@ def unused() -> float:
 def memory_held(run, batch, engine: float, start: float, peak: float) -> list[list[str]]:
     """List the GB that the process must hold in the update, and those that it did hold."""
     from three_policies import trainer
-    weights = 4 * sum(p.numel() for p in run.policy.parameters()) / 2 ** 30
-    storages, own = {}, {p.untyped_storage().data_ptr() for p in run.policy.parameters()}
+    weights = 4 * sum(p.numel() for p in run.loaded.policy.parameters()) / 2 ** 30
+    storages, own = {}, {p.untyped_storage().data_ptr() for p in run.loaded.policy.parameters()}
 
     def keep(x):
         place = x.untyped_storage()
@@ -233,7 +234,7 @@ def memory_held(run, batch, engine: float, start: float, peak: float) -> list[li
     between = unused()
     rows = trainer.micro_batches(batch, run.config, together=True)[-1]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        trainer.log_probs(run.policy, batch.rows(rows, rows))[0].sum().backward()
+        trainer.log_probs(run.loaded.policy, batch.rows(rows, rows))[0].sum().backward()
     parts = {"libraries": start, "weights": weights, "gradients": weights, "moments": 2 * weights,
              "engine": engine, "activations of a micro-batch": sum(storages.values()) / 2 ** 30}
     total = sum(parts.values())
@@ -247,9 +248,9 @@ def memory_held(run, batch, engine: float, start: float, peak: float) -> list[li
 
 
 def bench_size(table) -> None:
-    from three_policies.training import run as runs
+    from three_policies.training import loading, run as runs
     from three_policies.training.settings import correction_of, load_config
-    start, engine, make_engine = memory(), [], runs.make_engine
+    start, engine, make_engine = memory(), [], loading.make_engine
 
     def weighed(*args, **settings):
         before = memory()
@@ -258,17 +259,16 @@ def bench_size(table) -> None:
         return made
 
     with (tempfile.TemporaryDirectory() as directory,
-          mock.patch("three_policies.training.run.make_engine", weighed)):
+          mock.patch("three_policies.training.loading.make_engine", weighed)):
         os.chdir(directory)
         config = load_config([*SETTINGS, f"policy.path={make_model('model', **SHAPE)}"])
         options = correction_of(config)
         with runs.open_run(config) as run:
             assert run is not None             # it is not finished: its directory was empty
-            run.before = 0.0
             run.push_weights()
-            for step in run.steps():
+            for step in run.steps(0.0):
                 took, batch = one_step(run, step, options)
-            weights = [p.detach() for p in run.policy.parameters()]
+            weights = [p.detach() for p in run.loaded.policy.parameters()]
             n, floor = sum(w.numel() for w in weights), floors(run, batch, weights)
             between = causes(run, batch, weights, took, floor)
             memories = memory_held(run, batch, engine[0], start, took["update"].peak)
@@ -280,8 +280,8 @@ def bench_size(table) -> None:
             rows.append([name, f"{t.seconds:.2f}", least, ratio, f"{t.peak:.1f}",
                          f"{t.peak / t.before:.2f}"])
         table(f"{n / 1e6:.0f}M parameters, {int(batch.attention.sum())} tokens, "
-              f"engine {run.engine.name}, heap {heap()}; step {config.train.steps}: the ones "
-              "before it warm the memory up",
+              f"engine {run.loaded.engine.name}, heap {heap()}; step {config.train.steps}: the "
+              "ones before it warm the memory up",
               "part | s | floor, s | ratio | most memory, GB | of what was held before", rows)
         table("What lies between a part and its floor", "part | what | s", between)
         table("The process in the update", "what | GB", memories)

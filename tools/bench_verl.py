@@ -77,7 +77,7 @@ def verls_steps(python: str, given: list[str], place: Path) -> list[dict]:
 
 def bench_verl(table, ratio, steps=6, turns=3) -> None:
     from three_policies import trainer
-    from three_policies.training.checkpoints import read_metrics
+    from three_policies.training.files import read_metrics
     from three_policies.training.settings import load_config
     from three_policies.training.tasks import make_task
     python = os.environ.get("BENCH_VERL")

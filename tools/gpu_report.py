@@ -120,8 +120,10 @@ def make_run(config: trainer.Config, device) -> Any:
 
     def nonfinite(what, sentences):
         raise ArithmeticError(f"{what}: {(sentences or ['the gradient is not finite'])[0]}")
-    return SimpleNamespace(config=config, policy=policy, optimizer=optimizer, nonfinite=nonfinite,
-                           nonfinite_rows=lambda batch, policies: [])
+    return SimpleNamespace(
+        config=config, record=SimpleNamespace(nonfinite=nonfinite),
+        loaded=SimpleNamespace(policy=policy, optimizer=optimizer,
+                               tokenizer=SimpleNamespace(decode=str)))
 
 
 def gradient(policy) -> torch.Tensor:
@@ -238,7 +240,7 @@ def update(dtype: str, micro: int, checkpointing: bool) -> None:
         config, rows = settings(micro, dtype, checkpointing), 4 * micro
         run, batch = make_run(config, device), make_batch(device, rows)
         options = PRESETS["decoupled_token_is"]()
-        old = trainer.score(run.policy, batch, config)
+        old = trainer.score(run.loaded.policy, batch, config)
         batch = batch._replace(old_log_prob=old)
         given = correct(old, batch.rollout_log_prob, batch.response_mask, options)
         trainer.update(run, batch, options, given)
@@ -249,7 +251,7 @@ def update(dtype: str, micro: int, checkpointing: bool) -> None:
         began = wait()
         done = trainer.update(run, batch, options, given)
         seconds, tokens = wait() - began, int(batch.attention.sum())
-        flops = 6 * sum(p.numel() for p in run.policy.parameters()) * tokens / seconds
+        flops = 6 * sum(p.numel() for p in run.loaded.policy.parameters()) * tokens / seconds
         row(f"update, {tokens} tokens, {dtype}, {'with' if checkpointing else 'without'} "
             "gradient checkpointing",
             f"{tokens / seconds:,.0f} tokens/s, {flops / 1e12:.3g} TFLOP/s, "
@@ -346,13 +348,13 @@ def ranks() -> None:
         config = settings(4, checkpointing=True)
         run, batch = make_run(config, device), make_batch(device, 8)
         row(f"weights on {os.environ['WORLD_SIZE']} ranks ({torch.distributed.get_backend()})",
-            apart(read_weights("model"), full_weights(run.policy)))
+            apart(read_weights("model"), full_weights(run.loaded.policy)))
         with contextlib.closing(open_engine(device)) as made:
-            asleep(made, run.policy)
+            asleep(made, run.loaded.policy)
             made.sleep()
-            batch = batch._replace(old_log_prob=trainer.score(run.policy, batch, config))
+            batch = batch._replace(old_log_prob=trainer.score(run.loaded.policy, batch, config))
             done = trainer.update(run, batch, PRESETS["decoupled_token_is"]())
-            made.update_weights(full_weights(run.policy))
+            made.update_weights(full_weights(run.loaded.policy))
         row("one step and its weights in the engine", "gradient "
             f"{done.metrics['grad_norm'].item():.3g}")
 

@@ -112,3 +112,15 @@ def within_budget(order: Tensor, batch: Batch, most: int, together: int) -> list
         largest = max(range(len(parts)), key=lambda i: len(parts[i]))
         parts[largest:largest + 1] = parts[largest].tensor_split(2)
     return parts
+
+
+def nonfinite_rows(batch: Batch, policies: dict[str, Tensor], tokenizer: Any) -> list[str]:
+    """Return policy, token and prompt of each row's first log-prob that is not finite."""
+    found, width = {}, batch.response_mask.shape[1]
+    for policy, log_prob in policies.items():
+        for row, t in (~log_prob.isfinite() & batch.response_mask).nonzero().tolist():
+            prompt = batch.tokens[row, :-width][batch.attention[row, :-width].bool()]
+            prompt, token = map(tokenizer.decode, (prompt, batch.tokens[row, t - width]))
+            found.setdefault(row, f"{policy} has the log-prob {log_prob[row, t].item()} for "
+                             f"token {t + 1}, {token!r}, after the prompt {prompt[-200:]!r}")
+    return list(found.values())

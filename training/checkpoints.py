@@ -1,21 +1,16 @@
-"""Write checkpoints, and other files, so that each is there whole or not at all.
+"""Write and read checkpoints: all that a later step reads, as safetensors, sharded like the ranks.
 
-A checkpoint holds all that a later step reads, as safetensors, sharded as the ranks hold it. It is
-written beside its place, brought to the disk, and renamed, so the last good one remains whenever
-the run is killed or its machine loses power. A run continues with the settings it began with.
+The last good one remains whenever the run is killed (training/files.py). A run continues with the
+settings it began with.
 """
 
-import contextlib
 import functools
 import json
 import logging
-import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,12 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from three_policies.checks import UserError
 from three_policies.training.faults import cause_of, explain
+from three_policies.training.files import write, write_aside
+from three_policies.training.loading import Loaded
 from three_policies.training.models import digest_of
 from three_policies.training.settings import CHANGEABLE, Config, flat, without_slash
 from three_policies.training.shards import TensorByTensor
-
-# Older ones must not stay beside new ones: they would be read instead.
-WEIGHTS = (".safetensors", ".safetensors.index.json", "adapter_config.json")
 
 
 class Checkpoints:
@@ -41,7 +35,8 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, config: Config):
-        self.directory, self.keep, self.step, self.saved = directory, config.train.keep, 0, {}
+        self.directory, self.step, self.saved = directory, 0, {}
+        self.keep, self.staleness = config.train.keep, config.rollout.staleness
         self.settings, self.path = json.loads(json.dumps(flat(asdict(config)))), config.policy.path
         if found := self.whole():
             try:
@@ -96,55 +91,57 @@ class Checkpoints:
             raise UserError(f"{self.directory.parent} is a run with {', '.join(differing)}: choose "
                             "another run=NAME, or delete that directory")
 
-    def state(self, run: Any, waiting: list[dict]) -> dict[str, Tensor]:
+    def state(self, loaded: Loaded, waiting: list[dict]) -> dict[str, Tensor]:
         """Return all that a later step reads, by name: this rank's part of it."""
         state = {f"waiting.{i}.{name}": x for i, snapshot in enumerate(waiting)
                  for name, x in snapshot.items()}          # the engine's weights that are due later
-        for name, parameter in run.policy.named_parameters():
+        for name, parameter in loaded.policy.named_parameters():
             if not parameter.requires_grad:
                 continue                                   # under a LoRA: as it was loaded
-            moments = run.optimizer.state[parameter]
+            moments = loaded.optimizer.state[parameter]
             state |= {f"{key}.{name}": x for key, x in {"policy": parameter, **moments}.items()}
         return {name: x.detach() for name, x in state.items()}
 
-    def save(self, run: Any, step: int) -> None:
+    def save(self, step: int, loaded: Loaded, before: float) -> None:
+        """Save what a later step reads, and the accuracy before the first step."""
         with write_aside(self.directory / f"step-{step:06d}") as path:
-            dcp.save(self.state(run, run.sync.state_dict()["waiting"]),
+            dcp.save(self.state(loaded, loaded.sync.state_dict()["waiting"]),
                      storage_writer=TensorByTensor(str(path), save_distributed=True))
-            if run.main:
-                moved = any(run.optimizer.state.values())         # else no update took a step
+            if dist.get_rank() == 0:
+                moved = any(loaded.optimizer.state.values())      # else no update took a step
                 write(path / "state.json", [{
-                    "step": step, "before": run.before, "moments": moved, "engine": run.engine.name,
-                    "data": run.task.digest, "model": self.model, "settings": self.settings}])
-        self.prune(run)
+                    "step": step, "before": before, "moments": moved,
+                    "engine": loaded.engine.name, "data": loaded.task.digest, "model": self.model,
+                    "settings": self.settings}])
+        self.prune()
 
-    def prune(self, run: Any) -> None:
+    def prune(self) -> None:
         """Delete all but the newest train.keep checkpoints, and what is half written."""
-        old = self.whole()[:-self.keep]
-        for path in [*old, *self.directory.glob(".step-*.part")] * run.main:
-            shutil.rmtree(path, ignore_errors=True)         # not a link; NFS keeps open files
+        if dist.get_rank() == 0:
+            for path in [*self.whole()[:-self.keep], *self.directory.glob(".step-*.part")]:
+                shutil.rmtree(path, ignore_errors=True)     # not a link; NFS keeps open files
 
-    def load(self, run: Any) -> None:
-        if (engine := self.saved.get("engine")) != run.engine.name:
+    def require_same_parts(self, loaded: Loaded) -> None:
+        """Raise UserError if engine, questions or first model are not those of the checkpoint."""
+        if (engine := self.saved.get("engine")) != loaded.engine.name:
             raise UserError(f"this run was sampled by rollout.engine={engine}, and auto is now "
-                            f"{run.engine.name}: name the engine")
-        if self.saved.get("data", run.task.digest) != run.task.digest:
+                            f"{loaded.engine.name}: name the engine")
+        if self.saved.get("data", loaded.task.digest) != loaded.task.digest:
             raise UserError(f"{self.directory.parent} was trained on other questions or answers "
                             "than task.path has now: bring them back, or choose another run=NAME")
         if self.saved.get("model", self.model) != self.model:
             raise UserError(f"{self.directory.parent} began from another model than policy.path="
                             f"{self.path} is now: bring that back, or choose another run=NAME")
-        if self.saved.get("moments", True):                # a zero update creates the moments
-            for parameter in run.policy.parameters():
-                if parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-        late = range(min(self.step, run.config.rollout.staleness))
-        waiting = [dict(map(run.sync.copy_to_host, run.weights())) for _ in late]
-        path = self.directory / f"step-{self.step:06d}"
+
+    def load(self, loaded: Loaded) -> None:
+        """Read the last checkpoint into what is loaded."""
+        self.require_same_parts(loaded)
+        if self.saved.get("moments", True):
+            make_moments(loaded)
+        late = range(min(self.step, self.staleness))
+        waiting = [dict(map(loaded.sync.copy_to_host, loaded.weights())) for _ in late]
+        path, state = self.directory / f"step-{self.step:06d}", self.state(loaded, waiting)
         logging.disable(logging.WARNING)       # torch would show a traceback before our sentence
-        state = self.state(run, waiting)
         try:
             dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
         except (Exception, dcp.CheckpointException) as error:
@@ -154,102 +151,25 @@ class Checkpoints:
             raise self.unreadable(path) from None
         finally:
             logging.disable(logging.NOTSET)
+
         own = [x.to_local() if isinstance(x, DTensor) else x for x in state.values()]
         damaged = torch.tensor(float(any(x.isnan().any() for x in own)))
         dist.all_reduce(damaged)
         if damaged:
             raise self.unreadable(path)
-        run.sync.load_state_dict({"waiting": waiting})
-        self.prune(run)
+        loaded.sync.load_state_dict({"waiting": waiting})
+        self.prune()
+
+
+def make_moments(loaded: Loaded) -> None:
+    """Make the optimizer's moments, by an update whose gradient is 0."""
+    for parameter in loaded.policy.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    loaded.optimizer.step()
+    loaded.optimizer.zero_grad()
 
 
 def step_of(path: Path) -> int:
     """Return the step of a checkpoint's name; a million comes after 999999."""
     return int(path.name.removeprefix("step-"))
-
-
-@contextlib.contextmanager
-def write_aside(place: Path) -> Iterator[Path]:
-    """Yield a directory for all ranks to write into; rename it into its place when they are done.
-
-    If that place is a link, the files are moved one by one to its target, and the link stays. What
-    a user put there stays, too, but for weights. If that is interrupted, the next call ends it.
-    """
-    if os.path.realpath(place) == os.path.abspath(place) and place.is_symlink():
-        raise UserError(f"{place} is a link to itself: remove it")
-    linked, place = place.is_symlink(), place.resolve()
-    part, old = (place.with_name(f".{place.name}.{end}") for end in ("part", "old"))
-    main = dist.get_rank() == 0
-    try:
-        if main:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        dist.barrier()
-        yield part
-        dist.barrier()
-        if main:
-            for path in [*part.rglob("*"), part]:
-                settle(path)
-        if main and linked:
-            place.mkdir(exist_ok=True)
-            new = {path.name for path in part.iterdir()}
-            for name in new:
-                os.replace(part / name, place / name)
-            for path in place.iterdir():
-                if path.name.endswith(WEIGHTS) and path.name not in new:
-                    path.unlink()
-            settle(place)
-        elif main:
-            if old.exists():
-                bring_back(old, place)
-            if place.exists():
-                os.replace(place, old)
-            os.replace(part, place)
-            bring_back(old, place)
-            settle(place.parent)
-        dist.barrier()
-    finally:
-        if main:
-            shutil.rmtree(part, ignore_errors=True)
-
-
-def bring_back(old: Path, place: Path) -> None:
-    """Move what `place` lacks from the directory that it replaced, but for weights."""
-    place.mkdir(exist_ok=True)
-    for path in old.glob("*"):
-        if not path.name.endswith(WEIGHTS) and not (place / path.name).exists():
-            os.replace(path, place / path.name)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def settle(path: Path) -> None:
-    """Wait until a file's bytes, or a directory's names, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError:
-        if path.is_file():                 # not every file system can do it for a directory
-            raise
-    finally:
-        os.close(handle)
-
-
-def write(path: Path, lines: list[dict]) -> None:
-    """Write a file of JSON lines that is there whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settle(part)
-    os.replace(part, path)
-
-
-def read_metrics(path: Path) -> list[dict]:
-    """Return the whole lines; a killed run may have left the last one incomplete."""
-    lines = path.read_text(errors="replace").splitlines(keepends=True)
-    try:
-        found = [json.loads(line) for line in lines if line.endswith("\n")]
-        if any(isinstance(line["step"], bool)
-               or not isinstance(line.get("reward/mean", 0), (int, float)) for line in found):
-            raise ValueError
-        return [line for line in found if line["step"] > 0]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{path} has a line that is not the metrics of a step") from None

@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from tqdm import tqdm
 
-from three_policies.training.checkpoints import write_aside
+from three_policies.training.files import write_aside
 from three_policies.training.directory import take_turns
 from three_policies.training.settings import Config
 from three_policies.training.shapes import pad_rows

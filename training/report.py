@@ -10,10 +10,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+from tqdm import tqdm
+
 from three_policies.checks import UserError
 from three_policies.doctor import diagnose
-from three_policies.training.checkpoints import read_metrics
+from three_policies.training.files import read_metrics
 from three_policies.training.settings import Config
+
+
+def say(text: str) -> None:
+    """Print a line above the progress bar, on the first rank alone."""
+    if dist.get_rank() == 0:
+        tqdm.write(text, file=sys.stderr)
 
 
 def summarize(config: Config) -> str:

@@ -407,10 +407,11 @@ def record(step=8):
                 groups.setdefault(i // run.config.rollout.samples, {}).setdefault(tuple(row), i)
             rows = [i for group in groups.values() if len(group) > 2
                     for i in list(group.values())[:3]][:6]
-            words = [run.tokenizer.convert_ids_to_tokens(batch.tokens[i].tolist()) for i in rows]
+            words = [run.loaded.tokenizer.convert_ids_to_tokens(batch.tokens[i].tolist())
+                     for i in rows]
             numbers = {"advantages": batch.advantages[:, 0], "rollout": batch.rollout_log_prob,
                        "old": batch.old_log_prob,
-                       "current": trainer.score(run.policy, batch, run.config)}
+                       "current": trainer.score(run.loaded.policy, batch, run.config)}
             kept = batch.response_mask[rows].tolist()
             (ROOT / "book/assets/batch.json").write_text(json.dumps({
                 "how": "python trainer.py " + " ".join(settings),

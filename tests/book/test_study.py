@@ -208,8 +208,9 @@ def test_a_wrong_record_is_planted_in_the_batch_and_nothing_else(method, crossed
     Batch = collections.namedtuple("Batch", "response_mask rollout_log_prob")
     batch = Batch(torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool(), torch.zeros(2, 4))
     model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: None), score=-7.0)
-    run = SimpleNamespace(engine=SimpleNamespace(model=model), config=SimpleNamespace(
-        rollout=SimpleNamespace(update_every=2, temperature=1.0)))
+    run = SimpleNamespace(
+        loaded=SimpleNamespace(engine=SimpleNamespace(model=model)),
+        config=SimpleNamespace(rollout=SimpleNamespace(update_every=2, temperature=1.0)))
     unused = dict.fromkeys(("policy_loss", "correct", "train"))
     fake = SimpleNamespace(
         **unused, sample=lambda run, step: (batch, {"response/crossed_fraction": crossed}),
@@ -228,8 +229,8 @@ def test_a_step_on_nothing_is_adams_on_a_gradient_of_0(empty):
     weight.grad = torch.ones(1)
     optimizer.step()
     optimizer.zero_grad()
-    run, before = SimpleNamespace(policy=SimpleNamespace(parameters=lambda: [weight]),
-                                  optimizer=optimizer), weight.item()
+    run, before = SimpleNamespace(loaded=SimpleNamespace(
+        policy=SimpleNamespace(parameters=lambda: [weight]), optimizer=optimizer)), weight.item()
     fake = SimpleNamespace(policy_loss=None, correct=None, train=None, sample=None,
                            update=lambda run, batch: SimpleNamespace(empty=empty))
     study.plant("geo_rs_steps_on_nothing", fake)

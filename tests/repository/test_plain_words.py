@@ -23,7 +23,7 @@ RIDDLES = re.compile(
 # Identifiers that meant two things, or had two names (CONTRIBUTING.md, "Names"), and where each
 # stays: the setting, peft's method, columns and keys that are formats, a page's own words.
 RETIRED = {
-    "adapter": ("training/settings.py", "training/run.py"), "add_adapter": ("training/models.py",),
+    "adapter": ("training/settings.py", "training/loading.py"), "add_adapter": ("training/models.py",),
     "card": ("tests/book/",), "cards": (), "Card": (), "Shapes": (), "look_at": (), "looks_at": (),
     "looked": (), "looked_at": ("tests/book/",), "told": ("book/", "tests/"),
     "said": ("book/", "oracle/", "tests/"), "says": ("book/", "tests/"),

@@ -27,7 +27,7 @@ from three_policies.tests.support.launching import ROOT
 from three_policies.tests.support.small import steady, weights
 from three_policies.tests.support.waiting import HANG
 from three_policies.tests.training.test_gpu import drive
-from three_policies.training import capacity, faults, run as run_module
+from three_policies.training import capacity, faults, loading, record, run as run_module
 from three_policies.training.capacity import (GIB, Sizes, host_bytes, judge_host, memory,
                                               memory_metrics, require_room, smallest_engine,
                                               update_flops)
@@ -219,8 +219,8 @@ def test_what_a_lora_keeps_on_the_host_is_one_copy_of_the_weights_and_its_own_mo
 
 def test_a_run_judges_the_share_of_its_ranks_that_is_on_its_host(run, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(run_module, "host_memory", lambda: 7.0)
-    monkeypatch.setattr(run_module, "judge_host", lambda *of: asked.append(of[2:]) or ["full"])
+    monkeypatch.setattr(loading, "host_memory", lambda: 7.0)
+    monkeypatch.setattr(loading, "judge_host", lambda *of: asked.append(of[2:]) or ["full"])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert run()[0] == 0 and asked == [(2.0, 7.0)] and "* full" in capsys.readouterr().err
 
@@ -313,7 +313,7 @@ def test_what_stays_while_a_rank_samples_counts_beside_its_engine():
 
 
 def test_a_run_is_refused_before_anything_is_written(run, monkeypatch, capsys):
-    monkeypatch.setattr(run_module, "free_memory", lambda device: (1e6, 1e9))
+    monkeypatch.setattr(loading, "free_memory", lambda device: (1e6, 1e9))
     code, lines = run()
     said = capsys.readouterr().err
     assert code == 2 and lines == [] and not Path("runs").exists()
@@ -415,7 +415,7 @@ def test_an_engine_that_does_not_start_ends_the_run_in_time(run, monkeypatch, ca
         raise RuntimeError("let go")
     monkeypatch.setattr(faults.os, "_exit", end)
     monkeypatch.setattr(sys, "stderr", open(2, "w", closefd=False))    # as outside pytest
-    monkeypatch.setattr(run_module, "make_engine", hang)
+    monkeypatch.setattr(loading, "make_engine", hang)
     run("rollout.timeout=1")
     sentence = "rollout.engine=transformers has not answered for rollout.timeout=1 seconds"
     said = capfd.readouterr().err
@@ -444,14 +444,15 @@ def test_the_metrics_of_a_step_say_how_fast_and_large_it_is_and_change_nothing(r
 
 
 def test_the_share_of_the_speed_is_of_all_ranks_gpus(monkeypatch):
-    run: Any = run_module.Run.__new__(run_module.Run)
-    vars(run).update(device=torch.device("cpu"), most=0.0, times={"time/update": 2.0}, rate=1.0,
-                     best=0.0, skipped={}, accuracy=0.0, began=0.0, main=False,
-                     optimizer=SimpleNamespace(param_groups=[{"lr": 1.0}]))
+    kept, nothing = [], SimpleNamespace()
+    run: Any = run_module.Run(
+        nothing, torch.device("cpu"), nothing,
+        SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 1.0}])),
+        SimpleNamespace(log=lambda metrics, flops, lr: kept.append(flops)), rate=1.0)
     monkeypatch.setattr(run_module.dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(run_module.Run, "flops", lambda *_: 8.0)
-    run.log(1, {"reward/mean": 0.0, "response/tokens": 1})
-    assert run.times["time/mfu"] == 1
+    run.log(1, {"response/tokens": 1})
+    assert kept == [2]
 
 
 def test_the_rate_is_that_of_the_fastest_product(monkeypatch):
@@ -482,7 +483,7 @@ def test_a_peak_leaves_out_what_a_sleeping_engine_has_given_back(monkeypatch):
                                          ("sync", 37, 30, 0)]:
         monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: counted * MB)
         engine.given_back = before * MB
-        with run_module.Run.time_part(run, part):
+        with record.Record.time_part(run, part):
             engine.given_back = after * MB
         found.append(run.most)
     assert found == [9, 36, 37] and memory_metrics(run.device, 37.0)["memory/peak_mb"] == 37
@@ -511,7 +512,7 @@ def test_offloaded_no_backward_pass_begins_where_a_gradient_lies(offload, run, m
 
     def update(run, *given):
         def backward(loss):
-            found.append(any(x.grad is not None for x in run.policy.parameters()))
+            found.append(any(x.grad is not None for x in run.loaded.policy.parameters()))
             real_backward(loss)
         monkeypatch.setattr(torch.Tensor, "backward", backward)
         return real_update(run, *given)

@@ -17,7 +17,7 @@ from three_policies.checks import UserError
 from three_policies.tests.support.launching import shell
 from three_policies.training import demo, tasks
 from three_policies.training.faults import process_group
-from three_policies.training.run import Run
+from three_policies.training.loading import encode, token_ids
 from three_policies.training.settings import TEXT_KINDS, TaskConfig, load_config
 
 ROWS = [{"question": f"{a}+{b}=", "answer": f"{a} and {b} are {a + b}.\n#### {a + b}"}
@@ -260,68 +260,72 @@ def test_numbers_stay_as_they_are_written(file):
         "01234", ("7", "2.5", "0.00001", "-10000000000000000000000", "7 kg")))
 
 
-def encoding(task, tiny_model, **settings):
-    """Return a run that has a task, a tokenizer and nothing else; and the model's configuration."""
-    run, config = Run.__new__(Run), load_config([*OWN, "rollout.max_tokens=5"])
-    config.task = replace(config.task, instruction="", **settings)
-    run.config, run.task, run.main = config, task, True
-    run.tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
-    return run, transformers.AutoConfig.from_pretrained(tiny_model)
+@pytest.fixture
+def encoding(tiny_model):
+    """encoding(**settings of the task) returns what `encode` takes besides a task."""
+    def made(**settings):
+        config = load_config([*OWN, "rollout.max_tokens=5"])
+        config.task = replace(config.task, instruction="", **settings)
+        model = transformers.AutoConfig.from_pretrained(tiny_model)
+        return (config, transformers.AutoTokenizer.from_pretrained(tiny_model),
+                model.max_position_embeddings)
+    with process_group():
+        yield made
 
 
-def test_prompts_that_do_not_fit_are_named_or_left_out_with_their_problems(file, tiny_model):
+def test_prompts_that_do_not_fit_are_named_or_left_out_with_their_problems(file, encoding):
     long = [{"question": "1+" * 300 + str(i), "answer": 1} for i in range(13)]
     path = file("rows", [*ROWS[:3], *long, *ROWS[3:]])
     task = task_of(path, eval_size=10)
-    run, model = encoding(task, tiny_model)
+    config, tokenizer, context = encoding()
     with pytest.raises(UserError) as found:
-        run.encode(model)
+        encode(config, task, tokenizer, context)
     assert (str(found.value).startswith("13 of 37 rows cannot be used: ")
             and str(found.value).count(" is a prompt of 60") == 10)
     assert str(found.value).endswith(
         "; and 3 more: a prompt may have 1 to 507, which rollout.max_tokens=5 leaves of the "
         "model's context of 512 (task.on_bad_row=skip leaves them out)")
-    run, model = encoding(task, tiny_model, on_bad_row="skip")
-    prompts, held_out = run.encode(model)
-    assert 0 < len(run.task.held_out) < 10 and len(run.task.train) + len(run.task.held_out) == 24
-    for problems, ids in ((run.task.train, prompts), (run.task.held_out, held_out)):
-        assert ids == [run.tokenizer(p.question).input_ids for p in problems]
-    left = set(run.task.train + run.task.held_out)
-    assert (run.task.train, run.task.held_out) == tuple(
+    config, *_ = encoding(on_bad_row="skip")
+    own, prompts, held_out = encode(config, task, tokenizer, context)
+    assert 0 < len(own.held_out) < 10 and len(own.train) + len(own.held_out) == 24
+    for problems, ids in ((own.train, prompts), (own.held_out, held_out)):
+        assert ids == [tokenizer(p.question).input_ids for p in problems]
+    left = set(own.train + own.held_out)
+    assert (own.train, own.held_out) == tuple(
         [p for p in part if p in left] for part in (task.train, task.held_out))
-    assert (run.task.digest
-            == replace(task, train=run.task.train, held_out=run.task.held_out).digest
+    assert (own.digest == replace(task, train=own.train, held_out=own.held_out).digest
             != task.digest)
-    assert sorted(run.task.order(0, 0, len(prompts))) == list(range(len(prompts)))
-    [remark] = run.task.remarks
+    assert sorted(own.order(0, 0, len(prompts))) == list(range(len(prompts)))
+    [remark] = own.remarks
     assert ("13 of 37 rows cannot be used and are left out, the first: " in remark
             and " is a prompt of 60" in remark)
 
 
-def test_a_context_without_room_and_a_part_without_a_prompt_are_one_sentence(file, tiny_model):
+def test_a_context_without_room_and_a_part_without_a_prompt_are_one_sentence(file, encoding):
     long = [{"question": "1+" * 300 + str(i), "answer": 1} for i in range(2)]
+    config, tokenizer, context = encoding(on_bad_row="skip")
     for path, others, left in ((file("a", long), file("b", ROWS), "train on"),
                                (file("c", ROWS), file("d", long), "hold out")):
-        run, model = encoding(task_of(path, others), tiny_model, on_bad_row="skip")
+        task = task_of(path, others)
         with pytest.raises(
                 UserError, match=f"^nothing is left to {left}: 2 of 26 rows cannot be used"):
-            run.encode(model)
-    run.config.rollout.max_tokens = 512
+            encode(config, task, tokenizer, context)
+    config.rollout.max_tokens = 512
     with pytest.raises(UserError, match="^rollout.max_tokens=512 leaves no room for a prompt: "
                                         "the model's context has 512"):
-        run.encode(model)
+        encode(config, task, tokenizer, context)
 
 
-def test_a_question_is_given_as_it_is(file, tiny_model):
+def test_a_question_is_given_as_it_is(file, encoding):
     """White space at its end stays, with and without an instruction."""
     rows = [{"question": f"{i}+1=  ", "answer": i + 1} for i in range(4)]
-    run, model = encoding(task_of(file("rows", rows)), tiny_model)
+    task, (config, tokenizer, context) = task_of(file("rows", rows)), encoding()
     for instruction, after in (("", "  "), ("7", "   7")):
-        run.config.task.instruction = instruction
-        prompts, _ = run.encode(model)
-        question = run.task.train[0].question
+        config.task.instruction = instruction
+        own, prompts, _ = encode(config, task, tokenizer, context)
+        question = own.train[0].question
         assert question.endswith("=  ")
-        assert prompts[0] == run.tokenizer(question.rstrip() + after).input_ids
+        assert prompts[0] == tokenizer(question.rstrip() + after).input_ids
 
 
 CHAT = ("{% for m in messages %}({{ m['content'] }}){% endfor %}"
@@ -329,19 +333,19 @@ CHAT = ("{% for m in messages %}({{ m['content'] }}){% endfor %}"
 
 
 @pytest.mark.parametrize("chat", [None, CHAT])
-def test_a_thousand_texts_at_a_time_have_the_ids_of_each(chat, tiny_model):
-    run, _ = encoding(None, tiny_model)
-    run.tokenizer.chat_template = chat
+def test_a_thousand_texts_at_a_time_have_the_ids_of_each(chat, encoding):
+    config, tokenizer, _ = encoding()
+    tokenizer.chat_template = chat
     texts = ["1+2=", "7", "(a b)", "12345"] * 600
-    assert run.token_ids(texts) == [
-        run.tokenizer(f"({text})=" if chat else text).input_ids for text in texts]
+    assert token_ids(config, tokenizer, texts) == [
+        tokenizer(f"({text})=" if chat else text).input_ids for text in texts]
 
 
-def test_many_rows_are_tokenised_under_a_bar_on_the_first_rank(tiny_model, capfd):
-    run, _ = encoding(None, tiny_model)
-    for main, rows, bar in ((True, 10_001, True), (True, 10_000, False), (False, 10_001, False)):
-        run.main = main
-        run.token_ids(["1"] * rows)
+def test_many_rows_are_tokenised_under_a_bar_on_the_first_rank(encoding, monkeypatch, capfd):
+    config, tokenizer, _ = encoding()
+    for rank, rows, bar in ((0, 10_001, True), (0, 10_000, False), (1, 10_001, False)):
+        monkeypatch.setattr("three_policies.training.loading.dist.get_rank", lambda: rank)
+        token_ids(config, tokenizer, ["1"] * rows)
         assert ("tokens: 100%" in capfd.readouterr().err) == bar
 
 

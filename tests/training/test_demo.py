@@ -3,7 +3,7 @@
 import sys
 
 from three_policies.tests.support.launching import ROOT, shell
-from three_policies.training import checkpoints
+from three_policies.training import files
 
 
 def test_the_default_command_learns_from_a_demo_model(forks, tmp_path):
@@ -11,7 +11,7 @@ def test_the_default_command_learns_from_a_demo_model(forks, tmp_path):
                     "rollout.engine=transformers"], tmp_path)
     assert result.returncode == 0, result.stderr
     directory = tmp_path / "runs/demo,rollout.engine=transformers"
-    lines = checkpoints.read_metrics(directory / "metrics.jsonl")
+    lines = files.read_metrics(directory / "metrics.jsonl")
     # The accuracy depends on the processor, its threads and torch. The README's seeds
     # have 0.56 to 0.65.
     assert 0.5 < lines[0]["eval/accuracy"] < 0.75

@@ -260,7 +260,7 @@ PYDANTIC = ("1 validation error for ModelConfig\n  Value error, The model type '
 def test_an_engine_that_does_not_start_says_why_once(error, said, run, monkeypatch, capsys):
     def fail(*_, **__):
         raise error
-    monkeypatch.setattr("three_policies.training.run.make_engine", fail)
+    monkeypatch.setattr("three_policies.training.loading.make_engine", fail)
     assert run()[0] == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == f"trainer.py: rollout.engine=transformers does not start: {said}"

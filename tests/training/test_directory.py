@@ -28,7 +28,7 @@ from three_policies.tests.support.launching import shell
 from three_policies.tests.support.small import SMALL, make_tiny_model, weights
 from three_policies.tests.support.waiting import HANG
 from three_policies.training import directory
-from three_policies.training.checkpoints import read_metrics, write_aside
+from three_policies.training.files import read_metrics, write_aside
 from three_policies.training.directory import (hold_directory, lock_file, require_writable,
                                                take_turns)
 from three_policies.training.faults import process_group
@@ -301,7 +301,8 @@ def test_a_place_that_cannot_be_written_is_found_before_anything_is_loaded(
         (Path("runs") / "x").write_text("a file where the directory should be")
     else:
         monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path(place))
-    monkeypatch.setattr("three_policies.training.run.make_task", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("three_policies.training.loading.make_task",
+                        lambda *_: pytest.fail("loaded"))
     code, lines = run()
     said = capsys.readouterr().err
     what = "is not a directory: move it away" if place == "runs" else "cannot be written"

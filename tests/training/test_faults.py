@@ -57,7 +57,7 @@ def one_file(path, **_):
         min(path.iterdir()).unlink()
         die()
 def half_a_line(self, step, metrics):
-    with self.metrics.open("a") as file: file.write('{"step": 5, "rew')
+    with self.record.metrics.open("a") as file: file.write('{"step": 5, "rew')
     die()
 # Owner, function, what happens at the fatal call: before or instead, or after.
 PLACES = {

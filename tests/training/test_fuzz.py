@@ -29,7 +29,7 @@ from three_policies import trainer
 from three_policies.checks import UserError
 from three_policies.interop import dialects
 from three_policies.tests.support.waiting import HANG
-from three_policies.training import checkpoints, tasks
+from three_policies.training import checkpoints, files, tasks
 from three_policies.training.settings import Config, TaskConfig, leaves, load_config
 
 
@@ -179,7 +179,7 @@ def fuzz_checkpoint(rng):
     config = Config(run="x")
     try:
         checkpoints.Checkpoints(directory, config)
-        checkpoints.read_metrics(Path("metrics.jsonl"))
+        files.read_metrics(Path("metrics.jsonl"))
     finally:
         shutil.rmtree("runs")
 

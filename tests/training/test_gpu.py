@@ -64,7 +64,7 @@ SAMPLES = {SENDS, *(f"{what} rollout.py {function}" for what, function in [
     ("tolist", "__call__")])}
 # Where the parts of a step wait for the device: what for, file, function. The engine is that of
 # transformers; vLLM's is not tried here.
-TIMED = "synchronize run.py time_part"                 # once at the end of each part
+TIMED = "synchronize record.py time_part"                 # once at the end of each part
 MAY_WAIT = {
     "rollout": {*SAMPLES, "copy from the host rollout.py update_weights"},           # in flight
     "log_probs": {SENDS, "item trainer.py without_nonfinite"},
@@ -77,7 +77,7 @@ DRIVER = """
 import contextlib, json, os, sys, traceback, torch, torch.distributed as dist
 # From here on it is torch's accelerator, and the trainer finds it.
 from three_policies.tools import pretend_gpu
-from three_policies.training import run
+from three_policies.training import record, run
 from three_policies import policy, trainer
 from three_policies.training import shapes
 from three_policies.training import capacity, tasks
@@ -95,7 +95,7 @@ def with_buffer(make):
 policy.read_model, policy.empty_model = map(with_buffer, (policy.read_model, policy.empty_model))
 # Calls of the policy and of `update`; waits of a step's parts.
 passes, updates, parts = [], [], {}
-forward, timed, update = policy.Policy.forward, run.Run.time_part, trainer.update
+forward, timed, update = policy.Policy.forward, record.Record.time_part, trainer.update
 policy.Policy.forward = lambda *args: passes.append(1) or forward(*args)
 trainer.update = lambda *args: updates.append(1) or update(*args)
 @contextlib.contextmanager
@@ -106,7 +106,7 @@ def part(self, name):
         place, function = line.split(" < ")[-1].split()
         key, more = f"{what} {place.split(':')[0]} {function}", n - before.get((what, line), 0)
         if more: into[key] = into.get(key, 0) + more
-run.Run.time_part = part
+record.Record.time_part = part
 
 def spoil():
     # The first forward pass of training (π_old, or in bypass mode π_θ) has numbers that are none.

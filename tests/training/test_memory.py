@@ -36,13 +36,13 @@ with process_group() as device:
     optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
     for parameter in policy.parameters(): parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    run = SimpleNamespace(
-        policy=policy, optimizer=optimizer, sync=WeightSync(None), main=True, before=0.0,
+    loaded = SimpleNamespace(
+        policy=policy, optimizer=optimizer, sync=WeightSync(None),
         engine=SimpleNamespace(name="transformers"), task=SimpleNamespace(digest=""))
     checkpoints = Checkpoints(Path("checkpoints"), load_config(["run=x"]))
     print(os.getpid(), sum(p.numel() for p in policy.parameters()), flush=True)
     sys.stdin.readline()
-    checkpoints.save(run, 1)
+    checkpoints.save(1, loaded, 0.0)
     print("saved", flush=True)
     sys.stdin.readline()
 """

@@ -20,7 +20,7 @@ from three_policies.tests.support.launching import ROOT
 from three_policies.tests.training.test_data import MADE
 from three_policies.training import demo, tasks
 from three_policies.training.faults import process_group
-from three_policies.training.run import Run
+from three_policies.training.loading import load
 from three_policies.training.settings import TaskConfig, correction_of, load_config
 
 
@@ -113,31 +113,27 @@ def test_sets_without_a_bound_are_one_sentence_before_anything_is_loaded(
 
 
 def test_a_named_engine_that_is_missing_is_refused_before_a_demo_model_is_taught(monkeypatch):
-    monkeypatch.setattr("three_policies.training.run.find_spec", lambda _: None)
-    monkeypatch.setattr("three_policies.training.run.make_task", lambda *_: 1 / 0)
+    monkeypatch.setattr("three_policies.training.loading.find_spec", lambda _: None)
+    monkeypatch.setattr("three_policies.training.loading.make_task", lambda *_: 1 / 0)
     with pytest.raises(UserError, match="needs vLLM, which is not installed: requirements/vllm-cp"):
-        opened = object.__new__(Run)
-        opened.config = load_config(["rollout.engine=vllm"])
-        opened.open()
+        load(load_config(["rollout.engine=vllm"]), torch.device("cpu"))
     with pytest.raises(UserError, match="rollout.temperature must be at most 2 for vLLM, not 3"):
         load_config(["rollout.engine=vllm", "rollout.temperature=3"])
 
 
 def test_a_damaged_demo_model_says_how_it_is_taught_again(tmp_path, monkeypatch):
     (tmp_path / "damaged").mkdir()
-    monkeypatch.setattr("three_policies.training.run.make_demo_model",
+    monkeypatch.setattr("three_policies.training.loading.make_demo_model",
                         lambda *_: str(tmp_path / "damaged"))
-    opened = object.__new__(Run)
-    opened.config, opened.remarks = load_config(["task.size=1"]), []
     with pytest.raises(UserError, match="damaged .delete it, and it is taught again. cannot be lo"):
-        opened.open()
+        load(load_config(["task.size=1"]), torch.device("cpu"))
 
 
 def test_a_temperature_that_vllm_does_not_take_is_one_sentence(run, monkeypatch, capsys):
     """rollout.engine=auto would take vLLM, which raises in the first sampling."""
-    monkeypatch.setattr("three_policies.training.run.find_spec", lambda _: True)
+    monkeypatch.setattr("three_policies.training.loading.find_spec", lambda _: True)
     with monkeypatch.context() as patch:
-        patch.setattr("three_policies.training.run.make_task", lambda *_: 1 / 0)
+        patch.setattr("three_policies.training.loading.make_task", lambda *_: 1 / 0)
         assert run("rollout.temperature=3", "rollout.engine=auto")[0] == 2
     assert ("rollout.temperature must be at most 2 for vLLM, not 3.0, or set "
             "rollout.engine=transformers") in capsys.readouterr().err
@@ -269,7 +265,7 @@ def test_tasks_hold_out_problems_and_deal_the_rest_once_per_pass(kind):
 def test_vllm_out_of_memory_at_its_start_names_the_settings(words, run, monkeypatch, capsys):
     def start(*_, **__):
         raise ValueError(words)
-    monkeypatch.setattr("three_policies.training.run.make_engine", start)
+    monkeypatch.setattr("three_policies.training.loading.make_engine", start)
     assert run()[0] == 2 and "rollout.gpu_memory_utilization" in capsys.readouterr().err
 
 

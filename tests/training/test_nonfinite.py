@@ -19,10 +19,11 @@ from three_policies.rollout import Sample, TransformersEngine
 from three_policies.tests.support.small import weights
 from three_policies.trainer import without_nonfinite
 from three_policies.training import tasks
-from three_policies.training.batches import pad
+from three_policies.training.batches import nonfinite_rows, pad
 from three_policies.training.faults import process_group
-from three_policies.training.run import Run
 from three_policies.training.settings import AdvantageConfig, load_config
+
+WORDS: Any = SimpleNamespace(decode=lambda ids: str(ids.tolist()))       # a tokenizer
 
 
 def spoil(monkeypatch, policy):
@@ -105,10 +106,11 @@ def test_the_whole_response_is_left_out_and_a_masked_token_may_be_anything():
         batch.response_mask[2, 1] = False
         named = []
         left = without_nonfinite(SimpleNamespace(
-            nonfinite=lambda *said: named.append(said),
-            nonfinite_rows=lambda batch, policies: [*policies]), batch)
+            record=SimpleNamespace(nonfinite=lambda *said: named.append(said)),
+            loaded=SimpleNamespace(tokenizer=WORDS)), batch)
     assert left.response_mask.tolist() == [[True, True], [False, False], [True, False]]
-    assert named == [("samples", ["π_rollout"])]
+    assert named == [("samples", [
+        "π_rollout has the log-prob -inf for token 2, '4', after the prompt '[5]'"])]
 
 
 def test_a_reward_that_is_not_finite_is_no_part_of_its_groups_baseline(run, monkeypatch):
@@ -126,12 +128,10 @@ def test_a_reward_that_is_not_finite_is_no_part_of_its_groups_baseline(run, monk
 
 
 def test_the_token_and_the_prompt_that_are_named_are_the_rows_own():
-    run: Any = Run.__new__(Run)
-    run.tokenizer = SimpleNamespace(decode=lambda ids: str(ids.tolist()))
     samples = [Sample([3, 4], [-1.0, -2.0], True), Sample([6, 7, 8], [-1.0, -1.0, -math.inf], True)]
     with process_group() as device:
         batch = pad([[5, 5, 5], [9, 2]], samples, torch.zeros(2), device)
-        assert run.nonfinite_rows(batch, {"π_rollout": batch.rollout_log_prob}) == [
+        assert nonfinite_rows(batch, {"π_rollout": batch.rollout_log_prob}, WORDS) == [
             "π_rollout has the log-prob -inf for token 3, '8', after the prompt '[9, 2]'"]
 
 

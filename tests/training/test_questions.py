@@ -196,11 +196,10 @@ def test_gsm8ks_instruction_is_named_when_a_user_has_not_written_it(tmp_path):
 
 def test_rewards_of_0_with_right_last_numbers_are_named(monkeypatch, tmp_path):
     """A model that writes "17 + 25 = 42." had reward 0, and nothing said why."""
-    from three_policies.training.run import Run
-    run, said = object.__new__(Run), []
-    run.config = load_config(own_rows(tmp_path))
-    run.warned = set()
-    monkeypatch.setattr(run, "say", said.append)
+    from three_policies.training import record
+    run, said = object.__new__(record.Record), []
+    run.config, run.spoken_of = load_config(own_rows(tmp_path)), set()
+    monkeypatch.setattr(record, "say", said.append)
     problems = [tasks.Problem("17+25", "42", "row 1")] * 4
     run.judge_match(problems, ["no", "no", "no", "= 42."], [0.0] * 4)
     assert said == []

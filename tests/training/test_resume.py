@@ -24,7 +24,7 @@ from three_policies.tests.support.launching import ROOT
 from three_policies.tests.support.small import SMALL, steady, weights
 from three_policies.tests.support.tolerances import gamma
 from three_policies.tests.support.waiting import HANG, until
-from three_policies.training import checkpoints
+from three_policies.training import checkpoints, files
 from three_policies.training.run import Run
 from three_policies.training.settings import TrainConfig, load_config
 
@@ -237,7 +237,7 @@ def test_the_metrics_are_on_the_disk_before_a_checkpoint_counts_on_them(run, mon
 def test_a_line_of_metrics_that_is_none_is_one_sentence(line, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(line + "\n")
     with pytest.raises(UserError, match="has a line that is not the metrics of a step"):
-        checkpoints.read_metrics(tmp_path / "metrics.jsonl")
+        files.read_metrics(tmp_path / "metrics.jsonl")
 
 
 def test_the_engine_sleeps_while_a_checkpoint_is_read(run, monkeypatch):
@@ -277,9 +277,9 @@ def test_a_file_that_cannot_be_brought_to_the_disk_is_an_error(tmp_path, monkeyp
         raise OSError(errno.EIO, "no disk")
     monkeypatch.setattr(os, "fsync", failing)
     (tmp_path / "weights").write_text("")
-    checkpoints.settle(tmp_path)
+    files.settle(tmp_path)
     with pytest.raises(OSError, match="no disk"):
-        checkpoints.settle(tmp_path / "weights")
+        files.settle(tmp_path / "weights")
 
 
 def test_a_run_of_fewer_steps_than_its_weights_are_late_is_continued(run):

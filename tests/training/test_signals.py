@@ -12,7 +12,7 @@ from three_policies.tests.support.waiting import HANG, until
 from three_policies.tests.training.test_directory import (HERE, LONG, as_from_a_terminal,
                                                           said_until, start)
 from three_policies.training import signals
-from three_policies.training.checkpoints import read_metrics
+from three_policies.training.files import read_metrics
 
 CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 WORDS = {"SIGINT": "interrupted", "SIGTERM": "ended by SIGTERM", "SIGHUP": "ended by SIGHUP"}
@@ -67,7 +67,7 @@ Task.reward = lambda self, problem, response: float(len(response) % 2)
 place, name, argv = sys.argv[1], sys.argv[2], sys.argv[3:]
 owner, function = {
     "update": (trainer, "update"), "save": (checkpoints.dcp, "save"), "finish": (run.Run, "finish"),
-    "evaluate": (trainer, "evaluate"), "close": (run.Run, "close")}[place]
+    "evaluate": (trainer, "evaluate"), "close": (run, "close")}[place]
 real, calls = getattr(owner, function), []
 def struck(*args, **kwargs):
     calls.append(1)

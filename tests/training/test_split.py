@@ -82,7 +82,8 @@ with process_group() as device:
                 for name, parameter in policy.named_parameters():
                     gradient[name] = full_tensor(parameter.grad).clone()
             def zero_grad(self): policy.zero_grad()
-        run = SimpleNamespace(config=config, policy=policy, optimizer=Recorder())
+        run = SimpleNamespace(config=config, loaded=SimpleNamespace(
+            policy=policy, optimizer=Recorder()))
         made = trainer.update(run, batch, options, given)
         merged = merge(made.corrections, dist.group.WORLD)
         results.setdefault(parts, {})[preset, denominator] = (gradient, {**made.metrics, **merged})

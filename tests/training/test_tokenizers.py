@@ -9,7 +9,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from three_policies.training.models import read_tokenizer
-from three_policies.training.run import check_ends, ends_of
+from three_policies.training.loading import check_ends, ends_of
 
 
 @pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Llama"])

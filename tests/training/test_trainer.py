@@ -28,7 +28,7 @@ from three_policies.rollout import Sample, WeightSync
 from three_policies.tests.support.launching import ROOT, shell
 from three_policies.tests.support.small import SMALL
 from three_policies.tests.support.tolerances import gamma
-from three_policies.training import batches, checkpoints, tasks
+from three_policies.training import batches, files, tasks
 from three_policies.training.faults import process_group
 from three_policies.training.report import CURVES
 from three_policies.training.settings import Config, LossSettings, leaves, load_config
@@ -140,7 +140,7 @@ def test_presets_with_vllm_under_torchrun(preset, tiny_model, tmp_path, vllm_req
     assert result.returncode == 0, result.stderr
     assert "engine vllm (bfloat16)" in result.stderr
     assert "Traceback" not in result.stdout + result.stderr
-    lines = checkpoints.read_metrics(tmp_path / "runs/v/metrics.jsonl")
+    lines = files.read_metrics(tmp_path / "runs/v/metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2] and lines[0]["rollout_corr/k3_kl"] > 0
 
 
@@ -293,7 +293,7 @@ def test_what_is_set_reaches_the_clip_and_the_optimizer(run, monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, most: (
         given.append(most) or clip(parameters, most)))
     monkeypatch.setattr(trainer, "update", lambda run, *of: given.append(
-        run.optimizer.param_groups[0]["weight_decay"]) or update(run, *of))
+        run.loaded.optimizer.param_groups[0]["weight_decay"]) or update(run, *of))
     run("train.max_grad_norm=0.25", "train.weight_decay=0.5", "train.steps=1")
     assert given == [0.5, 0.25] * 2 and Config().train.weight_decay == 0     # torch's own is 0.01
 
@@ -405,13 +405,16 @@ def test_what_a_step_says_of_its_responses(masked, learned, length):
                           f"rollout.mask_truncated={masked}"])
     with process_group() as device:
         batch, found = trainer.sample(SimpleNamespace(
-            config=config, device=device, prompts=[[5]] * 8, engine=SimpleNamespace(sleep=list),
-            show_first=lambda *_: None, judge_match=lambda *_: None,
-            task=SimpleNamespace(train=[tasks.Problem("", "", f"row {i}") for i in range(8)],
-                                 order=lambda seed, first, n: range(first, first + n),
-                                 reward=lambda problem, text: next(rewards)),
-            generate=lambda *_: (samples, ["x" * n for n in lengths]),
-            nonfinite=lambda kind, sentences: named.extend(sentences)), 2)
+            config=config, device=device, loaded=SimpleNamespace(
+                prompts=[[5]] * 8, engine=SimpleNamespace(sleep=list),
+                tokenizer=SimpleNamespace(decode=str),
+                task=SimpleNamespace(train=[tasks.Problem("", "", f"row {i}") for i in range(8)],
+                                     order=lambda seed, first, n: range(first, first + n),
+                                     reward=lambda problem, text: next(rewards))),
+            record=SimpleNamespace(
+                show_first=lambda *_: None, judge_match=lambda *_: None,
+                nonfinite=lambda kind, sentences: named.extend(sentences)),
+            generate=lambda *_: (samples, ["x" * n for n in lengths])), 2)
     assert [sentence.partition(" for ")[2] for sentence in named] == [
         "row 6 is nan"] * 2                            # of step 2, whose prompts are rows 4 to 7
     assert batch.response_mask.any(1).tolist() == [bool(x) for x in learned]

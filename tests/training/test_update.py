@@ -71,8 +71,9 @@ def run():
                 found.append(policy.logits.grad.full_tensor().flatten().clone())
 
             return SimpleNamespace(
-                config=config, policy=policy, found=found,
-                optimizer=SimpleNamespace(step=step, zero_grad=policy.zero_grad))
+                config=config, found=found, loaded=SimpleNamespace(
+                    policy=policy,
+                    optimizer=SimpleNamespace(step=step, zero_grad=policy.zero_grad)))
         yield opened
 
 
@@ -90,7 +91,7 @@ def mean_gradient(run, advantages):
     for i in range(len(PI.tokens)):
         batch = of_response([i], advantages, REF if config.loss.kl_coef else None)
         if not options.bypass_mode or trainer.penalizes(config):
-            batch = batch._replace(old_log_prob=trainer.score(run.policy, batch, config))
+            batch = batch._replace(old_log_prob=trainer.score(run.loaded.policy, batch, config))
         batch = trainer.with_kl_in_reward(batch, config)
         correction = None if options.bypass_mode else trainer.correct(
             batch.old_log_prob, batch.rollout_log_prob, batch.response_mask, options,
@@ -139,7 +140,7 @@ def test_a_kl_beyond_its_clamps_has_size_and_sign(log_pi, log_mu, log_ref, kind,
     tokens = torch.cat([torch.zeros(1, 1, dtype=torch.long), pi.tokens[[row]]], 1)
     batch = trainer.Batch(tokens, torch.ones(1, 2, dtype=torch.long), mask, 0 * given[:1],
                           given[:1], ref_log_prob=given[1:])
-    batch = batch._replace(old_log_prob=trainer.score(opened.policy, batch, opened.config))
+    batch = batch._replace(old_log_prob=trainer.score(opened.loaded.policy, batch, opened.config))
     trainer.update(opened, batch, correction_of(opened.config), None)
     rho, ell = math.exp(log_pi - log_mu), log_pi - log_ref
     right = rho * (ell + (kind == "k1")) * -math.expm1(log_pi)
@@ -242,7 +243,7 @@ def updated(opened, advantages, rows=None):
     config, options = opened.config, correction_of(opened.config)
     batch = of_response(list(range(len(PI.tokens))) if rows is None else rows, advantages,
                         REF if config.loss.kl_coef else None)
-    batch = batch._replace(old_log_prob=trainer.score(opened.policy, batch, config))
+    batch = batch._replace(old_log_prob=trainer.score(opened.loaded.policy, batch, config))
     correction = trainer.correct(batch.old_log_prob, batch.rollout_log_prob, batch.response_mask,
                                  options, batch.advantages)
     found = trainer.update(opened, batch, options, None if options.bypass_mode else correction)
@@ -306,11 +307,11 @@ def test_a_mini_batch_without_a_difference_in_reward_takes_no_step(run):
 def test_every_schedule_but_the_constant_one_moves(schedule):
     rates, run = [], SimpleNamespace(
         config=load_config([f"train.schedule={schedule}", "train.steps=5", "train.lr=1"]),
-        optimizer=SimpleNamespace(param_groups=[{}]))
+        loaded=SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{}])))
     run.config.train.warmup_steps = 0
     for step in range(1, 6):
         trainer.set_learning_rate(run, step)
-        rates.append(run.optimizer.param_groups[0]["lr"])
+        rates.append(run.loaded.optimizer.param_groups[0]["lr"])
     assert rates[0] == 1 and (len(set(rates)) == 1) == (schedule == "constant")
 
 
@@ -323,7 +324,8 @@ def test_a_cosine_leaves_something_for_the_last_step(steps, warmup, rates):
     group, found = {}, []
     for step in range(1, steps + 1):
         trainer.set_learning_rate(SimpleNamespace(
-            config=config, optimizer=SimpleNamespace(param_groups=[group])), step)
+            config=config, loaded=SimpleNamespace(
+                optimizer=SimpleNamespace(param_groups=[group]))), step)
         found.append(group["lr"])
     assert found == pytest.approx(rates, abs=1e-4)
 
