@@ -224,7 +224,7 @@ def check(policy: Policy) -> None:
 def full_weights(policy: Policy, lora: str = "merged") -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) of every weight, one at a time; every rank must iterate.
 
-    `lora` says what is done with a LoRA (rollout.adapter): W + sBA in float32, the same with
+    `lora` says what is done with a LoRA (rollout.lora): W + sBA in float32, the same with
     both summands and their sum rounded to bfloat16, or apart: A and B alone, under peft's names.
     """
     if isinstance(policy, FSDPModule):

@@ -11,7 +11,7 @@ This file decides
   H100 one of 8 responses of 128 tokens was the same alone and among 64.
 * Weights enter the running engine in place, by Hugging Face name, and every one has to arrive.
 * μ differs from π_old for three reasons, each a setting: the engine's arithmetic (`dtype`), rounded
-  weights (`quantize_bits`) and stale weights (`staleness`). With `update_every` the stale weights
+  weights (`quantize`) and stale weights (`staleness`). With `update_every` the stale weights
   are replaced within a response, as an asynchronous trainer does (math/9-versions.md).
 The engine here is Hugging Face's; vLLM's is in engines/vllm.py. `make_engine` of
 engines/choice.py chooses between them. Left out are tensor parallelism (every rank holds a whole
@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 from three_policies.estimators import sampling_log_probs
 from three_policies.training.heads import widen_head
+from three_policies.training.rounding import quantize_weights
 from three_policies.training.shapes import Shape, pad_rows, run_prompts, to_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -274,19 +275,19 @@ class GumbelMax(LogitsProcessor):
 
 
 class WeightSync:
-    """Give the engine the policy's weights, `staleness` pushes old and rounded to few bits.
+    """Give the engine the policy's weights, `staleness` pushes old and rounded as it stores them.
 
     After push n (n = 0 before the first step) the engine holds the weights of push
     max(0, n - staleness). So one machine imitates an asynchronous trainer. The snapshots wait in
     host memory as the engine will get them: already rounded, and matrices in its dtype.
     """
 
-    def __init__(self, engine: Engine, staleness: int = 0, quantize_bits: int | None = None,
-                 dtype: str = "float32") -> None:
+    def __init__(self, engine: Engine, staleness: int = 0,
+                 quantize: str | int | None = None, dtype: str = "float32") -> None:
         if staleness < 0:
             raise ValueError(f"rollout.staleness={staleness} must be 0 or more weight syncs.")
-        quantize_weights([], quantize_bits)  # raises now rather than at the first push
-        self.engine, self.staleness, self.bits = engine, staleness, quantize_bits
+        quantize_weights([], quantize)  # raises now rather than at the first push
+        self.engine, self.staleness, self.quantize = engine, staleness, quantize
         self.dtype = DTYPES[dtype]
         self.waiting: deque[dict[str, Tensor]] = deque(maxlen=staleness + 1)  # oldest first
 
@@ -295,7 +296,7 @@ class WeightSync:
 
         It is called at the start, also of a resumed run, and after every step.
         """
-        named_tensors = quantize_weights(named_tensors, self.bits)
+        named_tensors = quantize_weights(named_tensors, self.quantize)
         if self.staleness > 0:
             self.waiting.append(dict(map(self.copy_to_host, named_tensors)))
             named_tensors = self.waiting[0].items()
@@ -304,7 +305,7 @@ class WeightSync:
     @property
     def as_is(self) -> bool:
         """Say whether a push loads the policy's own weights, neither rounded nor stale."""
-        return self.staleness == 0 and self.bits is None
+        return self.staleness == 0 and self.quantize is None
 
     def in_flight(self, every: int, recompute: bool, newest: int) -> InFlight:
         """Return the weights that wait, of which the newest are those of push `newest`."""
@@ -327,29 +328,6 @@ class WeightSync:
     def load_state_dict(self, state: dict[str, list[dict[str, Tensor]]]) -> None:
         """Restore the older snapshots; a `push` of the restored policy then restores the engine."""
         self.waiting = deque(state["waiting"], maxlen=self.staleness + 1)
-
-
-def quantize_weights(named_tensors: Iterable[NamedTensor], bits: int | None
-                     ) -> Iterator[NamedTensor]:
-    """Round matrices to `bits` bits and back: w → step·round(w/step).
-
-    One step = max|w| / (2^(bits-1) - 1) per output channel (all indices but the last). The grid is
-    symmetric, with at most 2^bits - 1 levels and an error of at most step/2, besides the rounding
-    to the weight's dtype. Embeddings are rounded like other matrices. Vectors (norms, biases) are
-    not, and nothing is if bits is None.
-    """
-    if bits is not None and bits not in range(2, 17):
-        raise ValueError(f"rollout.quantize_bits={bits} must be null or a number from 2 to 16.")
-    if bits is None:
-        return iter(named_tensors)
-    return ((name, _round_to_bits(t, bits) if t.dim() > 1 else t) for name, t in named_tensors)
-
-
-def _round_to_bits(weight: Tensor, bits: int) -> Tensor:
-    w = weight.detach().float()  # [..., out, in]
-    step = w.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)  # [..., out, 1]
-    step = torch.where(step > 0, step, 1.0)
-    return ((w / step).round() * step).to(weight.dtype)
 
 
 # ---- the work: nothing below is about the method ------------------------------------------------

@@ -316,7 +316,7 @@ from three_policies import trainer
 from three_policies.training.files import read_metrics
 
 SETTINGS = [*TASK, "rollout.engine=transformers", "rollout.prompts=64",
-            "rollout.samples=8", "rollout.quantize_bits=4", "rollout.staleness=4",
+            "rollout.samples=8", "rollout.quantize=4", "rollout.staleness=4",
             "train.steps=60", "train.mini_batches=2", "train.lr=5e-4",
             "train.warmup_steps=5", "train.eval_every=5"]
 
@@ -387,7 +387,7 @@ for name in ("naive", "decoupled_token_is", "decoupled_seq_is"):
 # %% [markdown]
 # ## Your turn
 #
-# * Set `rollout.staleness=0`, or `rollout.quantize_bits=8`. What is left of the collapse?
+# * Set `rollout.staleness=0`, or `rollout.quantize=8`. What is left of the collapse?
 # * Take another preset, such as `bypass_ppo_clip`. Chapter 6 lists them all.
 # * Give the doctor a dump of your own run: `three-policies doctor DUMP.jsonl`.
 #

@@ -32,7 +32,7 @@ def respond(config, task):
     tokenizer = AutoTokenizer.from_pretrained(path)
     policy = load_policy(path, rollout.temperature, config.policy.dtype, device)
     engine = make_engine("transformers", path, dtype=rollout.dtype, max_model_len=1024)
-    WeightSync(engine, 0, rollout.quantize_bits).push(full_weights(policy))
+    WeightSync(engine, 0, rollout.quantize).push(full_weights(policy))
     chosen = task.order(SEED, 0, rollout.prompts)
     rows = [(p, j) for p in range(rollout.prompts) for j in range(rollout.samples)]
     problems = [task.train[chosen[p]] for p, _ in rows]

@@ -84,7 +84,7 @@ def judged() -> dict[tuple[str, str, str], bool]:
 def regime_in_words(study: str, regime: str, arms: tuple[str, str]) -> str:
     """Write the length, the rounding, the staleness and the learning rate of both arms' runs."""
     one, other = (settings(study, regime, arm) for arm in arms)
-    bits, late = one.rollout.quantize_bits, one.rollout.staleness
+    bits, late = one.rollout.quantize, one.rollout.staleness
     tokens = one.task.length if one.task.kind == "dyck" else one.task.size + 1
     rates = " against ".join(dict.fromkeys(
         f"{x.train.lr:f}".rstrip("0") for x in (one, other)))

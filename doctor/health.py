@@ -47,7 +47,7 @@ HEALTHY = (
      "recompute π_old (bypass_mode false), take a loss without a clip (preset bypass_pg_is), or "
      "open it: loss.clip_low=1, loss.clip_high=1e9"),
     ("k3_kl", 0, FAR, "π_rollout and π_old are far apart",
-     "lower rollout.staleness, raise rollout.dtype or rollout.quantize_bits"),
+     "lower rollout.staleness, raise rollout.dtype, or round less (rollout.quantize)"),
     ("chi2_token", -1, 5, "a large shift: at χ² = 5 five samples of six are lost",
      "lower rollout.staleness, or truncate with rollout_is_threshold"),
     ("ppl_ratio", 0.8, 1.25, "one policy finds the samples far likelier than the other",

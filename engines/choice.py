@@ -16,7 +16,8 @@ from transformers import AutoConfig
 
 from three_policies.engines.vllm import VllmEngine, import_vllm
 from three_policies.rollout import DTYPES, Cut, Engine, TransformersEngine
-from three_policies.training.settings import ENGINES
+
+ENGINES = ("auto", "vllm", "transformers")         # what rollout.engine may be
 
 
 def make_engine(

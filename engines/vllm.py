@@ -52,7 +52,7 @@ class VllmEngine:
                 "num_experts", "num_local_experts", "n_routed_experts")
             if not self.on_gpu and any(getattr(text, name, None) for name in experts):
                 raise ValueError("vLLM for CPU has no code for a LoRA beside experts: set "
-                                 "rollout.adapter=merged")
+                                 "rollout.lora=merged")
             lora(self.layout)
             rank = self.layout.peft_config["default"].r
             from vllm.config.lora import MaxLoRARanks

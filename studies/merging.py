@@ -85,7 +85,7 @@ def train(seed: int, base: Path, rank: int, rate: float) -> Path:
     code = trainer.main([
         f"seed={seed}", f"run={name}", f"policy.path={base}", f"policy.lora_rank={rank}",
         f"policy.lora_alpha={SCALE * rank:g}", "policy.lora_targets=all-linear",
-        "rollout.engine=transformers", "rollout.quantize_bits=null", "rollout.prompts=32",
+        "rollout.engine=transformers", "rollout.quantize=null", "rollout.prompts=32",
         "train.mini_batches=1", "train.warmup_steps=0", f"train.lr={rate}", "task.eval_size=64",
         f"train.steps={STEPS[-1]}", "train.save_every=1", f"train.keep={STEPS[-1]}"])
     assert code == 0

@@ -294,7 +294,7 @@ def bench_step(steps=12, turns=5):
     found, last = defaultdict(list), {}
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
-        config = load_config(["rollout.engine=transformers", "rollout.quantize_bits=null",
+        config = load_config(["rollout.engine=transformers", "rollout.quantize=null",
                                       f"train.steps={steps}", "train.eval_every=1000"])
         for turn, n in itertools.product(range(turns), sorted({1, threads})):
             config.run = f"ours-{turn}-{n}"

@@ -35,7 +35,7 @@ SETTINGS = ["task.size=2", "task.eval_size=1", "rollout.prompts=4", "rollout.sam
             "rollout.max_tokens=64",
             "rollout.dtype=bfloat16", "train.mini_batches=1", "train.micro_batch_size=8",
             "train.steps=3",
-            "rollout.quantize_bits=null", "train.keep=1", "correction.preset=decoupled_token_is",
+            "rollout.quantize=null", "train.keep=1", "correction.preset=decoupled_token_is",
             "run=size"]
 
 

@@ -23,7 +23,8 @@ from three_policies.training.faults import cause_of, explain
 from three_policies.training.files import write, write_aside
 from three_policies.training.loading import Loaded
 from three_policies.training.models import digest_of
-from three_policies.training.settings import CHANGEABLE, Config, flat, without_slash
+from three_policies.training.settings import (CHANGEABLE, Config, flat, renamed,
+                                              without_slash)
 from three_policies.training.shards import TensorByTensor
 
 
@@ -82,7 +83,8 @@ class Checkpoints:
         A setting that did not exist then had its present default.
         """
         defaults = flat(asdict(Config()))
-        then = {key: defaults.get(key) for key in self.settings if key in defaults} | then
+        then = {key: defaults.get(key) for key in self.settings if key in defaults} | {
+            renamed(key): value for key, value in then.items()}
         then["policy.path"] = without_slash(then["policy.path"])        # once it was kept
         differing = [f"{key}={then.get(key)} (now {self.settings.get(key)})"
                      for key in {**then, **self.settings} if key not in CHANGEABLE

@@ -54,7 +54,7 @@ class Loaded:
     optimizer: torch.optim.Optimizer
     engine: Engine
     sync: WeightSync                               # gives the engine its weights
-    lora: str                                      # how the engine gets a LoRA: rollout.adapter
+    lora: str                                      # how the engine gets a LoRA: rollout.lora
     remarks: list[str]                             # on what is accepted and may not be meant
 
     def weights(self) -> Iterator[NamedTensor]:
@@ -83,8 +83,8 @@ def load(config: Config, device: torch.device) -> Loaded:
     return Loaded(
         texts.task, path, texts.dtype, sizes, texts.tokenizer, texts.prompts,
         texts.held_out_prompts, texts.eos_ids, policy, reference, optimizer, engine,
-        WeightSync(engine, rollout.staleness, rollout.quantize_bits, rollout.dtype),
-        rollout.adapter, remarks + texts.task.remarks)
+        WeightSync(engine, rollout.staleness, rollout.quantize, rollout.dtype),
+        rollout.lora, remarks + texts.task.remarks)
 
 
 def require_engine(config: Config) -> None:
@@ -270,7 +270,7 @@ def load_policies(config: Config, path: str, adapt: Adapt, device: torch.device
 def start_engine(config: Config, path: str, adapt: Adapt, longest: int, device: torch.device
                  ) -> Engine:
     rollout = config.rollout
-    apart = config.policy.lora_rank and rollout.adapter == "apart"
+    apart = config.policy.lora_rank and rollout.lora == "apart"
     candidates = rollout.candidates if correction_of(config).score_centering else 0
     try:
         with end_after(rollout.timeout, rollout.engine):

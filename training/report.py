@@ -28,7 +28,8 @@ def say(text: str) -> None:
 def summarize(config: Config) -> str:
     """Return the settings that matter most, for the run's first lines."""
     rollout, train = config.rollout, config.train
-    weights = f"{rollout.quantize_bits}-bit" if rollout.quantize_bits else rollout.dtype
+    weights = rollout.quantize or rollout.dtype
+    weights = f"{weights}-bit" if isinstance(weights, int) else weights
     late = f", {rollout.staleness} syncs stale" if rollout.staleness else ""
     late += f" and renewed every {rollout.update_every} tokens" if rollout.update_every else ""
     return (f"{rollout.prompts} prompts × {rollout.samples} responses of at most "

@@ -33,8 +33,9 @@ from three_policies.training.files import read_metrics, settle, write, write_asi
 from three_policies.training.loading import Loaded, load
 from three_policies.training.models import empty_model
 from three_policies.training.record import Record
+from three_policies.training.remarks import remarks
 from three_policies.training.report import closing_table, plot, say, summarize
-from three_policies.training.settings import Config, in_own_keys, remarks
+from three_policies.training.settings import Config, in_own_keys
 from three_policies.training.tasks import seed_of
 
 

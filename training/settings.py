@@ -25,6 +25,7 @@ import msgspec
 import yaml
 
 from three_policies.checks import UserError, check_fields, interval, limits_of, setting
+from three_policies.training.rounding import rounding
 from three_policies.interop.dialects import KEYS, OWN, WRAPPERS, from_dialect, kl_kind, own_keys
 from three_policies.losses import LossConfig
 from three_policies.presets import HISTORICAL, PRESETS, RolloutCorrectionConfig
@@ -115,15 +116,16 @@ class RolloutConfig:
         1)
     candidates: int = setting(
         64, "for correction.score_centering: likeliest tokens of μ, or all that a cut keeps", 1)
-    quantize_bits: int | None = setting(
-        None, "bits to which weights are rounded on their way to the engine", 2, 16)
+    quantize: str | int | None = setting(
+        None, "how weights are rounded on their way to the engine: int8, int4, int4-group-32, "
+        "int4-group-128, float8-e4m3, float8-e4m3-tensor, or 2 to 16 bits per channel")
     staleness: int = setting(0, "number of weight syncs by which the engine is stale", 0)
     update_every: int | None = setting(
         None, "tokens of a response after which the engine takes its next weights, the stalest "
         "first; null: weights stay for a response", 1)
     recompute_cache: bool = setting(
         False, "with update_every: run earlier tokens again through the new weights")
-    adapter: Literal["merged", "merged-bfloat16", "apart"] = setting(
+    lora: Literal["merged", "merged-bfloat16", "apart"] = setting(
         "merged", "how the engine gets a LoRA (policy.lora_rank): added to the weights in "
         "float32, added on bfloat16's grid, or apart from them")
     batch_size: int = setting(512, "responses generated at a time", 1)
@@ -131,9 +133,6 @@ class RolloutConfig:
     timeout: float = setting(1800.0, "seconds that one call of the engine may take", 1)
     enforce_eager: bool | None = setting(None, "run vLLM without graphs; null: true on a CPU")
     gpu_memory_utilization: float = setting(0.4, "vLLM's share of a GPU while awake", 0.01, 0.99)
-
-
-ENGINES = typing.get_args(typing.get_type_hints(RolloutConfig)["engine"])      # auto, too
 
 
 @dataclass
@@ -209,6 +208,9 @@ SPLITS = {"train.micro_batch_size", "train.micro_batch_tokens", "rollout.batch_s
 CHANGEABLE = {"train.steps", "train.save_every", "train.keep", "train.eval_every", "train.grace",
               "train.dump", "train.on_nonfinite", "rollout.gpu_memory_utilization",
               "rollout.timeout", "policy.cpu_offload", *SPLITS}
+# Each has a name that says more, and is read as that.
+OTHER_NAMES = {"run.dump": "train.dump", "rollout.quantize_bits": "rollout.quantize",
+               "rollout.adapter": "rollout.lora"}
 
 
 def help_text() -> str:
@@ -276,8 +278,7 @@ def load_config(argv: list[str]) -> Config:
     if deleted := next((a[1:] for a in argv if a.startswith("~")), None):
         raise UserError(f"Hydra's ~{deleted} is not read here: write {deleted.split('=')[0]}=null")
     paths = [a for a in argv if "=" not in a or (a.endswith(".yaml") and Path(a).is_file())]
-    overrides = [re.sub("^run[.]dump=", "train.dump=", a.lstrip("+"))          # "+" is Hydra's
-                 for a in argv if a not in paths]
+    overrides = [a.lstrip("+") for a in argv if a not in paths]            # "+" is Hydra's
     if len(paths) > 1:
         raise UserError(f"expected at most one FILE.yaml, and key=value, not {paths}")
     user, given = read_settings(Path(paths[0]) if paths else None, overrides)
@@ -306,7 +307,7 @@ def load_config(argv: list[str]) -> Config:
 def name_of(base: str, overrides: list[str]) -> str:
     """Return a run's name: that of its file, and what makes it another run than the file's."""
     name = ",".join([base, *sorted(o for o in overrides
-                                   if o.split("=")[0] not in ("run", *CHANGEABLE))])
+                                   if renamed(o.split("=")[0]) not in ("run", *CHANGEABLE))])
     digest = hashlib.sha256(repr(name).encode()).hexdigest()
     name = re.sub(r"[^\w.,=+-]+", "_", name, flags=re.ASCII)
     return name if len(name) < 100 else f"{name[:80]}-{digest[:8]}"
@@ -400,12 +401,25 @@ def read_mapping(path: Path) -> dict:
     if not isinstance(found, dict | None):
         raise UserError(f"{path} must be a mapping of settings, such as train: {{steps: 10}}, "
                         f"not {reprlib.repr(found)}")
+    part = (found or {}).get("rollout")
+    for key, name in OTHER_NAMES.items():
+        old, new = key.removeprefix("rollout."), name.removeprefix("rollout.")
+        if isinstance(part, dict) and old in part:
+            if new in part:
+                raise UserError(f"{path}: {key} is another name of {name}: write one of them")
+            part[new] = part.pop(old)
     return found or {}
+
+
+def renamed(key: str) -> str:
+    """Return the name of a setting that has another one, too."""
+    return OTHER_NAMES.get(key, key)
 
 
 def one_override(override: str) -> dict:
     """Return {"train": {"lr": 0.1}} for train.lr=0.1. A text stands as it is: run=007."""
     key, _, text = override.partition("=")
+    key = renamed(key)
     nothing = ("null", "~") if key == "task.instruction" else ("null", "~", "")
     if key in TEXTS and text not in nothing and text[:1] not in ("'", '"'):
         text = json.dumps(text, ensure_ascii=False)
@@ -445,11 +459,6 @@ def default_settings(given: dict) -> dict:
     return base
 
 
-@functools.cache
-def gsm8k_instruction() -> str:
-    return read_mapping(ROOT / "configs" / "gsm8k.yaml")["task"]["instruction"]
-
-
 def check_keys(user: dict[str, Any]) -> None:
     """Refuse a key that is not a setting."""
     if isinstance(user.get("run"), dict):
@@ -476,10 +485,10 @@ def unknown(key: str, settings: dict[str, Any]) -> str:
         return f"{key} is a setting of {whose}: put its block under correction:"
 
     section = key.rpartition(".")[0]
-    near = [name for name, kind in KINDS.items() if not is_dataclass(kind)]
+    near = [name for name, kind in KINDS.items() if not is_dataclass(kind)] + [*OTHER_NAMES]
     if is_dataclass(KINDS.get(section)):
         near = [name for name in near if name.startswith(f"{section}.")]
-    near = difflib.get_close_matches(key, near, n=1, cutoff=0)[0]
+    near = renamed(difflib.get_close_matches(key, near, n=1, cutoff=0)[0])
     shown = key if key and key == key.strip() else repr(key)
     return f"{shown} is not a setting; did you mean {near}?"
 
@@ -500,7 +509,7 @@ def describe(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(choices)}"
     if type(None) in choices:
-        return f"{describe(choices[0])} or null"
+        return " or ".join([*(describe(kind) for kind in choices[:-1]), "null"])
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     return words.get(hint, "a section of settings")
 
@@ -524,46 +533,54 @@ def validate(config: Config) -> None:
         for name in SECTIONS:
             check_fields(getattr(config, name), f"{name}.")
         check_fields(config)
+        if config.rollout.quantize is not None:
+            rounding(config.rollout.quantize)
     except ValueError as error:
         raise UserError(str(error)) from None
     check_run(config.run or "")
-    if (config.task.path is None) == (config.task.kind in FILE_KINDS):
+    check_task(config)
+    check_rollout(config)
+    correction_of(config)
+
+
+def check_task(config: Config) -> None:
+    task, kind = config.task, config.task.kind
+    if (task.path is None) == (kind in FILE_KINDS):
         raise UserError(f"task.path must be a file for task.kind=jsonl or parquet, and null for "
-                        f"the others, not {config.task.path!r} with task.kind={config.task.kind}")
-    if config.task.eval_path is not None and config.task.kind not in FILE_KINDS:
-        raise UserError(f"task.eval_path must be null for task.kind={config.task.kind}, whose held-"
-                        f"out problems are made as the others are, not {config.task.eval_path!r}")
-    if (config.task.name is None) == (config.task.kind == "reasoning_gym"):
+                        f"the others, not {task.path!r} with task.kind={kind}")
+    if task.eval_path is not None and kind not in FILE_KINDS:
+        raise UserError(f"task.eval_path must be null for task.kind={kind}, whose held-out "
+                        f"problems are made as the others are, not {task.eval_path!r}")
+    if (task.name is None) == (kind == "reasoning_gym"):
         raise UserError("task.name must be a family of reasoning_gym's questions, such as "
                         "chain_sum, for task.kind=reasoning_gym, and null for the others, not "
-                        f"{config.task.name!r} with task.kind={config.task.kind}")
-    if config.task.kind == "dyck":
-        if config.task.length % 2:
-            raise UserError("task.length must be even, as brackets come in pairs, not "
-                            f"{config.task.length}")
-        if config.rollout.max_tokens <= config.task.length:
-            raise UserError(f"rollout.max_tokens must be at least {config.task.length + 1}, for "
-                            "the brackets of task.length and the end token, not "
-                            f"{config.rollout.max_tokens}")
-    share = config.train.mini_batches * ranks()
-    if config.rollout.prompts % share:
-        raise UserError(f"rollout.prompts={config.rollout.prompts} must be a multiple of {share}, "
+                        f"{task.name!r} with task.kind={kind}")
+    if kind == "dyck" and task.length % 2:
+        raise UserError("task.length must be even, as brackets come in pairs, not "
+                        f"{task.length}")
+    if kind == "dyck" and config.rollout.max_tokens <= task.length:
+        raise UserError(f"rollout.max_tokens must be at least {task.length + 1}, for the brackets "
+                        f"of task.length and the end token, not {config.rollout.max_tokens}")
+
+
+def check_rollout(config: Config) -> None:
+    rollout, share = config.rollout, config.train.mini_batches * ranks()
+    if rollout.prompts % share:
+        raise UserError(f"rollout.prompts={rollout.prompts} must be a multiple of {share}, "
                         "train.mini_batches × ranks, so that all ranks have the same share")
-    rollout = config.rollout
     if rollout.engine == "vllm" and rollout.temperature > 2:
         raise UserError("rollout.temperature must be at most 2 for vLLM, not "
                         f"{rollout.temperature}")
-    every = f"rollout.update_every={config.rollout.update_every} needs "
+    every = f"rollout.update_every={rollout.update_every} needs "
     if rollout.update_every and rollout.engine != "transformers":
         raise UserError(f"{every}rollout.engine=transformers, not {rollout.engine}, whose weights "
                         "stay for a whole response here")
     if rollout.update_every and rollout.staleness == 0:
         raise UserError(f"{every}rollout.staleness of at least 1 (a response crosses at most that "
                         "many updates), not 0")
-    if rollout.adapter == "apart" and config.policy.lora_rank and rollout.quantize_bits:
-        raise UserError(f"rollout.quantize_bits={rollout.quantize_bits} rounds the weights that "
-                        "are sent, so rollout.adapter must be merged or merged-bfloat16, not apart")
-    correction_of(config)
+    if rollout.lora == "apart" and config.policy.lora_rank and rollout.quantize:
+        raise UserError(f"rollout.quantize={rollout.quantize} rounds the weights that are sent, "
+                        "so rollout.lora must be merged or merged-bfloat16, not apart")
 
 
 def ranks() -> int:
@@ -615,168 +632,3 @@ def kl_of(how: LossSettings) -> tuple[str, str | None]:
     kind, level = {"loss": ("k3+", "token"), "reward": ("k1", "none")}[how.kl_in]
     kind, level = kl_kind(how.kl_kind or kind), how.kl_correction or level
     return kind, None if level == "none" else level
-
-
-def remarks(config: Config) -> list[str]:
-    """Return a sentence on each setting that is accepted but does not do what its name says."""
-    found, kind = [*kl_remarks(config), *loss_remarks(config)], config.advantage.kind
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        options = from_dialect(config.correction)
-    found += [f"correction: {warning.message}" for warning in caught]
-    if options.metrics_only and options.rollout_is is None and not options.rollout_rs:
-        found.append("correction.metrics_only=true measures nothing more: it has neither weights "
-                     "nor criteria")
-    elif options.metrics_only:
-        found.append("correction: weights and criteria are measured, and none of them is applied" +
-                     "; the loss's own ratio to π_rollout is" * options.ratio_is_the_weight)
-    elif (set(config.correction) - {"preset"} and not options.corrects
-          and config.correction.get("preset") != "disabled"):
-        found.append("correction: these keys correct nothing: they ask for neither weights nor "
-                     "rejection nor bypass mode")
-    train, rollout = config.train, config.rollout
-    if train.lr == 0:
-        found.append("train.lr=0 moves nothing")
-    if train.warmup_steps >= train.steps:
-        found.append(f"train.warmup_steps={train.warmup_steps} is not over after train.steps="
-                     f"{train.steps}, so the learning rate never reaches train.lr")
-    if rollout.staleness >= train.steps:
-        found.append(f"rollout.staleness={rollout.staleness} is as large as train.steps="
-                     f"{train.steps}, so the engine keeps the first weights")
-    found += [f"{name} has no effect: {why}" for name, why in idle(config).items()]
-    if config.task.instruction and config.task.instruction == gsm8k_instruction():
-        found.append(f"task.instruction is that of configs/gsm8k.yaml, and ends every question: "
-                     f"{config.task.instruction!r}; task.instruction= leaves it out")
-    if config.task.instruction and config.policy.path is None:
-        found.append("task.instruction is for a model that reads text, and the demo model knows "
-                     "digits and brackets only")
-    if rollout.update_every and rollout.update_every >= rollout.max_tokens:
-        found.append(f"rollout.update_every={rollout.update_every} changes no response: it has at "
-                     f"most rollout.max_tokens={rollout.max_tokens} tokens")
-    if rollout.recompute_cache and not rollout.update_every:
-        found.append("rollout.recompute_cache=true has no effect: rollout.update_every is null, "
-                     "so weights stay for a response")
-    if rollout.top_k == 1:
-        found.append("rollout.top_k=1 keeps one token, which has the log-prob 0 whatever the "
-                     "weights are, so nothing can be learned")
-    options = correction_of(config)
-    cut = rollout.top_p < 1 or rollout.min_p > 0 or (rollout.top_k or 0) > 0    # candidates are all
-    for name, bound in options.rollout_rs.items():
-        moved = "rollout_log_prob" in CRITERIA[name].needs
-        if options.score_centering and moved and not cut and (rollout.candidates + 1) * bound < 1:
-            found.append(f"rollout.candidates={rollout.candidates} is too few for correction."
-                         f"rollout_rs.{name}={bound:g}: other tokens have up to 1/"
-                         f"{rollout.candidates + 1} of μ each, and score centering keeps them all; "
-                         f"take at least {math.ceil(1 / bound) - 1} (chapter 7)")
-    if config.rollout.samples == 1 and kind != "reinforce":
-        found.append(f"rollout.samples=1 leaves advantage.kind={kind} no baseline, which is made "
-                     "of a group's other samples: every advantage is the reward itself; take "
-                     "advantage.kind=reinforce, whose baseline is the batch's mean")
-    return found
-
-
-def loss_remarks(config: Config) -> list[str]:
-    """Return a sentence on each number and aggregation that is another loss's."""
-    row, found = correction_of(config).loss, []
-    if (config.loss.clip_low or 0) > 1 and "clip_low" in row.own:
-        found.append(f"loss.clip_low={config.loss.clip_low:g} is above 1, so the clip has no lower "
-                     "end: 1 − clip_low is below every ratio")
-    for key, own in row.own.items():
-        given = getattr(config.loss, key)
-        if not given or not own:
-            continue
-        sizes = {name: other.own[key] for name, other in LOSSES.items() if other.own.get(key)}
-        closest = min(sizes, key=lambda name: abs(math.log(given / sizes[name])))
-        if abs(math.log(given / sizes[closest])) < 2.3 < abs(math.log(given / own)):     # factor 10
-            found.append(
-                f"loss.{key}={given:g} suits {closest} ({sizes[closest]:g}) and not "
-                f"correction.loss_type={correction_of(config).loss_type}, whose own is {own:g}: "
-                f"leave it out, or set loss.{key}=null")
-    if row.level == "geometric" and config.loss.aggregation != "seq-mean-token-mean":
-        found.append(f"loss.aggregation={config.loss.aggregation} lets long responses count for "
-                     f"more, and correction.loss_type={correction_of(config).loss_type} is defined "
-                     "as a mean over responses: take loss.aggregation=seq-mean-token-mean")
-    return found
-
-
-def idle(config: Config) -> dict[str, str]:
-    """Return changed settings that another one switches off, and why they have no effect."""
-    options, changed = correction_of(config), set[str]()
-    for section in SECTIONS:
-        part = getattr(config, section)
-        changed |= {f"{section}.{of.name}" for of in fields(part)
-                    if getattr(part, of.name) != default_of(of)}
-    changed |= {f"correction.{name}" for name in (
-                    "rollout_is_threshold", "rollout_is_batch_normalize")
-                if getattr(options, name) != getattr(RolloutCorrectionConfig, name)}
-    numbers = {key for row in LOSSES.values() for key in row.own} - set(options.loss.own)
-    kind = config.task.kind
-    off = {
-        f"task.kind={kind} has no such setting":
-            ["task.length", "task.depth"] * (kind != "dyck")
-            + ["task.size"] * (kind in (*TEXT_KINDS, "dyck"))
-            + ["task.questions", "task.options"] * (kind != "reasoning_gym")
-            + ["task.match"] * (kind not in TEXT_KINDS),
-        "task.reward says what is right":
-            ["task.match"] * (config.task.reward is not None),
-        f"correction.loss_type={options.loss_type} has no such number":
-            [f"loss.{key}" for key in sorted(numbers)],
-        "correction.rollout_is is null, so there are no weights":
-            ["correction.rollout_is_threshold", "correction.rollout_is_batch_normalize"] * (
-                options.rollout_is is None),
-        "correction.metrics_only is true, so no weights are applied":
-            ["correction.rollout_is_batch_normalize"] * (
-                options.metrics_only and options.rollout_is is not None),
-        f"loss.aggregation={config.loss.aggregation} has no horizon":
-            ["loss.horizon"] * (config.loss.aggregation != "seq-mean-token-sum-norm"),
-        "nothing is rejected":
-            ["loss.denominator"] * (options.metrics_only or not options.rollout_rs),
-        "train.micro_batch_tokens is set":
-            ["train.micro_batch_size"] * (config.train.micro_batch_tokens is not None),
-        "correction.score_centering is false":
-            ["rollout.candidates"] * (not options.score_centering),
-        "loss.kl_coef is 0":
-            ["loss.kl_kind", "loss.kl_in", "loss.kl_correction"] * (config.loss.kl_coef == 0),
-        f"advantage.kind={config.advantage.kind} divides by no deviation":
-            ["advantage.normalize_std"] * (config.advantage.kind != "grpo"),
-        "policy.lora_rank is null, so the whole model is trained": [
-            "policy.lora_alpha", "policy.lora_targets", "policy.lora_save_merged",
-            "rollout.adapter"] * (config.policy.lora_rank is None)}
-    return {name: why for why, names in off.items() for name in names if name in changed}
-
-
-def kl_remarks(config: Config) -> list[str]:
-    how, (kind, level) = config.loss, kl_of(config.loss)
-    found, k1 = [], kind == "k1"
-    if how.kl_coef == 0:
-        return found
-    if how.kl_in == "reward" and kind.removesuffix("+") != "k1":
-        found.append(f"loss.kl_kind={kind} in the reward has another gradient than the KL: take k1 "
-                     "(chapter 8)")
-    if how.kl_in == "loss" and k1 and level is None:
-        found.append("loss.kl_kind=k1 in the loss has a gradient of 0 on average: take k3+, or "
-                     "loss.kl_correction=token (chapter 8)")
-    if how.kl_in == "loss" and kind == "k3" and level is None:
-        found.append("loss.kl_kind=k3 (verl's low_var_kl) in the loss without a ratio has the "
-                     "gradient of KL(π_ref‖π_θ): in chapter 8's table it is 0.14 ‖∇KL‖ away on-"
-                     "policy, and 0.31 off-policy; take k3+, or loss.kl_correction=token")
-    if how.kl_in == "loss" and kind == "abs":
-        found.append("loss.kl_kind=abs in the loss has not the gradient of the KL: in chapter 8's "
-                     "table it is 5.90 ‖∇KL‖ away; take k3+ (or abs+, which keeps the value)")
-    options = correction_of(config)
-    zeroes = options.applies_weights and isinstance(options.rollout_is_threshold, tuple)
-    rejects = options.rollout_rs and not options.metrics_only
-    if how.kl_in == "reward" and level is not None and (rejects or zeroes):
-        found.append(f"loss.kl_correction={level} in the reward leaves out the tokens that are "
-                     "rejected or have weight 0, so its gradient is not that of the KL: take "
-                     "loss.kl_in=loss")
-    if how.kl_in == "reward" and options.score_centering:
-        found.append("loss.kl_in=reward is only roughly right with correction.score_centering, "
-                     "which subtracts the mean of the penalty as well: take loss.kl_in=loss")
-    if how.kl_in == "reward" and options.bypass_mode:
-        found.append("loss.kl_in=reward needs π_old, so bypass mode does not save its forward pass")
-        if level is not None and options.loss.level:
-            found.append(f"loss.kl_correction={level} in the reward is only roughly right with "
-                         f"{options.loss_type} in bypass mode, whose clip or gate acts on the "
-                         "penalty as well: take loss.kl_in=loss")
-    return found

@@ -241,10 +241,10 @@ def test_a_step_on_nothing_is_adams_on_a_gradient_of_0(empty):
 def test_matched_is_six_bits_on_time_in_the_first_study_and_equal_weights_in_the_second():
     first, second = (
         study.declared(name) for name in ("nine", "sixty-four"))
-    assert study.config_of(first, "matched", "naive", 1).rollout.quantize_bits == 6
+    assert study.config_of(first, "matched", "naive", 1).rollout.quantize == 6
     for regime in second["regimes"]:
         rollout = study.config_of(second, regime, "matched", 101).rollout
-        assert (rollout.quantize_bits, rollout.staleness, rollout.dtype) == (None, 0, "float32")
+        assert (rollout.quantize, rollout.staleness, rollout.dtype) == (None, 0, "float32")
 
 
 def test_the_second_study_judges_what_it_runs_on_seeds_of_its_own():

@@ -25,7 +25,8 @@ from three_policies.presets import PRESETS
 from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.surrogates import LOSSES
 from three_policies.tests.support.launching import ROOT
-from three_policies.training.settings import correction_of, in_own_keys, load_config, remarks
+from three_policies.training.remarks import remarks
+from three_policies.training.settings import correction_of, in_own_keys, load_config
 
 RATIOS = f64([[3.0, 1.0, 1.0], [0.5, 0.6, 1.0], [1.0, 1.1, 0.9]]).log()   # products 3, 0.3, 0.99
 ZERO, MASK = torch.zeros_like(RATIOS), torch.ones_like(RATIOS)

@@ -16,7 +16,7 @@ from three_policies.tools.mutate import LEFT
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = re.compile(r"^(?:In|At the end of) `([\w/.]+)`(?:, (above|below) `([^`]+)`)?:\n\n"
                    r"```python\n(.*?)```", re.DOTALL | re.MULTILINE)
-NEW = ["correction={rollout_rs: {token_abs: 0.5}, loss_type: root}", "rollout.quantize_bits=4"]
+NEW = ["correction={rollout_rs: {token_abs: 0.5}, loss_type: root}", "rollout.quantize=4"]
 
 USED = """
 import sys, torch

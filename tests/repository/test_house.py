@@ -31,7 +31,7 @@ METHOD = ("checks", "ratios", "kl", "estimators", "surrogates", "rejection", "me
           "correction", "centering", "losses")
 BOOK = (*METHOD, "policy", "rollout", "trainer")
 ROOMS = ("training", "engines", "doctor", "interop", "oracle", "studies", "book")
-KERNELS = ("training.heads", "training.shapes")
+KERNELS = ("training.heads", "training.rounding", "training.shapes")
 # What a file of the method, or of a room, may import of the project; a room knows itself.
 MAY_IMPORT = {
     "checks": (), "ratios": ("checks",), "kl": ("checks", "ratios"),
@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "policy": (*KERNELS, "training.models"), "rollout": ("estimators", *KERNELS),
     "training": ("checks", "surrogates", "rejection", "metrics", "presets", "correction", "losses",
                  "centering", "policy", "rollout", "engines", "doctor", "interop.dialects"),
-    "engines": ("checks", "rollout", "training.settings"),
+    "engines": ("checks", "rollout"),
     "doctor": (*METHOD, "policy", "rollout", "engines.choice", *KERNELS, "training.models",
                "training.signals"),
     "interop": (*METHOD, "doctor.dumps"),
@@ -212,7 +212,7 @@ def entered(tiny_model, tmp_path_factory):
             for i, settings in enumerate(RUNS):
                 assert trainer.main([
                     "task.size=1", "task.eval_size=8", "rollout.prompts=4", "rollout.samples=4",
-                    "rollout.max_tokens=5", "rollout.quantize_bits=4",
+                    "rollout.max_tokens=5", "rollout.quantize=4",
                     "rollout.engine=transformers", "train.mini_batches=1", "train.steps=1",
                     f"policy.path={tiny_model}", f"run={i}", *settings]) == 0
         finally:

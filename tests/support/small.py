@@ -8,7 +8,7 @@ import pytest
 CHARACTERS = "0123456789+-*/=?() abcd"
 ENGINES = ["transformers", "vllm"]     # what rollout.engine names, auto aside
 SMALL = ["task.size=1", "task.eval_size=8", "rollout.prompts=4", "rollout.samples=4",
-         "rollout.max_tokens=5", "rollout.quantize_bits=4", "train.mini_batches=2",
+         "rollout.max_tokens=5", "rollout.quantize=4", "train.mini_batches=2",
          "train.micro_batch_size=4", "train.steps=2"]
 
 

@@ -270,7 +270,7 @@ def test_vllm_on_a_cpu_has_no_lora_beside_experts(monkeypatch, tmp_path):
     monkeypatch.setattr("three_policies.engines.vllm.import_vllm", lambda device: (None, None))
     MixtralConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                   num_attention_heads=2, num_local_experts=2).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="beside experts: set rollout.adapter=merged$"):
+    with pytest.raises(ValueError, match="beside experts: set rollout.lora=merged$"):
         VllmEngine(tmp_path, dtype="float32", max_model_len=8, gpu_memory_utilization=0.4,
                    enforce_eager=None, device="cpu", batch_size=1, cut=Cut.of(1, None, 0, 9),
                    candidates=0, lora=lambda model: model)

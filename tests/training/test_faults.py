@@ -139,7 +139,7 @@ def test_a_call_that_has_ended_is_watched_no_longer():
 
 
 @pytest.mark.parametrize("case, settings", [
-    ("places", ["rollout.staleness=2", "rollout.quantize_bits=4"]),
+    ("places", ["rollout.staleness=2", "rollout.quantize=4"]),
     ("crossing", ["rollout.staleness=2", "rollout.update_every=2", "train.steps=4",
                   "train.save_every=1", "policy.lora_rank=4", "loss.kl_coef=0.1"]),
     ("moments", ["correction.preset=bypass_pg_is"])])

@@ -19,7 +19,7 @@ from three_policies.tests.support.waiting import HANG
 
 
 SMALL = ["task.size=1", "task.eval_size=2", "rollout.engine=transformers", "rollout.prompts=2",
-         "rollout.samples=4", "rollout.max_tokens=3", "rollout.quantize_bits=4",
+         "rollout.samples=4", "rollout.max_tokens=3", "rollout.quantize=4",
          "train.mini_batches=2", "train.micro_batch_size=4", "train.lr=0.01", "train.steps=1"]
 GOES_ON = ["train.steps=2", "train.save_every=1"]      # and is continued by a third step
 CASES = {                          # name: overrides
@@ -46,7 +46,7 @@ CASES = {                          # name: overrides
              "rollout_rs: {opsm: 0.1}}"],
     "veto": ["correction.preset=geo_mis", "train.epochs=2"],
     "lora": ["policy.lora_rank=2", "loss.kl_coef=0.1", *GOES_ON],
-    "lora apart": ["policy.lora_rank=2", "rollout.adapter=apart", "rollout.quantize_bits=null"],
+    "lora apart": ["policy.lora_rank=2", "rollout.lora=apart", "rollout.quantize=null"],
     "crossing": ["rollout.staleness=1", "rollout.update_every=2", "train.steps=2"],
     "nan raise": ["train.on_nonfinite=raise"],
     "nan skip": ["train.on_nonfinite=skip"],

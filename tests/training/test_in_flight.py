@@ -14,7 +14,7 @@ from three_policies.tests.support.tolerances import gamma
 
 PROMPTS, ENDS = [[5, 6], [7, 8, 9], [4]] * 8, (1,)
 LARGEST = 60.0                         # of the logits at temperature 0.7: the test checks it
-STALE = ["rollout.staleness=2", "rollout.quantize_bits=null", "train.lr=0.05", "train.steps=4"]
+STALE = ["rollout.staleness=2", "rollout.quantize=null", "train.lr=0.05", "train.steps=4"]
 
 
 @pytest.fixture(scope="module")

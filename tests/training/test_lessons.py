@@ -79,7 +79,7 @@ def test_a_run_without_a_lesson_says_so_at_its_first_step_and_once(case, run, mo
         generate = TransformersEngine.generate
         monkeypatch.setattr(TransformersEngine, "generate",
                             lambda *a, **k: generate(*a, **{**k, "eos_ids": []}))
-    code, lines = run(*overrides, "rollout.quantize_bits=null", "rollout.prompts=8")
+    code, lines = run(*overrides, "rollout.quantize=null", "rollout.prompts=8")
     error = capsys.readouterr().err
     assert code == 0 and len(lines) == 2
     first, second = ([line for line in error.splitlines() if line.startswith(f"* step {step}: ")]
@@ -146,7 +146,7 @@ def test_a_verdict_of_a_rise_is_rarely_wrong():
 
 def test_the_closing_table_keeps_its_columns_apart(run, capsys):
     """Columns stay apart even for the k3 of two equal policies, which is rounding: −1.755e-18."""
-    run("rollout.quantize_bits=null", "train.lr=0")
+    run("rollout.quantize=null", "train.lr=0")
     said = capsys.readouterr().err
     [row] = [line for line in said.splitlines() if line.startswith("rollout_corr/k3_kl")]
     assert len(row.split()) == 3
@@ -160,7 +160,7 @@ def test_the_first_lines_name_only_settings_that_are_on():
     assert summarize(plain) == (
         "2 prompts × 3 responses of at most 5 tokens a step at temperature 0.7, from float32 "
         "weights; 7 steps of 10 updates at learning rate 0.001, 256 rows at a time")
-    rollout = RolloutConfig(quantize_bits=4, staleness=2, update_every=8)
+    rollout = RolloutConfig(quantize=4, staleness=2, update_every=8)
     both = Config(rollout=rollout, train=TrainConfig(micro_batch_tokens=99))
     assert ("from 4-bit weights, 2 syncs stale and renewed every 8 tokens; 150 steps of 4 updates"
             in summarize(both) and summarize(both).endswith(", 99 tokens at a time"))

@@ -26,7 +26,7 @@ TOKENS = torch.arange(21).view(3, 7) + 2
 ALL = torch.ones_like(TOKENS)
 LORA = ["policy.lora_rank=4", "policy.lora_alpha=16", "train.lr=0.02", "train.warmup_steps=0",
         "train.steps=4"]
-EXACT = ["rollout.quantize_bits=null"]
+EXACT = ["rollout.quantize=null"]
 
 
 def settings(**given):
@@ -246,10 +246,10 @@ def test_a_finished_run_leaves_pefts_lora_and_the_merged_model(run, tmp_path, ti
 
 @pytest.mark.parametrize("how", ["merged", "apart"])
 def test_a_checkpoint_has_the_lora_alone(how, run, tmp_path):
-    run(*LORA, *EXACT, f"rollout.adapter={how}")
+    run(*LORA, *EXACT, f"rollout.lora={how}")
     saved = load_file(*(tmp_path / "runs/x/checkpoints").glob("step-*/rank-*.safetensors"))
     assert saved and all(".lora_" in name for name in saved)
-    run(*LORA, *EXACT, f"rollout.adapter={how}", "rollout.staleness=2", name="y")
+    run(*LORA, *EXACT, f"rollout.lora={how}", "rollout.staleness=2", name="y")
     saved = load_file(*(tmp_path / "runs/y/checkpoints").glob("step-*/rank-*.safetensors"))
     waiting = {name for name in saved if name.startswith("waiting.")}
     assert waiting and all((".lora_" in name) == (how == "apart") for name in waiting)
@@ -259,10 +259,10 @@ def test_a_checkpoint_has_the_lora_alone(how, run, tmp_path):
 def test_an_exact_engine_samples_from_the_policy_while_the_lora_moves(run):
     rounding = torch.finfo(torch.float32).eps       # of ρ: of equal policies, all there is in k3
     for how in "merged", "apart":
-        code, lines = run(*LORA, *EXACT, f"rollout.adapter={how}", name=how)
+        code, lines = run(*LORA, *EXACT, f"rollout.lora={how}", name=how)
         assert code == 0 and lines[-1]["grad_norm"] > 0
         assert all(abs(line["rollout_corr/k3_kl"]) < rounding for line in lines)
-    code, lines = run(*LORA, *EXACT, "rollout.adapter=merged-bfloat16", name="coarse")
+    code, lines = run(*LORA, *EXACT, "rollout.lora=merged-bfloat16", name="coarse")
     assert code == 0 and lines[-1]["rollout_corr/k3_kl"] > 10 * rounding
 
 
@@ -274,11 +274,11 @@ def test_a_lora_learns_where_the_first_pass_of_all_is_the_references(run):
 
 
 def test_what_a_lora_does_not_go_with_is_said(run, capsys, tmp_path):
-    code, _ = run(*LORA, "rollout.adapter=apart")
-    assert code == 2 and "rollout.quantize_bits=4 rounds the weights" in capsys.readouterr().err
-    run("policy.lora_alpha=16", "rollout.adapter=apart", *EXACT, "train.steps=1")
+    code, _ = run(*LORA, "rollout.lora=apart")
+    assert code == 2 and "rollout.quantize=4 rounds the weights" in capsys.readouterr().err
+    run("policy.lora_alpha=16", "rollout.lora=apart", *EXACT, "train.steps=1")
     said = capsys.readouterr().err
-    for name in "policy.lora_alpha", "rollout.adapter":
+    for name in "policy.lora_alpha", "rollout.lora":
         assert f"* {name} has no effect: policy.lora_rank is null" in said
     run(*LORA, *EXACT, name="lora")
     capsys.readouterr()

@@ -43,7 +43,7 @@ from three_policies.training.settings import TaskConfig, correction_of, load_con
     (["rollout.top_k=-2"], ["rollout.top_k", "at least -1", "-2"]),
     (["rollout.min_p=-0.1"], ["rollout.min_p", "0 to 1", "not -0.1"]),
     (["rollout.min_p=1.5"], ["rollout.min_p", "0 to 1", "1.5"]),
-    (["rollout.quantize_bits=1"], ["rollout.quantize_bits", "2 to 16"]),
+    (["rollout.quantize=1"], ["rollout.quantize", "2 to 16"]),
     (["rollout.staleness=-1"], ["rollout.staleness", "at least 0"]),
     (["rollout.update_every=2", "rollout.staleness=1"],
      ["rollout.update_every=2", "rollout.engine=transformers, not auto"]),

@@ -8,7 +8,8 @@ import pytest
 from three_policies.checks import UserError
 from three_policies.training import tasks
 from three_policies.training.rewards import last_number, own_reward, try_out
-from three_policies.training.settings import load_config, remarks
+from three_policies.training.remarks import remarks
+from three_policies.training.settings import load_config
 
 GYM = ["task.kind=reasoning_gym", "task.name=chain_sum", "task.questions=40", "policy.path=x",
        "task.options={min_terms: 2, max_terms: 2}"]

@@ -9,18 +9,20 @@ import math
 import shutil
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from three_policies.centering import candidate_tables
+from three_policies.engines import choice
 from three_policies.engines.choice import make_engine
 from three_policies.estimators import sampling_log_probs
 from three_policies.rollout import KEPT, Cut
 from three_policies.tests.support.small import ENGINES, need
 from three_policies.tests.support.waiting import HANG
-from three_policies.training import settings as of_runs
+from three_policies.training.settings import KINDS
 
 PROMPTS = [[3 + (7 * i + t) % 23 for t in range(n)] for i, n in enumerate([1, 3, 150, 7, 300])]
 HOSTILE = dict(do_sample=True, top_p=0.1, top_k=2, temperature=5.0, repetition_penalty=3.0,
@@ -33,7 +35,7 @@ every_cut_engine = pytest.mark.parametrize("started", CUT, indirect=True)
 
 
 def test_every_engine_that_can_be_set_is_tested():
-    assert {"auto", *ENGINES} == {*of_runs.ENGINES}
+    assert {"auto", *ENGINES} == {*choice.ENGINES} == {*get_args(KINDS["rollout.engine"])}
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,9 @@ from three_policies.surrogates import LOSSES
 from three_policies.tests.support.small import steady
 from three_policies.tests.training.test_data import OWN
 from three_policies.trainer import loss_of
+from three_policies.training.remarks import remarks
 from three_policies.training.settings import (Config, TaskConfig, TrainConfig, as_yaml, check_run,
-                                              flat, help_text, load_config, load_yaml, remarks)
+                                              flat, help_text, load_config, load_yaml)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,8 +43,8 @@ def test_a_file_that_is_given_is_the_only_base(tmp_path):
     assert found == replace(
         Config(), run="mine,train.lr=0.5", task=TaskConfig(kind="jsonl", path="x"),
         train=TrainConfig(lr=0.5), correction={"preset": "decoupled_token_is"})
-    assert load_config([str(ROOT / "configs/demo.yaml"), *OWN]).rollout.quantize_bits == 6
-    assert load_config([]).run == "demo" and load_config([]).rollout.quantize_bits == 6
+    assert load_config([str(ROOT / "configs/demo.yaml"), *OWN]).rollout.quantize == 6
+    assert load_config([]).run == "demo" and load_config([]).rollout.quantize == 6
 
 
 def test_a_run_has_no_settings_but_one(tmp_path):
@@ -213,7 +214,7 @@ def test_a_loss_has_its_own_numbers_unless_others_are_given(name):
 
 @pytest.mark.parametrize("given, words", [
     ("train.steps=???", "train.steps must be a whole number, not '[?]{3}'"),
-    ("rollout.quantize_bits=???", "rollout.quantize_bits must be a whole number or null"),
+    ("rollout.quantize=[3]", "rollout.quantize must be text or a whole number or null"),
     ("rollout.enforce_eager=5", "rollout.enforce_eager must be true or false or null, not 5"),
     ("trainer.steps=4", "trainer.steps is not a setting; did you mean train.steps"),
     ("algorithm.rollout_correction.rollout_is=token", "of another system: put its block under"),

@@ -29,10 +29,10 @@ def test_no_bits_means_no_rounding_and_impossible_bits_are_refused():
     w = torch.randn(3, 3)
     assert dict(quantize_weights([("w", w)], None))["w"] is w
     for bits in (0, 1, 17, 2.5):
-        with pytest.raises(ValueError, match=f"quantize_bits={bits} must be null or"):
+        with pytest.raises(ValueError, match=f"quantize={bits} must be null, a"):
             quantize_weights([], bits)
-        with pytest.raises(ValueError, match="quantize_bits"):
-            WeightSync(None, quantize_bits=bits)
+        with pytest.raises(ValueError, match="rollout.quantize="):
+            WeightSync(None, quantize=bits)
     with pytest.raises(ValueError, match="staleness=-1"):
         WeightSync(None, staleness=-1)
 
@@ -73,7 +73,7 @@ def test_after_push_n_the_engine_holds_push_n_minus_staleness(staleness):
 
 def test_late_weights_are_rounded_too():
     engine = Recorder()
-    sync = WeightSync(engine, staleness=1, quantize_bits=2)
+    sync = WeightSync(engine, staleness=1, quantize=2)
     for value in (1.0, 2.0):
         sync.push([("w", torch.tensor([[0.4 * value, value], [0.6 * value, value]]))])
     assert engine.held == [0.0, 0.0]  # 0.4 of the largest weight is nearer to 0 than to 1

@@ -103,7 +103,7 @@ def test_a_constant_reward_moves_nothing_with_centered_scores(engine_name, run, 
         code, lines = run(
             f"correction={{rollout_is: token, rollout_is_threshold: 0.8, {POLICY_GRADIENT}, "
             f"score_centering: {centered}}}", "advantage.kind=reinforce", "rollout.samples=200",
-            "rollout.prompts=2", "rollout.quantize_bits=3", "train.mini_batches=1",
+            "rollout.prompts=2", "rollout.quantize=3", "train.mini_batches=1",
             "train.micro_batch_size=400", "train.steps=1", "rollout.max_tokens=1", name=name,
             engine=engine_name)
         assert code == 0
@@ -149,11 +149,11 @@ def test_weights_that_an_evaluation_loaded_are_not_loaded_again(run, monkeypatch
     loads, update = [], rollout.TransformersEngine.update_weights
     monkeypatch.setattr(rollout.TransformersEngine, "update_weights",
                         lambda *given: loads.append(1) or update(*given))
-    exact, found = ["rollout.quantize_bits=null", "train.eval_every=2", "train.lr=0.01"], {}
+    exact, found = ["rollout.quantize=null", "train.eval_every=2", "train.lr=0.01"], {}
     for name, settings, steps, expected in (
             ("exact", exact, 3, 4),                # at the start, and once after each step
             ("exact", exact, 5, 3),                # at the start of the resumed run, and after each
-            ("rounded", [*exact, "rollout.quantize_bits=4"], 3, 4 + 3),   # and each evaluation's
+            ("rounded", [*exact, "rollout.quantize=4"], 3, 4 + 3),   # and each evaluation's
             ("stale", [*exact, "rollout.staleness=1"], 3, 4 + 3)):
         code, _ = run(*settings, f"train.steps={steps}", name=name)
         assert code == 0 and len(loads) == expected, name
@@ -196,14 +196,14 @@ NO_KL = gamma(16)
 
 
 @pytest.mark.parametrize("settings", [
-    [], ["rollout.staleness=2", "rollout.quantize_bits=4"],
+    [], ["rollout.staleness=2", "rollout.quantize=4"],
     ["correction.preset=bypass_pg_is", "train.mini_batches=1"]])
 def test_sampling_cut_by_top_p_and_top_k_trains(engine_name, settings, run, monkeypatch):
     """ρ is 1 to rounding at every step without staleness: what is trained is what sampled."""
     sets, kept_ids = [], batches.gather_kept_ids
     monkeypatch.setattr(batches, "gather_kept_ids",
                         lambda *args: sets.append(kept_ids(*args)) or sets[-1])
-    code, lines = run("rollout.quantize_bits=null", *CUT, *settings, engine=engine_name)
+    code, lines = run("rollout.quantize=null", *CUT, *settings, engine=engine_name)
     assert code == 0 and len(lines) == 10
     assert all(math.isfinite(value) for line in lines for value in line.values())
     late = "rollout.staleness=2" in settings
@@ -221,7 +221,7 @@ def test_sampling_cut_by_min_p_trains(engine_name, run, monkeypatch):
     sets, kept_ids = [], batches.gather_kept_ids
     monkeypatch.setattr(batches, "gather_kept_ids",
                         lambda *args: sets.append(kept_ids(*args)) or sets[-1])
-    code, lines = run("rollout.quantize_bits=null", "rollout.min_p=0.2", "rollout.temperature=0.7",
+    code, lines = run("rollout.quantize=null", "rollout.min_p=0.2", "rollout.temperature=0.7",
                       "loss.kl_coef=0.1", engine=engine_name)
     assert code == 0 and len(lines) == 2
     for line in lines:
@@ -260,7 +260,7 @@ def test_kl_term_and_reference_policy(where, run):
 
 def test_learning_is_no_mismatch(run):
     """The first mini-batch clips nothing where μ = π_old; later clips are this step's learning."""
-    code, lines = run("correction.preset=bypass_ppo_clip", "rollout.quantize_bits=null",
+    code, lines = run("correction.preset=bypass_ppo_clip", "rollout.quantize=null",
                       "train.lr=0.05", "train.mini_batches=4", "train.epochs=2",
                       "loss.clip_low=0.01", "loss.clip_high=0.01")
     assert code == 0

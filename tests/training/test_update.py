@@ -18,7 +18,8 @@ from three_policies.oracle import (Policy, close, exact_gradient, expectation, g
                                    token_kl)
 from three_policies.tests.support.tolerances import gamma
 from three_policies.training.faults import process_group
-from three_policies.training.settings import TrainConfig, correction_of, load_config, remarks
+from three_policies.training.remarks import remarks
+from three_policies.training.settings import TrainConfig, correction_of, load_config
 
 PI = Policy(3, 3, seed=0)
 MU, REF = PI.perturbed(1, 0.5), PI.perturbed(3, 0.5)

@@ -93,7 +93,7 @@ def test_a_run_with_dropout_says_so_and_its_policies_agree(tiny_model, tmp_path,
     place = shutil.copytree(tiny_model, tmp_path / "dropout")
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
-    code, lines = run(f"policy.path={place}", "rollout.quantize_bits=null", "train.steps=1")
+    code, lines = run(f"policy.path={place}", "rollout.quantize=null", "train.steps=1")
     assert (code == 0 and abs(lines[0]["rollout_corr/k3_kl"]) < gamma(16)
             and lines[0]["grad_norm"] > 0)
     assert "policy.path: attention_dropout=0.1 of config.json is 0 here" in capsys.readouterr().err
