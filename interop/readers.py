@@ -1,0 +1,383 @@
+"""Read one system's block each: verl's releases, SkyRL's, TRL's, prime-rl's and our own.
+
+This file decides what verl 0.6.0, 0.6.1, 0.9, SkyRL, TRL and prime-rl mean by their keys. A key that
+is left out has their default; null is off or refused, as it is there. Where a document and the
+released code differ, a table of interop/README.md names both. dialects.py finds out whose a block is.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, cast
+
+from three_policies.checks import choice, flag, interval, nearest, number
+from three_policies.presets import PRESETS, RolloutCorrectionConfig
+from three_policies.rejection import CRITERIA
+
+VERL_TIS = ("use_tis", "tis_imp_ratio_cap", "imp_ratio_cap", "behav_imp_weight_cap")
+VERL_060 = ("rollout_is", "rollout_is_level", "rollout_is_mode", "rollout_is_threshold",
+            "rollout_is_threshold_lower", "rollout_is_veto_threshold", "rollout_is_batch_normalize")
+VERL = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs",
+        "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold",
+        "bypass_mode", "bypass_old_logprob_for_rollout", "loss_type", "use_policy_gradient",
+        "use_pure_rollout_correction", "loss_mode")
+SKYRL = (
+    "use_tis", "tis_imp_ratio_cap", "tis_ratio_type", "token_tis_ratio_clip_high",
+    "sequence_tis_ratio_clip_high",
+    "sequence_mask_metric", "product_mask_low", "product_mask_high", "geo_mask_low",
+    "geo_mask_high", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high",
+    "token_mask_is_threshold_low", "token_mask_is_threshold_high",
+    "policy_loss_type", "cispo_anchor", "eps_clip_low", "eps_clip_high")
+TRL = ("use_vllm", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
+       "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "loss_type")
+PRIME = ("type", "eps", "ipo_threshold", "max_importance_ratio", "dppo_mask_low", "dppo_mask_high",
+         "ratio_low", "ratio_high", "score_centering", "adv_tau", "kl_tau")
+PRIME_TYPES = ("ipo", "icepop", "default")
+OWN = ("preset", *(f.name for f in fields(RolloutCorrectionConfig)))
+
+
+def from_own(block: Mapping) -> RolloutCorrectionConfig:
+    config = RolloutCorrectionConfig()
+    if block.get("preset") is not None:
+        choice("correction.preset", block["preset"], tuple(PRESETS))
+        config = PRESETS[block["preset"]]()
+    changed = replace(config, **{key: block[key] for key in OWN[1:] if key in block})
+    one = {"seq_sum_k1": (None, config.rollout_is_threshold)}          # seq_mis: one for both
+    if config.rollout_rs == one == changed.rollout_rs and (
+            changed.rollout_is_threshold != config.rollout_is_threshold):
+        warnings.warn(f"rollout_is_threshold changes the weights of {block['preset']} alone, which "
+                      f"still rejects above {config.rollout_is_threshold:g}: give "
+                      "rollout_rs.seq_sum_k1 as well", stacklevel=2)
+    return changed
+
+
+def from_verl_tis(block: Mapping) -> RolloutCorrectionConfig:
+    given = [key for key in VERL_TIS[1:] if key in block]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are one setting: give one of them")
+    cap = block[given[0]]
+    off = cap is None or (isinstance(cap, (int, float)) and not isinstance(cap, bool) and cap <= 0)
+    return RolloutCorrectionConfig() if off else RolloutCorrectionConfig(
+        "token", number(given[0], cap))
+
+
+def from_verl_060(block: Mapping) -> RolloutCorrectionConfig:
+    """Read verl 0.6.0's block: one level, one mode, and a veto unless it is null.
+
+    rollout_is: false measures the weights and applies none. In mode truncate the lower bound
+    only counts. In mode mask (at first called clip) its code zeroes weights outside it. The second
+    example of PR 3984's migration guide has weights plus rejection for it. The product of weight
+    and mask is the same, but rejected tokens leave the denominator `kept` and appear in the
+    metrics.
+    """
+    upper, lower = block.get("rollout_is_threshold"), block.get("rollout_is_threshold_lower")
+    applies = flag("rollout_is", block.get("rollout_is", True))
+    level, mode = block.get("rollout_is_level", "token"), block.get("rollout_is_mode", "truncate")
+    veto = block.get("rollout_is_veto_threshold", 1e-4)
+    choice("rollout_is_level", level, tuple(K1_OF_LEVEL))
+    choice("rollout_is_mode", mode, ("truncate", "clip", "mask"))
+    normalize = flag("rollout_is_batch_normalize", block.get("rollout_is_batch_normalize", False))
+    criteria: dict[str, Any] = {}
+    if veto is not None:
+        criteria["seq_max_k1"] = (number("rollout_is_veto_threshold", veto), None)
+    if upper is None:
+        return RolloutCorrectionConfig()                            # off, and nothing is measured
+
+    threshold, counted = number("rollout_is_threshold", upper), None
+    if lower is not None:
+        low, _ = _with_zero("rollout_is_threshold_lower", lower, threshold)
+        counted = low or 0.0
+    elif mode != "truncate":
+        low = _reciprocal("rollout_is_threshold", threshold)
+    if mode != "truncate":
+        criteria = {K1_OF_LEVEL[level]: (low, threshold)} | criteria
+    return RolloutCorrectionConfig(level, threshold, normalize, criteria, metrics_only=not applies,
+                                   rollout_is_count_below=counted)
+
+
+def from_verl(block: Mapping) -> RolloutCorrectionConfig:
+    level: Any = block.get("rollout_is")
+    threshold: Any = block.get("rollout_is_threshold", 2.0)
+    if isinstance(threshold, str) and "_" in threshold:
+        low, high = interval("rollout_is_threshold", threshold.split("_"))
+        threshold = _opened(low, high)
+    if threshold is None:
+        level, threshold = None, 2.0                                # verl: no threshold, no weights
+    both = [_switch(block, key) for key in ("bypass_mode", "bypass_old_logprob_for_rollout")]
+    bypass = any(both)                                                      # both are checked
+    loss_type, rejection = _verl_loss(block, bypass), _verl_rejection(block)
+    if bypass and block.get("rollout_rs") in K1_OF_LEVEL and loss_type == "ppo_clip" and (
+            block.get("loss_type") is None):
+        warnings.warn("rollout_rs rejects here; verl 0.6.1 computes its mask in decoupled mode "
+                      "alone, and so rejects nothing under bypass_mode with PPO", stacklevel=2)
+    return RolloutCorrectionConfig(level, threshold, _switch(block, "rollout_is_batch_normalize"),
+                                   rejection, bypass, loss_type)
+
+
+def _verl_loss(block: Mapping, bypass: bool) -> Any:
+    """Return the loss that loss_type, its older switches, or policy_loss.loss_mode name."""
+    loss_type, mode = block.get("loss_type"), block.get("loss_mode", "vanilla")
+    loss_type = "ppo_clip" if loss_type is None else loss_type
+    for key in ("use_policy_gradient", "use_pure_rollout_correction"):
+        if _switch(block, key):
+            if not bypass:
+                raise ValueError(f"{key} needs bypass_mode true")
+            loss_type = "reinforce"
+    choice("loss_mode", mode, (*VERL_MODES, *VERL_LOSSES))
+    if mode in VERL_MODES or mode == loss_type:
+        return loss_type
+    if loss_type != "ppo_clip":
+        raise ValueError(f"loss_mode {mode!r} and loss_type {loss_type!r} are two losses: verl "
+                         "takes loss_mode")
+    return mode
+
+
+def _switch(block: Mapping, key: str) -> bool:
+    """Return a switch of verl's, for which null is false, as a missing one is."""
+    return block.get(key) is not None and flag(key, block[key])
+
+
+def _verl_rejection(block: Mapping) -> dict[str, Any]:
+    """Read rollout_rs of verl 0.6.1 (levels, bounds on ρ) or 0.9 (criteria, k1 bounds on 1/ρ)."""
+    given, bound = block.get("rollout_rs"), block.get("rollout_rs_threshold")
+    lower, veto = block.get("rollout_rs_threshold_lower"), block.get("rollout_token_veto_threshold")
+    criteria = {}
+    if given is not None:
+        if not isinstance(given, str) or not given.replace(",", "").strip():
+            raise ValueError(f"rollout_rs must name its criteria, such as 'token_k1,seq_mean_k3', "
+                             f"not {given!r}")
+        if given in K1_OF_LEVEL and "rollout_rs_threshold" not in block:
+            bound = 2.0                     # since PR 3984, not rollout_is_threshold
+        if bound is None:
+            fault = "null" if "rollout_rs_threshold" in block else "missing"
+            raise ValueError(f"rollout_rs is {given!r}, but rollout_rs_threshold is {fault}: it "
+                             "must be a bound, such as 2.0")
+        if given in K1_OF_LEVEL:
+            upper = number("rollout_rs_threshold", bound)
+            lower = _reciprocal("rollout_rs_threshold", upper) if lower is None else lower
+            pair = _with_zero("rollout_rs_threshold_lower", lower, upper)
+            criteria[K1_OF_LEVEL[given]] = pair
+        elif lower is not None:
+            raise ValueError("rollout_rs_threshold_lower goes with rollout_rs: token, sequence or "
+                             "geometric alone")
+        else:
+            criteria = _verl_criteria(given, str(bound))
+    if veto is not None:
+        criteria["seq_max_k1"] = (number("rollout_token_veto_threshold", veto), None)
+    return criteria
+
+
+VERL_LOSSES = ("gspo", "sapo", "cispo")
+VERL_MODES = ("vanilla", "bypass_mode", "three_policies")           # under these loss_type chooses
+K1_OF_LEVEL = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+VERL_CRITERIA = ("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
+                 "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3")
+
+
+def _verl_criteria(given: str, bounds: str) -> dict[str, Any]:
+    """Read "token_k1,seq_mean_k3" with "0.5_2.0,0.01", or with one bound for all of them."""
+    names = list(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
+    parts = [part.strip() for part in bounds.split(",") if part.strip()]
+    if len(parts) == 1:
+        parts = parts * len(names)
+    if len(parts) != len(names):
+        raise ValueError(f"rollout_rs_threshold needs one bound or {len(names)}, one for each of "
+                         f"rollout_rs, not {bounds!r}")
+    for name in names:
+        choice("rollout_rs", name, VERL_CRITERIA)
+    return {name: _on_rho(part) if CRITERIA[name].read is interval
+            else number("rollout_rs_threshold", part) for name, part in zip(names, parts)}
+
+
+def _on_rho(text: str) -> tuple[float | None, float | None]:
+    """Return verl 0.9's bound (log lo, log hi) on −log ρ as one on ρ, [1/hi, 1/lo]."""
+    key = "rollout_rs_threshold"
+    if "_" not in text and number(key, text) == math.inf:
+        raise ValueError(f"{key} {text!r} bounds nothing: leave that criterion out")
+    lo, hi = text.split("_", 1) if "_" in text else (_reciprocal(key, number(key, text)), text)
+    lo, hi = cast(tuple[float, float], interval(key, (lo, hi)))        # neither end is open
+    if not math.isclose(lo * hi, 1, rel_tol=1e-9):
+        warnings.warn(f"{key} {text!r}: verl 0.9 bounds 1/ρ with it, which on ρ is [{1 / hi:.6g}, "
+                      f"{1 / lo:.6g}]; write rollout_rs as a mapping to bound ρ itself",
+                      stacklevel=2)
+    return _opened(1 / hi, 1 / lo)
+
+
+def _opened(low: float | None, high: float | None) -> tuple[float | None, float | None]:
+    """Return a pair with None for an end at 0 or ∞ in float32, as which others write an open one."""
+    return (low if low is not None and low > 1e-38 else None,
+            high if high is not None and high < 3e38 else None)
+
+
+def _reciprocal(key: str, upper: float) -> float:
+    """Return the lower end 1/u that goes with an upper end u alone."""
+    if upper < 1:
+        raise ValueError(f"{key} {upper:g} is below 1, so [1/u, u] is empty; a pair such as "
+                         "'0.5_5' must stand in quotes, since YAML reads it as the number 0.55")
+    return 1 / upper
+
+
+def from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
+    """Read SkyRL's off_policy_correction, and policy_loss_type beside it."""
+    level, cap = _skyrl_weights(block)
+    criteria = _skyrl_tokens(block) | _skyrl_sequences(block)
+    by_sequence = bool({"seq_sum_k1", "seq_mean_k1"} & set(criteria))
+    if "seq_max_k1" in criteria and level is None and not by_sequence:
+        warnings.warn("outlier_token_is_threshold_low and _high act by themselves here, as in "
+                      "SkyRL 0.3 and 0.4; in SkyRL's pull request 849 they acted only "
+                      "beside tis_ratio_type or sequence_mask_metric", stacklevel=2)
+    if "token_k1" in criteria and (level == "sequence" or by_sequence):
+        warnings.warn("token_mask_is_threshold_low and _high beside the ratio of a sequence: SkyRL "
+                      "takes that ratio of what its mask left, and here it is of all tokens",
+                      stacklevel=2)
+
+    loss_type = block.get("policy_loss_type", "regular")
+    choice("policy_loss_type", loss_type, tuple(SKYRL_LOSSES))
+    choice("cispo_anchor", block.get("cispo_anchor", "old"), ("old", "rollout"))
+    around_rollout = loss_type == "rollout_is" or (
+        loss_type == "cispo" and block.get("cispo_anchor") == "rollout")
+    if around_rollout and (level is not None or criteria):
+        raise ValueError(f"policy_loss_type {loss_type!r} is around π_rollout, and SkyRL's "
+                         "off_policy_correction beside it is of π_old: give one of them")
+    if loss_type == "rollout_is":
+        level, cap = "token", _skyrl_pair(block)
+    return RolloutCorrectionConfig(level, cap, rollout_rs=criteria, bypass_mode=around_rollout,
+                                   loss_type=SKYRL_LOSSES[loss_type])
+
+
+SKYRL_LOSSES = {"regular": "ppo_clip", "dual_clip": "ppo_clip", "gspo": "gspo", "sapo": "sapo",
+                "cispo": "cispo", "rollout_is": "reinforce"}
+
+
+def _skyrl_weights(block: Mapping) -> tuple[Any, Any]:
+    """Return the level of the weights, or None, and their C."""
+    level = block.get("tis_ratio_type")
+    if flag("use_tis", block.get("use_tis", False)):
+        if block.get("tis_imp_ratio_cap") is None:
+            raise ValueError("use_tis is true, but tis_imp_ratio_cap is missing")
+        return "token", number("tis_imp_ratio_cap", block["tis_imp_ratio_cap"])
+    if level is None:
+        return None, 2.0
+    choice("tis_ratio_type", level, ("token", "sequence"))
+    key, default = {"token": ("token_tis_ratio_clip_high", 2.0),
+                    "sequence": ("sequence_tis_ratio_clip_high", 5.0)}[level]
+    return level, number(key, block.get(key, default))
+
+
+def _skyrl_tokens(block: Mapping) -> dict[str, Any]:
+    """Read the thresholds of outliers, which may stand alone, and of tokens, which may not."""
+    criteria: dict[str, Any] = {}
+    low, high = (block.get(f"outlier_token_is_threshold_{end}") for end in ("low", "high"))
+    if high is not None or (low is not None and (isinstance(low, bool) or low != 0)):
+        criteria["seq_max_k1"] = _with_zero("outlier_token_is_threshold_low", low, high)
+    low, high = (block.get(f"token_mask_is_threshold_{end}") for end in ("low", "high"))
+    if low is not None and high is not None:
+        criteria["token_k1"] = _with_zero("token_mask_is_threshold_low", low, high)
+    elif low is not None or high is not None:
+        raise ValueError("token_mask_is_threshold_low and token_mask_is_threshold_high go "
+                         "together: SkyRL ignores one alone")
+    return criteria
+
+
+def _skyrl_sequences(block: Mapping) -> dict[str, Any]:
+    metric = block.get("sequence_mask_metric")
+    if metric is None:
+        return {}
+    choice("sequence_mask_metric", metric, ("product", "geometric"))
+    name, prefix, low, high = {"product": ("seq_sum_k1", "product_mask", 0.5, 2.0),
+                               "geometric": ("seq_mean_k1", "geo_mask", 0.99, 1.01)}[metric]
+    return {name: _with_zero(f"{prefix}_low", block.get(f"{prefix}_low", low),
+                             block.get(f"{prefix}_high", high))}
+
+
+def _skyrl_pair(block: Mapping) -> tuple[float | None, float | None]:
+    """Return [1 − eps_clip_low, 1 + eps_clip_high], outside which rollout_is drops a token."""
+    low, high = (number(key, block.get(key, 0.2)) for key in ("eps_clip_low", "eps_clip_high"))
+    return _with_zero("eps_clip_low", 1 - low, 1 + high)
+
+
+def _with_zero(key: str, low: Any, high: Any) -> tuple[float | None, float | None]:
+    """Return a pair that bounds ρ, of which verl and SkyRL write an open lower end as 0.
+
+    `key` is that of the lower end. A wrong upper end is reported under its own.
+    """
+    if high is not None and key.endswith("_low"):
+        number(key.removesuffix("low") + "high", high)
+    low, high = interval(key, (None if low == 0 and not isinstance(low, bool) else low, high))
+    return low, None if high == math.inf and low is not None else high
+
+
+def from_trl(block: Mapping) -> RolloutCorrectionConfig:
+    """Read TRL 1.16's GRPOConfig, whose correction is on by default; use_vllm is taken as true.
+
+    A loss_type that only says what divides the sum, such as dapo, is PPO's clip here.
+    """
+    get, loss = block.get, block.get("loss_type", "dapo")
+    choice("loss_type", loss, ("dapo", "grpo", "bnpo", "dr_grpo", *TRL_LOSSES))
+    loss = loss if loss in TRL_LOSSES else "ppo_clip"
+    mode = get("vllm_importance_sampling_mode", "sequence_mask")
+    choice("vllm_importance_sampling_mode", mode, TRL_MODES)
+    if not (flag("use_vllm", get("use_vllm", True)) and flag(
+            TRL[1], get("vllm_importance_sampling_correction", True))):
+        return RolloutCorrectionConfig(loss_type=loss)
+
+    level, kind = mode.split("_")
+    high, low = get("vllm_importance_sampling_clip_max", 3.0), get(TRL[4])
+    high = math.inf if high is None else number("vllm_importance_sampling_clip_max", high)
+    if low is None and kind == "truncate":
+        return RolloutCorrectionConfig(level, high, loss_type=loss)
+    if kind == "truncate":
+        raise ValueError("vllm_importance_sampling_clip_min must be null with "
+                         f"vllm_importance_sampling_mode {mode}: it raises small ratios, which "
+                         "nothing here does")
+    pair = _with_zero("vllm_importance_sampling_clip_min", low, high)
+    return RolloutCorrectionConfig(level, high if pair == (None, math.inf) else pair,
+                                   loss_type=loss)
+
+
+TRL_LOSSES = ("cispo", "sapo")
+TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def from_prime(block: Mapping) -> RolloutCorrectionConfig:
+    """Read prime-rl's [trainer.loss]: gradient ρ A ∇log π with ρ = π_θ/μ, and a mask of tokens.
+
+    IPO's defaults are those since September 2026: eps 0.3 (PR 3586), and ρ capped at 1e4. The
+    release with ipo_threshold has no cap. Nor has `default`, the DPPO that was the default from
+    February to August. The reward's temperature adv_tau and the term kl_tau (log ρ)² are not part
+    of the correction.
+    """
+    get, kind = block.get, block.get("type", "ipo")
+    own = {"ipo": ("eps", "ipo_threshold", "max_importance_ratio", "score_centering"),
+           "icepop": ("ratio_low", "ratio_high"), "default": ("dppo_mask_low", "dppo_mask_high")}
+    for key in set(block) - {"type", "adv_tau", "kl_tau", *own[kind]}:
+        raise ValueError(f"{key} is no setting of prime-rl's loss type {kind}"
+                         + nearest(key, own[kind]))
+    for key, neutral in (("adv_tau", 1), ("kl_tau", 0)):
+        if get(key, neutral) != neutral:
+            raise ValueError(f"{key} must be {neutral}, not {get(key)!r}: it is no correction, and "
+                             "nothing here stands for it")
+    policy_gradient = {"bypass_mode": True, "loss_type": "reinforce"}
+    if kind == "icepop":
+        number("ratio_high", get("ratio_high", 5.0))
+        pair = interval("ratio_low", (get("ratio_low", 0.2), get("ratio_high", 5.0)))
+        return RolloutCorrectionConfig("token", pair, **policy_gradient)
+    if kind == "ipo":
+        if {"eps", "ipo_threshold"} <= set(block):
+            raise ValueError("eps and ipo_threshold are one setting: give one of them")
+        key, cap = ("ipo_threshold", math.inf) if "ipo_threshold" in block else ("eps", 1e4)
+        criteria = {"token_tv": number(key, get(key, 0.3))}
+        if "max_importance_ratio" in block:
+            cap = number("max_importance_ratio", block["max_importance_ratio"])
+            if not 1 <= cap < math.inf:
+                raise ValueError("max_importance_ratio must be a finite number of at least 1, not "
+                                 f"{block['max_importance_ratio']!r}")
+    else:
+        low, high = get("dppo_mask_low", 0.2), get("dppo_mask_high", 0.2)
+        if low != high:
+            raise ValueError(f"dppo_mask_low and dppo_mask_high must be equal, not {low!r} and "
+                             f"{high!r}: token_tv_outward has one bound")
+        criteria, cap = {"token_tv_outward": number("dppo_mask_high", high)}, math.inf
+    return RolloutCorrectionConfig("token", cap, rollout_rs=criteria, **policy_gradient,
+                                   score_centering=get("score_centering", False))
