@@ -9,7 +9,7 @@ COMMANDS = {
     "train": ("train, as python trainer.py does", "trainer"),
     "fetch": ("load a small real model", "training.fetch"),
     "doctor": ("find why two log-probs differ", "doctor.command"),
-    "translate": ("write another system's configuration in our keys", "interop.translate"),
+    "translate": ("write a correction in our keys, or in another system's", "interop.translate"),
     "report": ("say how a run goes, and draw its curves", "training.report")}
 
 

@@ -1,8 +1,9 @@
 """Read one system's block each: verl's releases, SkyRL's, TRL's, prime-rl's and our own.
 
-This file decides what verl 0.6.0, 0.6.1, 0.9, SkyRL, TRL and prime-rl mean by their keys. A key that
-is left out has their default; null is off or refused, as it is there. Where a document and the
-released code differ, a table of interop/README.md names both. dialects.py finds out whose a block is.
+This file decides what verl 0.6.0, 0.6.1, 0.9, SkyRL, TRL and prime-rl mean by their keys. A key
+that is left out has their default; null is off or refused, as it is there. Where a document and
+the released code differ, a table of interop/README.md names both. dialects.py finds out whose a
+block is.
 """
 
 import math
@@ -100,8 +101,7 @@ def from_verl(block: Mapping) -> RolloutCorrectionConfig:
     level: Any = block.get("rollout_is")
     threshold: Any = block.get("rollout_is_threshold", 2.0)
     if isinstance(threshold, str) and "_" in threshold:
-        low, high = interval("rollout_is_threshold", threshold.split("_"))
-        threshold = _opened(low, high)
+        threshold = _opened(*interval("rollout_is_threshold", threshold.split("_")))
     if threshold is None:
         level, threshold = None, 2.0                                # verl: no threshold, no weights
     both = [_switch(block, key) for key in ("bypass_mode", "bypass_old_logprob_for_rollout")]
@@ -111,8 +111,9 @@ def from_verl(block: Mapping) -> RolloutCorrectionConfig:
             block.get("loss_type") is None):
         warnings.warn("rollout_rs rejects here; verl 0.6.1 computes its mask in decoupled mode "
                       "alone, and so rejects nothing under bypass_mode with PPO", stacklevel=2)
-    return RolloutCorrectionConfig(level, threshold, _switch(block, "rollout_is_batch_normalize"),
-                                   rejection, bypass, loss_type)
+    return RolloutCorrectionConfig(level, cast(Any, threshold),
+                                   _switch(block, "rollout_is_batch_normalize"), rejection, bypass,
+                                   loss_type)
 
 
 def _verl_loss(block: Mapping, bypass: bool) -> Any:
@@ -205,7 +206,7 @@ def _on_rho(text: str) -> tuple[float | None, float | None]:
 
 
 def _opened(low: float | None, high: float | None) -> tuple[float | None, float | None]:
-    """Return a pair with None for an end at 0 or ∞ in float32, as which others write an open one."""
+    """Return a pair with None for an end that is 0 or ∞ in float32: others write an open one so."""
     return (low if low is not None and low > 1e-38 else None,
             high if high is not None and high < 3e38 else None)
 
