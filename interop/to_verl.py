@@ -106,8 +106,7 @@ VERL_LACKS = (
 
 
 def verl_recipe(config: Config) -> Recipe:
-    """Return our loss in bypass mode alone: in decoupled mode verl's driver has corrected before it.
-    """
+    """Return our loss in bypass mode alone; in decoupled mode verl's driver corrects before it."""
     if config.bypass_mode and of_micro_batches(config):
         return Recipe("our loss in verl does it (loss_mode=three_policies)",
                       "interop/README.md#verl-09")
