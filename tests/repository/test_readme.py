@@ -14,10 +14,10 @@ import pytest
 import torch
 import yaml
 
-from three_policies import losses
+from three_policies import losses, tiny
 from three_policies.interop.dialects import from_dialect
 from three_policies.surrogates import LOSSES
-from three_policies.training.settings import Config, leaves, load_config
+from three_policies.training.settings import OTHER_NAMES, Config, leaves, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -73,7 +73,7 @@ def test_the_written_out_correction_is_valid():
 
 
 def test_settings_named_in_the_documents_exist():
-    known = [key for key, *_ in leaves(Config)]
+    known = [*(key for key, *_ in leaves(Config)), *OTHER_NAMES]
     named = set(re.findall(r"`((?:task|policy|rollout|advantage|loss|train)\.[a-z_]+)", DOCUMENTS))
     assert named - {"rollout.py", "policy.py"} <= set(known), named - set(known)
 
@@ -84,6 +84,12 @@ def test_every_setting_is_read():
             for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
     read |= {name for row in LOSSES.values() for name in row.own}
     assert {key.split(".")[-1] for key, *_ in leaves(Config)} <= read
+
+
+def test_the_readme_shows_what_tiny_prints(capsys):
+    tiny.main()
+    [shown] = re.findall(r"\$ python tiny.py\n(.*?)```", README, re.DOTALL)
+    assert shown and capsys.readouterr().out.endswith(shown)
 
 
 def test_the_readme_is_short():
