@@ -92,6 +92,7 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
     if top_p == 1 and min_p == 0 and not 0 < top_k < log_q.shape[-1]:
         whole = torch.ones_like(log_q[..., 0]).masked_fill(log_q[..., 0].isnan(), torch.nan)
         return log_q, whole                                    # nothing to cut: not a digit changes
+
     ordered, order = log_q.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if min_p > 0:
@@ -102,6 +103,7 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
         kept = torch.where(keep, ordered.exp(), 0.0)
         kept = kept / kept.sum(-1, keepdim=True)
         keep &= kept.cumsum(-1) - kept < top_p                 # the mass before this token < p
+
     keep = torch.zeros_like(keep).scatter(-1, order, keep) | log_q.isnan()     # NaN remains NaN
     log_mass = torch.where(keep, log_q, -torch.inf).logsumexp(-1, keepdim=True)
     mass = log_mass.squeeze(-1).exp().clamp(max=1)             # rounding may have it above 1

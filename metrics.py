@@ -263,6 +263,7 @@ def ratio_quantities(ratios: Ratios, level: str, bounds: Any, by_token: bool,
             aggregate, there = sequence_log_ratio, tokens.n[:, None] > 0
         log_rho = aggregate(log_rho, tokens.mask, level)                       # [B, T] or [B, 1]
         rho, less_one = moments_of_ratio(log_rho, tokens, extremes(log_rho, there))
+
     found: list[Quantity] = []
     for prefix, weights in by_prefix.items():
         if weights is not None and level not in OF_TOKENS:                    # one weight a row
@@ -272,6 +273,7 @@ def ratio_quantities(ratios: Ratios, level: str, bounds: Any, by_token: bool,
             x = tokens.moments(weights)
             apart = x._replace(mean=x.mean - 1)
         found += _summaries(prefix, x, apart, WEIGHTS)
+
     lo, hi = (default if end is None else end for end, default in zip(bounds, (0.0, math.inf)))
     far_ends = rho.mean < lo, rho.mean > hi
     for end, beyond, far in zip(("low", "high"), outside(log_rho, *bounds), far_ends):

@@ -136,6 +136,7 @@ def load_policy(path: str, temperature: float, dtype: str, device: torch.device,
     whole = policy.state_dict() if reads and dist.get_world_size() > 1 else {}
     if gradient_checkpointing:             # π_ref too: the other path would round otherwise
         model.gradient_checkpointing_enable({"use_reentrant": False})
+
     # Else there is nothing to shard, cast or move, and FSDP would copy weights and gradients.
     if dist.get_world_size() > 1 or dtype != "float32" or device.type != "cpu" or cpu_offload:
         shard(policy, dtype, device, cpu_offload)
@@ -197,6 +198,7 @@ def check(policy: Policy) -> None:
     attention = torch.tensor([[1] * 7, [1] * 5 + [0] * 2, [0, 0] + [1] * 5])        # P = 3, T = 4
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 6, 4, 0, 0], [0, 0, 8, 3, 9, 5, 2]])
     tokens %= model.config.get_text_config().vocab_size
+
     policy.eval()
     for pair in [0, 1], [0, 2]:
         given = tokens[pair], attention[pair], 4
@@ -213,6 +215,7 @@ def check(policy: Policy) -> None:
                 raise ValueError(f"{name} does more to its logits than policy.py knows of, or does "
                                  "not continue from its cache by several tokens, so its log-probs "
                                  "would be wrong")
+
     trained = policy.train()(*given)
     policy.train(training)
     if not torch.allclose(ours, trained, atol=1e-4):

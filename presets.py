@@ -81,6 +81,7 @@ class RolloutCorrectionConfig:
         if self.loss.level is None and not self.bypass_mode:
             raise ValueError(f"loss_type {self.loss_type!r} needs bypass_mode true: without a clip "
                              "there is no use for a third policy")
+
         bound = self.rollout_is_threshold
         read = interval if is_list(bound) else number
         object.__setattr__(self, "rollout_is_threshold", read("rollout_is_threshold", bound))
@@ -89,6 +90,7 @@ class RolloutCorrectionConfig:
             zero = type(low) in (int, float) and low == 0
             object.__setattr__(self, "rollout_is_count_below",
                                0.0 if zero else number("rollout_is_count_below", low))
+
         given: Any = self.rollout_rs                    # as a configuration file has it
         criteria: Mapping[str, Any] = {} if given is None else given
         if not isinstance(given, (Mapping, NoneType)):
@@ -96,6 +98,7 @@ class RolloutCorrectionConfig:
             raise ValueError(f"rollout_rs must be a mapping from criterion to bound, such as "
                              f"{{seq_mean_k3: 0.01}}, not {given!r}{text * isinstance(given, str)}")
         object.__setattr__(self, "rollout_rs", read_criteria(criteria))
+
         flag("metrics_only", self.metrics_only)
         if flag("score_centering", self.score_centering):
             self._check_centering()

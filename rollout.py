@@ -190,6 +190,7 @@ class TransformersEngine:
         sampler = GumbelMax(seeds, temperature, self.cut, self.candidates, device)
         shape = Shape.of(ids[:, :-1], mask[:, :-1], 0, device) if width > 1 else None
         (ids, mask), cache, versions = to_device(device, ids, mask), None, []
+
         for push, weights, most in in_flight.stages(max_tokens) if in_flight else [
                 (None, {}, max_tokens)]:
             if weights:
@@ -209,6 +210,7 @@ class TransformersEngine:
             cache = None if in_flight and in_flight.recompute else output.past_key_values
             if drawn < most:
                 break  # all responses have ended; one that ended before is cut there below
+
         tokens, recorded = ids[:, width:], torch.stack(sampler.rollout_log_prob, dim=1)  # [B, T]
         samples, none = [], [None] * len(tokens)
         kept_ids: list[Any] = [*zip(*sampler.kept_ids)] or none

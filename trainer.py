@@ -71,23 +71,10 @@ def train(run: Run) -> None:
             with record.time_part("doctor"):
                 every = batch._replace(response_mask=sampled)
                 record.consult(log_probs_of(policy, every, config))
+
         with record.time_part("update"):
-            correction = None      # bypass mode: ρ = π_θ/π_rollout changes with every update
-            if not options.bypass_mode and batch.old_log_prob is not None:
-                correction = correct(batch.old_log_prob, batch.rollout_log_prob,
-                                     batch.response_mask, options, batch.advantages,
-                                     dist.group.WORLD)
             set_learning_rate(run, step)
-            updates = []
-            for _ in range(config.train.epochs):
-                size = len(batch.tokens) // config.train.mini_batches
-                for rows in (slice(i, i + size) for i in range(0, len(batch.tokens), size)):
-                    part = correction and correction.rows(rows)
-                    updates.append(update(run, batch.rows(rows, rows), options, part))
-            metrics |= average(updates)
-            first_epoch = [c for u in updates[:config.train.mini_batches] for c in u.corrections]
-            if correction or first_epoch:          # neither: every update was skipped
-                metrics |= merge([correction] if correction else first_epoch, dist.group.WORLD)
+            metrics |= learn(run, batch, options)
         with record.time_part("sync"):
             if due := step == config.train.steps or step % config.train.eval_every == 0:
                 evaluation = evaluate(run)
@@ -99,6 +86,25 @@ def train(run: Run) -> None:
         run.save_if_due(step, before)
     # There is no evaluation if the run was killed after its last step.
     run.finish(before, *(evaluation or evaluate(run)))
+
+
+def learn(run: Run, batch: Batch, options: RolloutCorrectionConfig) -> dict[str, Any]:
+    """Take all updates of a step, epochs × mini-batches, and return their metrics."""
+    config, correction = run.config, None   # bypass: ρ = π_θ/π_rollout changes with every update
+    if not options.bypass_mode and batch.old_log_prob is not None:
+        correction = correct(batch.old_log_prob, batch.rollout_log_prob, batch.response_mask,
+                             options, batch.advantages, dist.group.WORLD)
+    updates, size = [], len(batch.tokens) // config.train.mini_batches
+    for _ in range(config.train.epochs):
+        for rows in (slice(i, i + size) for i in range(0, len(batch.tokens), size)):
+            part = correction and correction.rows(rows)
+            updates.append(update(run, batch.rows(rows, rows), options, part))
+
+    metrics = average(updates)
+    first_epoch = [c for u in updates[:config.train.mini_batches] for c in u.corrections]
+    if correction or first_epoch:              # neither: every update was skipped
+        metrics |= merge([correction] if correction else first_epoch, dist.group.WORLD)
+    return metrics
 
 
 class Outcomes(NamedTuple):

@@ -43,11 +43,13 @@ def make_engine(
         if value not in known:
             nearest = difflib.get_close_matches(str(value), known, n=1, cutoff=0)[0]
             raise ValueError(f"rollout.{name}={value!r} is unknown; did you mean {nearest!r}?")
+
     vocabulary = AutoConfig.from_pretrained(path).get_text_config().vocab_size
     settings: dict[str, Any] = dict(
         dtype=dtype, max_model_len=max_model_len, device=device, batch_size=batch_size,
         cut=Cut.of(top_p, top_k, min_p, vocabulary), candidates=min(candidates, vocabulary),
         lora=lora)
+
     if kind != "transformers":
         try:
             import_vllm(device)

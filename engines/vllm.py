@@ -58,11 +58,13 @@ class VllmEngine:
             from vllm.config.lora import MaxLoRARanks
             room = min(n for n in get_args(MaxLoRARanks) if n >= rank)
             options = {"enable_lora": True, "max_lora_rank": room}
+
         # On a GPU vLLM returns the kept ids. On a CPU log-probs are -inf where cut, so one more is
         # asked for than may be kept.
         vocabulary = self.layout.config.get_text_config().vocab_size
         of_cut = cut.most + 1 if cut.most and (candidates or not self.on_gpu) else candidates
         self.asked = min(of_cut, vocabulary)
+
         with as_guest(), keep_class(type(self.layout.get_decoder()), self.eager):
             self.llm = LLM(
                 str(path), dtype=dtype, max_model_len=max_model_len,
@@ -227,6 +229,7 @@ def as_guest() -> Iterator[None]:
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     seeds = random.getstate(), numpy.random.get_state()
+
     with torch.random.fork_rng(devices=gpus), tempfile.TemporaryFile() as held:
         sys.stderr.flush()
         stderr = os.dup(2)

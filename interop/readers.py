@@ -164,6 +164,7 @@ def _verl_rejection(block: Mapping) -> dict[str, Any]:
                              "geometric alone")
         else:
             criteria = _verl_criteria(given, str(bound))
+
     if veto is not None:
         criteria["seq_max_k1"] = (number("rollout_token_veto_threshold", veto), None)
     return criteria

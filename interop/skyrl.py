@@ -46,6 +46,7 @@ def three_policies(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor,
     for sentence, here in refused.items():
         if here:
             raise ValueError(f"three_policies.interop.skyrl does not carry {sentence}")
+
     clips = ((config.cispo.cispo_eps_clip_low, config.cispo.cispo_eps_clip_high)
              if ours.loss_type == "cispo" else (config.eps_clip_low, config.eps_clip_high))
     how = LossConfig(*clips, tau_positive=config.sapo.tau_pos, tau_negative=config.sapo.tau_neg,
@@ -53,6 +54,7 @@ def three_policies(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor,
     mask = log_probs.new_ones(log_probs.shape) if loss_mask is None else loss_mask
     loss, metrics = policy_loss(log_probs, old_log_probs, rollout_logprobs, advantages, mask, ours,
                                 how)
+
     figures = to_host(metrics)
     named = {name.removeprefix(PREFIX): float(x) for name, x in skyrl(figures).items()
              if name.startswith(PREFIX)}

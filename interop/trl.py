@@ -142,6 +142,7 @@ class PolicyLossGRPOTrainer(GRPOTrainer):       # pyright: ignore[reportGeneralT
             train = log_prob.detach() if old is None or self.correction.bypass_mode else old
             sampled = torch.where(missing, train, sampled)              # vLLM gave none: ρ = 1
             correction = correct(train, sampled, mask, self.correction, advantages)
+
         high, cispo = self.epsilon_high, self.loss_type == "cispo"      # where high bounds r itself
         how = LossConfig(
             clip_low=1 if cispo else self.epsilon_low, clip_high=high - 1 if cispo else high,
@@ -151,6 +152,7 @@ class PolicyLossGRPOTrainer(GRPOTrainer):       # pyright: ignore[reportGeneralT
         loss, sums = policy_loss(
             log_prob, old, sampled, advantages, mask, self.correction, how, correction=correction,
             counts=Counts(mask.sum(), mask.new_tensor(len(mask))))
+
         accumulated = self.current_gradient_accumulation_steps if self.model.training else 1
         parts = accumulated
         if self.loss_type in ("dapo", "cispo"):         # the tokens of the whole generation batch

@@ -51,6 +51,7 @@ def three_policies(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor,
     if block.rollout_is and not bypass and rollout_is_weights is None:
         raise ValueError("rollout_is is set, but verl's driver made no weights: it needs "
                          "actor_rollout_ref.rollout.calculate_log_probs=true")
+
     clip_low, clip_high = (config.clip_ratio if end is None else end
                            for end in (config.clip_ratio_low, config.clip_ratio_high))
     counts = whole_counts(config.global_batch_info, loss_agg_mode)
@@ -63,6 +64,7 @@ def three_policies(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor,
         log_prob, old_log_prob, old_log_prob if bypass else None, advantages, response_mask, block,
         how, correction=None if bypass else Correction(rollout_is_weights, response_mask),
         counts=counts)
+
     metrics = loss_means(metrics) if counts is not None else metrics
     named = {"actor/ppo_kl": metrics["loss/approx_kl"], "actor/ratio": metrics["loss/ratio"],
              "actor/pg_clipfrac": metrics["loss/clip_fraction"]}
@@ -109,6 +111,7 @@ def carried(block: Any) -> RolloutCorrectionConfig:
             "worker does not know bypass_mode and loss_type of algorithm.rollout_correction and "
             "would train with PPO's clip whatever they are: add '+actor_rollout_ref.actor."
             "policy_loss.rollout_correction=${algorithm.rollout_correction}'")
+
     ours, given = from_dialect(block), {key for key in block if block[key] is not None}
     unread = sorted(given - {f.name for f in fields(VerlBlock)} - {"_target_"})
     refused = {
@@ -124,6 +127,7 @@ def carried(block: Any) -> RolloutCorrectionConfig:
             "preset" in given,
         f"{', '.join(unread)} in decoupled mode, where verl 0.9.1's driver corrects and reads its "
         "own keys alone: write those out": unread and not block.get("bypass_mode")}
+
     for sentence, asked in refused.items():
         if asked:
             raise ValueError(f"three_policies.interop.verl does not carry {sentence}")

@@ -122,6 +122,7 @@ def require_room(model: Sizes, config: Config, ranks: int, length: int, free: fl
     change = ("a larger GPU or a smaller model" if config.policy.cpu_offload else
               f"policy.cpu_offload=true, more ranks than {ranks}, or a smaller model")
     lora = "" if config.policy.lora_rank else "policy.lora_rank=8, "
+
     stays, least = sampling["weights"] + sampling["moments"], smallest_engine(model, config, length)
     certain = {name: size for name, size in update.items() if name != "activations"}
     if sum(certain.values()) > free:
@@ -131,6 +132,7 @@ def require_room(model: Sizes, config: Config, ranks: int, length: int, free: fl
         sampling["the engine"] = least
         raise UserError(f"{need('sampling', sampling, free)}, as each rank has a whole engine: "
                         f"take {change}")
+
     low, high = math.ceil(100 * least / total) / 100, math.floor(100 * (free - stays) / total) / 100
     if vllm and not low <= share <= high:
         raise UserError(f"{need('sampling', sampling, free)}, where the smallest engine takes "

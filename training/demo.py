@@ -58,12 +58,14 @@ def teach(path: Path, task: Task, seed: int, characters: str, wrong: float, step
     torch.manual_seed(seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)               # else the weights would depend on it
+
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=4, head_dim=32, max_position_embeddings=1024,
         tie_word_embeddings=True, initializer_range=0.1, dtype="float32", bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98))
+
     bar = tqdm(range(steps if dist.get_rank() == 0 else 0), desc="warm start", mininterval=1,
                disable=dist.get_rank() != 0)
     for step in bar:
@@ -82,6 +84,7 @@ def teach(path: Path, task: Task, seed: int, characters: str, wrong: float, step
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+
     torch.set_num_threads(threads)
     with write_aside(path) as part:
         if dist.get_rank() == 0:

@@ -95,6 +95,7 @@ def lock_file(path: Path, wait: bool = False) -> IO[str]:
         except OSError as error:
             why = f"{path.name} is a link there" if path.is_symlink() else error.strerror
             raise not_writable(path.parent, why) from None
+
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
@@ -107,6 +108,7 @@ def lock_file(path: Path, wait: bool = False) -> IO[str]:
             if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                 break
         file.close()                               # its owner has removed it meanwhile
+
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}, since "
                f"{time.strftime('%Y-%m-%d %H:%M:%S')}")

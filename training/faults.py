@@ -47,6 +47,7 @@ def process_group(patience: float = 1800) -> Iterator[torch.device]:
     own = dist.get_default_backend_for_device(device)          # NCCL for CUDA
     if device.type != "cpu":
         take_gpu(device)
+
     # A store as torchrun's, since NCCL was never tried with the others; port 0 is any free one.
     alone: dict[str, Any] = {} if "RANK" in os.environ else {
         "store": dist.TCPStore("127.0.0.1", 0, 1, True), "rank": 0, "world_size": 1}
@@ -54,10 +55,12 @@ def process_group(patience: float = 1800) -> Iterator[torch.device]:
     # vLLM makes groups that not all ranks are in.
     dist.init_process_group(own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}",
                             timeout=timedelta(seconds=max(patience, 1800)), **alone)
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks, threads = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.get_num_threads()
     if ranks > 1:                              # torchrun gives each of them one thread
         torch.set_num_threads(max(1, (cores or 1) // ranks))
+
     atexit.unregister(wait_for_gloo)           # once, whatever the number of groups before
     atexit.register(wait_for_gloo)
     end = dist.destroy_process_group

@@ -31,6 +31,7 @@ def write_aside(place: Path) -> Iterator[Path]:
     linked, place = place.is_symlink(), place.resolve()
     part, old = (place.with_name(f".{place.name}.{end}") for end in ("part", "old"))
     main = dist.get_rank() == 0
+
     try:
         if main:
             shutil.rmtree(part, ignore_errors=True)
@@ -41,6 +42,7 @@ def write_aside(place: Path) -> Iterator[Path]:
         if main:
             for path in [*part.rglob("*"), part]:
                 settle(path)
+
         if main and linked:
             place.mkdir(exist_ok=True)
             new = {path.name for path in part.iterdir()}

@@ -113,6 +113,7 @@ def add_lora(model: Any, policy: PolicyConfig, seed: int) -> Any:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     from transformers.pytorch_utils import Conv1D
+
     targets: Any = policy.lora_targets
     layers = [name for name, module in model.named_modules()
               if isinstance(module, (torch.nn.Linear, Conv1D))
@@ -129,6 +130,7 @@ def add_lora(model: Any, policy: PolicyConfig, seed: int) -> Any:
         if unknown := [t for t in targets if not any(p.endswith(f".{t}") for p in places)]:
             raise UserError(f"policy.lora_targets has {', '.join(unknown)}, which this model "
                             f"does not have; its linear layers are {linear}")
+
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)                            # of A
@@ -138,6 +140,7 @@ def add_lora(model: Any, policy: PolicyConfig, seed: int) -> Any:
     except ValueError as error:
         raise UserError(f"no LoRA with policy.lora_rank={policy.lora_rank} and "
                         f"policy.lora_targets={policy.lora_targets}: {error}") from None
+
     if any(isinstance(x, BaseTunerLayer)
            for x in (model.get_output_embeddings(), model.get_input_embeddings())):
         raise UserError(f"policy.lora_targets={policy.lora_targets} must leave out embeddings and "

@@ -132,6 +132,7 @@ def idle(config: Config) -> dict[str, str]:
     changed |= {f"correction.{name}" for name in (
                     "rollout_is_threshold", "rollout_is_batch_normalize")
                 if getattr(options, name) != getattr(RolloutCorrectionConfig, name)}
+
     numbers = {key for row in LOSSES.values() for key in row.own} - set(options.loss.own)
     kind = config.task.kind
     off = {
@@ -186,6 +187,7 @@ def kl_remarks(config: Config) -> list[str]:
     if how.kl_in == "loss" and kind == "abs":
         found.append("loss.kl_kind=abs in the loss has not the gradient of the KL: in chapter 8's "
                      "table it is 5.90 ‖∇KL‖ away; take k3+ (or abs+, which keeps the value)")
+
     options = correction_of(config)
     zeroes = options.applies_weights and isinstance(options.rollout_is_threshold, tuple)
     rejects = options.rollout_rs and not options.metrics_only

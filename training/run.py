@@ -46,6 +46,7 @@ def open_run(config: Config) -> Iterator["Run | None"]:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="torch.distributed")
+
     with process_group(patience=config.rollout.timeout + 600) as device:
         if device.type == "cpu":
             keep_memory()

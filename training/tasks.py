@@ -327,6 +327,7 @@ def problem_of(row: Any, where: str) -> Problem:
     if not isinstance(row, dict):
         raise UserError(f"{where} has no `question`, since it is no JSON object but "
                         f"{str(row)[:60]}")
+
     for key in ("question", "answer"):
         value = row.get(key)
         if value is None or not str(value).strip():
@@ -340,6 +341,7 @@ def problem_of(row: Any, where: str) -> Problem:
         if re.search("[\ud800-\udfff]", str(value)):           # no tokenizer takes it
             raise UserError(f"{where} has half of a surrogate pair in its `{key}`: "
                             f"{str(value)[:60]!r}")
+
     answer = row["answer"]
     if isinstance(answer, (float, Decimal)):
         answer = f"{Decimal(str(answer)):f}"               # 0.00001, which str writes as 1e-05
