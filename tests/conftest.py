@@ -90,7 +90,7 @@ def run(tiny_model, tmp_path, monkeypatch):
 
     The reward is 1 for a response of odd length, which an untaught model earns half of the time.
     Drawing the curves takes longer than everything else. So they are drawn only with `draw`, in
-    test_faults.py, and by the default command. The products of matrices that a run times when it
+    test_kills_and_signals.py, and by the default command. The products of matrices that a run times when it
     opens are small.
     """
     from three_policies import trainer

@@ -1,6 +1,6 @@
 """The page "Which correction do I need?": what it says is in the tables, and its lines are right.
 
-The page itself is looked at in Chromium, from disk, as tests/book/test_book.py does.
+The page itself is looked at in Chromium, from disk, as tests/book/test_pages.py does.
 """
 
 import ast

@@ -1,6 +1,6 @@
 """The first screen of the reading edition: what its controls show is what the study's table says.
 
-Needs what tests/book/test_book.py needs.
+Needs what tests/book/test_pages.py needs.
 """
 
 import csv

@@ -1,6 +1,6 @@
 """The page as a page: captions, folded code, contents, cards, order of headings, search, print.
 
-Each page is looked at in Chromium, from disk, as tests/book/test_book.py does.
+Each page is looked at in Chromium, from disk, as tests/book/test_pages.py does.
 """
 
 import io

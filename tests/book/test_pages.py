@@ -6,7 +6,7 @@ THREE_POLICIES_REQUIRE_BOOK=1, as in CI, they fail. The references' own tests ne
 
 book/assets/batch.json is six responses of a real run; to make it anew takes half a minute:
 
-    python tests/book/test_book.py record
+    python tests/book/test_pages.py record
 """
 
 import json
@@ -36,7 +36,7 @@ def documents():
                                      "studies/*/*.yaml", "math/*.yaml")
               for path in ROOT.glob(glob)]
     return {path: path.read_text() for path in places
-            if path.name not in ("test_book.py", "references.yaml")}
+            if path.name not in ("test_pages.py", "references.yaml")}
 
 
 def test_every_paper_and_pull_request_that_is_cited_is_a_reference():

@@ -1,6 +1,6 @@
 """doctor: `diagnose` says what is wrong in metrics, and is silent about what is not.
 
-What a whole run says is tested in test_lessons.py.
+What a whole run says is tested in test_run_summary.py.
 """
 
 import math

@@ -1,7 +1,7 @@
 """ratios.py and estimators.py compute what they claim: exact sums over all sequences.
 
 Each test names its claim, and its docstring the equation. Run with -s to see the biases' sizes.
-The KL is in test_kl_estimate.py, the sampling distribution in test_sampling.py.
+The KL is in test_kl.py, the sampling distribution in test_sampling.py.
 """
 
 import math

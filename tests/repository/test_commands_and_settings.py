@@ -1,7 +1,7 @@
 """The commands and settings of the README and of what it leads to exist, word for word.
 
 Each `python trainer.py …` or `torchrun … trainer.py …` in them is checked as the trainer would
-check it, before anything is loaded. test_trainer.py runs what can be run. test_math.py tests the
+check it, before anything is loaded. test_trainer.py runs what can be run. test_labels_and_tables.py tests the
 tables between markers.
 """
 

@@ -26,7 +26,7 @@ from three_policies.engines import choice
 from three_policies.tests.support.launching import ROOT
 from three_policies.tests.support.small import steady, weights
 from three_policies.tests.support.waiting import HANG
-from three_policies.tests.training.test_gpu import drive
+from three_policies.tests.training.test_pretended_gpu import drive
 from three_policies.training import capacity, faults, loading, record, run as run_module
 from three_policies.training.capacity import (GIB, Sizes, host_bytes, judge_host, memory,
                                               memory_metrics, require_room, smallest_engine,

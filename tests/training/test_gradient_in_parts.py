@@ -375,7 +375,7 @@ def test_over_the_set_that_mu_kept_the_mean_ratio_is_one(size, top_p, top_k, min
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_rank_alone_has_fsdp_only_to_cast_or_to_move(dtype, offload, tiny_model):
-    """test_cards.py compares a run that has FSDP with one that has none, bit by bit."""
+    """test_capacity.py compares a run that has FSDP with one that has none, bit by bit."""
     with process_group() as device:
         policy = load_policy(str(tiny_model), 1.0, dtype, device, cpu_offload=offload)
         assert isinstance(policy, FSDPModule) == (dtype == "bfloat16" or offload)

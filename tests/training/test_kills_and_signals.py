@@ -5,7 +5,7 @@ is a number of calls and returns of functions, not of seconds: a slow machine is
 places as a fast one. The long form kills the demo's command once per run, by the clock, at random
 moments between its first step and its end. Its exit code is 1 if one run ends differently:
 
-    python tests/training/test_faults.py 20 [SEED] [overrides]
+    python tests/training/test_kills_and_signals.py 20 [SEED] [overrides]
 """
 
 import json

@@ -17,7 +17,7 @@ from three_policies.checks import UserError
 from three_policies.presets import PRESETS, RolloutCorrectionConfig
 from three_policies.rollout import KEPT
 from three_policies.tests.support.launching import ROOT
-from three_policies.tests.training.test_data import MADE
+from three_policies.tests.training.test_question_files import MADE
 from three_policies.training import demo, tasks
 from three_policies.training.faults import process_group
 from three_policies.training.loading import load

@@ -4,7 +4,7 @@ pytest starts one command twice at three
 random delays. The long form does it as often as it is told. Its exit code is 1 if two starts
 trained, or neither, or if files are of both:
 
-    python tests/training/test_directory.py 50 [SEED]
+    python tests/training/test_run_directory.py 50 [SEED]
 """
 
 import errno

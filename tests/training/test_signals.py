@@ -9,7 +9,7 @@ import pytest
 from three_policies.tests.support.launching import shell
 from three_policies.tests.support.small import SMALL
 from three_policies.tests.support.waiting import HANG, until
-from three_policies.tests.training.test_directory import (HERE, LONG, as_from_a_terminal,
+from three_policies.tests.training.test_run_directory import (HERE, LONG, as_from_a_terminal,
                                                           said_until, start)
 from three_policies.training import signals
 from three_policies.training.files import read_metrics

@@ -1,6 +1,6 @@
 """The trainer trains with every preset and idea, also from cut sampling, and saves a whole model.
 
-How the work is split is tested by test_split.py, stops by test_resume.py, numbers that are not
+How the work is split is tested by test_gradient_in_parts.py, stops by test_resume.py, numbers that are not
 finite by test_nonfinite.py, and what users get wrong by test_mistakes.py.
 """
 
