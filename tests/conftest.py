@@ -23,9 +23,10 @@ if draw := os.environ.get("THREE_POLICIES_PERTURB"):
     from three_policies.tests.support.perturbed import perturb
     perturb(int(draw))
 
-LONGEST = ["demo", "lora", "ranks", "math", "page", "book", "rescore", "trainer", "update", "gpu",
-           "contributing", "split", "signals", "directory", "faults", "causes", "resume",
-           "gpu_report", "study", "house", "nonfinite", "dumps", "memory"]     # longest first
+LONGEST = ["demo", "lora", "ranks", "labels_and_tables", "page_elements", "pages", "rescore",
+           "kills_and_signals", "trainer", "update", "pretended_gpu", "contributing",
+           "gradient_in_parts", "locks", "causes", "resume", "gpu_report", "studies", "conventions",
+           "nonfinite", "dumps", "memory_and_speed"]     # longest first
 SERVED = pytest.StashKey[list[str]]()
 WORKERS = 4                            # more would have nothing left to do
 
@@ -90,8 +91,8 @@ def run(tiny_model, tmp_path, monkeypatch):
 
     The reward is 1 for a response of odd length, which an untaught model earns half of the time.
     Drawing the curves takes longer than everything else. So they are drawn only with `draw`, in
-    test_kills_and_signals.py, and by the default command. The products of matrices that a run times when it
-    opens are small.
+    test_kills_and_signals.py, and by the default command. The products of matrices that a run
+    times when it opens are small.
     """
     from three_policies import trainer
     from three_policies.training import capacity, files, tasks

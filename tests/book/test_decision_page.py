@@ -16,8 +16,8 @@ import yaml
 from three_policies.doctor.causes import CAUSES
 from three_policies.interop.dialects import from_dialect
 from three_policies.presets import PRESETS
-from three_policies.tests.interop.test_trl import MODES
 from three_policies.tests.support.book_pages import OUT, WIDTHS
+from three_policies.tests.support.trl_stub import MODES
 
 ROOT = Path(__file__).resolve().parents[2]
 

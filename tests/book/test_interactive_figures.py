@@ -1,7 +1,8 @@
 """The figures that explain, in Chromium: what each shows is what its chapter's table says.
 
 Of the tree, chapter 3's; of the clip, chapter 14's; of the square, chapter 13's picture; of the
-quiz, the doctor itself. book/assets/quiz.json is made anew by `python book/record_quiz.py`.
+quiz, the doctor itself; of the sliders, the coefficients of their equations.
+book/record_quiz.py makes book/assets/quiz.json anew, book/record_batch.py the batch.
 """
 
 import json
@@ -238,3 +239,82 @@ def test_the_four_stand_without_javascript_and_in_every_width(book, open_page):
                 ends = page.locator(f'[data-widget="{name}"] svg').evaluate_all(
                     "(all) => all.map((one) => one.getBoundingClientRect().right)")
                 assert max(ends) <= width - 8 and not page.complaints, (name, width, max(ends))
+
+
+# ---------------------------------------------------------------------------- the figures that move
+
+def readout(page, figure):
+    return page.locator(f'[data-widget="{figure}"] .value').all_text_contents()
+
+
+def test_the_sliders_numbers_are_the_tables(book, open_page):
+    """They are equal at C = 2 and at every noise and length that table and slider share.
+
+    A column is for Δ = 0.2 and T = 4 unless it says otherwise.
+    """
+    text = (ROOT / "math/7-methods-and-prices.md").read_text().split(
+        "<!-- begin: prices-presets -->")[1].split("<!-- end")[0]
+    table = [[cell.strip().replace("*", "").strip("`") for cell in line.split("|")[1:-1]]
+             for line in text.split("\n")[1:-1]]
+    # Of each row, the first name.
+    rows = {row[0].split("`")[0]: dict(zip(table[0], row, strict=True)) for row in table}
+    shown = {"decoupled_token_is": 0, "decoupled_seq_is": 1, "disabled": 3}
+    page, compared = open_page("7-methods-and-prices.html"), 0
+    for column in table[0][1:]:
+        if found := re.fullmatch(r"(Δ|T) = ([\d.]+)", column):
+            at = {"Δ": "0.2", "T": "4", found[1]: found[2]}
+            page.evaluate(f"location.hash = 'C=2&noise={at['Δ']}&T={at['T']}'")
+            for name, value in (("noise", at["Δ"]), ("T", at["T"])):
+                page.wait_for_function(f"document.querySelector('[name={name}]').parentElement"
+                                       f".textContent.endsWith('{value}')")
+            for preset, i in shown.items():
+                assert readout(page, "cap")[i] == rows[preset][column], (preset, column)
+                compared += 1
+    assert compared == 15
+
+
+def test_sliders_snap_and_the_address_says_where(book, open_page):
+    page = open_page("7-methods-and-prices.html#C=2.9&T=7.5")
+    assert page.locator("[name=C]").evaluate("(slider) => slider.nextElementSibling.value") == "3"
+    before = readout(page, "cap")
+    page.locator("[name=C]").focus()
+    page.keyboard.press("ArrowRight")
+    assert "C=5" in page.url and "T=8" in page.url and readout(page, "cap") != before
+    again = open_page("7-methods-and-prices.html#" + page.url.split("#")[1])
+    assert readout(again, "cap") == readout(page, "cap")
+
+
+def test_curves_are_the_equations_coefficients(book, open_page):
+    """∂L/∂log π at r = 2 is computed by hand.
+
+    It has PPO's clip and dual clip, GSPO's narrow clip and fourth root, CISPO's cap.
+    """
+    shown = readout(open_page("4-ppo.html#r=2"), "curves")
+    numbers = [[float(x) for x in re.findall(r"-?\d+\.\d+", text.replace("−", "-"))]
+               for text in shown]
+    assert numbers[:5] == [[-1.0, 1.0], [0.0, 2.0], [0.0, 2.0], [0.0, 1.19], [-1.2, 1.2]]
+
+
+def test_the_length_trap_at_ten_per_cent(book, open_page):
+    product, mean = readout(open_page("6-correction.html#ratio=1.1&n=8"), "trap")
+    assert f"{1.1 ** 8:.2f}" in product and "rejects" in product and "1.10" in mean
+
+
+def test_the_batch_is_stepped_through(book, open_page):
+    page = open_page("6-correction.html#step=3&preset=decoupled_k3_rs")
+    cells = page.locator('[data-widget="batch"] td b')
+    recorded = json.loads((ROOT / "book/assets/batch.json").read_text())
+    assert cells.count() == sum(token is not None for row in recorded["tokens"] for token in row)
+    rho = float(page.locator('[data-widget="batch"] td').first.inner_text().split()[-1])
+    assert rho == pytest.approx(
+        math.exp(recorded["old"][0][0] - recorded["rollout"][0][0]), abs=0.005)
+    page.locator("[name=step]").press("End")
+    assert 0 < page.locator('[data-widget="batch"] td.out').count() < cells.count(), (
+        "nothing, or all, is rejected")
+
+
+def test_without_javascript_the_figures_stand(book, open_page):
+    prices = open_page("7-methods-and-prices.html", java_script_enabled=False)
+    assert prices.locator('[data-widget="cap"] svg').count() >= 4
+    batch = open_page("6-correction.html", java_script_enabled=False)
+    assert batch.locator('[data-widget="batch"] td b').count() > 10

@@ -395,3 +395,21 @@ def test_a_guess_in_the_museum_opens_its_own_answer(book, open_page):
     assert wrong.get_attribute("class") == "taken" and card.locator("button:enabled").count() == 0
     assert card.locator(".hit").evaluate_all("(all) => all.map((x) => x.dataset.right)") == ["1"]
     assert other.locator("details[open], .hit").count() == 0 and not page.complaints
+
+
+def test_search_finds_truncation_in_chapter_6(book, open_page):
+    page = open_page("index.html")
+    page.fill("#search", "truncation")
+    assert page.locator("#found a").first.get_attribute("href") == "6-correction.html#truncation"
+    page.press("#search", "Enter")
+    page.wait_for_url("**/6-correction.html#truncation")
+    page.fill("#search", "no such word anywhere")
+    assert not page.locator("#found a").count()
+
+
+@pytest.mark.parametrize("metric", ["chi2_seq", "rollout_is_raw_mean"])
+def test_search_finds_a_metric_by_the_name_that_is_logged(book, open_page, metric):
+    page = open_page("index.html")
+    page.fill("#search", f"rollout_corr/{metric}")
+    formulas = "#found a[href='appendix-metrics.html#all-metrics-of-a-correction']"
+    assert any(metric in text for text in page.locator(formulas).all_inner_texts())

@@ -3,16 +3,9 @@
 Needs requirements/book.txt, node with KaTeX (`npm install --prefix book/assets`) and Chromium
 (Debian's package of that name); without them the tests say so and skip, and with
 THREE_POLICIES_REQUIRE_BOOK=1, as in CI, they fail. The references' own tests need none of it.
-
-book/assets/batch.json is six responses of a real run; to make it anew takes half a minute:
-
-    python tests/book/test_pages.py record
 """
 
-import json
-import math
 import re
-import sys
 from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
@@ -218,24 +211,6 @@ def test_pointing_at_an_equation_lights_its_code(book, open_page):
     assert not page.locator(".lit").count()
 
 
-def test_search_finds_truncation_in_chapter_6(book, open_page):
-    page = open_page("index.html")
-    page.fill("#search", "truncation")
-    assert page.locator("#found a").first.get_attribute("href") == "6-correction.html#truncation"
-    page.press("#search", "Enter")
-    page.wait_for_url("**/6-correction.html#truncation")
-    page.fill("#search", "no such word anywhere")
-    assert not page.locator("#found a").count()
-
-
-@pytest.mark.parametrize("metric", ["chi2_seq", "rollout_is_raw_mean"])
-def test_search_finds_a_metric_by_the_name_that_is_logged(book, open_page, metric):
-    page = open_page("index.html")
-    page.fill("#search", f"rollout_corr/{metric}")
-    formulas = "#found a[href='appendix-metrics.html#all-metrics-of-a-correction']"
-    assert any(metric in text for text in page.locator(formulas).all_inner_texts())
-
-
 def test_an_exhibit_that_a_chapter_names_leads_to_it(book):
     page, named = (OUT / "museum.html").read_text(), set()
     for path in book.CHAPTERS:
@@ -310,122 +285,3 @@ def test_answers_are_folded_and_their_blocks_are_not(book, tmp_path):
     answer = html.split('<details class="answer">')[1].split("</details>")[0]
     assert "Answer</summary>" in answer and "<pre" in answer and "<details" not in answer
     assert 'class="setup"' in html and 'class="proof"' in html
-
-
-# ---------------------------------------------------------------------------- the figures that move
-
-def readout(page, figure):
-    return page.locator(f'[data-widget="{figure}"] .value').all_text_contents()
-
-
-def test_the_sliders_numbers_are_the_tables(book, open_page):
-    """They are equal at C = 2 and at every noise and length that table and slider share.
-
-    A column is for Δ = 0.2 and T = 4 unless it says otherwise.
-    """
-    text = (ROOT / "math/7-methods-and-prices.md").read_text().split(
-        "<!-- begin: prices-presets -->")[1].split("<!-- end")[0]
-    table = [[cell.strip().replace("*", "").strip("`") for cell in line.split("|")[1:-1]]
-             for line in text.split("\n")[1:-1]]
-    # Of each row, the first name.
-    rows = {row[0].split("`")[0]: dict(zip(table[0], row, strict=True)) for row in table}
-    shown = {"decoupled_token_is": 0, "decoupled_seq_is": 1, "disabled": 3}
-    page, compared = open_page("7-methods-and-prices.html"), 0
-    for column in table[0][1:]:
-        if found := re.fullmatch(r"(Δ|T) = ([\d.]+)", column):
-            at = {"Δ": "0.2", "T": "4", found[1]: found[2]}
-            page.evaluate(f"location.hash = 'C=2&noise={at['Δ']}&T={at['T']}'")
-            for name, value in (("noise", at["Δ"]), ("T", at["T"])):
-                page.wait_for_function(f"document.querySelector('[name={name}]').parentElement"
-                                       f".textContent.endsWith('{value}')")
-            for preset, i in shown.items():
-                assert readout(page, "cap")[i] == rows[preset][column], (preset, column)
-                compared += 1
-    assert compared == 15
-
-
-def test_sliders_snap_and_the_address_says_where(book, open_page):
-    page = open_page("7-methods-and-prices.html#C=2.9&T=7.5")
-    assert page.locator("[name=C]").evaluate("(slider) => slider.nextElementSibling.value") == "3"
-    before = readout(page, "cap")
-    page.locator("[name=C]").focus()
-    page.keyboard.press("ArrowRight")
-    assert "C=5" in page.url and "T=8" in page.url and readout(page, "cap") != before
-    again = open_page("7-methods-and-prices.html#" + page.url.split("#")[1])
-    assert readout(again, "cap") == readout(page, "cap")
-
-
-def test_curves_are_the_equations_coefficients(book, open_page):
-    """∂L/∂log π at r = 2 is computed by hand.
-
-    It has PPO's clip and dual clip, GSPO's narrow clip and fourth root, CISPO's cap.
-    """
-    shown = readout(open_page("4-ppo.html#r=2"), "curves")
-    numbers = [[float(x) for x in re.findall(r"-?\d+\.\d+", text.replace("−", "-"))]
-               for text in shown]
-    assert numbers[:5] == [[-1.0, 1.0], [0.0, 2.0], [0.0, 2.0], [0.0, 1.19], [-1.2, 1.2]]
-
-
-def test_the_length_trap_at_ten_per_cent(book, open_page):
-    product, mean = readout(open_page("6-correction.html#ratio=1.1&n=8"), "trap")
-    assert f"{1.1 ** 8:.2f}" in product and "rejects" in product and "1.10" in mean
-
-
-def test_the_batch_is_stepped_through(book, open_page):
-    page = open_page("6-correction.html#step=3&preset=decoupled_k3_rs")
-    cells = page.locator('[data-widget="batch"] td b')
-    recorded = json.loads((ROOT / "book/assets/batch.json").read_text())
-    assert cells.count() == sum(token is not None for row in recorded["tokens"] for token in row)
-    rho = float(page.locator('[data-widget="batch"] td').first.inner_text().split()[-1])
-    assert rho == pytest.approx(
-        math.exp(recorded["old"][0][0] - recorded["rollout"][0][0]), abs=0.005)
-    page.locator("[name=step]").press("End")
-    assert 0 < page.locator('[data-widget="batch"] td.out').count() < cells.count(), (
-        "nothing, or all, is rejected")
-
-
-def test_without_javascript_the_figures_stand(book, open_page):
-    prices = open_page("7-methods-and-prices.html", java_script_enabled=False)
-    assert prices.locator('[data-widget="cap"] svg').count() >= 4
-    batch = open_page("6-correction.html", java_script_enabled=False)
-    assert batch.locator('[data-widget="batch"] td b').count() > 10
-
-
-def record(step=8):
-    """Record six different responses to two prompts: the last update of a run, late and coarse."""
-    from three_policies import trainer
-    settings = ["rollout.prompts=32", "rollout.staleness=4", "rollout.quantize_bits=4",
-                "rollout.engine=transformers", "train.mini_batches=2", "train.lr=1e-3",
-                f"train.steps={step}", "task.eval_size=64", "run=recorded"]
-    updates, update = [], trainer.update
-
-    def watched(run, batch, *how):
-        updates.append(batch)
-        if len(updates) == 2 * step:
-            width, groups = batch.response_mask.shape[1], {}
-            for i, row in enumerate(batch.tokens.tolist()):
-                groups.setdefault(i // run.config.rollout.samples, {}).setdefault(tuple(row), i)
-            rows = [i for group in groups.values() if len(group) > 2
-                    for i in list(group.values())[:3]][:6]
-            words = [run.loaded.tokenizer.convert_ids_to_tokens(batch.tokens[i].tolist())
-                     for i in rows]
-            numbers = {"advantages": batch.advantages[:, 0], "rollout": batch.rollout_log_prob,
-                       "old": batch.old_log_prob,
-                       "current": trainer.score(run.loaded.policy, batch, run.config)}
-            kept = batch.response_mask[rows].tolist()
-            (ROOT / "book/assets/batch.json").write_text(json.dumps({
-                "how": "python trainer.py " + " ".join(settings),
-                "prompts": ["".join(word for word in row[:-width] if "<" not in word)
-                            for row in words],
-                "tokens": [[w if m else None for w, m in zip(row[-width:], mask)]
-                           for row, mask in zip(words, kept)],
-                **{name: x[rows].double().mul(1e4).round().div(1e4).tolist()
-                   for name, x in numbers.items()}}) + "\n")
-        return update(run, batch, *how)
-
-    trainer.update = watched
-    return trainer.main(settings)
-
-
-if __name__ == "__main__":
-    raise SystemExit(record() if sys.argv[1:] == ["record"] else __doc__)

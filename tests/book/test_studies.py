@@ -1,173 +1,31 @@
-"""The study of chapter 15 has this task and these declarations."""
+"""The studies ran what was declared, judge it by exact tests, and do in expectation what is said.
+
+What a merge loses is predicted from units in the last place.
+"""
 
 import collections
+import csv
 import dataclasses
-import functools
 import itertools
-import json
 import math
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
+import yaml
 
-from three_policies import trainer
 from three_policies.book import tables
-from three_policies.checks import UserError
 from three_policies.losses import LossConfig, policy_loss
 from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient, grad_J,
                                    rewards, words as world)
 from three_policies.presets import RolloutCorrectionConfig
-from three_policies.studies import study
+from three_policies.studies import contrasts, merging, study
 from three_policies.tests.support.certified import certifies
-from three_policies.training import demo, tasks
-from three_policies.training.settings import TaskConfig, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-# ----------------------------------------------------------------------------------------- brackets
-
-@functools.cache
-def words(length, depth):
-    """Return all words, by the grammar: a word is empty or ( word of smaller depth ) word."""
-    if length == 0:
-        return {""}
-    if depth == 0:
-        return set()
-    return {f"({inner}){rest}" for n in range(0, length, 2) for inner in words(n, depth - 1)
-            for rest in words(length - 2 - n, depth)}
-
-
-@pytest.mark.parametrize("depth", [2, 3, 4])
-def test_the_checker_is_the_grammar(depth):
-    for length in range(0, 13, 2):
-        strings = {"".join(x) for x in itertools.product("()", repeat=length)}
-        assert {x for x in strings if tasks.balanced(x, depth)} == words(length, depth)
-    assert not any(tasks.balanced(x, depth) for x in ("(", "(()", "()x", "()>", "( )"))
-
-
-@pytest.mark.parametrize("start", ["", "(", "((", "()(("])
-def test_a_beginning_goes_on_in_every_way_that_is_right_and_in_no_other(start):
-    rng, length = random.Random(0), 8 + start.count("(") - start.count(")")
-    drawn = {start + tasks.completion(start, length, 3, rng) for _ in range(3000)}
-    assert drawn == {word for word in words(len(start) + length, 3) if word.startswith(start)}
-
-
-def test_the_reward_of_brackets_is_the_checker_on_the_whole_word():
-    task = tasks.make_task(TaskConfig(kind="dyck", length=6, depth=3, eval_size=50), seed=1)
-    asked = [p.question for p in (*task.train, *task.held_out)]
-    # 1597 is the 17th number of Fibonacci.
-    assert len(set(asked)) == len(asked) == 1597 and len(task.held_out) == 50
-    assert all(task.reward(p, p.answer) == 1 for p in (*task.train, *task.held_out))
-    for problem in task.held_out[:5]:
-        for end in map("".join, itertools.product("()", repeat=6)):
-            assert task.reward(problem, end) == ((problem.question[:-1] + end) in words(22, 3))
-        assert not any(task.reward(problem, problem.answer + more) for more in ("()", ">", ")"))
-        assert task.reward(problem, "") == 0
-
-
-def test_a_wrong_lesson_has_one_wrong_digit():
-    rng = random.Random(0)
-    for answer in ["7", "99", "120"] * 50:
-        wrong = demo.corrupt(answer, rng)
-        assert [a != b for a, b in zip(wrong, answer, strict=True)].count(True) == 1
-
-
-def test_a_wrong_lesson_has_one_forced_bracket_wrong():
-    task, rng = (tasks.make_task(TaskConfig(kind="dyck", length=12, eval_size=50), seed=1),
-                 random.Random(2))
-    for problem in task.train[:200]:
-        word, right = problem.question[:-1], demo.lesson(task, problem, False, rng)
-        wrong = demo.unbalance(word, right, 3, rng)
-        [at] = [i for i in range(12) if wrong[i] != right[i]]
-        assert len(tasks.next_brackets(word + right[:at], 12 - at, 3)) == 1
-        assert (task.reward(problem, right) == 1
-                and task.reward(problem, demo.lesson(task, problem, True, rng)) == 0)
-    lessons = [demo.lesson(task, task.train[0], False, rng) for _ in range(50)]
-    assert len(set(lessons)) > 10                      # not the one that the problem came with
-
-
-@pytest.mark.parametrize("given, said", [
-    (["task.length=63", "rollout.max_tokens=65"],
-     "task.length must be even, as brackets come in pairs, not 63"),
-    (["task.length=64"],
-     "rollout.max_tokens must be at least 65, for the brackets of task.length and the end token, "
-     "not 10"),
-    (["task.length=64", "rollout.max_tokens=64"],
-     "rollout.max_tokens must be at least 65, for the brackets of task.length and the end token, "
-     "not 64"),
-    (["task.depth=1", "rollout.max_tokens=65"], "task.depth must be 2 to 9, not 1")])
-def test_brackets_that_cannot_be_asked_for_are_one_sentence(given, said):
-    with pytest.raises(UserError) as found:
-        load_config(["task.kind=dyck", *given])
-    assert str(found.value) == said
-
-
-@pytest.fixture(scope="module")
-def untaught(tmp_path_factory):
-    """Return a directory with a model that knows brackets and no rules.
-
-    Of two brackets it is right now and then.
-    """
-    directory, tokenizer = tmp_path_factory.mktemp("untaught"), demo.character_tokenizer("()>")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        transformers.LlamaForCausalLM(transformers.LlamaConfig(
-            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
-            tie_word_embeddings=True, initializer_range=0.1, dtype="float32", bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id)).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture
-def brackets(untaught, tmp_path, monkeypatch):
-    """brackets(NAME, "key=value" …) trains it, and returns its answers to held-out beginnings."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(trainer, "evaluate", trainer.evaluate)       # put back after the test
-
-    def call(name, *overrides):
-        assert trainer.main([
-            "task.kind=dyck", "task.length=2", "task.depth=4", "task.eval_size=64", "train.steps=1",
-            "rollout.prompts=4", "rollout.samples=2", "rollout.max_tokens=3",
-            "train.mini_batches=1", f"policy.path={untaught}", f"run={name}", *overrides]) == 0
-        return [json.loads(line)
-                for line in Path(f"runs/{name}/eval.jsonl").read_text().splitlines()]
-    return call
-
-
-def is_right(answer):
-    word = answer["question"][:-1] + answer["response"]
-    return len(answer["response"]) == 2 and set(word) <= set("()") and word in words(len(word), 4)
-
-
-@pytest.mark.made_here
-def test_brackets_are_answered_and_checked(brackets):
-    answers = brackets("x", "rollout.engine=transformers", "task.eval_size=700")
-    assert ([a["reward"] for a in answers] == [is_right(a) for a in answers]
-            and any(map(is_right, answers)))
-
-
-def test_brackets_with_vllm(brackets, vllm_required):
-    answers = brackets("v", "rollout.engine=vllm", "task.eval_size=700")
-    assert ([a["reward"] for a in answers] == [is_right(a) for a in answers]
-            and any(map(is_right, answers)))
-
-
-@pytest.mark.made_here
-def test_one_evaluator_judges_all_arms_in_float32(brackets):
-    exact, coarse = (["rollout.engine=transformers", "train.lr=0"],
-                     ["rollout.dtype=bfloat16", "task.eval_size=512"])
-    as_it_is = brackets("full", *exact, "task.eval_size=512")
-    assert brackets("half", *exact, *coarse) != as_it_is            # bfloat16 does answer otherwise
-    trainer.evaluate = study.in_float32(trainer.evaluate)
-    assert brackets("judged", *exact, *coarse) == as_it_is
 
 
 # ------------------------------------------------------------------------------------- declarations
@@ -379,7 +237,7 @@ def test_what_an_arm_does_in_expectation_is_the_oracles(name):
         LossConfig(aggregation="seq-mean-token-sum", **clip))[0])
     assert close(mean[0], -slow.mean) and close(deviation[0] ** 2, slow.variance)
     assert close(world.true_gradient(pi)[0], grad_J(pi, pi.reward[:, None]))
-    assert pi.reward.sum() == len(words(8, 3)) == 13
+    assert pi.reward.sum() == 13
 
 
 def test_with_the_clip_open_bypass_is_exact_and_its_ends_are_where_they_are_said_to_be():
@@ -455,3 +313,121 @@ def test_each_end_of_a_clip_around_the_sampler_pulls_towards_it(end, sign):
         assert close(pull, terms.sum(-1) / len(lp))
         near = divergence < (math.inf if end == "clip_low" else math.log(1.2))
         assert (pull[near] > -1e-12).all() and (pull[near] > 1e-6).any()
+
+
+def test_sign_flips_by_hand_and_by_counting_in_another_way():
+    assert contrasts.sign_flip([0.2, 0.1, 0.3]) == 2 / 8           # all of one sign: ± all
+    assert contrasts.sign_flip([3.0, -1.0]) == 1                   # |2| ≤ |±3 ± 1|: all four
+    assert contrasts.sign_flip([0.3] * 10) == 2 / 1024
+    assert contrasts.sign_flip([0.1, 0.2, -0.2]) == 1              # 0.1, rounded in another order
+    rng = random.Random(0)
+    values = [rng.randrange(-9, 10) for _ in range(10)]
+    ways = {0: 1}                                                  # sum → number of signs for it
+    for v in values:
+        steps = [(s + e * v, n) for s, n in ways.items() for e in (1, -1)]
+        ways = {s: sum(n for t, n in steps if t == s) for s, _ in steps}
+    beyond = sum(n for s, n in ways.items() if abs(s) >= abs(sum(values)))
+    assert contrasts.sign_flip(list(map(float, values))) == beyond / 1024
+
+
+def test_holm_on_the_worked_example():
+    """0.01, 0.04, 0.03, 0.005 are sorted, multiplied by 4, 3, 2, 1, and never fall."""
+    found = contrasts.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})
+    assert found == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
+    assert contrasts.holm({"a": 0.01, "b": 0.4}, family=5) == pytest.approx({"a": 0.05, "b": 1.0})
+
+
+def test_mcnemar_is_the_tails_of_a_fair_coin():
+    for n in range(13):
+        for more in range(n + 1):
+            one, other = ([True] * more + [False] * (n - more) + [True],
+                          [False] * more + [True] * (n - more) + [True])
+            as_far = sum(abs(sum(x) - n / 2) >= abs(more - n / 2)
+                         for x in itertools.product((0, 1), repeat=n))
+            assert contrasts.mcnemar(one, other) == pytest.approx(as_far / 2 ** n)
+    assert contrasts.mcnemar([True] * 10, [False] * 10) == 2 / 1024
+
+
+CHAPTER = (ROOT / "math" / "1-three-policies.md").read_text()
+
+
+def test_a_unit_is_the_distance_to_the_next_number_of_bfloat16():
+    w = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    above = (w.view(torch.int16) + 1).view(torch.bfloat16)         # away from 0
+    assert torch.equal(merging.unit(w.float()), (above.double() - w.double()).abs())
+    assert merging.unit(torch.tensor([0.0])).item() == 0
+
+
+def test_an_entry_is_lost_within_half_a_unit_and_towards_zero_from_a_power_of_two_a_quarter():
+    """All numbers of three binades, on either side of each limit; the rule takes u/2 everywhere."""
+    w = torch.arange(0x3C80, 0x3E00, dtype=torch.int16).view(torch.bfloat16)       # 2⁻⁶ to 2⁻³
+    power, u = torch.frexp(w.float()).mantissa == 0.5, merging.unit(w.float())
+    assert power.sum() == 3 and len(w) == 3 * 128
+    for sign in (1, -1):
+        limit = torch.where(power & (sign < 0), u / 4, u / 2)
+        for within, share in ((True, 0.99), (False, 1.01)):
+            lost = (w.double() + sign * share * limit).float().bfloat16() == w
+            assert (lost == within).all(), (sign, share)
+
+
+@pytest.mark.parametrize("sigma", [1e-6, 1e-4, 1e-3])
+def test_at_a_power_of_two_the_rules_share_is_at_most_a_third_too_high(sigma):
+    w, u = torch.tensor([[2.0 ** -4]]), 2.0 ** -11
+    _, rule, _ = merging.rounding(w, torch.full((1, 1), sigma))
+    exact = sum(math.erf(limit / sigma / math.sqrt(2)) for limit in (u / 2, u / 4)) / 2
+    assert 0.965 < rule.item() / exact < 1.035 * 4 / 3                  # the histogram's steps
+
+
+@pytest.mark.parametrize("sigma", [1e-5, 1e-4, 1e-3, 1e-2])
+def test_gain_loss_and_noise_are_those_of_roundings(sigma):
+    """A million normal updates are rounded by torch; means are within four standard errors.
+
+    The histogram's steps of 3.5 % are added to them.
+    """
+    n, generator = 4000, torch.Generator().manual_seed(1)
+    w = 0.05 * torch.randn(250, 1, generator=generator).bfloat16().float()
+    w = w.bfloat16().float()
+    delta = sigma * torch.randn(250, n, generator=generator, dtype=torch.float64)
+    moved = (w.double() + delta).float().bfloat16().double() - w
+    gain, lost, noise = merging.rounding(w, torch.full((250, 1), sigma))
+    for predicted, drawn in ((lost, (moved == 0).double()), (gain, moved * delta / sigma ** 2),
+                             (noise, (moved - gain * delta) ** 2)):
+        error = drawn.std() / math.sqrt(drawn.numel())
+        assert abs(predicted.mean() - drawn.mean()) < 4 * error + 0.035 * predicted.mean()
+
+
+def test_the_declared_prediction_is_judged_as_the_chapter_says():
+    declared = yaml.safe_load((ROOT / "studies/merging/declared.yaml").read_text())
+    cells, tolerance = merging.cells(), declared["tolerance"]
+    for (rank, rate), share in zip(merging.CELLS, declared["first_step_share"].values(),
+                                   strict=True):
+        assert share == pytest.approx(cells[rank, rate, 1]["share"], rel=tolerance)
+    assert list(declared["first_step_share"]) == [f"rank {rank}, rate {rate:g}"
+                                                  for rank, rate in merging.CELLS]
+
+    pairs = [("share_predicted", "share"), ("kl_predicted", "kl_merged")]
+    said = re.search(r"within (\d+) % of what was measured .*? (\d+) of the 24 shares and (\d+) of "
+                     r"the 24 KLs. Relative to the prediction instead it is (\d+) and (\d+),",
+                     " ".join(CHAPTER.split()))
+    assert said and len(cells) == 24
+    assert [100 * tolerance, *(merging.held(*pair, tolerance) for pair in pairs),
+            *(merging.held(*reversed(pair), tolerance) for pair in pairs)] == [
+        int(x) for x in said.groups()]
+    assert all(x["share_predicted"] > x["share"] for x in cells.values())
+    worst = max(cells.values(), key=lambda x: x["kl_merged"] / x["kl_kernels"])
+    assert f"{worst['kl_merged']:.1e} against {worst['kl_kernels']:.1e}" in CHAPTER
+    assert worst["kl_merged"] < worst["kl_kernels"]
+    assert f"up to {100 * max(x['share'] for x in cells.values()):.0f} %" in CHAPTER
+    grids = [abs(x["kl_merged_bfloat16"] / x["kl_merged"] - 1) for x in cells.values()]
+    up = sum(x["kl_merged_bfloat16"] > x["kl_merged"] for x in cells.values())
+    said = (f"changed the KL by {100 * sum(grids) / 24:.0f} % on average, up in {up} of 24 cells "
+            f"and down in {24 - up}")
+    assert said in " ".join(CHAPTER.split())
+
+
+def test_every_declared_cell_is_a_row_and_no_other():
+    with (ROOT / "studies/merging/results.csv").open() as file:
+        found = [(int(row["seed"]), int(row["rank"]), float(row["rate"]), int(row["step"]))
+                 for row in csv.DictReader(file)]
+    assert found == [(seed, *cell, step) for seed in merging.SEEDS for cell in merging.CELLS
+                     for step in merging.STEPS]

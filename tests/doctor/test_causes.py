@@ -4,44 +4,18 @@ Plants are of models that are made here, so each stands clear of the limits: see
 doctor/rates.py counts how often it is right, on models that its rules never saw.
 """
 
-import functools
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 from three_policies import doctor
-from three_policies.doctor import causes, laws, places, plants, sides
+from three_policies.doctor import causes, laws, places, plants
 from three_policies.doctor.dumps import Response, response
-from three_policies.doctor.tokens import (FLOOR, LOWEST, NEVER, Tokens, gap_left, log_odds,
-                                          numerics, pairs, z_of)
+from three_policies.doctor.tokens import LOWEST, NEVER, Tokens, gap_left, log_odds, z_of
 from three_policies.estimators import sampling_log_probs
-from three_policies.oracle import Policy, close, expectation, kl
-from three_policies.tests.support.certified import certifies
 from three_policies.tests.support.margins import stands_clear, stays_below
-
-MODELS = ("Qwen2", "Mixtral", "Gemma2")
-
-
-@functools.cache
-def model(architecture):
-    return sides.subject(3, architecture)
-
-
-def responses(rows):
-    return [response(line, row) for line, row in enumerate(rows, 1)]
-
-
-@functools.cache
-def planted(cause, architecture="Qwen2", variant=None, second=None, severity=0.7):
-    rows = plants.plant(model(architecture), cause, 3, severity, variant, False, second, groups=10)
-    return responses(rows)
-
-
-def names(report):
-    return [finding.cause for finding in report.causes]
-
+from three_policies.tests.support.planted import MODELS, names, planted, shifted, tokens
 
 CASES = [
     ("temperature", "sampler"), ("temperature", "trainer"), ("temperature", "after"),
@@ -110,36 +84,6 @@ def test_no_weight_is_offered_where_mass_is_lost():
     assert "no weight repairs it" in causes.CAUSES["cut"][1]
 
 
-# ------------------------------------------------------------------------------- the laws
-
-@certifies("float64")
-def test_left_is_what_two_sizes_save():
-    """eq:gap-left: two sizes leave a known share if a tenth of the tokens have all of the gap."""
-    e = torch.cat([torch.ones(10), torch.zeros(90)]).double()
-    floor, dirty = FLOOR, e > 0
-    expected = (1 + floor) ** 0.1 * floor ** 0.9 / (0.1 + floor)
-    assert gap_left(e, dirty, ~dirty) == pytest.approx(expected, rel=1e-12)
-    assert gap_left(e, torch.ones_like(dirty)) == pytest.approx(1, rel=1e-12)
-
-
-@certifies("float64")
-def test_a_temperature_is_a_slope_of_differences_after_one_prefix():
-    """eq:same-prefix: log π(v) − log π(w) is τ (log μ(v) − log μ(w)) for all of five tokens."""
-    logits = torch.tensor([1.0, 0.3, -2, 0.7, 4], dtype=torch.float64)
-    mu, pi = logits.log_softmax(-1), (0.7 * logits).log_softmax(-1)
-    torch.testing.assert_close(pi - pi[0], 0.7 * (mu - mu[0]), rtol=1e-12, atol=1e-12)
-
-
-@certifies("float64")
-def test_dividing_after_the_softmax_leaves_an_entropy_of_renyi():
-    """eq:unnormalised: log Σp^{1/τ} is (1 − 1/τ)·H_{1/τ}(p), with H_a = log Σp^a / (1 − a)."""
-    p, tau = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64), 0.8
-    mu = (p.log() / tau).log_softmax(-1)
-    gap = p.log() / tau - mu
-    renyi = (p ** (1 / tau)).sum().log() / (1 - 1 / tau)
-    torch.testing.assert_close(gap, ((1 - 1 / tau) * renyi).expand(4), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 def test_short_responses_are_no_trouble(tokens):
     """The cause is named even if responses are too short for a gap to fade along them."""
@@ -149,54 +93,6 @@ def test_short_responses_are_no_trouble(tokens):
     found = [Response(i, [3] * tokens, a, b, [i], [True] * tokens)
              for i, (a, b) in enumerate(zip(mu.tolist(), pi.tolist()))]
     assert names(doctor.examine(found)) == ["weights"]
-
-
-PI, MU = Policy(4, 3, seed=0), Policy(4, 3, seed=0).perturbed(seed=1, size=0.3)
-
-
-def both(pi, mu):
-    return (torch.where(PI.mask, policy.log_probs().detach(), 0.0) for policy in (pi, mu))
-
-
-@certifies("float64")
-def test_log_odds_hold_the_whole_error_of_a_logit():
-    """eq:log-odds: logit p(v) is z_v − log Σ_{w≠v} e^{z_w}, but for 1e-3 that keeps it finite."""
-    z = PI.logits.detach()
-    others = z[:, None, :].masked_fill(torch.eye(4, dtype=torch.bool), -math.inf).logsumexp(-1)
-    p = z.softmax(-1)
-    exact = p.log() - (math.exp(0) - p + 1e-3).log()
-    assert close(log_odds(p.log()), exact)
-    assert ((log_odds(p.log()) - (z - others)).abs() <= 1.001e-3 / (1 - p)).all()
-
-
-@certifies("float64")
-def test_the_sign_of_the_mean_tells_a_wrong_record():
-    """eq:record-sign: E_p[log ρ] = KL(p‖μ) − KL(p‖π) is below 0 if p is μ, above 0 if p is π."""
-    pi, mu = both(PI, MU)
-    for drawn in (MU, PI, PI.perturbed(seed=5, size=0.5)):
-        mean = expectation(drawn, (pi - mu).sum(-1))
-        assert close(mean, kl(drawn, MU) - kl(drawn, PI))
-    assert expectation(MU, (pi - mu).sum(-1)) < -1e-3 < 1e-3 < expectation(PI, (pi - mu).sum(-1))
-
-
-@certifies("float64")
-def test_a_temperature_is_a_slope_of_log_odds_but_for_an_entropy():
-    """eq:temperature-slope: logit π(v) = τ logit μ(v) − (1 − τ) H_τ(μ without v)."""
-    z, tau = PI.logits.detach(), 0.7
-    pi, mu = z.log_softmax(-1), (z / tau).log_softmax(-1)
-    rest = mu[:, None, :].expand(-1, 4, -1).masked_fill(torch.eye(4, dtype=torch.bool), -math.inf)
-    renyi = (tau * rest.log_softmax(-1)).logsumexp(-1) / (1 - tau)
-    odds = [x - (-x.exp()).log1p() for x in (pi, mu)]
-    assert close(odds[0], tau * odds[1] - (1 - tau) * renyi)
-
-
-@certifies("float64")
-def test_surprisal_has_the_mean_entropy_where_pi_was_drawn():
-    """eq:calibration: E[−log π − H(π)] is 0 in every state for samples of π, and not for others."""
-    pi, mu = (policy.step_log_probs().detach() for policy in (PI, MU))
-    excess = -pi + (pi.exp() * pi).sum(-1, keepdim=True)
-    assert close((pi.exp() * excess).sum(-1), torch.zeros(len(pi)))
-    assert ((mu.exp() * excess).sum(-1)).abs().max() > 0.05
 
 
 def test_a_gap_that_fades_is_not_one_that_falls():
@@ -214,69 +110,6 @@ def test_a_gap_that_fades_is_not_one_that_falls():
         assert (found and found.cause) == expected
 
 
-def tokens(mu, pi, **columns):
-    n = len(mu)
-    whole = torch.zeros(n, dtype=torch.long)
-    given = {"row": whole, "t": torch.arange(n), "start": whole, "ids": whole, "last": whole > 0,
-             "prefix": torch.arange(n), "seen": whole > 0, "known": whole > 0, "version": whole,
-             "entropy": torch.full((n,), math.nan, dtype=torch.float64)}
-    return Tokens(mu, pi, **given | columns)
-
-
-def shifted(odds, by):
-    """Return log-probs of two columns whose log-odds are these, and that much more."""
-    return [torch.nn.functional.logsigmoid(x) for x in (odds, odds + by)]
-
-
-def test_a_penalty_is_judged_at_equal_log_odds():
-    """Likely tokens have occurred before more often: a temperature is no penalty."""
-    g = torch.Generator().manual_seed(0)
-    odds = 2 * torch.randn(2000, generator=g, dtype=torch.float64)
-    seen = torch.rand(2000, generator=g, dtype=torch.float64) < odds.sigmoid()
-    apart = torch.where(seen, 0.3, -0.2) + 0.1 * torch.randn(2000, generator=g)
-    found = places.penalty(tokens(*shifted(odds, apart), seen=seen))
-    assert found and found.cause == "penalty" and found.rest and not found.rest.seen.any()
-    slope = 0.2 * odds
-    assert slope[seen].mean() > 0.1 and slope[~seen].mean() < -0.1
-    assert not places.penalty(tokens(*shifted(odds, slope), seen=seen))
-
-
-@pytest.mark.parametrize("penalty, word", [(0.4, "gain"), (-0.4, "lose")])
-def test_a_penalty_may_be_negative(penalty, word):
-    """vLLM takes a presence penalty from −2 to 2: a negative one favours what occurred before."""
-    g = torch.Generator().manual_seed(0)
-    odds, noise = torch.randn(2, 2000, generator=g, dtype=torch.float64)
-    seen = torch.rand(2000, generator=g) < 0.5
-    apart = penalty * torch.where(seen, 0.6, -0.4) + 0.1 * noise
-    found = places.penalty(tokens(*shifted(odds, apart), seen=seen))
-    assert found and f"in the response {word} 0." in found.evidence
-    assert found.rest and not found.rest.seen.any()
-
-
-def test_a_penalty_is_of_occurrences_and_not_of_ids():
-    """Ids that occur often have been seen more often: a bias towards them is no penalty."""
-    g = torch.Generator().manual_seed(0)
-    ids = torch.multinomial(1 / torch.arange(1.0, 101), 4000, True, generator=g)
-    rows = ids.view(100, 40).tolist()
-    seen = torch.tensor([v in row[:t] for row in rows for t, v in enumerate(row)])
-    odds, noise = torch.randn(2, 4000, generator=g, dtype=torch.float64)
-    for by, found in ((torch.where(ids < 10, 0.3, -0.2), False),
-                      (torch.where(seen, 0.3, -0.2), True)):
-        x = tokens(*shifted(odds, by + 0.1 * noise), seen=seen, ids=ids)
-        assert bool(places.penalty(x)) == found
-
-
-@pytest.mark.parametrize("agree, named", [(8, True), (5, False)])
-def test_a_penalty_acts_on_most_ids_in_one_direction(agree, named):
-    """A penalty is seen in eight of ten ids; where half of them lose, something else differs."""
-    g = torch.Generator().manual_seed(0)
-    odds, noise = torch.randn(2, 4000, generator=g, dtype=torch.float64)
-    ids, seen = torch.arange(4000) % 10, torch.rand(4000, generator=g) < 0.5
-    apart = torch.where(seen, 1, -1) * torch.where(ids < agree, 0.4, -0.1)
-    found = places.penalty(tokens(*shifted(odds, apart + 0.05 * noise), seen=seen, ids=ids))
-    assert bool(found) == named
-
-
 @pytest.mark.parametrize("place, named", [(True, True), (False, False)])
 def test_what_looks_like_a_place_may_be_a_penalty(place, named):
     """Ever more tokens were seen, so a gap that begins at a token may be a weak penalty's."""
@@ -290,27 +123,6 @@ def test_what_looks_like_a_place_may_be_a_penalty(place, named):
     first = causes.find_causes(x)[0]
     assert (first.cause == "penalty") == named
     assert not named or (first.other and first.confidence == "likely")      # the place is said, too
-
-
-def test_each_token_is_in_one_pair():
-    """eq:same-prefix: five tokens after one prefix are two pairs; one drawn again is no third."""
-    x = tokens(*torch.zeros(2, 7), prefix=torch.tensor([0, 0, 0, 1, 0, 0, 0]),
-               ids=torch.tensor([3, 4, 3, 9, 5, 6, 7]))
-    i, j, k, m = pairs(x)
-    assert [*zip(i.tolist(), j.tolist())] == [(1, 0), (5, 4)]
-    assert [*zip(k.tolist(), m.tolist())] == [(2, 0)]
-
-
-def test_surprisal_is_weighted_by_rho_since_mu_drew_the_tokens():
-    """eq:calibration: a temperature of 0.97 on one side is no mistake of both."""
-    g = torch.Generator().manual_seed(0)
-    z = 2 * torch.randn(200, 50, generator=g, dtype=torch.float64)
-    mu, pi = z.log_softmax(-1), (z / 0.97).log_softmax(-1)
-    drawn = torch.multinomial(mu.exp(), 100, True, generator=g)
-    entropy = -(pi.exp() * pi).sum(-1, keepdim=True).expand(-1, 100).flatten()
-    x = tokens(*(y.gather(1, drawn).flatten() for y in (mu, pi)), entropy=entropy)
-    assert abs(z_of(-x.pi - entropy)) > 4 and not laws.calibration(x)
-    assert laws.calibration(x._replace(mu=x.pi, entropy=entropy - 0.2))        # a mistake of both
 
 
 def test_rounding_of_one_sign_is_no_cause():
@@ -436,15 +248,6 @@ def test_padding_is_what_a_prompt_lacks_to_the_longest(most, named):
     assert places.over_time(x._replace(start=torch.full_like(t, -1)))[0].cause == "context"
 
 
-def test_the_noise_of_two_kernels_grows_with_logits_up_to_a_spread_of_3():
-    """Beyond that a larger gap needs an explanation, as rare as such logits are."""
-    for spread, limit in ((1.0, 0.027), (2.0, 0.132), (2.7, 0.30725), (3.0, 0.417), (5.0, 0.417)):
-        odds = torch.tensor([-1.0, 1.0]).double().repeat(50)
-        odds *= spread / odds.std()
-        x = tokens(torch.nn.functional.logsigmoid(odds), torch.zeros(100).double())
-        assert numerics(x) == pytest.approx(limit, rel=0.05)
-
-
 def test_an_end_token_that_differs_alone_makes_the_others_no_wrong_record():
     """eq:martingale: without it E[ρ] is (1 − π_end)/(1 − μ_end), and both sides are right there.
 
@@ -521,26 +324,6 @@ def test_a_law_that_leaves_most_of_the_gap_is_no_first_cause(noise, named):
     assert weak is not None and -200 * math.log(weak.left) > 40
 
 
-def test_every_limit_set_by_hand_is_held_against_two_splits():
-    """doctor/rates.txt has a row for each limit and split, with the limit as it is."""
-    table = (Path(__file__).resolve().parents[2] / "doctor/rates.txt").read_text()
-    for name, limit in laws.LIMITS.items():
-        assert table.count(f"\n| {name} | {limit:.3g} | ") == 2
-    assert laws.beyond("eos", laws.LIMITS["eos"] + 1e-9)
-    assert not laws.beyond("eos", laws.LIMITS["eos"])
-
-
-def test_after_a_cut_surprisal_is_below_the_entropy_and_after_a_division_above_it():
-    """eq:tail: E_μ[−log π] ≤ H(π) for top-k of every k; eq:unnormalised: not after a division."""
-    z = PI.logits.detach()
-    for k in (1, 2, 3):
-        pi, mu = z.log_softmax(-1), sampling_log_probs(z, top_k=k)[0].exp()
-        assert ((mu * -pi).sum(-1) < -(pi.exp() * pi).sum(-1)).all()
-    for tau in (0.5, 0.8):
-        pi, mu = z.log_softmax(-1) / tau, (z / tau).softmax(-1)
-        assert ((mu * -pi).sum(-1) > -(pi.exp() * pi).sum(-1)).all()
-
-
 @pytest.mark.made_here
 def test_what_explains_the_gap_almost_as_well_is_named_second():
     """A slope of the log-odds is a raw record as well, until E[ρ] or E[1/ρ] excludes one."""
@@ -550,13 +333,6 @@ def test_what_explains_the_gap_almost_as_well_is_named_second():
     found = causes.find_causes(few)
     assert [f.cause for f in found[:2]] in (["temperature", "raw"], ["raw", "temperature"])
     assert all(f.confidence != "certain" for f in found)
-
-
-def test_pairs_are_of_one_prefix():
-    x = Tokens.of(planted("temperature", "Qwen2", "sampler"))
-    i, j, k, m = pairs(x)
-    assert len(i) > 20 and (x.prefix[i] == x.prefix[j]).all() and (x.ids[i] != x.ids[j]).all()
-    assert (x.prefix[k] == x.prefix[m]).all() and (x.ids[k] == x.ids[m]).all()
 
 
 # ------------------------------------------------------- ends of responses, and −∞

@@ -3,127 +3,26 @@
 The stub answers as TRL's VLLMGeneration does: tokens drawn from a seed, and log-probs that differ
 from the trainer's by noise, some of them missing. The model is float64, so that nothing depends on
 the processor or its threads but the loss. TRL forms the loss in float32, so its tolerance is that
-of a sum.
+of a sum. The script and the command of interop/README.md train with TRL, word for word.
 """
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from three_policies.tests.support.tolerances import gamma, of_sum
+from three_policies.tests.support.trl_stub import (LOSSES, MODES, both_losses, config, environment,
+                                                   first_batches)
 
 pytestmark = pytest.mark.usefixtures("trl_required")
-MODES = {"token_truncate": ("token", 2.0), "token_mask": ("token", (0.5, 2.0)),
-         "sequence_truncate": ("sequence", 2.0), "sequence_mask": ("sequence", (0.5, 2.0))}
-LOSSES = {"dapo": {}, "grpo": {}, "bnpo": {}, "dr_grpo": {}, "sapo": {"sapo_temperature_neg": 1.3},
-          "cispo": {"epsilon_high": 1.2}, "dapo delta": {"delta": 1.06, "epsilon": 0.05}}
-
-
-class Engine:
-    """An Engine stands for vLLM: lengths 1 to 8, every second response cut, noisy log-probs."""
-
-    def __init__(self, *, model, processing_class, max_completion_length, **_):
-        self.model, self.tokenizer = model, processing_class
-        self.longest, self.generator = max_completion_length - 2, torch.Generator().manual_seed(0)
-
-    def sync_weights(self):
-        pass
-
-    def generate(self, prompts, num_generations, **_):
-        def draw(low, high, *size):
-            return torch.randint(low, high, size, generator=self.generator)
-        responses = [draw(4, 26, int(draw(1, self.longest + 1, 1))).tolist() for _ in prompts]
-        responses = [[*ids[:-1], self.tokenizer.eos_token_id] if i % 2 else ids
-                     for i, ids in enumerate(responses)]
-        return None, responses, [self.log_probs(*both) for both in zip(prompts, responses)], None
-
-    @torch.no_grad()
-    def log_probs(self, prompt, response):
-        ids = torch.tensor(prompt + response)
-        log_prob = self.model(ids[None]).logits[0, len(prompt) - 1:-1].log_softmax(-1)
-        log_prob = log_prob[range(len(response)), response]
-        log_prob += 0.4 * torch.randn(len(response), generator=self.generator)
-        missing = torch.rand(len(response), generator=self.generator) < 0.1
-        return [[None if gone else x] for x, gone in zip(log_prob.tolist(), missing.tolist())]
-
-
-@pytest.fixture
-def trainer(tiny_model, tmp_path, monkeypatch):
-    """trainer(class, mode, **settings) has 16 prompts of its own, and two completions for each."""
-    import datasets
-    import transformers
-    import trl
-    monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", Engine)
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-
-    def reward(completion_ids, **_):
-        return [sum(ids) % 7 / 7 for ids in completion_ids]
-
-    def make(kind, mode="token_truncate", correction=None, rollout_func=None, **settings):
-        defaults = {"use_vllm": True, "gradient_accumulation_steps": 2, "num_generations": 2,
-                    "per_device_train_batch_size": 4, "max_completion_length": 10, "beta": 0.0,
-                    "learning_rate": 1e-2, "max_steps": 4, "lr_scheduler_type": "constant",
-                    "mask_truncated_completions": True, "logging_steps": 1}
-        args = trl.GRPOConfig(
-            output_dir=str(tmp_path), report_to="none", save_strategy="no", use_cpu=True,
-            bf16=False,
-            disable_tqdm=True, seed=1, vllm_importance_sampling_mode=mode,
-            vllm_importance_sampling_clip_max=2.0,
-            vllm_importance_sampling_clip_min=0.5 if mode.endswith("mask") else None,
-            **defaults | settings)
-        rows = datasets.Dataset.from_list(
-            [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)])
-        given = {} if correction is None else {"correction": correction}
-        return kind(model=transformers.AutoModelForCausalLM.from_pretrained(
-                        tiny_model, dtype=torch.float64),
-                    processing_class=transformers.AutoTokenizer.from_pretrained(tiny_model),
-                    reward_funcs=reward, args=args, train_dataset=rows, rollout_func=rollout_func,
-                    **given)
-
-    return make
-
-
-def config(mode, **options):
-    from three_policies.presets import RolloutCorrectionConfig
-    return RolloutCorrectionConfig(*MODES[mode], **options)
-
-
-def gradient(trainer, loss):
-    trainer.model.zero_grad()
-    loss.backward()
-    return torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
-
-
-def both_losses(trainer, inputs):
-    """Return (loss, gradient) by TRL and by the trainer itself, and how far the losses may differ.
-
-    The weights have moved. A loss is a float32 sum over the tokens. Each term is in one of the two
-    losses with A = ±|A|, each of which has terms of one sign: they add up to Σ|term| at least. A
-    term is rounded less than 24 times before it is added: twelve for a weight that is a product of
-    ten ratios, three for r, and the rest for products and denominators.
-    """
-    from trl import GRPOTrainer
-    results, A = [], inputs["advantages"].abs()
-    with torch.no_grad():
-        size = sum(trainer._compute_loss(
-            trainer.model, inputs | {"advantages": a}).abs().item() for a in (A, -A))
-    for compute in (GRPOTrainer._compute_loss, type(trainer)._compute_loss):
-        loss = compute(trainer, trainer.model, inputs)
-        results.append((loss.item(), gradient(trainer, loss)))
-    return *results, 2 * of_sum(size, inputs["completion_mask"].numel(), before=24)
-
-
-def first_batches(trainer, number):
-    """Return what TRL's loop would pass to the first losses; weights move after the first."""
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
-    batches = iter(trainer.get_train_dataloader())
-    for trainer._step in range(number):
-        inputs = trainer._prepare_inputs(next(batches))
-        if trainer._step == 0:
-            with torch.no_grad():
-                for p in trainer.model.parameters():
-                    p.mul_(1.03)
-        yield inputs
 
 
 # ------------------------------------------------------------------------------- the loss is ours
@@ -205,17 +104,6 @@ def test_without_vllm_nothing_is_known_of_the_sampler(trainer):
     ours.correction = config("token_truncate")
     with pytest.raises(ValueError, match="rollout_log_prob is missing"):
         ours._compute_loss(ours.model, inputs)
-
-
-def environment(prompts, trainer):
-    """Return a rollout_func: the stub's tokens, of which every third is a tool's."""
-    ids = trainer.processing_class(text=prompts)["input_ids"]
-    engine = Engine(model=trainer.model, processing_class=trainer.processing_class,
-                    max_completion_length=10)
-    _, responses, log_probs, _ = engine.generate(ids, 2)
-    return {"prompt_ids": ids, "completion_ids": responses,
-            "logprobs": [[x[0] for x in row] for row in log_probs],
-            "env_mask": [[int(t % 3 != 1) for t in range(len(row))] for row in responses]}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -498,3 +386,35 @@ def test_what_the_weights_do_not_carry_is_named(trainer, options, settings, word
     from three_policies.interop.trl import WeightedGRPOTrainer
     with pytest.raises(ValueError, match=f"WeightedGRPOTrainer does not carry {words}$"):
         trainer(WeightedGRPOTrainer, correction=config("token_truncate", **options), **settings)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.usefixtures("trl_required")
+def test_the_script_of_the_page_trains(tiny_model, tmp_path):
+    """eq:decoupled-ppo: three steps, in each of which bfloat16 alone sets ρ apart from 1.
+
+    bfloat16 rounds to 1 part in 256. Samples of another policy than the trainer's, as of a cache
+    that gradient checkpointing dropped, have a KL above 1; with the model's own penalty it is 0.02.
+    By its generation_config.json any token ends a response.
+    """
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(
+        {"eos_token_id": [*range(26)], "pad_token_id": 0, "repetition_penalty": 1.1, "top_p": 0.8,
+         "top_k": 5, "do_sample": True}))
+    page = (ROOT / "interop/README.md").read_text(encoding="utf-8")
+    script, command = re.search(r"Save this as `train_trl.py`.*?```python\n(.*?)```.*?"
+                                r"```bash\n(python train_trl.*?)\n```", page, re.DOTALL).groups()
+    (tmp_path / "train_trl.py").write_text(script)
+    python, name, model = shlex.split(command)
+    assert python == "python" and "/" in model
+    run = subprocess.run(
+        [sys.executable, name, "model"], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert run.returncode == 0, run.stderr[-2000:]
+    for key, low, high in (("grad_norm", 0.1, 100), ("rollout_corr/k3_kl", 1e-8, 0.002),
+                           ("rollout_corr/is_ratio_max", 1.0001, 1.5),
+                           ("completions/mean_length", 4, 16)):
+        found = [float(x) for x in re.findall(f"'{key}': '(.*?)'", run.stdout)]
+        assert len(found) == 3 and all(low < x < high for x in found), (key, found)

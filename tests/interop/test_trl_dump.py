@@ -8,8 +8,7 @@ import torch
 from three_policies.doctor import examine
 from three_policies.doctor.dumps import read
 from three_policies.estimators import sampling_log_probs
-from three_policies.tests.interop.test_trl import (  # noqa: F401  (trainer is a fixture)
-    Engine, config, environment, first_batches, trainer)
+from three_policies.tests.support.trl_stub import Engine, config, environment, first_batches
 
 pytestmark = pytest.mark.usefixtures("trl_required")
 
@@ -56,7 +55,7 @@ def test_a_tools_tokens_are_dumped_and_do_not_count(tmp_path):
 @pytest.mark.parametrize("how, cause", [({}, None), ({"temperature": 0.6}, "temperature"),
                                         ({"top_p": 0.8}, "cut")])
 def test_the_doctor_finds_what_trls_sampler_does_otherwise(
-        how, cause, trainer, tmp_path, monkeypatch):  # noqa: F811
+        how, cause, trainer, tmp_path, monkeypatch):
     import trl
 
     from three_policies.interop.trl import dump
@@ -86,7 +85,7 @@ def missing_share(batches):
 
 
 @pytest.mark.parametrize("tools", [False, True])
-def test_the_weights_say_how_many_log_probs_are_missing(tools, trainer, monkeypatch):  # noqa: F811
+def test_the_weights_say_how_many_log_probs_are_missing(tools, trainer, monkeypatch):
     """ρ is 1 there, which no other metric shows; a tool's tokens have none, and are not counted."""
     from trl import GRPOTrainer
 
@@ -103,7 +102,7 @@ def test_the_weights_say_how_many_log_probs_are_missing(tools, trainer, monkeypa
     assert MISSING.startswith("rollout_corr/") and ours._metrics["train"]["rollout_corr/kl"]
 
 
-def test_the_loss_logs_how_many_log_probs_are_missing_of_all_tokens(trainer):  # noqa: F811
+def test_the_loss_logs_how_many_log_probs_are_missing_of_all_tokens(trainer):
     """It is one share of all micro-batches, with and without a rejected token."""
     from three_policies.interop.trl import MISSING, PolicyLossGRPOTrainer
     correction = config("token_truncate", rollout_rs={"token_k1": (0.9, 1.1)})

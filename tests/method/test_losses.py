@@ -1,6 +1,6 @@
 """losses.py: `policy_loss` is weights × terms over what is kept, in every mode.
 
-Its expected gradient is tested in test_expected_gradients.py and test_decoupled.py.
+Its expected gradient is tested in test_expected_gradients.py and test_expected_gradients.py.
 """
 
 import math

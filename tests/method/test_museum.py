@@ -1,7 +1,8 @@
 """An exhibit is a wrong form that shipped or was proposed, beside the right one.
 
-It returns (wrong, right, exact), which tests/support/exhibits.py judges. Other exhibits are in
-test_museum_*.py; `pytest -s tests/method/test_museum*.py` prints the catalogue with every error.
+It returns (wrong, right, exact), which tests/support/exhibits.py judges. Those of chapters 9 to 11
+are in test_museum_versions_turns_routes.py. `pytest -s tests/method/test_museum*.py` prints the
+catalogue with every error.
 """
 
 import ast

@@ -1,6 +1,7 @@
 """rejection.py: each criterion keeps what it should, on numbers that can be checked by hand.
 
-What holds for any criterion is tested in test_any_criterion_and_loss.py; that all are ANDed, in test_correction.py.
+What holds for any criterion is tested in test_any_criterion_and_loss.py; that all are ANDed, in
+test_correction.py.
 """
 
 import math

@@ -76,7 +76,7 @@ def run(copy: Path, *command: str) -> str:
 def test_the_new_rows_pass_their_own_tests_and_those_of_any_row(copy):
     out = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider",
               *(f"three_policies/tests/method/test_{name}.py" for name in (
-                  "rows", "rejection", "metrics", "surrogates")),
+                  "any_criterion_and_loss", "rejection", "metrics", "surrogates")),
               "three_policies/tests/repository/test_conventions.py::test_every_equation_that_reads_is_one_that_runs")
     assert "passed" in out and "failed" not in out and "skipped" not in out
 

@@ -68,3 +68,6 @@ def need(engine, request):
     """Skip the test of an engine whose package is missing; transformers is never missing."""
     if engine != "transformers":
         request.getfixturevalue(f"{engine}_required")
+
+
+OWN = ["task.kind=jsonl", "task.path=train.jsonl", "policy.path=a/model"]

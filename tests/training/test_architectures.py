@@ -12,29 +12,19 @@ import random
 import numpy
 import pytest
 import torch
-import transformers
 
 from three_policies.engines.choice import make_engine
 from three_policies.engines.vllm import as_guest, keep_class
 from three_policies.policy import Policy, check, full_weights
 from three_policies.rollout import every_weight_once
-from three_policies.training.models import read_model
+from three_policies.tests.support.architectures import OF_EXPERTS, make
 from three_policies.training.demo import character_tokenizer
+from three_policies.training.models import read_model
 
-OF_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 MODELS = {"Qwen2": {}, "Gemma2": dict(query_pre_attn_scalar=32, attn_logit_softcapping=1.0),
           "Mixtral": dict(num_local_experts=4), "Qwen3Moe": OF_EXPERTS, "Olmo2": {},
           "Granite": dict(logits_scaling=2.0), "Cohere": dict(logit_scale=0.5)}
 PROMPT = [5, 6, 7]
-
-
-def make(name, **settings):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**dict(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32,
-        num_attention_heads=2, num_key_value_heads=1, eos_token_id=1, pad_token_id=0,
-        bos_token_id=None, initializer_range=0.1), **settings})
-    return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
 @pytest.fixture(scope="module", params=[(name, tied) for name in MODELS for tied in (True, False)

@@ -6,31 +6,20 @@
 import math
 import os
 import re
-import sys
-import threading
-import warnings
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config
 
-from three_policies import trainer
 from three_policies.book import tables
 from three_policies.checks import UserError
-from three_policies.engines import choice
 from three_policies.tests.support.launching import ROOT
 from three_policies.tests.support.small import steady, weights
-from three_policies.tests.support.waiting import HANG
-from three_policies.tests.training.test_pretended_gpu import drive
-from three_policies.training import capacity, faults, loading, record, run as run_module
+from three_policies.training import capacity, loading
 from three_policies.training.capacity import (GIB, Sizes, host_bytes, judge_host, memory,
-                                              memory_metrics, require_room, smallest_engine,
-                                              update_flops)
+                                              require_room, smallest_engine, update_flops)
 from three_policies.training.models import add_lora
 from three_policies.training.settings import load_config
 
@@ -330,165 +319,6 @@ def test_the_fullest_gpu_decides(monkeypatch):
     assert capacity.free_memory(torch.device("cuda", 0)) == (2 * GIB, 4 * GIB)
 
 
-# ------------------------------------------------------------------------------- a GPU without use
-
-OLD = "The NVIDIA driver on your system is too old (found version 12040)."
-
-
-@pytest.fixture
-def old_driver(monkeypatch):
-    """Pretend a torch for CUDA and an old driver; GPUs(names) says what /dev has."""
-    def available():
-        warnings.warn(f"CUDA initialization: {OLD}", stacklevel=2)
-        return False
-
-    def init():
-        raise RuntimeError(OLD)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", available)
-    monkeypatch.setattr(torch.cuda, "init", init)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return lambda *names: monkeypatch.setattr(
-        faults.Path, "glob", lambda path, pattern: (path / n for n in names if path.name == "dev"))
-
-
-def test_an_old_driver_ends_the_run_with_torchs_own_words(old_driver, run, monkeypatch, capsys):
-    old_driver("nvidia0")
-    assert run()[0] == 2
-    said = capsys.readouterr().err
-    assert f"CUDA 13.0, cannot use the GPU that is here: CUDA initialization: {OLD}" in said
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)    # it warns once a process
-    with pytest.raises(UserError, match=f"that is here: {re.escape(OLD)}; with CUDA_VISIBLE"):
-        faults.require_driver()
-
-
-@pytest.mark.parametrize("build, names, unseen", [
-    ("13.0", [], None), (None, ["nvidia0"], None), ("13.0", ["nvidia0"], "")])
-def test_without_a_gpu_or_cuda_or_by_request_the_cpu_is_taken(
-        build, names, unseen, old_driver, monkeypatch):
-    old_driver(*names)
-    monkeypatch.setattr(torch.version, "cuda", build)
-    if unseen is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", unseen)
-    faults.require_driver()
-
-
-# --------------------------------------------------------------------------------- how a run starts
-
-def test_a_single_process_has_a_store_as_torchruns():
-    with faults.process_group():
-        store: Any = torch.distributed.distributed_c10d._get_default_store()
-        assert isinstance(store.underlying_store, torch.distributed.TCPStore)
-
-
-def test_vllm_is_announced_before_it_starts(monkeypatch, tiny_model):
-    told = []
-
-    def start(*args, **settings):
-        assert told == ["vLLM starts: seconds on a CPU, up to three minutes on a GPU; with "
-                        "VLLM_LOGGING_LEVEL=WARNING it shows what it prints"]
-        raise InterruptedError
-    monkeypatch.setattr(choice, "import_vllm", lambda device: None)
-    monkeypatch.setattr(choice, "VllmEngine", start)
-    with pytest.raises(InterruptedError):
-        choice.make_engine("vllm", tiny_model, dtype="float32", max_model_len=64, say=told.append)
-
-
-def test_an_engine_that_does_not_start_ends_the_run_in_time(run, monkeypatch, capfd):
-    """The process cannot really end here: what hangs is let go instead.
-
-    While vLLM starts, stderr leads nowhere, and the sentence is seen all the same.
-    """
-    ended, codes = threading.Event(), []
-
-    def end(code):
-        codes.append(code)
-        ended.set()
-
-    def hang(*args, **settings):
-        stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        assert ended.wait(HANG)
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(nowhere)
-        raise RuntimeError("let go")
-    monkeypatch.setattr(faults.os, "_exit", end)
-    monkeypatch.setattr(sys, "stderr", open(2, "w", closefd=False))    # as outside pytest
-    monkeypatch.setattr(loading, "make_engine", hang)
-    run("rollout.timeout=1")
-    sentence = "rollout.engine=transformers has not answered for rollout.timeout=1 seconds"
-    said = capfd.readouterr().err
-    assert codes == [1] and sentence in said and "there is no checkpoint yet" in said
-
-
-# ------------------------------------------------------------------------------ metrics and offload
-
-def test_the_metrics_of_a_step_say_how_fast_and_large_it_is_and_change_nothing(run, monkeypatch):
-    _, lines = run(name="measured")
-    for line in lines:
-        assert line["memory/peak_mb"] >= line["memory/rss_mb"] and 0 < line["time/mfu"] < 1
-        assert line["tokens_per_second"] * line["time/step"] == pytest.approx(
-            line["response/tokens"])
-    peak = lines[1]["memory/peak_mb"]
-    assert peak >= lines[0]["memory/peak_mb"]
-    assert memory_metrics(torch.device("cpu"), 2 * peak)["memory/peak_mb"] == 2 * peak
-    monkeypatch.setattr(run_module, "matrix_rate", lambda *_: 1.0)
-    _, others = run(name="other")
-    assert steady(lines) == steady(others)
-    model = Sizes.of(AutoModelForCausalLM.from_pretrained("runs/other/model"))
-    flops = others[0]["time/mfu"] * others[0]["time/update"]          # at a rate of 1
-    prompt = (flops / 6 - model.head * others[0]["response/tokens"]) / model.matrices - (
-        others[0]["response/tokens"])
-    assert prompt == pytest.approx(round(prompt), rel=1e-9) and prompt >= 4    # tokens of 4 prompts
-
-
-def test_the_share_of_the_speed_is_of_all_ranks_gpus(monkeypatch):
-    kept, nothing = [], SimpleNamespace()
-    run: Any = run_module.Run(
-        nothing, torch.device("cpu"), nothing,
-        SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 1.0}])),
-        SimpleNamespace(log=lambda metrics, flops, lr: kept.append(flops)), rate=1.0)
-    monkeypatch.setattr(run_module.dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(run_module.Run, "flops", lambda *_: 8.0)
-    run.log(1, {"response/tokens": 1})
-    assert kept == [2]
-
-
-def test_the_rate_is_that_of_the_fastest_product(monkeypatch):
-    """A product of n × n matrices takes 2n³ FLOPs. The clock is planted."""
-    times = iter([x for took in (9, 4, 5, 2, 8, 3, 7, 6) for x in (0.0, float(took))])
-    monkeypatch.setattr(capacity.time, "perf_counter", lambda: next(times))
-    assert capacity.matrix_rate(torch.device("cpu"), "float32") == (
-        2 * capacity.SIDES["cpu"] ** 3 / 2)
-
-
-@pytest.mark.parametrize("system, unit", [("linux", 2 ** 10), ("darwin", 1)])
-def test_the_systems_peak_is_in_its_own_unit(system, unit, monkeypatch):
-    """Linux counts it in KiB, and macOS in bytes. It is planted: 2 TiB."""
-    monkeypatch.setattr(capacity.sys, "platform", system)
-    monkeypatch.setattr(capacity.resource, "getrusage",
-                        lambda who: SimpleNamespace(ru_maxrss=2 ** 41 // unit))
-    assert memory_metrics(torch.device("cpu"))["memory/peak_mb"] == 2 ** 21
-
-
-def test_a_peak_leaves_out_what_a_sleeping_engine_has_given_back(monkeypatch):
-    """vLLM holds 30 MB of 36 while it samples. In an update torch counts them still, and 9 more."""
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: None)
-    engine, MB = SimpleNamespace(given_back=0), 2 ** 20
-    run = SimpleNamespace(device=torch.device("cuda"), engine=engine, most=0.0, times={})
-    found = []
-    for part, counted, before, after in [("log_probs", 39, 30, 30), ("rollout", 36, 0, 30),
-                                         ("sync", 37, 30, 0)]:
-        monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: counted * MB)
-        engine.given_back = before * MB
-        with record.Record.time_part(run, part):
-            engine.given_back = after * MB
-        found.append(run.most)
-    assert found == [9, 36, 37] and memory_metrics(run.device, 37.0)["memory/peak_mb"] == 37
-
-
 def test_offloaded_a_run_ends_with_the_same_bits_and_goes_on(run):
     """The memory of a CPU is the same one. Both runs have FSDP2, which bfloat16 asks for.
 
@@ -503,33 +333,3 @@ def test_offloaded_a_run_ends_with_the_same_bits_and_goes_on(run):
     assert code == 0 and steady(others)[2] == {**steady(lines)[2], "eval/accuracy":
                                                others[2]["eval/accuracy"]}
     assert all(torch.equal(x, weights("there")[name]) for name, x in weights("here").items())
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_offloaded_no_backward_pass_begins_where_a_gradient_lies(offload, run, monkeypatch):
-    """FSDP2 would wait for each weight, to add the new gradient to it."""
-    found, real_update, real_backward = [], trainer.update, torch.Tensor.backward
-
-    def update(run, *given):
-        def backward(loss):
-            found.append(any(x.grad is not None for x in run.loaded.policy.parameters()))
-            real_backward(loss)
-        monkeypatch.setattr(torch.Tensor, "backward", backward)
-        return real_update(run, *given)
-    monkeypatch.setattr(trainer, "update", update)
-    code, _ = run("policy.dtype=bfloat16", "train.steps=1", "policy.gradient_checkpointing=true",
-                  f"policy.cpu_offload={offload}".lower())
-    assert code == 0 and found == [False, not offload] * 2     # two updates of two micro-batches
-
-
-def test_offloaded_a_run_ends_alike_on_an_accelerator(tiny_model, forks, tmp_path):
-    """Weights, gradients and moments are on the host, the computation is not."""
-    found = drive(forks, tmp_path, tiny_model, {"here": [], "there": ["policy.cpu_offload=true"]})
-    (here,), (there,) = found["here"], found["there"]
-    assert here["code"] == there["code"] == 0, found["said"][-2000:]
-    own, other = (load_file(tmp_path / f"runs/{case}/model/model.safetensors")
-                  for case in ("here", "there"))
-    assert all(torch.equal(x, other[name]) for name, x in own.items())
-    copied = "copy to the host _fsdp_collectives.py"                   # gradients, by FSDP2
-    assert [any(copied in wait for wait in one["parts"]["update"])
-            for one in (here, there)] == [False, True]

@@ -1,8 +1,12 @@
 """A GPU and vLLM's engine on it are asked for the right things; stand-ins take the questions."""
 
+import os
+import re
 import sys
+import threading
+import warnings
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,10 +14,14 @@ from safetensors.torch import load_file
 from transformers import MixtralConfig
 
 from three_policies import rollout, trainer
+from three_policies.checks import UserError
+from three_policies.engines import choice
 from three_policies.engines.choice import make_engine
 from three_policies.engines.vllm import VllmEngine, import_vllm
 from three_policies.policy import load_policy
 from three_policies.rollout import Cut
+from three_policies.tests.support.waiting import HANG
+from three_policies.training import faults, loading
 from three_policies.training.faults import process_group
 from three_policies.training.models import add_lora
 from three_policies.training.settings import PolicyConfig
@@ -284,3 +292,95 @@ def test_a_vllm_that_fails_with_any_error_does_not_import(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", Broken())
     with pytest.raises(ImportError, match=r"vLLM does not import \(libcuda.so is missing\); inst"):
         import_vllm("cpu")
+
+
+# ------------------------------------------------------------------------------- a GPU without use
+
+OLD = "The NVIDIA driver on your system is too old (found version 12040)."
+
+
+@pytest.fixture
+def old_driver(monkeypatch):
+    """Pretend a torch for CUDA and an old driver; GPUs(names) says what /dev has."""
+    def available():
+        warnings.warn(f"CUDA initialization: {OLD}", stacklevel=2)
+        return False
+
+    def init():
+        raise RuntimeError(OLD)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", available)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return lambda *names: monkeypatch.setattr(
+        faults.Path, "glob", lambda path, pattern: (path / n for n in names if path.name == "dev"))
+
+
+def test_an_old_driver_ends_the_run_with_torchs_own_words(old_driver, run, monkeypatch, capsys):
+    old_driver("nvidia0")
+    assert run()[0] == 2
+    said = capsys.readouterr().err
+    assert f"CUDA 13.0, cannot use the GPU that is here: CUDA initialization: {OLD}" in said
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)    # it warns once a process
+    with pytest.raises(UserError, match=f"that is here: {re.escape(OLD)}; with CUDA_VISIBLE"):
+        faults.require_driver()
+
+
+@pytest.mark.parametrize("build, names, unseen", [
+    ("13.0", [], None), (None, ["nvidia0"], None), ("13.0", ["nvidia0"], "")])
+def test_without_a_gpu_or_cuda_or_by_request_the_cpu_is_taken(
+        build, names, unseen, old_driver, monkeypatch):
+    old_driver(*names)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    if unseen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", unseen)
+    faults.require_driver()
+
+
+# --------------------------------------------------------------------------------- how a run starts
+
+def test_a_single_process_has_a_store_as_torchruns():
+    with faults.process_group():
+        store: Any = torch.distributed.distributed_c10d._get_default_store()
+        assert isinstance(store.underlying_store, torch.distributed.TCPStore)
+
+
+def test_vllm_is_announced_before_it_starts(monkeypatch, tiny_model):
+    told = []
+
+    def start(*args, **settings):
+        assert told == ["vLLM starts: seconds on a CPU, up to three minutes on a GPU; with "
+                        "VLLM_LOGGING_LEVEL=WARNING it shows what it prints"]
+        raise InterruptedError
+    monkeypatch.setattr(choice, "import_vllm", lambda device: None)
+    monkeypatch.setattr(choice, "VllmEngine", start)
+    with pytest.raises(InterruptedError):
+        choice.make_engine("vllm", tiny_model, dtype="float32", max_model_len=64, say=told.append)
+
+
+def test_an_engine_that_does_not_start_ends_the_run_in_time(run, monkeypatch, capfd):
+    """The process cannot really end here: what hangs is let go instead.
+
+    While vLLM starts, stderr leads nowhere, and the sentence is seen all the same.
+    """
+    ended, codes = threading.Event(), []
+
+    def end(code):
+        codes.append(code)
+        ended.set()
+
+    def hang(*args, **settings):
+        stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        assert ended.wait(HANG)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
+        raise RuntimeError("let go")
+    monkeypatch.setattr(faults.os, "_exit", end)
+    monkeypatch.setattr(sys, "stderr", open(2, "w", closefd=False))    # as outside pytest
+    monkeypatch.setattr(loading, "make_engine", hang)
+    run("rollout.timeout=1")
+    sentence = "rollout.engine=transformers has not answered for rollout.timeout=1 seconds"
+    said = capfd.readouterr().err
+    assert codes == [1] and sentence in said and "there is no checkpoint yet" in said

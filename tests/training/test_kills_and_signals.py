@@ -6,12 +6,14 @@ places as a fast one. The long form kills the demo's command once per run, by th
 moments between its first step and its end. Its exit code is 1 if one run ends differently:
 
     python tests/training/test_kills_and_signals.py 20 [SEED] [overrides]
+
+A signal ends a run with one sentence, and SIGTERM lets the step in progress be saved.
 """
 
 import json
-import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,14 +25,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from three_policies.checks import UserError
 from three_policies.tests.support.launching import shell
-from three_policies.training import faults
+from three_policies.tests.support.small import SMALL
+from three_policies.tests.support.starts import LONG, as_from_a_terminal, said_until, start
+from three_policies.tests.support.waiting import HANG, until
+from three_policies.training import faults, signals
+from three_policies.training.files import read_metrics
 
 HERE = Path(__file__).resolve().parents[2]
 
 DEMO = ["rollout.engine=transformers", "train.steps=12", "train.save_every=2"]
-SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "rollout.prompts=4",
+KILLED = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "rollout.prompts=4",
          "rollout.samples=4", "rollout.max_tokens=5", "train.mini_batches=2", "train.lr=0.01",
          "train.steps=8", "train.save_every=2", "train.keep=2", "train.eval_every=3"]
 
@@ -144,7 +149,7 @@ def test_a_call_that_has_ended_is_watched_no_longer():
                   "train.save_every=1", "policy.lora_rank=4", "loss.kl_coef=0.1"]),
     ("moments", ["correction.preset=bypass_pg_is"])])
 def test_a_killed_run_ends_as_an_uninterrupted_one(case, settings, tiny_model, forks, tmp_path):
-    arguments = [*SMALL, *settings, *(["train.steps=24"] if case == "moments" else []),
+    arguments = [*KILLED, *settings, *(["train.steps=24"] if case == "moments" else []),
                  f"policy.path={tiny_model}"]
     drive([], [*arguments, "run=whole"], tmp_path, forks)
     # A step is some 200 000 calls and returns.
@@ -196,82 +201,202 @@ def main(faults: int, seed: int, overrides: list[str]) -> int:
     return 1 if failed else 0
 
 
+CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
+WORDS = {"SIGINT": "interrupted", "SIGTERM": "ended by SIGTERM", "SIGHUP": "ended by SIGHUP"}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_a_signal_while_python_imports_is_one_sentence(name, tmp_path):
+    """The first import after the handlers are there sends the signal.
+
+    torch stands for all imports that take long.
+    """
+    (tmp_path / "torch.py").write_text(
+        f"import os, signal, time\nos.kill(os.getpid(), signal.{name})\ntime.sleep(60)")
+    result = subprocess.run([sys.executable, "-m", "three_policies.trainer"], cwd=tmp_path,
+                            capture_output=True, text=True, timeout=HANG,
+                            preexec_fn=as_from_a_terminal)
+    assert result.returncode == CODES[name] and result.stderr == f"trainer.py: {result.stderr[12:]}"
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith(f"trainer.py: {WORDS[name]}")
+
+
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("moment", ["before a checkpoint", "after a checkpoint"])
+def test_a_signal_is_one_sentence_that_names_the_last_checkpoint(
+        name, moment, tiny_model, forks, tmp_path):
+    late = moment == "after a checkpoint"
+    process = start([*LONG, "train.save_every=4" if late else "train.save_every=100000",
+                     f"policy.path={tiny_model}"], tmp_path, forks)
+    said_until(process, "5 tokens a step")
+    until(lambda: not late or (tmp_path / "runs/x/checkpoints/step-000004").exists(), process)
+    process.send_signal(getattr(signal, name))
+    last = process.communicate(timeout=HANG)[1].strip().splitlines()[-1]
+    assert process.returncode == CODES[name] and last.startswith(f"trainer.py: {WORDS[name]}"), last
+    saved = sorted(path.name for path in (tmp_path / "runs/x/checkpoints").glob("step-*"))
+    if saved:
+        step = int(saved[-1].removeprefix("step-"))
+        assert last.endswith(f": the same command goes on after step {step}, "
+                             f"from runs/x/checkpoints/{saved[-1]}")
+    else:
+        assert "the same command begins anew" in last or "nothing had begun" in last
+    assert saved or not late
+    if name == "SIGTERM" and late:                 # the step in progress was saved: no step is lost
+        assert len(read_metrics(tmp_path / "runs/x/metrics.jsonl")) == step
+
+
+SIGNALLED = """
+import os, signal, sys
+from three_policies import trainer
+from three_policies.training import checkpoints, run, signals
+from three_policies.training.tasks import Task
+run.plot = lambda *_: None
+Task.reward = lambda self, problem, response: float(len(response) % 2)
+place, name, argv = sys.argv[1], sys.argv[2], sys.argv[3:]
+owner, function = {
+    "update": (trainer, "update"), "save": (checkpoints.dcp, "save"), "finish": (run.Run, "finish"),
+    "evaluate": (trainer, "evaluate"), "close": (run, "close")}[place]
+real, calls = getattr(owner, function), []
+def struck(*args, **kwargs):
+    calls.append(1)
+    if len(calls) == 1:
+        os.kill(os.getpid(), getattr(signal, name))
+    return real(*args, **kwargs)
+setattr(owner, function, struck)
+signals.catch()
+sys.exit(trainer.main(argv))
+"""
+
+
+@pytest.mark.parametrize("place, name, grace, saved", [
+    ("update", "SIGTERM", 600, 1), ("update", "SIGTERM", 0, 0), ("update", "SIGINT", 600, 0),
+    ("save", "SIGINT", 600, 0), ("save", "SIGTERM", 600, 2), ("finish", "SIGTERM", 600, 2),
+    ("evaluate", "SIGTERM", 600, 0), ("close", "SIGINT", 600, 2)])
+def test_sigterm_saves_the_step_in_progress_within_its_grace(
+        place, name, grace, saved, tiny_model, forks, tmp_path):
+    """SIGTERM waits only for a step in progress.
+
+    An interrupted call may wrap the signal in an error of its own.
+    """
+    arguments = [*SMALL, "rollout.engine=transformers", f"policy.path={tiny_model}", "run=x",
+                 f"train.grace={grace}", "train.keep=1",
+                 f"train.save_every={1 if place == 'save' else 2}"]
+    (tmp_path / "driver.py").write_text(SIGNALLED)
+    result = shell([sys.executable, *forks, "driver.py", place, name, *arguments], tmp_path)
+    last = result.stderr.strip().splitlines()[-1]
+    assert (result.returncode == CODES[name]
+            and last.startswith(f"trainer.py: {WORDS[name]}")), result.stderr
+    assert "Traceback" not in result.stderr
+    found = [path.name for path in (tmp_path / "runs/x/checkpoints").glob("*")]
+    assert (found == ([f"step-{saved:06d}"] if saved else [])
+            and (f"after step {saved}" in last) == (saved > 0))
+    if place == "update" and saved:                # and the run that goes on ends
+        again = shell([sys.executable, *forks, str(HERE / "trainer.py"), *arguments], tmp_path)
+        assert again.returncode == 0 and "continuing after step 1" in again.stderr
+
+
+def test_a_step_that_outlasts_its_grace_is_ended(monkeypatch):
+    """The alarm is planted: it comes when it is told to."""
+    armed = []
+    monkeypatch.setattr(signal, "setitimer", lambda which, seconds: armed.append(seconds))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: armed.append((number, handler)))
+    signals.listen()
+    with pytest.raises(signals.Ended, match="ended by SIGTERM"), signals.save_first(7.0):
+        signals.answer(signal.SIGTERM, None)
+        signals.answer(signal.SIGTERM, None)       # a launcher may send it twice
+        (number, handler), seconds = armed
+        assert (number, seconds) == (signal.SIGALRM, 7.0) and signals.Received.ending
+        handler(number, None)
+    assert armed[-1] == 0
+    # It is raised again at the next step where a library has caught it.
+    with pytest.raises(signals.Ended), signals.save_first(7.0):
+        pytest.fail("a further step")
+    signals.listen()
+    assert not signals.Received.ending        # the next run of this process takes its steps
+
+
+@pytest.fixture
+def listening(monkeypatch):
+    """Let signals be answered, by SystemExit where the process would end."""
+    def end(code):
+        raise SystemExit(code)
+    monkeypatch.setattr(signals.os, "_exit", end)
+    for name in "where", "listening", "failed", "ended":
+        monkeypatch.setattr(signals.Received, name, getattr(signals.Received, name))
+    signals.listen()
+
+
+@pytest.mark.parametrize("rank, said", [("0", "trainer.py: ended by SIGTERM: "), ("1", "")])
+def test_a_second_signal_ends_the_process_and_one_rank_says_why(
+        rank, said, listening, monkeypatch, capfd):
+    """The engine may hang while it is closed; the reason is that of the first signal."""
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(signals.Ended):
+        signals.answer(signal.SIGTERM, None)
+    with pytest.raises(SystemExit, match="130"):
+        signals.answer(signal.SIGINT, None)
+    words = capfd.readouterr().err.strip()
+    assert words.startswith(said) and bool(words) == bool(said)
+
+
+def test_after_the_end_no_alarm_comes(monkeypatch):
+    """SIGTERM in the last step sets an alarm, which would end the process after its success."""
+    armed = []
+    monkeypatch.setattr(signal, "setitimer", lambda which, seconds: armed.append(seconds))
+    for name in "where", "listening", "failed":
+        monkeypatch.setattr(signals.Received, name, getattr(signals.Received, name))
+    signals.done(failed=False)
+    assert armed == [0]
+
+
+def test_the_last_words_have_a_line_of_their_own(listening, monkeypatch, capfd):
+    """A progress bar may not have ended; where the terminal is gone, the exit code is left."""
+    def gone(*_):
+        raise OSError("no terminal")
+    with pytest.raises(signals.Ended):
+        signals.answer(signal.SIGTERM, None)
+    with pytest.raises(SystemExit, match="129"):
+        signals.answer(signal.SIGHUP, None)
+    assert capfd.readouterr().err == "\ntrainer.py: ended by SIGTERM: nothing had begun\n"
+    monkeypatch.setattr(signals.os, "write", gone)
+    with pytest.raises(SystemExit, match="130"):
+        signals.answer(signal.SIGINT, None)
+
+
+def test_nothing_of_a_run_is_left_for_the_next_one_of_this_process(monkeypatch):
+    """After a step, and after an error in it, SIGTERM waits for nothing."""
+    for name, value in (("where", lambda: "step 3"), ("listening", False), ("failed", True),
+                        ("ended", signals.Ended(signal.SIGINT)), ("ending", True)):
+        monkeypatch.setattr(signals.Received, name, value)
+    signals.listen()
+    found = signals.Received
+    assert (found.where(), found.listening, found.failed, found.ended, found.ending) == (
+        "nothing had begun", True, False, None, False)
+    with pytest.raises(ZeroDivisionError), signals.save_first(7.0):
+        assert found.grace == 7
+        raise ZeroDivisionError
+    assert found.grace == 0
+    signals.done(failed=False)
+    assert (found.where(), found.listening) == ("the run had ended", False)
+
+
+def test_nohup_is_respected(monkeypatch):
+    answered = {}
+    monkeypatch.setattr(signal, "signal", answered.__setitem__)
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)
+    signals.catch()
+    assert set(answered) == {signal.SIGINT, signal.SIGTERM}
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_signal_after_a_failure_adds_no_other_reason(failed, listening, capfd):
+    """torchrun sends SIGTERM to a rank that has already said why it ended."""
+    signals.done(failed=failed)
+    with pytest.raises(SystemExit, match="143"):
+        signals.answer(signal.SIGTERM, None)
+    assert ("the run had ended" in capfd.readouterr().err) == (not failed)
+
+
 if __name__ == "__main__":
     numbers = [int(word) for word in sys.argv[1:] if word.isdecimal()]
     sys.exit(main(*[*numbers, *(20, 0)[len(numbers):]],
                   [word for word in sys.argv[1:] if "=" in word]))
-
-
-WAITS = """
-import torch.distributed as dist
-from three_policies.training.faults import end_after, process_group
-with process_group(), end_after(0.2, "vllm"):
-    dist.distributed_c10d._get_default_store().get("never")
-"""
-
-
-def test_a_call_that_waits_for_another_rank_is_ended_too(forks, tmp_path):
-    """It holds the lock of its connection to the store, and the watchdog asks over another."""
-    (tmp_path / "waits.py").write_text(WAITS)
-    result = shell([sys.executable, *forks, "waits.py"], tmp_path)
-    assert result.returncode == 1
-    assert result.stderr.startswith("trainer.py: rollout.engine=vllm has not answered"), result
-
-
-def test_a_failure_does_not_wait_for_the_collectives_of_others(monkeypatch):
-    """NCCL's `destroy_process_group` does; a rank that fails must end its group without it."""
-    def waits(*_):
-        raise AssertionError("this would wait for ever")
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(faults.dist, "destroy_process_group", waits)
-        with faults.process_group():
-            raise ZeroDivisionError
-    assert not faults.dist.is_initialized()
-    with faults.process_group():                                    # and another can follow
-        assert faults.dist.get_world_size() == 1
-
-
-@pytest.mark.parametrize("rank, silent", [(1, False), (2, True)])
-def test_a_rank_without_a_gpu_says_so_once(rank, silent, monkeypatch):
-    """Rank 0 has one and waits, so the first rank without speaks."""
-    def refuse(index):
-        raise torch.AcceleratorError("CUDA error: invalid device ordinal\nand more of it")
-    monkeypatch.setattr(torch.accelerator, "set_device_index", refuse)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    with pytest.raises(UserError) as found:
-        faults.take_gpu(torch.device("cuda", rank))
-    assert str(found.value) == (f"rank {rank} needs cuda:{rank}, and there are 1: start at most 1 "
-                                "ranks (torchrun --nproc-per-node 1)")
-    assert vars(found.value)["silent"] == silent
-
-
-def test_another_fault_of_a_gpu_is_not_about_their_number(monkeypatch):
-    def refuse(index):
-        raise torch.AcceleratorError("CUDA error: all CUDA-capable devices are busy")
-    monkeypatch.setattr(torch.accelerator, "set_device_index", refuse)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
-    with pytest.raises(torch.AcceleratorError, match="are busy"):
-        faults.take_gpu(torch.device("cuda", 0))
-
-
-@pytest.mark.parametrize("patience, seconds", [(10, 1800), (4000, 4000)])
-def test_ranks_wait_for_each_other_as_long_as_an_engine_may_take(patience, seconds, monkeypatch):
-    given = []
-
-    def init(*_, timeout, **__):
-        given.append(timeout.total_seconds())
-        raise InterruptedError
-    monkeypatch.setattr(faults.dist, "init_process_group", init)
-    with pytest.raises(InterruptedError), faults.process_group(patience):
-        pass
-    assert given == [seconds]
-
-
-@pytest.mark.parametrize("cores, ranks, threads", [(8, 2, 4), (3, 2, 1), (1, 2, 1)])
-def test_ranks_of_one_machine_share_its_cores(cores, ranks, threads, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    before = torch.get_num_threads()
-    with faults.process_group():
-        assert torch.get_num_threads() == threads
-    assert torch.get_num_threads() == before

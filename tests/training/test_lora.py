@@ -13,12 +13,12 @@ from three_policies.checks import UserError
 from three_policies.engines.choice import make_engine
 from three_policies.oracle import close
 from three_policies.policy import Policy, full_weights, load_policy
+from three_policies.tests.support.architectures import OF_EXPERTS, make
 from three_policies.tests.support.launching import shell, torchrun
 from three_policies.tests.support.small import SMALL, steady
 from three_policies.tests.support.tolerances import gamma
-from three_policies.tests.training.test_architectures import OF_EXPERTS, make
-from three_policies.training.files import read_metrics
 from three_policies.training.faults import process_group
+from three_policies.training.files import read_metrics
 from three_policies.training.models import add_lora, read_model
 from three_policies.training.settings import PolicyConfig
 

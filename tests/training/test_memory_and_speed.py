@@ -1,6 +1,7 @@
 """A checkpoint costs next to no memory, and a backward pass no second copy of the gradients.
 
-The first is measured from outside the process that writes it.
+The first is measured from outside the process that writes it. The metrics of a step say how fast
+and how large it is.
 """
 
 import os
@@ -8,17 +9,24 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from three_policies import trainer
 from three_policies.policy import load_policy
 from three_policies.tests.support.launching import shell
+from three_policies.tests.support.small import steady
 from three_policies.tests.support.waiting import HANG
 from three_policies.tools.bench import peak
 from three_policies.tools.bench_size import heap
+from three_policies.training import capacity, record, run as run_module
+from three_policies.training.capacity import Sizes, memory_metrics
 from three_policies.training.faults import process_group
 from three_policies.training.shards import NAMES, TensorByTensor
 
@@ -184,3 +192,87 @@ def test_a_gradient_that_would_lack_the_prompts_part_is_refused(tiny_model):
                 torch.autograd.grad(loss, asked, retain_graph=True)
             with pytest.raises(RuntimeError, match="call loss.backward.. instead of torch.auto"):
                 loss.backward(inputs=asked)
+
+
+# ------------------------------------------------------------------------------ metrics and offload
+
+def test_the_metrics_of_a_step_say_how_fast_and_large_it_is_and_change_nothing(run, monkeypatch):
+    _, lines = run(name="measured")
+    for line in lines:
+        assert line["memory/peak_mb"] >= line["memory/rss_mb"] and 0 < line["time/mfu"] < 1
+        assert line["tokens_per_second"] * line["time/step"] == pytest.approx(
+            line["response/tokens"])
+    peak = lines[1]["memory/peak_mb"]
+    assert peak >= lines[0]["memory/peak_mb"]
+    assert memory_metrics(torch.device("cpu"), 2 * peak)["memory/peak_mb"] == 2 * peak
+    monkeypatch.setattr(run_module, "matrix_rate", lambda *_: 1.0)
+    _, others = run(name="other")
+    assert steady(lines) == steady(others)
+    model = Sizes.of(AutoModelForCausalLM.from_pretrained("runs/other/model"))
+    flops = others[0]["time/mfu"] * others[0]["time/update"]          # at a rate of 1
+    prompt = (flops / 6 - model.head * others[0]["response/tokens"]) / model.matrices - (
+        others[0]["response/tokens"])
+    assert prompt == pytest.approx(round(prompt), rel=1e-9) and prompt >= 4    # tokens of 4 prompts
+
+
+def test_the_share_of_the_speed_is_of_all_ranks_gpus(monkeypatch):
+    kept, nothing = [], SimpleNamespace()
+    run: Any = run_module.Run(
+        nothing, torch.device("cpu"), nothing,
+        SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 1.0}])),
+        SimpleNamespace(log=lambda metrics, flops, lr: kept.append(flops)), rate=1.0)
+    monkeypatch.setattr(run_module.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(run_module.Run, "flops", lambda *_: 8.0)
+    run.log(1, {"response/tokens": 1})
+    assert kept == [2]
+
+
+def test_the_rate_is_that_of_the_fastest_product(monkeypatch):
+    """A product of n × n matrices takes 2n³ FLOPs. The clock is planted."""
+    times = iter([x for took in (9, 4, 5, 2, 8, 3, 7, 6) for x in (0.0, float(took))])
+    monkeypatch.setattr(capacity.time, "perf_counter", lambda: next(times))
+    assert capacity.matrix_rate(torch.device("cpu"), "float32") == (
+        2 * capacity.SIDES["cpu"] ** 3 / 2)
+
+
+@pytest.mark.parametrize("system, unit", [("linux", 2 ** 10), ("darwin", 1)])
+def test_the_systems_peak_is_in_its_own_unit(system, unit, monkeypatch):
+    """Linux counts it in KiB, and macOS in bytes. It is planted: 2 TiB."""
+    monkeypatch.setattr(capacity.sys, "platform", system)
+    monkeypatch.setattr(capacity.resource, "getrusage",
+                        lambda who: SimpleNamespace(ru_maxrss=2 ** 41 // unit))
+    assert memory_metrics(torch.device("cpu"))["memory/peak_mb"] == 2 ** 21
+
+
+def test_a_peak_leaves_out_what_a_sleeping_engine_has_given_back(monkeypatch):
+    """vLLM holds 30 MB of 36 while it samples. In an update torch counts them still, and 9 more."""
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: None)
+    engine, MB = SimpleNamespace(given_back=0), 2 ** 20
+    run = SimpleNamespace(device=torch.device("cuda"), engine=engine, most=0.0, times={})
+    found = []
+    for part, counted, before, after in [("log_probs", 39, 30, 30), ("rollout", 36, 0, 30),
+                                         ("sync", 37, 30, 0)]:
+        monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: counted * MB)
+        engine.given_back = before * MB
+        with record.Record.time_part(run, part):
+            engine.given_back = after * MB
+        found.append(run.most)
+    assert found == [9, 36, 37] and memory_metrics(run.device, 37.0)["memory/peak_mb"] == 37
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_offloaded_no_backward_pass_begins_where_a_gradient_lies(offload, run, monkeypatch):
+    """FSDP2 would wait for each weight, to add the new gradient to it."""
+    found, real_update, real_backward = [], trainer.update, torch.Tensor.backward
+
+    def update(run, *given):
+        def backward(loss):
+            found.append(any(x.grad is not None for x in run.loaded.policy.parameters()))
+            real_backward(loss)
+        monkeypatch.setattr(torch.Tensor, "backward", backward)
+        return real_update(run, *given)
+    monkeypatch.setattr(trainer, "update", update)
+    code, _ = run("policy.dtype=bfloat16", "train.steps=1", "policy.gradient_checkpointing=true",
+                  f"policy.cpu_offload={offload}".lower())
+    assert code == 0 and found == [False, not offload] * 2     # two updates of two micro-batches

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import random
 import re
 from importlib import metadata
 
@@ -17,11 +16,10 @@ from three_policies.checks import UserError
 from three_policies.presets import PRESETS, RolloutCorrectionConfig
 from three_policies.rollout import KEPT
 from three_policies.tests.support.launching import ROOT
-from three_policies.tests.training.test_question_files import MADE
 from three_policies.training import demo, tasks
 from three_policies.training.faults import process_group
 from three_policies.training.loading import load
-from three_policies.training.settings import TaskConfig, correction_of, load_config
+from three_policies.training.settings import correction_of, load_config
 
 
 @pytest.mark.parametrize("arguments, said", [
@@ -119,14 +117,6 @@ def test_a_named_engine_that_is_missing_is_refused_before_a_demo_model_is_taught
         load(load_config(["rollout.engine=vllm"]), torch.device("cpu"))
     with pytest.raises(UserError, match="rollout.temperature must be at most 2 for vLLM, not 3"):
         load_config(["rollout.engine=vllm", "rollout.temperature=3"])
-
-
-def test_a_damaged_demo_model_says_how_it_is_taught_again(tmp_path, monkeypatch):
-    (tmp_path / "damaged").mkdir()
-    monkeypatch.setattr("three_policies.training.loading.make_demo_model",
-                        lambda *_: str(tmp_path / "damaged"))
-    with pytest.raises(UserError, match="damaged .delete it, and it is taught again. cannot be lo"):
-        load(load_config(["task.size=1"]), torch.device("cpu"))
 
 
 def test_a_temperature_that_vllm_does_not_take_is_one_sentence(run, monkeypatch, capsys):
@@ -243,20 +233,6 @@ def test_no_correction_is_an_empty_one_and_no_word_is_the_default(text, override
     config = correction_of(load_config([str(tmp_path / "x.yaml"), *overrides]))
     preset = PRESETS["seq_is" if overrides else "token_is"]()
     assert config == (RolloutCorrectionConfig() if off else preset)
-
-
-@pytest.mark.parametrize("kind", MADE)
-def test_tasks_hold_out_problems_and_deal_the_rest_once_per_pass(kind):
-    task = tasks.make_task(TaskConfig(kind=kind, size=2, eval_size=20), seed=1)
-    assert not {p.question for p in task.train} & {p.question for p in task.held_out}
-    assert len(task.held_out) == 20
-    size = len(task.train)
-    quarter = size // 4
-    dealt = [i for first in range(0, 2 * size, quarter) for i in task.order(1, first, quarter)]
-    dealt = dealt[:2 * size]
-    assert sorted(dealt[:size]) == list(range(size)) and dealt[:size] != dealt[size:2 * size]
-    right = random.Random(0).choice(task.held_out)
-    assert task.reward(right, right.answer) == 1 and task.reward(right, right.answer + "0") == 0
 
 
 @pytest.mark.parametrize("words", [

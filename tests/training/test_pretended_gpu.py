@@ -13,10 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from three_policies.tests.support.launching import shell
 from three_policies.tests.support.waiting import HANG
-
 
 SMALL = ["task.size=1", "task.eval_size=2", "rollout.engine=transformers", "rollout.prompts=2",
          "rollout.samples=4", "rollout.max_tokens=3", "rollout.quantize=4",
@@ -252,3 +253,16 @@ def test_the_pretended_device_refuses_what_is_mixed_and_counts_what_waits(tmp_pa
     (tmp_path / "device.py").write_text(DEVICE)
     result = shell([sys.executable, *forks, "device.py"], tmp_path)
     assert result.returncode == 0, result.stderr
+
+
+def test_offloaded_a_run_ends_alike_on_an_accelerator(tiny_model, forks, tmp_path):
+    """Weights, gradients and moments are on the host, the computation is not."""
+    found = drive(forks, tmp_path, tiny_model, {"here": [], "there": ["policy.cpu_offload=true"]})
+    (here,), (there,) = found["here"], found["there"]
+    assert here["code"] == there["code"] == 0, found["said"][-2000:]
+    own, other = (load_file(tmp_path / f"runs/{case}/model/model.safetensors")
+                  for case in ("here", "there"))
+    assert all(torch.equal(x, other[name]) for name, x in own.items())
+    copied = "copy to the host _fsdp_collectives.py"                   # gradients, by FSDP2
+    assert [any(copied in wait for wait in one["parts"]["update"])
+            for one in (here, there)] == [False, True]

@@ -1,9 +1,10 @@
 """Questions come from files: what is held out, and which rows cannot be used."""
 
-import hashlib
 import gzip
+import hashlib
 import json
 import os
+import random
 import sys
 import typing
 import unicodedata
@@ -15,7 +16,8 @@ import transformers
 
 from three_policies.checks import UserError
 from three_policies.tests.support.launching import shell
-from three_policies.training import demo, tasks
+from three_policies.tests.support.small import OWN
+from three_policies.training import tasks
 from three_policies.training.faults import process_group
 from three_policies.training.loading import encode, token_ids
 from three_policies.training.settings import TEXT_KINDS, TaskConfig, load_config
@@ -32,9 +34,6 @@ def file(tmp_path):
             row if isinstance(row, str) else json.dumps(row) for row in rows))
         return str(tmp_path / name)
     return write
-
-
-OWN = ["task.kind=jsonl", "task.path=train.jsonl", "policy.path=a/model"]
 
 
 def task_of(path, eval_path=None, **settings):
@@ -396,50 +395,15 @@ def test_what_a_file_is_instead_is_said(tmp_path):
         task_of(tmp_path / "rows")
 
 
-# ------------------------------------------------------------------ what is said before it is spent
-
-class Taught(Exception):
-    pass
-
-
-@pytest.mark.parametrize("given, said", [
-    ([], "task.kind=arithmetic, task.size=2, task.eval_size=1024 and seed=0"),
-    (["task.kind=sort", "task.size=5", "task.eval_size=9", "seed=3"],
-     "task.kind=sort, task.size=5, task.eval_size=9 and seed=3"),
-    (["task.kind=dyck", "rollout.max_tokens=65"],
-     "task.kind=dyck, task.length=64, task.depth=3, task.eval_size=1024 and seed=0")])
-def test_a_demo_model_that_must_be_taught_is_announced_by_the_first_rank(
-        given, said, tmp_path, monkeypatch, capsys):
-    def teach(*_):
-        raise Taught
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "character_tokenizer", teach)
-    config = load_config(given)
-    task = tasks.make_task(config.task, config.seed)
-    for rank in 0, 1:
-        with pytest.raises(Taught), process_group(), monkeypatch.context() as patch:
-            patch.setattr(demo.dist, "get_rank", lambda: rank)
-            demo.make_demo_model(config, task)
-        assert capsys.readouterr().err == (
-            f"a demo model for {said} is taught first, which happens once and takes about "
-            "a minute\n" if rank == 0 else "")
-    with process_group():
-        monkeypatch.setattr(tasks.Path, "exists", lambda _: True)
-        assert (demo.make_demo_model(config, task).startswith("runs/.demo/")
-                and capsys.readouterr().err == "")
-
-
-def test_a_demo_model_has_a_name_of_its_own_for_each_task_and_seed(tmp_path, monkeypatch):
-    """Otherwise one that was taught the held-out problems of another would be taken."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "teach", lambda path, *_: path.mkdir(parents=True))
-    names = []
-    for given in ([], ["task.size=1"], ["task.eval_size=9"], ["seed=1"]):
-        config = load_config(given)
-        with process_group():
-            names.append(demo.make_demo_model(config, tasks.make_task(config.task, config.seed)))
-    assert len(set(names)) == 4
-    with process_group():
-        other = load_config(["seed=2"])               # the same task, taught from another seed
-        names += [demo.make_demo_model(other, tasks.make_task(config.task, 1))]
-    assert len(set(names)) == 5
+@pytest.mark.parametrize("kind", MADE)
+def test_tasks_hold_out_problems_and_deal_the_rest_once_per_pass(kind):
+    task = tasks.make_task(TaskConfig(kind=kind, size=2, eval_size=20), seed=1)
+    assert not {p.question for p in task.train} & {p.question for p in task.held_out}
+    assert len(task.held_out) == 20
+    size = len(task.train)
+    quarter = size // 4
+    dealt = [i for first in range(0, 2 * size, quarter) for i in task.order(1, first, quarter)]
+    dealt = dealt[:2 * size]
+    assert sorted(dealt[:size]) == list(range(size)) and dealt[:size] != dealt[size:2 * size]
+    right = random.Random(0).choice(task.held_out)
+    assert task.reward(right, right.answer) == 1 and task.reward(right, right.answer + "0") == 0

@@ -1,15 +1,176 @@
-"""Questions of reasoning-gym, rewards of a user's own, prompts as templates, the end of a line."""
+"""When an answer is right; questions of reasoning-gym, rewards of a user's own, prompts, ends.
+
+The rule of training/answers.py is tested by its examples, by ways to write a number, and by lists.
+"""
 
 import math
+import random
 from pathlib import Path
 
 import pytest
 
 from three_policies.checks import UserError
-from three_policies.training import tasks
+from three_policies.training import answers, tasks
+from three_policies.training.answers import final_answer, is_right
 from three_policies.training.rewards import last_number, own_reward, try_out
 from three_policies.training.remarks import remarks
 from three_policies.training.settings import load_config
+
+
+@pytest.mark.parametrize("text, answer", [
+    ("40 + 2 = 42.\n#### 42", "42"), ("#### 1,234,567", "1234567"), ("#### $1,234.50", "1234.5"),
+    ("#### 42.", "42"), (r"so \boxed{42}", "42"),
+    (r"\boxed{1} and then \boxed{\frac{1}{2}}", "1/2"), ("42.00", "42"), ("#### 1\n#### 2", "2"),
+    ("-0", "0"), ("#### 007", "7"), (r"\boxed{\$5}", "5"), ("1,2", "1,2"), ("", ""), ("####", ""),
+    (r"\boxed{never closed", "never closed"), ("the answer is 42", "the answer is 42"),
+    ("1e3", "1e3"), ("so … #### **1,234.50 km**.", "1234.5 km"), ("#### 42\nor 43", "42"),
+    ("  a \n b ", "a b"), ("-", "-"), (".", ""), ("9" * 400, "9" * 400),
+    (".5", "0.5"), ("-.50", "-0.5")])
+def test_final_answers(text, answer):
+    assert final_answer(text) == answer
+
+
+FORTY_TWO = [
+    "42", "+42", "042", "42.0", "42.", "42.00.", " 42 ", "**42**", "*42*", "__42__", "_42_", "`42`",
+    "***42***", "___42___", "**42.**", "**42**.", "$42$", "$$42$$", r"\(42\)", r"\[ 42 \]",
+    r"\boxed{42}", r"\text{42}",
+    r"**$\boxed{42}$**.", "$42", r"\$42", r"$\$42$", "€ 42", "42 apples", "42 km/h", "42%", r"42\%",
+    "42 %", "42 percent", "42kg", "42 m", "42\u202fkm", r"42\text{ cm}", r"42\,\text{cm}^2",
+    "42 cm²", "42 square feet", "42 miles per hour", "42 kg/m^3", "$42 per week", "$42/week",
+    "42°C", r"42^\circ", "42 €", "42 months", "42 seconds", "42 millimeters", "¥42", "$+42",
+    "42 cm^{2}", "42pm", "42hrs", "42 sq ft", r"\mbox{42}", r"42\ \text{km}", "\n42",
+    r"\textbf{42}", r"\mathrm{42}", r"\mathbf{42}", r"42\:km", r"42\;km", r"42^{\circ}", "£42",
+    "42¢", "42 cubic feet", *(f"42{unit}" for unit in (
+        "g", "mg", "mL", "l", "s", "h", "min", "ft", "in", "yd", "mi", "mph", "oz", "lb", "am"))]
+
+NOT_FORTY_TWO = [
+    "", "43", "-42", "−42", "4 2", "42 or 43", "41 or 42", "42, 43", "41, 42", "42 43", "42/43",
+    "42 and a half", "42 thousand", "42 Million", "42 billion", "$42 million", "$42m", "42m people",
+    "42k", "42 K", "42 hundred", "42 dozen", "42 grand", "42 halves", "42 thirds", "42 twentieths",
+    "42 squared", "42²", "42^2", "42!", "42x", "42 x", "42i", "42 xy", r"42\pi", "42 pi",
+    r"42\sqrt{2}", "42e0", "42:00", "42-43", "42..43", "42...", "..42", "~42", "≈42", "> 42",
+    "(42)", "[42]", "{42}", "x=42", "x = 42", "42 = 43", "43 = 42", "42 men left", "42 forty",
+    "42 forty-three", "forty-two", "42 or so", "42 to", "42 times", "42 plus tax", "$41$ or $42$",
+    "**41** **42**", r"\(41\) \(42\)", r"\boxed{41} \boxed{42} 43", "42 km and 43", "4,2", "0,042",
+    "42,000", "42\u202f000", "٤٢", "½", r"\text{42} or \text{43}", r"41\text{ or }42",
+    r"\frac{42}{2}", r"41\frac{1}{42}", "- 42", "42 kings or queens", "$42 or $43", "42 % or 43",
+    "42\u00a043", "42 km/h/s", "$42 apples", r"4\,2", "42 cm^4", "42 cm⁴",
+    *(f"42 {word}" for word in (
+        "thou", "mille", "tausend", "millones", "quadruple", "tenfold", "neg", "mod", "wrong",
+        "incorrect", "false", "less", "more", "inverse", "log", "root", "doz", "lac", "myriad",
+        "thirteen", "fourteen", "fifteen", "fives", "six", "seven", "eight", "nine", "eleven",
+        "twelve", "twenty", "quarter", "zero", "tenths", "score", "gross", "lakh", "crore",
+        "cubed", "factorial", "minus", "over", "under", "above", "below", "point", "mln",
+        "tripled", "none", "nil", "fewer", "exp"))]
+
+
+def test_ways_to_write_a_number_are_equal_and_no_other_is():
+    assert [text for text in FORTY_TWO if not is_right(f"thus\n#### {text}", "42")] == []
+    assert [text for text in NOT_FORTY_TWO if is_right(f"thus\n#### {text}", "42")] == []
+    assert (is_right("#### 42", "#### **42**.") and is_right("#### 0", "-0.0")
+            and is_right("#### \u22125", "-5"))
+    assert not is_right("#### 5", "-5") and not is_right("42 is the answer", "42")
+
+
+@pytest.mark.parametrize("response, answer, right", [
+    ("42", "42 km", False), ("42 km", "42 km", True), ("42.0km", "042 km", True),
+    ("42 m", "42 km", False), ("42", "42%", False), ("42%", "42%", True), ("0.42", "42%", False),
+    ("42%", "0.42", False), ("3 kings", "3 queens", False), ("3 kings", "3 kings", True),
+    ("3", "3 kings", False), ("Paris", "paris", False), ("**Paris**.", "Paris", True),
+    ("(A)", "A", False), ("1/2", "2/4", False), ("0.5", "1/2", False),
+    (r"\dfrac{1}{2}", r"\frac{1}{2}", True), (r"-\frac{1}{2}", "-1/2", True),
+    (r"1\frac{1}{2}", "11/2", False), (r"\frac{1}{2}3", "1/23", False),
+    (r"\boxed{\frac{1}{2}}", "1/2", True), (r"42\%", "42%", True),
+    ("2\u202f345", "2345", True), (r"2\,345.60", "2345.6", True),
+    ("2{,}345", "2345", True), ("2 345", "2345", False), ("0,345", "345", False),
+    ("2,34", "234", False), ("12,3456", "123456", False), ("2,345\u202f678", "2345678", False),
+    ("10:30", "10:45", False), ("3 to 5", "3", False), ("1,2", "12", False), ("$-5", "-5", True),
+    ("-$5", "-5", True), (r"$-\$5$", "-5", True), ("-$-5", "5", False), ("-$-5", "-5", False),
+    ("+-5", "-5", False), ("--5", "5", False), ("42 cents", "$42", False), ("42¢", "$42", False),
+    ("42%", "$42", False), ("€42", "$42", False), ("$42", "$42", True), (r"\$42.00", "$42", True),
+    ("42", "$42", True), ("$42", "$42$", True), ("€ 42", "€42", True),
+    ("$42 per week", "$42", False), ("43 km", "42 km", False), ("$42", "€42", False),
+    ("€\u00a042", "€42", True), ("1\u2007234", "1234", True), (r"2,\!345", "2345", True),
+    (r"\tfrac{1}{2}", "1/2", True), (r"+\frac{1}{2}", "+1/2", True),
+    (r"\$5 or so", "$5 or so", True), ("words", "", False)])
+def test_units_texts_and_fractions(response, answer, right):
+    assert is_right(f"#### {response}", f"#### {answer}") == right
+
+
+def test_every_digit_counts():
+    """Numbers that differ after 30 digits differ; Decimal's 28 digits took them for equal."""
+    assert not is_right("1234567890123456789012345678901", "1234567890123456789012345678902")
+    assert not is_right("0.1234567890123456789012345678901", "0.1234567890123456789012345678902")
+    assert is_right("#### 1,234,567,890,123,456,789,012,345,678,901.50",
+                    "1234567890123456789012345678901.5")
+
+
+def test_numbers_and_marked_texts_have_300_characters_at_most():
+    """A longer one is text as it stands, which its digits or its inside alone are not."""
+    for n, right in ((300, True), (301, False)):
+        assert is_right("0" + "9" * (n - 1), "9" * (n - 1)) is right
+        assert is_right(f"**{'x' * (n - 4)}**", "x" * (n - 4)) is right
+
+
+def test_a_number_is_right_however_it_is_written_and_any_other_is_wrong():
+    rng = random.Random(0)
+    for _ in range(300):
+        number, other = (rng.choice([1, -1]) * rng.randrange(10 ** rng.randrange(1, 9))
+                         / rng.choice([1, 100]) for _ in "ab")
+        comma, narrow = (f"{number:,.2f}",
+                         f"{number:,.2f}".replace(",", "\u202f").replace("-", "\u2212"))
+        marked = rng.choice(
+            ["**{}**", "${}$", r"\({}\)", "`{}`.", "{} apples", r"\boxed{{{}}}", "{}"])
+        for written in comma, narrow, f"{number:.4f}", f"{number:012.2f}":
+            text = f"#### {marked.format(written)}"
+            assert is_right(text, f"{number:.2f}"), text
+            assert is_right(text, f"{other:.2f}") == (number == other), (text, other)
+
+
+def test_no_list_of_answers_is_right():
+    """Two different answers, joined and marked in any way, are neither of the two.
+
+    Only what is stated last counts.
+    """
+    joints = [" or ", ", ", " ", "/", " and ", "; ", " = ", "\u00a0", r" \lor ", "-", "**, **",
+              "$ $", r"\) \(", " apples "]
+    rng = random.Random(1)
+    for _ in range(2000):
+        numbers = rng.sample(range(60), rng.randrange(2, 4))
+        marked = rng.choice(["{}", "**{}**", "${}$", r"\({}\)", r"\boxed{{{}}}", "{} apples",
+                             "`{}`", "_{}_"])
+        text = rng.choice([marked.format(rng.choice(joints).join(map(str, numbers))),
+                           rng.choice(joints).join(marked.format(n) for n in numbers)])
+        text = (text if text.startswith(r"\boxed") and rng.random() < 0.5
+                and text.count("boxed") == 1 else f"#### {text}")
+        assert not any(is_right(text, str(n)) for n in numbers), (text, numbers)
+
+
+def test_the_examples_of_the_rule():
+    """The examples of training/answers.py's docstring are equal, or not, as it says."""
+    rule = " ".join(answers.__doc__.split())
+    for text in ("42 apples", "42 km/h", "42%", r"42\text{ cm}^2", "42 square feet",
+                 "$42 per week"):
+        assert text in rule and is_right(text, "42")
+    for text in ("42 thousand", "42 or 43", "42 and a half", "$41$ or $42$"):
+        assert text in rule and not is_right(text, "42")
+    for word in ("mil", "bln", "trn", "doubled", "twice", "negative", "divided", "not"):
+        assert not is_right(f"42 {word}", "42"), word
+    assert (not is_right("3 kings", "3 queens") and is_right(r"\frac{1}{2}", "1/2")
+            and not is_right("1e3", "1000"))
+
+
+def test_an_answer_of_any_length_and_kind_is_compared():
+    """Any text can be compared without an error, and equals the answer that it states."""
+    parts = ["**", "*", "_", "$", "`", r"\(", r"\)", r"\boxed{", "{", "}", "42", "1,234", "\u202f",
+             " ", "km", "/", "per", "^2", r"\text{", r"\frac{", "####", ".", "-", "\ud800", "\0",
+             "\n"]
+    rng = random.Random(2)
+    for _ in range(2000):
+        text = ("".join(rng.choice(parts) for _ in range(rng.randrange(90)))
+                * rng.choice([1, 1, 1, 50]))
+        assert is_right(text, text)
+
 
 GYM = ["task.kind=reasoning_gym", "task.name=chain_sum", "task.questions=40", "policy.path=x",
        "task.options={min_terms: 2, max_terms: 2}"]

@@ -1,4 +1,7 @@
-"""A run goes on with another number of ranks; two agents are one node; a failure is one message."""
+"""A run goes on with another number of ranks; two agents are one node; a failure is one message.
+
+Nobody waits for a rank that has failed.
+"""
 
 import json
 import os
@@ -12,10 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from three_policies.checks import UserError
 from three_policies.tests.support import launching
 from three_policies.tests.support.launching import serving, shell, torchrun
 from three_policies.tests.support.small import steady
 from three_policies.tests.support.waiting import HANG
+from three_policies.training import faults
 
 SMALL = ["task.size=1", "task.eval_size=8", "rollout.engine=transformers", "rollout.prompts=8",
          "rollout.samples=4", "rollout.max_tokens=5", "rollout.staleness=1",
@@ -247,3 +252,78 @@ def test_what_is_left_over_ends_with_its_server(tmp_path):
     assert process.wait(HANG) == -signal.SIGKILL
     with pytest.raises(ProcessLookupError):
         os.kill(left, 0)
+
+
+WAITS = """
+import torch.distributed as dist
+from three_policies.training.faults import end_after, process_group
+with process_group(), end_after(0.2, "vllm"):
+    dist.distributed_c10d._get_default_store().get("never")
+"""
+
+
+def test_a_call_that_waits_for_another_rank_is_ended_too(forks, tmp_path):
+    """It holds the lock of its connection to the store, and the watchdog asks over another."""
+    (tmp_path / "waits.py").write_text(WAITS)
+    result = shell([sys.executable, *forks, "waits.py"], tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.startswith("trainer.py: rollout.engine=vllm has not answered"), result
+
+
+def test_a_failure_does_not_wait_for_the_collectives_of_others(monkeypatch):
+    """NCCL's `destroy_process_group` does; a rank that fails must end its group without it."""
+    def waits(*_):
+        raise AssertionError("this would wait for ever")
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(faults.dist, "destroy_process_group", waits)
+        with faults.process_group():
+            raise ZeroDivisionError
+    assert not faults.dist.is_initialized()
+    with faults.process_group():                                    # and another can follow
+        assert faults.dist.get_world_size() == 1
+
+
+@pytest.mark.parametrize("rank, silent", [(1, False), (2, True)])
+def test_a_rank_without_a_gpu_says_so_once(rank, silent, monkeypatch):
+    """Rank 0 has one and waits, so the first rank without speaks."""
+    def refuse(index):
+        raise torch.AcceleratorError("CUDA error: invalid device ordinal\nand more of it")
+    monkeypatch.setattr(torch.accelerator, "set_device_index", refuse)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    with pytest.raises(UserError) as found:
+        faults.take_gpu(torch.device("cuda", rank))
+    assert str(found.value) == (f"rank {rank} needs cuda:{rank}, and there are 1: start at most 1 "
+                                "ranks (torchrun --nproc-per-node 1)")
+    assert vars(found.value)["silent"] == silent
+
+
+def test_another_fault_of_a_gpu_is_not_about_their_number(monkeypatch):
+    def refuse(index):
+        raise torch.AcceleratorError("CUDA error: all CUDA-capable devices are busy")
+    monkeypatch.setattr(torch.accelerator, "set_device_index", refuse)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    with pytest.raises(torch.AcceleratorError, match="are busy"):
+        faults.take_gpu(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("patience, seconds", [(10, 1800), (4000, 4000)])
+def test_ranks_wait_for_each_other_as_long_as_an_engine_may_take(patience, seconds, monkeypatch):
+    given = []
+
+    def init(*_, timeout, **__):
+        given.append(timeout.total_seconds())
+        raise InterruptedError
+    monkeypatch.setattr(faults.dist, "init_process_group", init)
+    with pytest.raises(InterruptedError), faults.process_group(patience):
+        pass
+    assert given == [seconds]
+
+
+@pytest.mark.parametrize("cores, ranks, threads", [(8, 2, 4), (3, 2, 1), (1, 2, 1)])
+def test_ranks_of_one_machine_share_its_cores(cores, ranks, threads, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    before = torch.get_num_threads()
+    with faults.process_group():
+        assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == before

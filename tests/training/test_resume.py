@@ -376,3 +376,34 @@ def test_a_cosine_that_is_given_another_end_says_so(run, capsys):
     for steps, said in (("train.steps=2", False), ("train.steps=3", True)):
         run("train.schedule=cosine", steps)
         assert ("cosine fell towards train.steps=2" in capsys.readouterr().err) == said
+
+
+@pytest.mark.parametrize("share", [0.5, 1])
+def test_another_model_is_no_continuation(share, run, tiny_model, tmp_path, capsys):
+    """The weights under a LoRA, π_ref and the tokenizer come from policy.path every time."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    weights, settings = tmp_path / "model/model.safetensors", ["policy.path=model", "task.size=1"]
+    assert run(*settings)[0] == 0
+    first = weights.read_bytes()
+    i = int(share * (len(first) - 1))
+    weights.write_bytes(first[:i] + bytes([first[i] ^ 1]) + first[i + 1:])              # one bit
+    code, lines = run(*settings, "train.steps=4")
+    assert code == 2 and len(lines) == 2 and (
+        "began from another model than policy.path=model is now" in capsys.readouterr().err)
+    weights.write_bytes(first)
+    config = tmp_path / "model/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_version": "9"}))
+    assert run(*settings, "train.steps=4")[0] == 0
+    tokenizer = tmp_path / "model/tokenizer.json"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"version": "2.0"}))
+    assert run(*settings, "train.steps=5")[0] == 2
+
+
+def test_other_questions_are_no_continuation(run, tmp_path, capsys):
+    rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run("task.kind=jsonl", "task.path=rows.jsonl")[0] == 0
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::-1]))
+    code, lines = run("task.kind=jsonl", "task.path=rows.jsonl", "train.steps=4")
+    assert (code == 2 and len(lines) == 2 and
+            "other questions or answers than task.path has now" in capsys.readouterr().err)

@@ -10,8 +10,7 @@ import yaml
 
 from three_policies.checks import UserError
 from three_policies.surrogates import LOSSES
-from three_policies.tests.support.small import steady
-from three_policies.tests.training.test_question_files import OWN
+from three_policies.tests.support.small import OWN, steady
 from three_policies.trainer import loss_of
 from three_policies.training.remarks import remarks
 from three_policies.training.settings import (Config, TaskConfig, TrainConfig, as_yaml, check_run,

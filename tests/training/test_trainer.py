@@ -1,7 +1,7 @@
 """The trainer trains with every preset and idea, also from cut sampling, and saves a whole model.
 
-How the work is split is tested by test_gradient_in_parts.py, stops by test_resume.py, numbers that are not
-finite by test_nonfinite.py, and what users get wrong by test_mistakes.py.
+How the work is split is tested by test_gradient_in_parts.py, stops by test_resume.py, numbers that
+are not finite by test_nonfinite.py, and what users get wrong by test_mistakes.py.
 """
 
 import json
@@ -32,6 +32,7 @@ from three_policies.training import batches, files, tasks
 from three_policies.training.faults import process_group
 from three_policies.training.report import CURVES
 from three_policies.training.settings import Config, LossSettings, leaves, load_config
+
 
 # -------------------------------------------------------------------------------------- it trains
 
