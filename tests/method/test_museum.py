@@ -23,7 +23,7 @@ from three_policies.oracle import (Policy, close, estimator_moments, exact_gradi
                                    f64, grad_J, kl, rewards, scores, token_kl)
 from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.ratios import aggregate_log_ratio, exp_ratio
-from three_policies.tests.support.exhibits import EXHIBITS, exhibit, filed_by, judge, values
+from three_policies.tests.support.exhibits import EXHIBITS, exhibit, filed_by, judge, once, values
 
 VERL = "https://github.com/verl-project/verl/blob/v0.9.1/"
 PI = Policy(3, 3, seed=0)
@@ -43,6 +43,7 @@ def mean(per_token, sampler=MU):
     return estimator_moments(PI, sampler, lambda i: (per_token[i] * MASK[i]).sum()).mean
 
 
+@once
 def ours(config, sampler=MU, batch=1, **options):
     """Return the expected gradient of policy_loss on sequences of the sampler; π_old = π_θ."""
     mu_lp, how = sampler.log_probs().detach(), LossConfig(aggregation=SUM, **options)
@@ -50,6 +51,7 @@ def ours(config, sampler=MU, batch=1, **options):
         LP[i], LP[i], mu_lp[i], A[i], MASK[i], config, how)[0], batch).mean
 
 
+@once
 def kl_mean(kind, sampler=PI, ratio=None):
     return estimator_moments(PI, sampler, lambda i: kl_loss(
         LP[i], REF_LP[i], MASK[i], kind, SUM, ratio=None if ratio is None else ratio[i])).mean

@@ -18,13 +18,14 @@ from three_policies.oracle import J, exact_gradient, expectation, grad_J, kl, ro
 from three_policies.oracle.routes import BEFORE, PROMPT, TREE, forward, live, log_probs
 from three_policies.oracle.versions import SWITCH, Recurrent, model
 from three_policies.presets import RolloutCorrectionConfig as Config
-from three_policies.tests.support.exhibits import exhibit, filed_by, judge
+from three_policies.tests.support.exhibits import exhibit, filed_by, judge, once
 
 THETA, REWARD, ROUTES, _, MU, *_ = routes.pair(0.03, 1)
 HOW = LossConfig(aggregation="seq-mean-token-sum")
 EXACT = routes.flat(torch.func.grad(routes.J)(THETA, REWARD, ROUTES))
 
 
+@once
 def replayed(table, gate=live):
     """Return −E_μ[∇policy_loss] with sequence weights, where the trainer replays a table."""
     def loss(model):
@@ -187,6 +188,7 @@ def drawn(by):
     return by.sum(-1, keepdim=True).exp()
 
 
+@once
 def trained(chance, log_mu, mask=MASK, advantages=A):
     """Return the expected gradient of policy_loss on responses that have this chance."""
     losses = torch.stack([policy_loss(

@@ -5,7 +5,7 @@ An exhibit is a function whose docstring says what was wrong. It returns (wrong,
 hand. book/museum.py makes an article of each for the book.
 """
 
-from functools import cache
+from functools import cache, wraps
 
 import torch
 
@@ -22,6 +22,23 @@ def exhibit(where, equation):
 def filed_by(module):
     """Return the names of the exhibits that a test file has filed."""
     return [name for name, (f, _, _) in EXHIBITS.items() if f.__module__ == module]
+
+
+def once(function):
+    """Compute once for equal arguments: exhibits, and the code of their pages, ask for the same."""
+    def key(x):
+        return ((x.requires_grad, x.detach().numpy().tobytes()) if isinstance(x, torch.Tensor)
+                else repr(x))
+    found = {}
+
+    @wraps(function)
+    def remembered(*arguments, **named):
+        asked = *map(key, arguments), *((name, key(x)) for name, x in named.items())
+        if asked not in found:
+            # The arguments are kept, too: another object at their address would be asked for them.
+            found[asked] = function(*arguments, **named), arguments, named
+        return found[asked][0]
+    return remembered
 
 
 @cache
