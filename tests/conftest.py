@@ -27,26 +27,39 @@ LONGEST = ["demo", "lora", "ranks", "labels_and_tables", "page_elements", "pages
            "kills_and_signals", "trainer", "update", "pretended_gpu", "contributing",
            "gradient_in_parts", "locks", "causes", "resume", "gpu_report", "studies", "conventions",
            "nonfinite", "dumps", "memory_and_speed"]     # longest first
+LONG = "THREE_POLICIES_LONG"
+GUARDED = "slow tables and pages of the book, recipes and reports, restarts on several ranks"
 SERVED = pytest.StashKey[list[str]]()
 WORKERS = 4                            # more would have nothing left to do
 
 
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", default=os.environ.get(LONG) == "1",
+                     help=f"also run tests that are marked long, as with {LONG}=1: {GUARDED}")
+
+
+def in_folders(config):
+    """True if no file is named on the command line: all of the suite, or folders of it."""
+    return (config.args_source == config.ArgsSource.TESTPATHS
+            or all(Path(place).is_dir() for place in config.args))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Share the whole suite, file by file, among a worker for each core, if pytest-xdist is there.
+    """Share the suite, or folders of it, among a worker for each core, if pytest-xdist is there.
 
-    What is named on the command line runs in this process, so that it can be inspected; so does all
-    of it with `-n 0`, `-s` or `--pdb`. A file stays with one worker: models, engines and runs are
-    made once for all of its tests.
+    A file that is named on the command line runs in this process, so that it can be inspected; so
+    does all of it with `-n 0`, `-s` or `--pdb`. A file stays with one worker: models, engines and
+    runs are made once for all of its tests.
     """
     chosen, cores = config.option, os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):           # on Linux: those that this process may use
         cores = len(os.sched_getaffinity(0))
     if hasattr(config, "workerinput"):             # a worker, which would start workers without end
         return
-    whole = config.args_source == config.ArgsSource.TESTPATHS
     watched = chosen.capture == "no" or chosen.usepdb or chosen.collectonly
-    if whole and not watched and cores > 1 and getattr(chosen, "numprocesses", 0) is None:
+    if (in_folders(config) and not watched and cores > 1
+            and getattr(chosen, "numprocesses", 0) is None):
         chosen.numprocesses, chosen.dist = min(cores, WORKERS), "loadfile"
         chosen.loadscopereorder = False
 
@@ -62,8 +75,26 @@ def pytest_configure_node(node):
     node.workerinput["forks"] = config.stash[SERVED]
 
 
+def leaves_out(config):
+    """True if long tests are left out: neither asked for, nor of a file that was named."""
+    return in_folders(config) and not config.option.long
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if leaves_out(config):
+        terminalreporter.write_line(f"Left out: tests that are marked long ({GUARDED}). "
+                                    "`pytest --long` runs them, and CI does.")
+
+
 def pytest_collection_modifyitems(config, items):
-    """Sort for workers: longest files first, chapters next, so that none ends with a long one."""
+    """Leave out long tests; sort for workers: longest files first, chapters next.
+
+    So no worker ends with a long file.
+    """
+    if leaves_out(config):
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
     if hasattr(config, "workerinput"):
         rank = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
         last = len(rank)

@@ -122,9 +122,11 @@ def test_a_chapter_that_answers_one_question_has_at_most_2500_words(chapter):
     assert len((ROOT / "math" / f"{chapter}.md").read_text().split()) <= 2500
 
 
-def test_generated_tables_are_up_to_date(forks, tmp_path):
+@pytest.mark.parametrize("which", ["--quick", pytest.param("all", marks=pytest.mark.long)])
+def test_generated_tables_are_up_to_date(which, forks, tmp_path):
     """`python book/tables.py` would change nothing; every figure is computed again here."""
-    found = shell([sys.executable, *forks, str(ROOT / "book/tables.py"), "--check"], tmp_path)
+    check = [str(ROOT / "book/tables.py"), "--check", which]
+    found = shell([sys.executable, *forks, *check], tmp_path)
     assert found.returncode == 0, f"run `python book/tables.py`\n{found.stdout}{found.stderr}"
 
 

@@ -329,6 +329,7 @@ def printed(pdf):
     return [(one.count(b"Tj") + one.count(b"TJ"), one.count(b" Do")) for one in drawn]
 
 
+@pytest.mark.long
 def test_no_printed_page_is_empty(book, open_page):
     page = open_page("index.html")
     for name in others():

@@ -109,6 +109,7 @@ def looked_at(book, browser):
     return found
 
 
+@pytest.mark.long
 def test_every_page_opens_from_disk_at_three_widths(looked_at):
     """No formula failed, nothing was asked of the network, nothing is wider than the window."""
     assert len(pages()) > 20
@@ -123,6 +124,7 @@ def test_every_page_opens_from_disk_at_three_widths(looked_at):
                 f"{name} is {seen['widest']} pixels wide in a window of {width}")
 
 
+@pytest.mark.long
 def test_no_box_scrolls_up_and_down_within_the_page_and_code_is_large_enough(looked_at):
     for name in pages():
         for width in WIDTHS:

@@ -73,6 +73,7 @@ def run(copy: Path, *command: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_the_new_rows_pass_their_own_tests_and_those_of_any_row(copy):
     out = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider",
               *(f"three_policies/tests/method/test_{name}.py" for name in (
@@ -81,6 +82,7 @@ def test_the_new_rows_pass_their_own_tests_and_those_of_any_row(copy):
     assert "passed" in out and "failed" not in out and "skipped" not in out
 
 
+@pytest.mark.long
 def test_the_new_rows_are_judged_measured_listed_and_trained(copy, tiny_model):
     """eq:correction, eq:rejection: `correct`, `policy_loss`, metrics, tables know the new rows.
 

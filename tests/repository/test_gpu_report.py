@@ -145,6 +145,7 @@ def tiny(forks, tmp_path, monkeypatch, capfd):
     return call
 
 
+@pytest.mark.long
 def test_the_report_runs_tiny_without_a_gpu_and_says_so(tiny):
     out = tiny()
     assert "NO GPU: tiny shapes" in out and "0 of 13 rows failed" in out
@@ -155,6 +156,7 @@ def test_the_report_runs_tiny_without_a_gpu_and_says_so(tiny):
     assert "two steps of configs/gsm8k.yaml" in out and out.count("left out: ") == 6
 
 
+@pytest.mark.long
 def test_two_ranks_share_a_model_and_take_a_step(tiny):
     out = tiny("--ranks", "2")
     assert "weights on 2 ranks (gloo) | the same bits |" in out

@@ -205,6 +205,7 @@ sys.exit(trainer.main(sys.argv[2:]))
 """
 
 
+@pytest.mark.long
 def test_two_ranks_that_were_killed_end_with_the_same_bits(
         engine_name, forks, tiny_model, tmp_path):
     """They train a LoRA with four bits, stale weights, a replayed cut and π_ref."""

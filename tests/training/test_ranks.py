@@ -110,6 +110,7 @@ def assert_same(directory, other, tolerance=1e-9):
                for name in right)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [[], ["policy.lora_rank=4", "loss.kl_coef=0.1"]])
 def test_a_run_goes_on_with_fewer_ranks_and_with_more(settings, train, forks):
     """The first two ranks of a whole model are processes that torchrun has started, no forks."""
@@ -121,6 +122,7 @@ def test_a_run_goes_on_with_fewer_ranks_and_with_more(settings, train, forks):
     assert_same(train.runs / f"{name}-parts", train.runs / f"{name}-whole")
 
 
+@pytest.mark.long
 def test_two_agents_on_one_machine_train_as_one_node_with_four_ranks(train):
     train(4, "run=node", "train.steps=2")
     train(4, "run=agents", "train.steps=2", agents=2)
