@@ -28,7 +28,8 @@ LONGEST = ["demo", "lora", "ranks", "labels_and_tables", "page_elements", "pages
            "gradient_in_parts", "locks", "causes", "resume", "gpu_report", "studies", "conventions",
            "nonfinite", "dumps", "memory_and_speed"]     # longest first
 LONG = "THREE_POLICIES_LONG"
-GUARDED = "slow tables and pages of the book, recipes and reports, restarts on several ranks"
+GUARDED = ("slow tables and pages of the book, recipes, reports, torch.compile, "
+           "restarts on several ranks")
 SERVED = pytest.StashKey[list[str]]()
 WORKERS = 4                            # more would have nothing left to do
 

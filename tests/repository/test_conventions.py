@@ -230,6 +230,7 @@ def test_rollout_log_prob_walks_from_correction_to_loss_and_never_back(entered):
     assert rooms == ["correction", "losses", "kl", "metrics"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")),
                     reason="torch.compile needs a C++ compiler, and there is no g++ (nor CXX)")
 def test_correct_compiles_whole(monkeypatch):
