@@ -20,7 +20,8 @@ DARK = {"#ffffff": "#15171a", "#000000": "#d9dce1",
         "#d55e00": "#f0843c", "#cc79a7": "#e39ac3", "#a0527f": "#e39ac3", "#b0558a": "#e39ac3",
         "#555555": "#aab0ba", "#666666": "#9aa1ad", "#777777": "#9aa1ad", "#999999": "#8d94a0",
         "#bbbbbb": "#4b515a", "#cccccc": "#565c66", "#dddddd": "#2e3238", "#eeeeee": "#24282e",
-        "#fbeeec": "#33211f", "#1b78ab": "#a6dbf7", "#946300": "#e6b03c", "#007e5c": "#3cc79c",
+        "#fbeeec": "#33211f", "#eef6fb": "#18242d", "#d9ebf7": "#1d3342",
+        "#1b78ab": "#a6dbf7", "#946300": "#e6b03c", "#007e5c": "#3cc79c",
         "#b84f00": "#f0843c", "#a64d82": "#e39ac3", "#6b6b6b": "#9aa1ad"}
 # A colour too faint for a text on a light page → a darker one.
 TEXT = {"#56b4e9": "#1b78ab", "#e69f00": "#946300", "#009e73": "#007e5c", "#d55e00": "#b84f00",

@@ -28,8 +28,8 @@ from three_policies.book.drawn import as_svg
 from three_policies.book.moving_exact import heights, in_square, optimum, square
 from PIL import Image
 from three_policies.book.tables import (AGES, OBJECTIVES, PARTS, POLICIES, ROOT, ascend,
-                                        bias_and_std, gains_by_batch_size, judged_contrasts, paired,
-                                        runs)
+                                        bias_and_std, borders, declared, gains_by_batch_size,
+                                        judged_contrasts, paired, runs)
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -50,6 +50,7 @@ from three_policies.presets import PRESETS
 from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.ratios import aggregate_log_ratio
 from three_policies.studies import merging
+from three_policies.studies import sizes as real
 from three_policies.surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss,
                                        sapo_loss)
 from three_policies.training.settings import CHANGEABLE, SPLITS, flat, leaves, read_mapping
@@ -313,6 +314,83 @@ def effective_samples():
     axis.set(xscale="log", xlim=(5e-6, 0.2), ylim=(0, 1.01), xlabel="k3, nats per token",
              ylabel="ESS/N: share of the samples kept")
     return figure
+
+
+# What others report of models of other classes: what, k3 per token, tokens in a response or None.
+ELSEWHERE = (*((name, math.sqrt(low * high), None) for name, low, high in REPORTED),
+             ("Qwen3.5-4B", 0.03, None), ("GPT-OSS-120B", 0.05, 2000))
+# Colour, name and its place in the figure: tokens, k3. A region lies below its border.
+REGIONS = (("#ffffff", "ignore", 1.3, 1e-4), ("#eef6fb", "token weights", 1.3, 0.03),
+           ("#d9ebf7", "sequence\nweights", 1.3, 0.09), ("#fbeeec", "repair first", 6, 0.6))
+
+
+def sizes():
+    """Draw k3 of a token against the length, with regions, the tiny models and the real one."""
+    figure, axis = plt.subplots(figsize=(7.6, 5.6))
+    lengths = torch.logspace(0, 4.3, 200, dtype=torch.float64)
+    low = torch.full_like(lengths, 1e-7)
+    for (color, name, *place), high in zip(REGIONS, [*size_borders(lengths), 2 * lengths ** 0],
+                                           strict=True):
+        axis.fill_between(lengths, low, high, color=color, linewidth=0, zorder=0)
+        axis.plot(lengths, high, color="#777777", linewidth=0.7, zorder=1)
+        axis.text(*place, name, fontsize=9, style="italic", color="#555555", va="center")
+        low = high
+    tiny_points(axis)
+    real_points(axis)
+    marks = {name: (length, math.log10(k3)) for name, k3, length in ELSEWHERE}
+    heights = apart({name: k3 for name, (_, k3) in marks.items()}, 0.2)
+    for name, (length, k3) in marks.items():
+        axis.plot([length or 1.6e4], [10 ** k3], "D" if length else "_", color=RED, markersize=5)
+        axis.plot([length or 1.6e4, 2.4e4], [10 ** k3, 10 ** heights[name]], color=RED,
+                  linewidth=0.5, clip_on=False)
+        axis.text(2.6e4, 10 ** heights[name], name, fontsize=7.5, color=RED, va="center")
+    for color, mark, name in (
+            (BLUE, "o", "SmolLM2-135M, one cause each (this chapter)"),
+            (BLACK, "s", "tiny models, no correction (chapter 15)"),
+            (RED, "D", "reported by others; dashes: length not said")):
+        axis.plot([], [], mark, color=color, markersize=4, label=name,
+                  markerfacecolor="white" if mark == "s" else color)
+    axis.legend(fontsize=8, loc="lower left")
+    axis.set(xscale="log", yscale="log", xlim=(1, 2e4), ylim=(1e-7, 2),
+             xlabel="tokens in a response", ylabel="k3, nats per token")
+    axis.grid(False)
+    return figure
+
+
+def size_borders(lengths):
+    """Return k3 at the three borders: exact up to T = 8, and the same k3·T beyond."""
+    exact = {T: borders(T) for T in (2, 4, 8)}
+    found = []
+    for method in ("no weight", "token"):
+        products = torch.tensor([of[method] for of in exact.values()], dtype=torch.float64)
+        place = lengths.clamp(2, 8).log2() - 1                      # of T = 2, 4, 8: 0, 1, 2
+        left = place.long().clamp(max=1)
+        share = place - left
+        found.append((products[left].log() * (1 - share) + products[left + 1].log() * share).exp()
+                     / lengths)
+    return [*found, (2 ** (1 / lengths) - 1) / 2]                   # (1 + 2 k3)^−T = ½
+
+
+def tiny_points(axis):
+    """Show the runs without a correction of the second study, by the length of their answers."""
+    regimes = declared()["regimes"]
+    for regime, arms in runs("sixty-four").items():
+        length = regimes[regime].get("task.length", 64)
+        k3 = statistics.median(float(row["k3"]) for row in arms["naive"].values())
+        axis.plot(length, k3, "s", color=BLACK, markersize=4, markerfacecolor="white")
+
+
+def real_points(axis):
+    """Show the rows of the real model's table at their mean length, with names beside them."""
+    rows = {name: (float(x["tokens"]) / float(x["responses"]), float(x["k3_exact"]))
+            for name, x in real.results().items() if float(x["k3_exact"]) > 1e-7}
+    if not rows:
+        return
+    heights = apart({name: math.log10(k3) for name, (_, k3) in rows.items()}, 0.19)
+    for name, (length, k3) in rows.items():
+        axis.plot(length, k3, "o", color=BLUE, markersize=4)
+        axis.plot([length, 420], [k3, 10 ** heights[name]], color=BLUE, linewidth=0.4)
+        axis.text(440, 10 ** heights[name], name, fontsize=7, color=BLUE, va="center")
 
 
 def gradient_field():
@@ -1131,7 +1209,7 @@ def signatures():
 FIGURES = {"three-policies": three_policies, "gradient-choices": gradient_choices,
            "length-trap": length_trap, "bias-variance": bias_variance,
            "weight-levels": weight_levels, "loss-coefficients": loss_coefficients,
-           "kl-estimators": kl_estimators, "effective-samples": effective_samples,
+           "kl-estimators": kl_estimators, "effective-samples": effective_samples, "sizes": sizes,
            "two-ratios": two_ratios, "versions-crossing": versions_crossing,
            "gradient-field": gradient_field, "clip-around-mu": clip_around_mu,
            "batch-size": batch_size, "tool-branch": tool_branch,

@@ -13,6 +13,7 @@ import copy
 import csv
 import itertools
 import json
+import math
 import re
 import statistics
 import sys
@@ -36,7 +37,7 @@ from three_policies.oracle import (J, Policy, exact_gradient, expectation, kl, r
 from three_policies.presets import PRESETS, RolloutCorrectionConfig
 from three_policies.ratios import LEVELS, masked_log_ratio
 from three_policies.rejection import CRITERIA
-from three_policies.studies import merging
+from three_policies.studies import merging, sizes
 from three_policies.studies.contrasts import holm, mcnemar, sign_flip
 from three_policies.surrogates import LOSSES
 from three_policies.tests.support import certified
@@ -866,6 +867,41 @@ def noise_with_k3(k3, T):
     return high
 
 
+SIMPLE = {"no weight": RolloutCorrectionConfig(), "token": RolloutCorrectionConfig("token", 2.0),
+          "sequence": RolloutCorrectionConfig("sequence", 2.0)}
+
+
+@cache
+def borders(T, most=0.2):
+    """Return k3·T from which on each method's exact gradient misses ∇J by more than `most`.
+
+    Between sizes of the noise, in steps of 1.5, the bias is taken for a power of it.
+    """
+    sizes = [0.03 * 1.5 ** i for i in range(10)]
+    found, k3 = {name: [] for name in SIMPLE}, [per_token_k3(size, T) * T for size in sizes]
+    for size in sizes:
+        for name, config in SIMPLE.items():
+            found[name].append(bias_and_std(config, T, size)[0])
+        studies.cache_clear()              # of T = 8 it holds hundreds of megabytes a size
+    last = {name: max(i for i, x in enumerate(biases) if x < most)
+            for name, biases in found.items()}
+    return {name: between(k3[i:i + 2], found[name][i:i + 2], most) for name, i in last.items()}
+
+
+def between(x, y, at):
+    """Return where the power of x that meets both points has the value `at`."""
+    share = math.log(at / y[0]) / math.log(y[1] / y[0])
+    return x[0] * (x[1] / x[0]) ** share
+
+
+def size_borders():
+    """Write, for three limits T, the k3·T up to which a method misses ∇J by at most a fifth."""
+    lines = [[f"{T}", *(f"{x:.3f}" for x in borders(T).values()),
+              f"{T * (2 ** (1 / T) - 1) / 2:.3f}"] for T in (2, 4, 8)]
+    return markdown(["T", "no weight", "token weights, C = 2", "sequence weights, C = 2",
+                     "sequence weights, C = ∞, ESS/N ≥ ½"], lines)
+
+
 def ranks(values):
     return [sorted(values).index(x) for x in values]
 
@@ -1455,6 +1491,7 @@ TABLES = {"doctor-rates": lambda: rates("rates.txt", 0),
           "words-place": lambda: markdown(*words.pushes()),
           "words-ends": lambda: markdown(*words.ends()),
           "merging": lambda: markdown(*merging.table()),
+          "sizes": lambda: markdown(*sizes.table()), "size-borders": size_borders,
           "turns-tools": lambda: markdown(*turns.of_tools()),
           "turns-lengths": lambda: markdown(*turns.of_lengths()),
           "turns-spelling": lambda: markdown(*turns.of_spelling()),

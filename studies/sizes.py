@@ -1,0 +1,443 @@
+"""How large is it really? Measure single causes of mismatch on one real model, a row for each.
+
+A row changes one thing between sampler and trainer. The sampler answers 16 word problems of
+reasoning-gym in at most 256 tokens at temperature 1, each row with the same noise, and records
+log μ as it draws. The trainer's side scores the finished responses at once, in float32. Prefixes
+are therefore distributed as μ draws them, which E_μ[ρ] = 1 and the doctor's laws assume. Along
+these prefixes every KL and every moment of ρ is a sum over the whole vocabulary in float64; k3,
+log ρ and ESS/N of whole responses are also measured on the tokens that were drawn. vLLM returns
+no whole distributions: of its rows the 64 likeliest tokens count, and the others together as one,
+which makes KL and moments lower bounds.
+
+    three-policies fetch smollm2
+    python studies/sizes.py --model smollm2 --out runs/sizes --row int8           # one row
+    python studies/sizes.py --model smollm2 --out runs/sizes                      # all of them
+
+OUT/results.csv gets a line for each row, and a row that stands there is not measured again;
+OUT/ROW.jsonl is the row's dump: `three-policies doctor OUT/ROW.jsonl`. The published table is
+made of studies/sizes/results.csv, a copy. Rows of training train eight steps, once, in OUT.
+"""
+
+import argparse
+import csv
+import functools
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from three_policies.doctor.dumps import append, rows_of
+from three_policies.engines.choice import make_engine
+from three_policies.engines.rounding import quantize_weights
+from three_policies.estimators import sampling_log_probs
+from three_policies.training.settings import TaskConfig
+from three_policies.training.shapes import pad_rows
+from three_policies.training.tasks import make_task, prompt_of
+
+HERE = Path(__file__).resolve().parent
+SEED, PROMPTS, TOKENS, LENGTHS = 63, 16, 256, (16, 64, 256)
+CANDIDATES, STEPS = 64, 8                              # of vLLM; of training
+CHAT = "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+State = dict[str, Tensor]
+
+
+# ------------------------------------------------------------------------------------- the rows
+
+@dataclass(frozen=True)
+class Row:
+    """One cause of mismatch: what the sampler does that the trainer, in float32, does not."""
+
+    says: str
+    quantize: str | int | None = None                  # as rollout.quantize
+    dtype: str = "float32"                             # of the sampler's layers
+    head: str = "float32"                              # of its logits
+    engine: str = "transformers"
+    sampled: dict[str, float] = field(default_factory=dict)      # temperature, top_p, top_k
+    without: int | None = None                         # a layer that it leaves out
+    weights: Callable[[Path, Path], tuple[State, State]] | None = None     # its own, the trainer's
+
+
+def ago(steps: int) -> Callable[[Path, Path], tuple[State, State]]:
+    """Give the sampler the weights of some steps before the trainer's, which has made STEPS."""
+    def weights(model: Path, out: Path) -> tuple[State, State]:
+        return trained(model, out, STEPS - steps), trained(model, out, STEPS)
+    return weights
+
+
+def below_the_grid(model: Path, out: Path) -> tuple[State, State]:
+    """Give the trainer W + Δ, and the sampler W + Δ rounded to bfloat16, where W is on its grid.
+
+    Δ is a tenth of what STEPS steps changed: at lr 1e-6 AdamW's steps are a tenth of those at 1e-5.
+    """
+    first, last = read(model), trained(model, out, STEPS)
+    learned = {name: on_grid(w) + (last[name] - w) / 10 for name, w in first.items()}
+    return {name: on_grid(w) for name, w in learned.items()}, learned
+
+
+def merged_adapter(model: Path, out: Path) -> tuple[State, State]:
+    """Give the trainer W + sBA, and the sampler their sum rounded to bfloat16."""
+    from peft import PeftModel
+    apart: Any = PeftModel.from_pretrained(load(grid(model, out)), str(adapter(model, out)))
+    merged: Any = apart.merge_and_unload()
+    whole = {name: w.detach() for name, w in merged.named_parameters()}
+    return {name: on_grid(w) for name, w in whole.items()}, whole
+
+
+def on_grid(w: Tensor) -> Tensor:
+    return w.bfloat16().float()
+
+
+ROWS = {
+    "float32": Row("nothing: float32 on both sides, token by token and at once"),
+    "bf16": Row("bfloat16 layers, head in float32", dtype="bfloat16"),
+    "bf16-head-bf16": Row("bfloat16 layers and head", dtype="bfloat16", head="bfloat16"),
+    "head-bf16": Row("float32 layers, head in bfloat16", head="bfloat16"),
+    "fp16": Row("float16 layers, head in float32", dtype="float16"),
+    "vllm-bf16": Row("vLLM on a CPU in bfloat16", dtype="bfloat16", engine="vllm"),
+    "float8-e4m3": Row("weights in float8 e4m3, a scale per channel", "float8-e4m3"),
+    "float8-e4m3-tensor": Row("weights in float8 e4m3, a scale per matrix", "float8-e4m3-tensor"),
+    "int8": Row("weights in 8 bits per channel", "int8"),
+    "int7": Row("weights in 7 bits per channel", 7),
+    "int6": Row("weights in 6 bits per channel", 6),
+    "int5": Row("weights in 5 bits per channel", 5),
+    "int4": Row("weights in 4 bits per channel", "int4"),
+    "int4-group-128": Row("weights in 4 bits in groups of 128", "int4-group-128"),
+    "int4-group-32": Row("weights in 4 bits in groups of 32", "int4-group-32"),
+    "temperature": Row("sampled at temperature 0.7, scored at 1", sampled={"temperature": 0.7}),
+    "top-p": Row("sampled with top-p 0.9, scored without", sampled={"top_p": 0.9}),
+    "top-k": Row("sampled with top-k 50, scored without", sampled={"top_k": 50}),
+    "stale-1": Row("weights one step old", weights=ago(1)),
+    "stale-4": Row("weights four steps old", weights=ago(4)),
+    "stale-8": Row("weights eight steps old", weights=ago(8)),
+    "below-the-grid": Row("an update at lr 1e-6 that bfloat16 rounds away", weights=below_the_grid),
+    "lora-merged": Row("a LoRA merged in bfloat16, trained apart", weights=merged_adapter),
+    "layer-left-out": Row("one layer of 30 left out", without=15)}
+
+
+# --------------------------------------------------------------------------------- its weights
+
+def load(model: Path, dtype: str = "float32") -> Any:
+    from transformers import AutoModelForCausalLM
+    return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+
+
+def read(model: Path) -> State:
+    return {name: w.detach() for name, w in load(model).named_parameters()}
+
+
+def reward(question: str, answer: str, response: str) -> float:
+    """Return the share of digits: a reward that differs between the first responses of a model."""
+    return sum(x.isdigit() for x in response) / max(1, len(response))
+
+
+def train(model: Path, run: str, steps: int, *settings: str) -> Path:
+    """Train some GRPO steps on other questions of the family; return the run's directory."""
+    from three_policies import trainer
+    code = trainer.main([
+        f"run={run}", f"seed={SEED}", f"policy.path={model}", "task.kind=reasoning_gym",
+        "task.name=gsm_symbolic", "task.questions=400", "task.eval_size=1", f"task.prompt={CHAT!r}",
+        "task.chat_template=false", f"task.reward={Path(__file__).resolve()}:reward",
+        "policy.dtype=float32", "policy.gradient_checkpointing=false",
+        "rollout.engine=transformers", "rollout.dtype=float32", "rollout.prompts=4",
+        "rollout.samples=4", "rollout.max_tokens=48", "train.mini_batches=1", "train.lr=1e-5",
+        "train.warmup_steps=0", "train.micro_batch_size=16", f"train.save_every={steps}",
+        "train.keep=1", "train.eval_every=1000", f"train.steps={steps}", *settings])
+    if code:
+        raise SystemExit(code)
+    return Path("runs") / run
+
+
+def trained(model: Path, out: Path, steps: int) -> State:
+    """Return the weights after some steps, which are trained once, up to STEPS."""
+    if steps == 0:
+        return read(model)
+    for wanted in (STEPS - 4, STEPS - 1, STEPS):
+        place = out / f"step-{wanted}"
+        if not place.exists():
+            run = train(model, f"{out.name}-steps", wanted)
+            shutil.copytree(run / "model", place.with_suffix(".part"))
+            place.with_suffix(".part").rename(place)
+    return read(out / f"step-{steps}")
+
+
+def grid(model: Path, out: Path) -> Path:
+    """Write the model with weights in bfloat16, as most are published; return its directory."""
+    place = out / "grid"
+    if not place.exists():
+        shutil.copytree(model, place.with_suffix(".part"))
+        load(model, "bfloat16").save_pretrained(place.with_suffix(".part"))
+        place.with_suffix(".part").rename(place)
+    return place
+
+
+def adapter(model: Path, out: Path) -> Path:
+    """Return the directory of an adapter of rank 16 after STEPS steps."""
+    if not (out / "adapter").exists():
+        run = train(grid(model, out), f"{out.name}-lora", STEPS, "policy.lora_rank=16",
+                    "policy.lora_alpha=32", "policy.lora_targets=all-linear", "train.lr=2e-4")
+        shutil.copytree(run / "model", out / "adapter")
+    return out / "adapter"
+
+
+# ---------------------------------------------------------------------------------- the sampler
+
+class Drawn(NamedTuple):
+    """A response, log μ as the sampler recorded it, and all of μ or of its likeliest tokens."""
+
+    tokens: list[int]
+    log_mu: list[float]
+    ids: Tensor | None                                 # [|y|, K]; None: the whole vocabulary
+    table: Tensor                                      # log μ of `ids`, [|y|, K or V]
+
+
+def questions(model: Path, count: int = PROMPTS) -> list[list[int]]:
+    """Return the prompts: held-out questions of the family that the steps train on."""
+    from transformers import AutoTokenizer
+    task = make_task(TaskConfig(kind="reasoning_gym", name="gsm_symbolic", questions=400,
+                                eval_size=100), SEED)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [tokenizer(prompt_of(task, one, CHAT)).input_ids for one in task.held_out[:count]]
+
+
+def end_of(model: Path) -> list[int]:
+    from transformers import AutoTokenizer
+    return [AutoTokenizer.from_pretrained(model).eos_token_id]
+
+
+class Skipped(nn.Module):
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden
+
+
+@torch.inference_mode()
+def draw(row: Row, model: Any, prompts: list[list[int]], end: list[int]) -> list[Drawn]:
+    """Sample token by token from a cache, as engines do: the same noise in each row."""
+    if row.without is not None:
+        model.model.layers[row.without] = Skipped()
+    model = model.to(getattr(torch, row.dtype))
+    head = model.get_output_embeddings().weight.to(getattr(torch, row.head))
+    noise = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
+    ids, attention = pad_rows(prompts, "left")
+    places, cache, open_ = (attention.cumsum(-1) - 1).clamp(min=0), None, torch.arange(len(prompts))
+    tokens = torch.full((len(prompts), TOKENS), end[0])
+    table = torch.empty(len(prompts), TOKENS, len(head))
+    for t in range(TOKENS):
+        found = model.get_decoder()(input_ids=ids, attention_mask=attention, position_ids=places,
+                                    past_key_values=cache, use_cache=True)
+        cache, hidden = found.past_key_values, found.last_hidden_state[:, -1]
+        log_mu, _ = sampling_log_probs(F.linear(hidden.to(head.dtype), head).float(), **row.sampled)
+        waits = torch.stack([torch.empty(len(head)).exponential_(generator=noise[i])
+                             for i in open_])
+        ids = (log_mu - waits.log()).argmax(-1, keepdim=True)
+        table[open_, t], tokens[open_, t] = log_mu, ids[:, 0]
+        goes_on = (~torch.isin(ids[:, 0], torch.tensor(end))).nonzero()[:, 0]
+        if not len(goes_on):
+            break
+        cache.batch_select_indices(goes_on)
+        open_, ids, places = open_[goes_on], ids[goes_on], places[goes_on, -1:] + 1
+        attention = F.pad(attention[goes_on], (0, 1), value=1)
+    return [cut(*of, end) for of in zip(tokens, table, strict=True)]
+
+
+def cut(y: Tensor, table: Tensor, end: list[int]) -> Drawn:
+    """Return a response up to its end token, if it has one."""
+    places = torch.isin(y, torch.tensor(end)).nonzero()[:, 0].tolist()
+    n = places[0] + 1 if places else len(y)
+    log_mu = table[:n].gather(-1, y[:n, None])[:, 0]
+    return Drawn(y[:n].tolist(), log_mu.tolist(), None, table[:n])
+
+
+def draw_with_vllm(row: Row, path: Path, prompts: list[list[int]], end: list[int]) -> list[Drawn]:
+    engine = make_engine("vllm", path, dtype=row.dtype, candidates=CANDIDATES,
+                         max_model_len=max(map(len, prompts)) + TOKENS)
+    try:
+        samples = engine.generate(prompts, [*range(len(prompts))], temperature=1.0,
+                                  max_tokens=TOKENS, eos_ids=end)
+        return [Drawn(one.tokens, one.log_probs, one.candidates[0].long(), one.candidates[1])
+                for one in samples if one.candidates]
+    finally:
+        engine.close()
+
+
+# ---------------------------------------------------------------------------------- the trainer
+
+class Compared(NamedTuple):
+    """What is known of the tokens of one response: [|y|] each."""
+
+    log_pi: Tensor              # float32
+    entropy: Tensor             # of π
+    kl: Tensor                  # Σ_v μ(v) log μ(v)/π(v), as those below in float64
+    k3: Tensor                  # E_μ[ρ − 1 − log ρ]: the KL, unless μ cannot draw what π can
+    mass: Tensor                # E_μ[ρ]
+    second: Tensor              # E_μ[ρ²]
+
+
+@torch.inference_mode()
+def score(model: Any, prompts: list[list[int]], drawn: list[Drawn], rows: int = 8
+          ) -> Iterator[Compared]:
+    """Run prompts and responses at once, and compare each token's π with the sampler's μ."""
+    head = model.get_output_embeddings().weight
+    for first in range(0, len(drawn), rows):
+        part, before = drawn[first:first + rows], prompts[first:first + rows]
+        x, here = pad_rows(before, "left")
+        y, there = pad_rows([one.tokens for one in part], "right")
+        ids, attention = torch.cat([x, y], 1), torch.cat([here, there], 1)
+        hidden = model.get_decoder()(
+            input_ids=ids, attention_mask=attention,
+            position_ids=(attention.cumsum(-1) - 1).clamp(min=0)).last_hidden_state
+        for one, of in zip(part, hidden[:, x.shape[1] - 1:], strict=True):
+            yield compared(one, F.linear(of[:len(one.tokens)], head))
+
+
+def compared(one: Drawn, logits: Tensor) -> Compared:
+    drawn = torch.tensor(one.tokens)[:, None]
+    log_pi = logits.log_softmax(-1).gather(-1, drawn)[:, 0]
+    p, m = logits.double().log_softmax(-1), one.table.double()
+    entropy = -(p.exp() * p).sum(-1)
+    if one.ids is not None:                            # the rest is one more token
+        p, m = (torch.cat([x, (-x.exp().sum(-1, keepdim=True)).clamp(min=-1 + 1e-12).log1p()], -1)
+                for x in (p.gather(-1, one.ids), m))
+    m = m - m.logsumexp(-1, keepdim=True)              # float32's normalisation is off by 1e-7
+    kept = m > -math.inf
+    log_rho = torch.where(kept, p - m, 0.0)
+    weight = m.exp()
+    return Compared(log_pi, entropy.float(), -(weight * log_rho).sum(-1),
+                    (weight * (log_rho.expm1() - log_rho)).sum(-1),
+                    (weight * log_rho.exp()).sum(-1), (weight * (2 * log_rho).exp()).sum(-1))
+
+
+# ---------------------------------------------------------------------------------- the numbers
+
+def ess(first: Tensor, second: Tensor) -> float:
+    """Return (mean of the weights)² / (mean of their squares)."""
+    return (first.mean().square() / second.mean()).item()
+
+
+def numbers(drawn: list[Drawn], found: list[Compared]) -> dict[str, float]:
+    """Return a row's columns; a position is that of a token in its response, from 1."""
+    pairs = list(zip(drawn, found, strict=True))
+    log_rho = [y.log_pi.double() - torch.tensor(x.log_mu).double() for x, y in pairs]
+    same = torch.cat([y.log_pi == torch.tensor(x.log_mu) for x, y in pairs])
+    every, lengths = torch.cat(log_rho), torch.tensor([len(x) for x in log_rho]).double()
+    k3 = [x.expm1() - x for x in log_rho]
+    sums = torch.stack([x.sum() for x in k3])
+    mean = (sums.sum() / lengths.sum()).item()
+    error = (sums - mean * lengths).square().sum().sqrt() / lengths.sum()
+    row = {"responses": len(drawn), "tokens": int(lengths.sum()),
+           "kl": torch.cat([x.kl for x in found]).mean().item(),
+           "k3_exact": torch.cat([x.k3 for x in found]).mean().item(),
+           "k3": mean, "k3_error": error.item(), "rms": every.square().mean().sqrt().item(),
+           "largest": every.abs().max().item(), "equal": same.double().mean().item(),
+           "entropy": torch.cat([x.entropy for x in found]).mean().item()}
+    for T in LENGTHS:
+        whole = torch.stack([x[:T].sum() for x in log_rho]).exp()
+        row[f"ess_{T}"] = ess(whole, whole.square())
+        steps = [(x.mass[:T].prod(), x.second[:T].prod()) for x in found]
+        row[f"ess_steps_{T}"] = ess(*map(torch.stack, zip(*steps)))
+    for first, last in zip((0, *LENGTHS), LENGTHS):
+        part = torch.cat([x.kl[first:last] for x in found])
+        row[f"kl_{first + 1}_{last}"] = part.mean().item() if len(part) else math.nan
+    return row
+
+
+def measure(name: str, model: Path, out: Path) -> dict[str, Any]:
+    """Measure a row, and write its dump."""
+    began, row, prompts, end = time.perf_counter(), ROWS[name], questions(model), end_of(model)
+    policy = load(model)
+    if row.engine == "vllm":
+        drawn = draw_with_vllm(row, model, prompts, end)
+    else:
+        sampler = load(model)
+        own, ours = row.weights(model, out) if row.weights else ({}, {})
+        own = own or dict(quantize_weights(sampler.named_parameters(), row.quantize))
+        sampler.load_state_dict(own, strict=False)
+        policy.load_state_dict(ours, strict=False)
+        drawn = draw(row, sampler, prompts, end)
+    found = list(score(policy, prompts, drawn))
+    write_dump(out / f"{name}.jsonl", prompts, drawn, found)
+    return {"row": name, **{key: f"{x:.4g}" for key, x in numbers(drawn, found).items()},
+            "seconds": f"{time.perf_counter() - began:.0f}"}
+
+
+def write_dump(path: Path, prompts: list[list[int]], drawn: list[Drawn],
+               found: list[Compared]) -> None:
+    (ids, here), (y, there) = pad_rows(prompts, "left"), pad_rows([x.tokens for x in drawn], "right")
+    log_mu, log_pi, entropy = (pad(rows) for rows in (
+        [x.log_mu for x in drawn], [x.log_pi.tolist() for x in found],
+        [x.entropy.tolist() for x in found]))
+    path.unlink(missing_ok=True)
+    append(path, rows_of(ids, here, y, there, there, log_mu, log_pi, entropy))
+
+
+def pad(rows: list[list[float]]) -> Tensor:
+    return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+
+
+# ------------------------------------------------------------------------------------ the table
+
+def results(path: Path = HERE / "sizes/results.csv") -> dict[str, dict[str, str]]:
+    """Return the rows of a table by name, in the order of ROWS."""
+    if not path.exists():
+        return {}
+    with path.open() as file:
+        found = {row["row"]: row for row in csv.DictReader(file)}
+    return {name: found[name] for name in ROWS if name in found}
+
+
+def table() -> tuple[list[str], list[list[str]]]:
+    """Return the table of chapter 12; a cell of ESS/N has the responses' and the steps'."""
+    header = ["row", "between sampler and trainer", "k3", "k3 of the drawn", "r.m.s. of log ρ",
+              "largest", "equal", *(f"ESS/N at {T}" for T in LENGTHS),
+              *(f"KL at {first + 1}–{last}" for first, last in zip((0, *LENGTHS), LENGTHS))]
+    return header, [[
+        f"`{name}`", ROWS[name].says, brief(x["k3_exact"]),
+        f"{brief(x['k3'])} ± {brief(x['k3_error'])}", brief(x["rms"]), brief(x["largest"]),
+        f"{100 * float(x['equal']):.1f} %",
+        *(f"{float(x[f'ess_{T}']):.2f} / {float(x[f'ess_steps_{T}']):.2f}" for T in LENGTHS),
+        *(brief(x[f"kl_{first + 1}_{last}"]) for first, last in zip((0, *LENGTHS), LENGTHS))]
+        for name, x in results().items()]
+
+
+def brief(x: str) -> str:
+    """Write a number with two digits, as 0.0012 or 1.2e-05."""
+    value = float(x)
+    return f"{value:.1e}" if 0 < value < 1e-3 else f"{value:.2g}"
+
+
+def add(path: Path, row: dict[str, Any]) -> None:
+    """Append a line, with the columns' names where it is the first."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, row, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, required=True, help="a model's directory")
+    parser.add_argument("--out", type=Path, default=Path("runs/sizes"), help="of table and dumps")
+    parser.add_argument("--row", action="append", choices=ROWS, help="one row; default: all")
+    given = parser.parse_args(argv)
+    given.out.mkdir(parents=True, exist_ok=True)
+    table = given.out / "results.csv"
+    for name in given.row or ROWS:
+        if name in results(table):
+            print(f"{name} is in {table} already")
+            continue
+        row = measure(name, given.model.resolve(), given.out)
+        add(table, row)
+        print(*(f"{key}={value}" for key, value in row.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
