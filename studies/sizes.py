@@ -20,31 +20,27 @@ made of studies/sizes/results.csv, a copy. Rows of training train eight steps, o
 
 import argparse
 import csv
-import functools
 import math
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from three_policies.doctor.dumps import append, rows_of
-from three_policies.engines.choice import make_engine
 from three_policies.engines.rounding import quantize_weights
-from three_policies.estimators import sampling_log_probs
+from three_policies.studies.both_sides import Compared, Drawn, draw, draw_with_vllm, score
 from three_policies.training.settings import TaskConfig
 from three_policies.training.shapes import pad_rows
 from three_policies.training.tasks import make_task, prompt_of
 
 HERE = Path(__file__).resolve().parent
 SEED, PROMPTS, TOKENS, LENGTHS = 63, 16, 256, (16, 64, 256)
-CANDIDATES, STEPS = 64, 8                              # of vLLM; of training
+STEPS = 8                                              # of training
 CHAT = "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 State = dict[str, Tensor]
 
@@ -187,17 +183,6 @@ def adapter(model: Path, out: Path) -> Path:
     return out / "adapter"
 
 
-# ---------------------------------------------------------------------------------- the sampler
-
-class Drawn(NamedTuple):
-    """A response, log μ as the sampler recorded it, and all of μ or of its likeliest tokens."""
-
-    tokens: list[int]
-    log_mu: list[float]
-    ids: Tensor | None                                 # [|y|, K]; None: the whole vocabulary
-    table: Tensor                                      # log μ of `ids`, [|y|, K or V]
-
-
 def questions(model: Path, count: int = PROMPTS) -> list[list[int]]:
     """Return the prompts: held-out questions of the family that the steps train on."""
     from transformers import AutoTokenizer
@@ -210,108 +195,6 @@ def questions(model: Path, count: int = PROMPTS) -> list[list[int]]:
 def end_of(model: Path) -> list[int]:
     from transformers import AutoTokenizer
     return [AutoTokenizer.from_pretrained(model).eos_token_id]
-
-
-class Skipped(nn.Module):
-    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden
-
-
-@torch.inference_mode()
-def draw(row: Row, model: Any, prompts: list[list[int]], end: list[int]) -> list[Drawn]:
-    """Sample token by token from a cache, as engines do: the same noise in each row."""
-    if row.without is not None:
-        model.model.layers[row.without] = Skipped()
-    model = model.to(getattr(torch, row.dtype))
-    head = model.get_output_embeddings().weight.to(getattr(torch, row.head))
-    noise = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
-    ids, attention = pad_rows(prompts, "left")
-    places, cache, open_ = (attention.cumsum(-1) - 1).clamp(min=0), None, torch.arange(len(prompts))
-    tokens = torch.full((len(prompts), TOKENS), end[0])
-    table = torch.empty(len(prompts), TOKENS, len(head))
-    for t in range(TOKENS):
-        found = model.get_decoder()(input_ids=ids, attention_mask=attention, position_ids=places,
-                                    past_key_values=cache, use_cache=True)
-        cache, hidden = found.past_key_values, found.last_hidden_state[:, -1]
-        log_mu, _ = sampling_log_probs(F.linear(hidden.to(head.dtype), head).float(), **row.sampled)
-        waits = torch.stack([torch.empty(len(head)).exponential_(generator=noise[i])
-                             for i in open_])
-        ids = (log_mu - waits.log()).argmax(-1, keepdim=True)
-        table[open_, t], tokens[open_, t] = log_mu, ids[:, 0]
-        goes_on = (~torch.isin(ids[:, 0], torch.tensor(end))).nonzero()[:, 0]
-        if not len(goes_on):
-            break
-        cache.batch_select_indices(goes_on)
-        open_, ids, places = open_[goes_on], ids[goes_on], places[goes_on, -1:] + 1
-        attention = F.pad(attention[goes_on], (0, 1), value=1)
-    return [cut(*of, end) for of in zip(tokens, table, strict=True)]
-
-
-def cut(y: Tensor, table: Tensor, end: list[int]) -> Drawn:
-    """Return a response up to its end token, if it has one."""
-    places = torch.isin(y, torch.tensor(end)).nonzero()[:, 0].tolist()
-    n = places[0] + 1 if places else len(y)
-    log_mu = table[:n].gather(-1, y[:n, None])[:, 0]
-    return Drawn(y[:n].tolist(), log_mu.tolist(), None, table[:n])
-
-
-def draw_with_vllm(row: Row, path: Path, prompts: list[list[int]], end: list[int]) -> list[Drawn]:
-    engine = make_engine("vllm", path, dtype=row.dtype, candidates=CANDIDATES,
-                         max_model_len=max(map(len, prompts)) + TOKENS)
-    try:
-        samples = engine.generate(prompts, [*range(len(prompts))], temperature=1.0,
-                                  max_tokens=TOKENS, eos_ids=end)
-        return [Drawn(one.tokens, one.log_probs, one.candidates[0].long(), one.candidates[1])
-                for one in samples if one.candidates]
-    finally:
-        engine.close()
-
-
-# ---------------------------------------------------------------------------------- the trainer
-
-class Compared(NamedTuple):
-    """What is known of the tokens of one response: [|y|] each."""
-
-    log_pi: Tensor              # float32
-    entropy: Tensor             # of π
-    kl: Tensor                  # Σ_v μ(v) log μ(v)/π(v), as those below in float64
-    k3: Tensor                  # E_μ[ρ − 1 − log ρ]: the KL, unless μ cannot draw what π can
-    mass: Tensor                # E_μ[ρ]
-    second: Tensor              # E_μ[ρ²]
-
-
-@torch.inference_mode()
-def score(model: Any, prompts: list[list[int]], drawn: list[Drawn], rows: int = 8
-          ) -> Iterator[Compared]:
-    """Run prompts and responses at once, and compare each token's π with the sampler's μ."""
-    head = model.get_output_embeddings().weight
-    for first in range(0, len(drawn), rows):
-        part, before = drawn[first:first + rows], prompts[first:first + rows]
-        x, here = pad_rows(before, "left")
-        y, there = pad_rows([one.tokens for one in part], "right")
-        ids, attention = torch.cat([x, y], 1), torch.cat([here, there], 1)
-        hidden = model.get_decoder()(
-            input_ids=ids, attention_mask=attention,
-            position_ids=(attention.cumsum(-1) - 1).clamp(min=0)).last_hidden_state
-        for one, of in zip(part, hidden[:, x.shape[1] - 1:], strict=True):
-            yield compared(one, F.linear(of[:len(one.tokens)], head))
-
-
-def compared(one: Drawn, logits: Tensor) -> Compared:
-    drawn = torch.tensor(one.tokens)[:, None]
-    log_pi = logits.log_softmax(-1).gather(-1, drawn)[:, 0]
-    p, m = logits.double().log_softmax(-1), one.table.double()
-    entropy = -(p.exp() * p).sum(-1)
-    if one.ids is not None:                            # the rest is one more token
-        p, m = (torch.cat([x, (-x.exp().sum(-1, keepdim=True)).clamp(min=-1 + 1e-12).log1p()], -1)
-                for x in (p.gather(-1, one.ids), m))
-    m = m - m.logsumexp(-1, keepdim=True)              # float32's normalisation is off by 1e-7
-    kept = m > -math.inf
-    log_rho = torch.where(kept, p - m, 0.0)
-    weight = m.exp()
-    return Compared(log_pi, entropy.float(), -(weight * log_rho).sum(-1),
-                    (weight * (log_rho.expm1() - log_rho)).sum(-1),
-                    (weight * log_rho.exp()).sum(-1), (weight * (2 * log_rho).exp()).sum(-1))
 
 
 # ---------------------------------------------------------------------------------- the numbers
@@ -353,14 +236,14 @@ def measure(name: str, model: Path, out: Path) -> dict[str, Any]:
     began, row, prompts, end = time.perf_counter(), ROWS[name], questions(model), end_of(model)
     policy = load(model)
     if row.engine == "vllm":
-        drawn = draw_with_vllm(row, model, prompts, end)
+        drawn = draw_with_vllm(row, model, prompts, end, TOKENS)
     else:
         sampler = load(model)
         own, ours = row.weights(model, out) if row.weights else ({}, {})
         own = own or dict(quantize_weights(sampler.named_parameters(), row.quantize))
         sampler.load_state_dict(own, strict=False)
         policy.load_state_dict(ours, strict=False)
-        drawn = draw(row, sampler, prompts, end)
+        drawn = draw(row, sampler, prompts, end, TOKENS)
     found = list(score(policy, prompts, drawn))
     write_dump(out / f"{name}.jsonl", prompts, drawn, found)
     return {"row": name, **{key: f"{x:.4g}" for key, x in numbers(drawn, found).items()},
@@ -369,7 +252,8 @@ def measure(name: str, model: Path, out: Path) -> dict[str, Any]:
 
 def write_dump(path: Path, prompts: list[list[int]], drawn: list[Drawn],
                found: list[Compared]) -> None:
-    (ids, here), (y, there) = pad_rows(prompts, "left"), pad_rows([x.tokens for x in drawn], "right")
+    ids, here = pad_rows(prompts, "left")
+    y, there = pad_rows([x.tokens for x in drawn], "right")
     log_mu, log_pi, entropy = (pad(rows) for rows in (
         [x.log_mu for x in drawn], [x.log_pi.tolist() for x in found],
         [x.entropy.tolist() for x in found]))
@@ -423,7 +307,7 @@ def add(path: Path, row: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="a model's directory")
     parser.add_argument("--out", type=Path, default=Path("runs/sizes"), help="of table and dumps")
     parser.add_argument("--row", action="append", choices=ROWS, help="one row; default: all")

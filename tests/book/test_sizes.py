@@ -12,7 +12,7 @@ import torch
 
 from three_policies.book import tables
 from three_policies.doctor.dumps import read
-from three_policies.studies import sizes
+from three_policies.studies import both_sides, sizes
 
 PROMPTS = [[3, 5, 7, 2], [9, 4], [1, 8, 6], [5, 5]]
 
@@ -77,7 +77,7 @@ def test_a_layer_left_out_is_left_out(measured):
 
 def drawn_of(mu, tokens, ids=None):
     table = mu if ids is None else mu.gather(-1, ids)
-    return sizes.Drawn(tokens, mu[range(len(tokens)), tokens].tolist(), ids, table)
+    return both_sides.Drawn(tokens, mu[range(len(tokens)), tokens].tolist(), ids, table)
 
 
 def test_what_is_exact_is_a_sum_over_the_vocabulary():
@@ -85,17 +85,17 @@ def test_what_is_exact_is_a_sum_over_the_vocabulary():
     z, noise = torch.randn(2, 5, 40, generator=generator)
     mu, tokens = (z + 0.5 * noise).log_softmax(-1), [1, 2, 3, 4, 5]
     p, m = z.double().softmax(-1), mu.double().exp()
-    whole = sizes.compared(drawn_of(mu, tokens), z)
+    whole = both_sides.compared(drawn_of(mu, tokens), z)
     close = {"rtol": 1e-5, "atol": 1e-9}
     torch.testing.assert_close(whole.kl, (m * (m / p).log()).sum(-1), **close)
     torch.testing.assert_close(whole.second, (p ** 2 / m).sum(-1), **close)
     torch.testing.assert_close(whole.mass, torch.ones(5).double(), **close)
     torch.testing.assert_close(whole.entropy.double(), -(p * p.log()).sum(-1), **close)
 
-    few = sizes.compared(drawn_of(mu, tokens, mu.topk(8).indices), z)      # the others as one
+    few = both_sides.compared(drawn_of(mu, tokens, mu.topk(8).indices), z)      # the others as one
     assert (few.kl < whole.kl).all() and (few.second < whole.second).all()
     torch.testing.assert_close(few.mass, torch.ones(5).double(), **close)
-    every = sizes.compared(drawn_of(mu, tokens, mu.topk(40).indices), z)
+    every = both_sides.compared(drawn_of(mu, tokens, mu.topk(40).indices), z)
     torch.testing.assert_close(every.kl, whole.kl, rtol=1e-4, atol=1e-6)
 
 
@@ -106,7 +106,7 @@ def test_steps_and_responses_agree_on_ess():
     generator = torch.Generator().manual_seed(0)
     y = torch.randint(0, 2, (n, T), generator=generator).tolist()
     drawn = [drawn_of(m.expand(T, 2), row) for row in y]
-    row = sizes.numbers(drawn, [sizes.compared(one, p.expand(T, 2)) for one in drawn])
+    row = sizes.numbers(drawn, [both_sides.compared(one, p.expand(T, 2)) for one in drawn])
     left = 1 / (0.6 ** 2 / 0.5 + 0.4 ** 2 / 0.5) ** T
     assert row["ess_steps_256"] == pytest.approx(left, rel=1e-6)
     assert row["ess_256"] == pytest.approx(left, rel=0.02)
