@@ -85,7 +85,7 @@ def draw_with_vllm(how: Any, path: Path, prompts: list[list[int]], end: list[int
     try:
         samples = engine.generate(prompts, [*range(len(prompts))], temperature=1.0,
                                   max_tokens=limit, eos_ids=end)
-        return [Drawn(one.tokens, one.log_probs, one.candidates[0].long(), one.candidates[1])
+        return [Drawn(one.tokens, one.rollout_log_prob, one.candidates[0].long(), one.candidates[1])
                 for one in samples if one.candidates]
     finally:
         engine.close()

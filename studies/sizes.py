@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from three_policies.doctor.dumps import append, rows_of
-from three_policies.engines.rounding import quantize_weights
+from three_policies.training.rounding import quantize_weights
 from three_policies.studies.both_sides import Compared, Drawn, draw, draw_with_vllm, score
 from three_policies.training.settings import TaskConfig
 from three_policies.training.shapes import pad_rows
