@@ -139,12 +139,12 @@ def train(model: Path, run: str, steps: int, *settings: str) -> Path:
     from three_policies import trainer
     code = trainer.main([
         f"run={run}", f"seed={SEED}", f"policy.path={model}", "task.kind=reasoning_gym",
-        "task.name=gsm_symbolic", "task.questions=400", "task.eval_size=1", f"task.prompt={CHAT!r}",
+        "task.name=gsm_symbolic", "task.questions=400", "task.eval_size=1", f"task.prompt={CHAT}",
         "task.chat_template=false", f"task.reward={Path(__file__).resolve()}:reward",
         "policy.dtype=float32", "policy.gradient_checkpointing=false",
         "rollout.engine=transformers", "rollout.dtype=float32", "rollout.prompts=4",
         "rollout.samples=4", "rollout.max_tokens=48", "train.mini_batches=1", "train.lr=1e-5",
-        "train.warmup_steps=0", "train.micro_batch_size=16", f"train.save_every={steps}",
+        "train.warmup_steps=0", "train.micro_batch_size=8", f"train.save_every={steps}",
         "train.keep=1", "train.eval_every=1000", f"train.steps={steps}", *settings])
     if code:
         raise SystemExit(code)
