@@ -51,7 +51,7 @@ State = dict[str, Tensor]
 class Row:
     """One cause of mismatch: what the sampler does that the trainer, in float32, does not."""
 
-    says: str
+    meaning: str
     quantize: str | int | None = None                  # as rollout.quantize
     dtype: str = "float32"                             # of the sampler's layers
     head: str = "float32"                              # of its logits
@@ -78,10 +78,10 @@ def below_the_grid(model: Path, out: Path) -> tuple[State, State]:
     return {name: on_grid(w) for name, w in learned.items()}, learned
 
 
-def merged_adapter(model: Path, out: Path) -> tuple[State, State]:
+def merged_lora(model: Path, out: Path) -> tuple[State, State]:
     """Give the trainer W + sBA, and the sampler their sum rounded to bfloat16."""
     from peft import PeftModel
-    apart: Any = PeftModel.from_pretrained(load(grid(model, out)), str(adapter(model, out)))
+    apart: Any = PeftModel.from_pretrained(load(grid(model, out)), str(lora(model, out)))
     merged: Any = apart.merge_and_unload()
     whole = {name: w.detach() for name, w in merged.named_parameters()}
     return {name: on_grid(w) for name, w in whole.items()}, whole
@@ -114,7 +114,7 @@ ROWS = {
     "stale-4": Row("weights four steps old", weights=ago(4)),
     "stale-8": Row("weights eight steps old", weights=ago(8)),
     "below-the-grid": Row("an update at lr 1e-6 that bfloat16 rounds away", weights=below_the_grid),
-    "lora-merged": Row("a LoRA merged in bfloat16, trained apart", weights=merged_adapter),
+    "lora-merged": Row("a LoRA merged in bfloat16, trained apart", weights=merged_lora),
     "layer-left-out": Row("one layer of 30 left out", without=15)}
 
 
@@ -174,13 +174,13 @@ def grid(model: Path, out: Path) -> Path:
     return place
 
 
-def adapter(model: Path, out: Path) -> Path:
-    """Return the directory of an adapter of rank 16 after STEPS steps."""
-    if not (out / "adapter").exists():
+def lora(model: Path, out: Path) -> Path:
+    """Return the directory of a LoRA of rank 16 after STEPS steps."""
+    if not (out / "lora").exists():
         run = train(grid(model, out), f"{out.name}-lora", STEPS, "policy.lora_rank=16",
                     "policy.lora_alpha=32", "policy.lora_targets=all-linear", "train.lr=2e-4")
-        shutil.copytree(run / "model", out / "adapter")
-    return out / "adapter"
+        shutil.copytree(run / "model", out / "lora")
+    return out / "lora"
 
 
 def questions(model: Path, count: int = PROMPTS) -> list[list[int]]:
@@ -282,7 +282,7 @@ def table() -> tuple[list[str], list[list[str]]]:
               "largest", "equal", *(f"ESS/N at {T}" for T in LENGTHS),
               *(f"KL at {first + 1}–{last}" for first, last in zip((0, *LENGTHS), LENGTHS))]
     return header, [[
-        f"`{name}`", ROWS[name].says, brief(x["k3_exact"]),
+        f"`{name}`", ROWS[name].meaning, brief(x["k3_exact"]),
         f"{brief(x['k3'])} ± {brief(x['k3_error'])}", brief(x["rms"]), brief(x["largest"]),
         f"{100 * float(x['equal']):.1f} %",
         *(f"{float(x[f'ess_{T}']):.2f} / {float(x[f'ess_steps_{T}']):.2f}" for T in LENGTHS),

@@ -1,4 +1,4 @@
-"""The sizes of single causes: what is measured is exact where it says so, and the table is whole.
+"""What is measured of a single cause is exact where it should be, and the table is whole.
 
 A tiny model stands in for the real one: its rows are measured here, from its weights to a dump.
 """
