@@ -100,7 +100,7 @@ def test_what_is_exact_is_a_sum_over_the_vocabulary():
 
 
 def test_steps_and_responses_agree_on_ess():
-    """Of equal and independent steps (1 + χ²)^−T is what is left."""
+    """If steps are equal and independent, (1 + χ²)^−T is left."""
     n, T = 20_000, 4
     m, p = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([0.6, 0.4]).log()
     generator = torch.Generator().manual_seed(0)
