@@ -333,7 +333,8 @@ def sizes():
                                            strict=True):
         axis.fill_between(lengths, low, high, color=color, linewidth=0, zorder=0)
         axis.plot(lengths, high, color="#777777", linewidth=0.7, zorder=1)
-        axis.text(*place, name, fontsize=9, style="italic", color="#555555", va="center")
+        axis.text(place[0], place[1], name, fontsize=9, style="italic", color="#555555",
+                  va="center")
         low = high
     tiny_points(axis)
     real_points(axis)
