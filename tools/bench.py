@@ -1,7 +1,7 @@
 """This script measures speed beside other libraries. It is no test, and pytest does not collect it.
 
     python tools/bench.py                                  # all parts, or those that are named:
-        correct, scaling, logprobs, losses, share, bypass, step, size, costs, verl
+        correct, logprobs, share, bypass, step; size and verl are in files of their own
     BENCH_THREADS=1 python tools/bench.py correct          # where other work shares the cores
 
 Every row is a paired run: the candidates take turns in one process, A B C A B C …. The ratio is
@@ -34,7 +34,6 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from three_policies.correction import correct
-from three_policies.losses import policy_loss
 from three_policies.presets import RolloutCorrectionConfig as Config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -144,19 +143,6 @@ def bench_correct():
           "| peak, [B, T] tensors | verl's peak", rows)
 
 
-def bench_scaling():
-    keep_freed_memory()
-    rows, sizes = [], ((256, 2048), (512, 2048), (256, 4096), (256, 1))
-    for name, (config, _) in SETTINGS.items():
-        batches = {size: batch(*size) for size in sizes}
-        took = paired({size: lambda x=batches[size]: correct(x[0], x[1], x[2], config).metrics
-                       for size in sizes})
-        one, *twice, fixed = took.values()
-        rows.append([name, ms(one), *(ratio(x, one) for x in twice), ms(fixed)])
-    table("`correct`: twice the tokens, and hardly any",
-          "setting | [256, 2048], ms | twice B | twice T | [256, 1], ms", rows)
-
-
 def head_and_data(N, H, V, dtype):
     torch.manual_seed(0)
     head = nn.Linear(H, V, bias=False, dtype=dtype)
@@ -203,30 +189,6 @@ def bench_logprobs(N=1024, H=256, V=151_936):
                    for name in ("ours", "plain"))
     error = max(((x - y).norm() / y.norm()).item() for x, y in zip(ours, plain))
     print(f"\ngradients in float32, ours against plain: {error:.1e} relative")
-
-
-def bench_losses(B=512, T=4096):
-    keep_freed_memory()
-    train, rollout, mask = batch(B, T)
-    advantages, unit, rows = torch.randn(B, 1).expand(B, T).clone(), train.nbytes, []
-    outputs = torch.empty_like(train), torch.empty_like(train)
-    modes = [("decoupled", Config("token", loss_type=kind))
-             for kind in ("ppo_clip", "gspo", "cispo", "sapo")]
-    modes += [("bypass", Config(bypass_mode=True)),
-              ("bypass", Config("token", bypass_mode=True, loss_type="reinforce"))]
-    for mode, config in modes:
-        given = correct(train, rollout, mask, config)
-        current = train.clone().requires_grad_()
-
-        def run():
-            loss, _ = policy_loss(current, train, rollout, advantages, mask, config,
-                                  correction=given)
-            return torch.autograd.grad(loss, current)
-        took = paired({"loss": run, "floor": lambda: floor(train, rollout, mask, *outputs)}, 9)
-        rows.append([mode, config.loss_type, ms(took["loss"]), ratio(took["loss"], took["floor"]),
-                     f"{peak(run) / unit:.1f}"])
-    table(f"`policy_loss`, forward and backward, [{B}, {T}]",
-          "mode | loss | ms | /floor | peak, [B, T] tensors", rows)
 
 
 def bench_share(tokens=256):
@@ -326,24 +288,6 @@ def bench_step(steps=12, turns=5):
         print(f"\nwhere ours goes with {n} thread{'s' * (n > 1)}: {', '.join(shares)}")
 
 
-def bench_size():
-    """Run bench_size.py, which explains its parts and floors."""
-    from three_policies.tools import bench_size as half_a_billion
-    half_a_billion.bench_size(table)
-
-
-def bench_costs():
-    """Run bench_costs.py, which explains its three tables."""
-    from three_policies.tools import bench_costs as costs
-    costs.bench_costs(table, paired, ratio)
-
-
-def bench_verl():
-    """Run bench_verl.py, which needs a second Python with verl."""
-    from three_policies.tools import bench_verl as driver
-    driver.bench_verl(table, ratio)
-
-
 def trl_steps(config, model: str, steps: int) -> list[tuple[float, float]]:
     """Return (sampled tokens, seconds) of each step of TRL's GRPOTrainer."""
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
@@ -387,8 +331,11 @@ def keep_freed_memory() -> None:
 
 
 def main(names: list[str]) -> None:
-    parts = {name.removeprefix("bench_"): run for name, run in globals().items()
-             if name.startswith("bench_")}
+    from three_policies.tools.bench_size import bench_size
+    from three_policies.tools.bench_verl import bench_verl
+    parts = {"correct": bench_correct, "logprobs": bench_logprobs, "share": bench_share,
+             "bypass": bench_bypass, "step": bench_step, "size": lambda: bench_size(table),
+             "verl": lambda: bench_verl(table, ratio)}
     if len(names) != 1:                                         # each in a process of its own
         for name in names or parts:
             subprocess.run([sys.executable, __file__, name], check=True)

@@ -13,8 +13,8 @@ the steps:
     rollout     the same requests to a bare vllm.LLM: the engine's own, without what
                 engines/vllm.py does around it
     checkpoint  writing the same bytes beside a file of that size, which is then deleted
-A second table measures what lies between a part and its floor. A third compares the memory of the
-process, as the kernel counts it, with the sum of what it must hold.
+A second table compares the memory of the process, as the kernel counts it, with the sum of what it
+must hold.
 """
 
 import ctypes
@@ -39,12 +39,12 @@ SETTINGS = ["task.size=2", "task.eval_size=1", "rollout.prompts=4", "rollout.sam
             "run=size"]
 
 
-def make_model(directory: str, **shape) -> str:
+def make_model(directory: str) -> str:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from three_policies.training.demo import character_tokenizer
     torch.manual_seed(0)
-    config = Qwen2Config(**shape, dtype="bfloat16", eos_token_id=1, pad_token_id=0,
+    config = Qwen2Config(**SHAPE, dtype="bfloat16", eos_token_id=1, pad_token_id=0,
                          bos_token_id=None)
     model: Any = Qwen2ForCausalLM(config)      # transformers hides the type of `to`
     model.to(torch.bfloat16).save_pretrained(directory)
@@ -60,16 +60,15 @@ def memory(name="VmRSS") -> float:
 
 class Took(NamedTuple):
     seconds: float
-    kernel: float          # seconds of all threads in the kernel
     peak: float            # most memory meanwhile, GB
     before: float          # memory before, GB
 
 
 def timed(run) -> Took:
     Path("/proc/self/clear_refs").write_text("5")
-    before, kernel, began = memory(), os.times().system, time.perf_counter()
+    before, began = memory(), time.perf_counter()
     run()
-    return Took(time.perf_counter() - began, os.times().system - kernel, memory("VmHWM"), before)
+    return Took(time.perf_counter() - began, memory("VmHWM"), before)
 
 
 def median(run, times=3) -> float:
@@ -129,16 +128,14 @@ def write_beside(directory: Path, weights: list) -> float:
 
 
 def floors(run, batch, weights: list) -> dict[str, float]:
-    """Return the least seconds of each part, and the terms of these that the second table shows."""
+    """Return the least seconds of each part."""
     tokens, config = int(batch.attention.sum()), run.loaded.policy.model.config
     for parameter in run.loaded.policy.parameters():
         parameter.grad = torch.zeros_like(parameter)
     numbers = 6 * sum(w.numel() for w in weights if w.dim() == 2) * tokens
-    found = {"products": numbers / rate(tokens, config),
-             "optimizer": median(run.loaded.optimizer.step),
+    found = {"update": numbers / rate(tokens, config) + median(run.loaded.optimizer.step),
              "sync": median(lambda: [w.to(torch.bfloat16) for w in weights]),
              "checkpoint": write_beside(Path("."), weights)}
-    found["update"] = found["products"] + found["optimizer"]
     if run.loaded.engine.name == "vllm":
         start = batch.tokens.shape[1] - batch.response_mask.shape[1]
         prompts = [{"prompt_token_ids": row[:start][on[:start].bool()].tolist()}
@@ -149,54 +146,6 @@ def floors(run, batch, weights: list) -> dict[str, float]:
             found["rollout"] = median(lambda: run.loaded.engine.llm.generate(prompts, params,
                                                                       use_tqdm=False))
     return found
-
-
-def packing(run) -> float:
-    """Return the seconds of one sync in which vLLM for CPU packs matrices for the processor."""
-    from vllm.model_executor.layers import utils
-    pack, spent = utils.dispatch_cpu_unquantized_gemm, []
-
-    def weighed(*given, **settings):
-        began = time.perf_counter()
-        pack(*given, **settings)
-        spent.append(time.perf_counter() - began)
-
-    with mock.patch.object(utils, pack.__name__, weighed):
-        run.push_weights()
-    return sum(spent)
-
-
-def causes(run, batch, weights: list, took: dict[str, Took],
-           floor: dict[str, float]) -> list[list[str]]:
-    """Measure, one by one, what lies between update, sync, checkpoint and their floors."""
-    from three_policies.policy import full_weights
-    config, tokens = run.loaded.policy.model.config, int(batch.attention.sum())
-    parts, threads = len(batch.tokens) // run.config.train.micro_batch_size, torch.get_num_threads()
-    copies = [torch.empty_like(w) for w in weights]
-    add = median(lambda: [c.add_(w) for c, w in zip(copies, weights)])
-    again = 2 * config.vocab_size * config.hidden_size * int(batch.response_mask.sum())
-    again /= rate(tokens, config)
-    update = {
-        "floor: products": floor["products"], "floor: optimizer": floor["optimizer"],
-        "the logits, computed again in the backward pass": again,
-        f"gradients added, {parts - 1} times": (parts - 1) * add,
-        f"the kernel, handing out pages (its seconds / {threads} threads)": took["update"].kernel
-        / threads}
-    sync = {"floor: copy and cast": floor["sync"],
-            "walk through the weights": median(
-                lambda: [x for _, x in full_weights(run.loaded.policy)]),
-            "the kernel": took["sync"].kernel / threads,
-            "matrices packed for the processor, by vLLM": (
-                packing(run) if run.loaded.engine.name == "vllm" else 0.0)}
-    checkpoint = {"floor: write and delete": floor["checkpoint"],
-                  "the kernel (in the floor, too)": took["checkpoint"].kernel}
-    rows = []
-    for name, found in (("update", update), ("sync", sync), ("checkpoint", checkpoint)):
-        if name != "checkpoint":               # whose kernel time is its floor's
-            rest = "attention, norms and the rest" if name == "update" else "the loader's rest"
-            found[rest] = took[name].seconds - sum(found.values())
-        rows += [[name, what, f"{seconds:.2f}"] for what, seconds in found.items()]
-    return rows
 
 
 class Heap(ctypes.Structure):
@@ -261,7 +210,7 @@ def bench_size(table) -> None:
     with (tempfile.TemporaryDirectory() as directory,
           mock.patch("three_policies.training.loading.make_engine", weighed)):
         os.chdir(directory)
-        config = load_config([*SETTINGS, f"policy.path={make_model('model', **SHAPE)}"])
+        config = load_config([*SETTINGS, f"policy.path={make_model('model')}"])
         options = correction_of(config)
         with runs.open_run(config) as run:
             assert run is not None             # it is not finished: its directory was empty
@@ -270,7 +219,6 @@ def bench_size(table) -> None:
                 took, batch = one_step(run, step, options)
             weights = [p.detach() for p in run.loaded.policy.parameters()]
             n, floor = sum(w.numel() for w in weights), floors(run, batch, weights)
-            between = causes(run, batch, weights, took, floor)
             memories = memory_held(run, batch, engine[0], start, took["update"].peak)
         rows = []
         for name, t in took.items():
@@ -283,5 +231,4 @@ def bench_size(table) -> None:
               f"engine {run.loaded.engine.name}, heap {heap()}; step {config.train.steps}: the "
               "ones before it warm the memory up",
               "part | s | floor, s | ratio | most memory, GB | of what was held before", rows)
-        table("What lies between a part and its floor", "part | what | s", between)
         table("The process in the update", "what | GB", memories)
