@@ -714,9 +714,9 @@ DARK = {"decoupled_token_is": "#1B78AB", "bypass_ppo_clip": "#946300",      # le
 def study_64_forest():
     """Draw every contrast of the second study with its interval, by regime; filled: separable."""
     of_regime = {}
-    for regime, arm, other, pair, separable in judged_contrasts():
-        gap, width = paired(pair[0], pair[1], "area")
-        of_regime.setdefault(regime, []).append((arm, other, gap, width, separable))
+    for x in judged_contrasts():
+        gap, width = paired(*x.rows, "area")
+        of_regime.setdefault(x.regime, []).append((x.arm, x.other, gap, width, x.separable))
     figure, axis = plt.subplots(figsize=(7.2, 9.2))
     y, ticks, labels = 0.0, [], []
     for regime, rows in of_regime.items():
@@ -752,10 +752,9 @@ def study_64_forest():
 CALLED = {"naive": "disabled", "matched": "equal weights\non both sides"}     # in a figure
 
 
-def study_64_areas(regimes=("int4_fast", "int4_slow", "staleness_4")):
-    """Draw the second study's endpoint in regimes that have been run, with a dot per seed."""
-    found = runs("sixty-four")
-    names = [regime for regime in regimes if regime in found]
+def study_64_areas():
+    """Draw the second study's endpoint in its three main regimes, with a dot per seed."""
+    found, names = runs("sixty-four"), ("int4_fast", "int4_slow", "staleness_4")
     shown = [arm for arm in ("naive", "bypass_ppo_clip", "decoupled_token_is", "decoupled_seq_is",
                              "matched")
              if any(arm in found[regime] for regime in names)]
@@ -799,33 +798,6 @@ def merge_losses():
     for axis in (left, right):
         axis.set(xlabel="step", xscale="log", xticks=merging.STEPS, xticklabels=merging.STEPS)
         axis.minorticks_off()
-    return figure
-
-
-def study_64_others():
-    """Draw the endpoint in the regimes of the second family."""
-    return study_64_areas(("int4_staleness_4", "vllm_bf16_staleness_4", "int5", "int6"))
-
-
-def study_64_tried():
-    """Draw what every arm of `int4_fast` adds to the area of `naive`, paired by seed.
-
-    A dot is a seed, a diamond the mean.
-    """
-    arms = runs("sixty-four")["int4_fast"]
-    gains = {arm: [float(row["area"]) - float(arms["naive"][seed]["area"])
-                   for seed, row in rows.items()] for arm, rows in arms.items()}
-    shown = sorted(gains.keys() - {"naive"}, key=lambda arm: statistics.mean(gains[arm]))
-    figure, axis = plt.subplots(figsize=(6, 0.8 + 0.24 * len(shown)))
-    for y, arm in enumerate(shown):
-        color = ARMS[arm][0] if arm in ARMS else "#777777"
-        axis.plot(gains[arm], [y] * len(gains[arm]), "o", color=color, markersize=3.5, alpha=0.5,
-                  markeredgewidth=0)
-        axis.plot(statistics.mean(gains[arm]), y, "D", color=color, markersize=5)
-    axis.axvline(0, color=RED, linestyle=":")
-    axis.set(ylim=(-0.6, len(shown) - 0.4), yticks=range(len(shown)), yticklabels=shown)
-    figure.supxlabel("area, minus that of naive with the same seed      ● a seed   ◆ their mean",
-                     fontsize=9)
     return figure
 
 
@@ -1216,8 +1188,7 @@ FIGURES = {"three-policies": three_policies, "gradient-choices": gradient_choice
            "batch-size": batch_size, "tool-branch": tool_branch,
            "route-targets": route_targets, "study": study,
            "study-64": study_64, "study-64-forest": study_64_forest,
-           "study-64-areas": study_64_areas, "study-64-others": study_64_others,
-           "study-64-tried": study_64_tried, "study-64-lengths": study_64_lengths,
+           "study-64-areas": study_64_areas, "study-64-lengths": study_64_lengths,
            "merge-losses": merge_losses, "signatures": signatures, "preview": preview}
 # Sites that show a link's picture do not read SVG; the causes' 18 000 points would take a megabyte.
 PIXELS = ("preview", "signatures")

@@ -38,7 +38,7 @@ from three_policies.presets import PRESETS, RolloutCorrectionConfig
 from three_policies.ratios import LEVELS, masked_log_ratio
 from three_policies.rejection import CRITERIA
 from three_policies.studies import merging, sizes
-from three_policies.studies.contrasts import holm, mcnemar, sign_flip
+from three_policies.studies.contrasts import CORRECTIONS, holm, judge, mcnemar, paired
 from three_policies.surrogates import LOSSES
 from three_policies.tests.support import certified
 from three_policies.training.capacity import (GIB, Sizes, host_bytes, memory, require_room,
@@ -745,21 +745,6 @@ def called(regime):
     return "on_time" if regime == "matched" else regime
 
 
-def paired(rows, other, name="final_accuracy"):
-    """Return the mean difference over common seeds, and the half-width of its 95 % interval.
-
-    The difference is that of the final accuracies, or of another column.
-    """
-    seeds = sorted(set(rows) & set(other))
-    differences = [float(rows[s][name]) - float(other[s][name]) for s in seeds]
-    student = STUDENT[min(len(seeds), 20) - 2]
-    return statistics.mean(differences), student * statistics.stdev(differences) / len(seeds) ** 0.5
-
-
-# STUDENT has the 0.975 quantile of t with 1, 2, … 19 degrees of freedom.
-STUDENT = [12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,
-           2.160, 2.145, 2.131, 2.120,
-           2.110, 2.101, 2.093]
 COMPARED = ["naive", "decoupled_token_is", "decoupled_seq_is", "decoupled_seq_is_rs",
             "bypass_ppo_clip", "bypass_pg_is"]
 AGAIN = "_again"               # of a method that differs by its rounding alone
@@ -832,12 +817,12 @@ def study_frontier(method="token_is_opsm", against="bypass_ppo_clip"):
                     lines)
 
 
-def study_rounding():
-    """Compare what another rounding does to the end of a run with what another seed does."""
+def study_rounding(name="nine", column="final_accuracy"):
+    """Compare what another rounding does to a run with what another seed does."""
     lines = []
-    for regime, methods in runs().items():
+    for regime, methods in runs(name).items():
         for method in [m for m in methods if m + AGAIN in methods]:
-            one, two = ({seed: float(row["final_accuracy"]) for seed, row in methods[m].items()}
+            one, two = ({seed: float(row[column]) for seed, row in methods[m].items()}
                         for m in (method, method + AGAIN))
             moved = [abs(one[seed] - two[seed]) for seed in two]
             between = [abs(one[a] - one[b]) for a, b in itertools.combinations(two, 2)]
@@ -964,27 +949,12 @@ def warnings():
                     lines)
 
 
-def study_grid():
-    """Tabulate the final accuracy of seed 1 for every method in every regime that was run."""
-    regimes = list(runs())
-    methods = dict.fromkeys(m for r in regimes for m in runs()[r] if not m.endswith(AGAIN))
-    rows = [[f"`{m}`", *(f"{float(runs()[r][m][1]['final_accuracy']):.2f}"
-                         if 1 in runs()[r].get(m, {}) else "" for r in regimes)] for m in methods]
-    return markdown(["method", *(f"`{called(r)}`" for r in regimes)], rows)
-
-
 # ---------------------------------------------------------------------- the second study's results
 
 @cache
 def declared():
     """Read studies/sixty-four/declared.yaml."""
     return yaml.safe_load((ROOT / "studies/sixty-four/declared.yaml").read_text())
-
-
-def best_arm(arms):
-    """Return the corrected arm with the largest mean area; None before one has been run."""
-    there = [m for m in CORRECTIONS if m in arms]
-    return max(there, key=lambda m: mean_of(arms[m], "area"), default=None)
 
 
 def ended_at_0(row):
@@ -995,54 +965,25 @@ def below_start(row):
     return float(row["area"]) < float(row["first_accuracy"])
 
 
-def contrasts(family):
-    """Return the rows of a family's contrasts: {(regime, one, other): [rows of one, of other]}.
-
-    A contrast that has not been run has fewer rows.
-    """
-    found = {}
-    for regime, one, other in [(r, *pair) for part in family for r in part["regimes"]
-                               for pair in part["contrasts"]]:
-        arms = runs("sixty-four").get(regime, {})
-        other = best_arm(arms) if other == "best" else other
-        common = set(arms.get(one, ())) & set(arms.get(other, ()))
-        seeds = common & set(declared()["judged"]["seeds"])
-        found[regime, one, other] = [{s: arms[m][s] for s in sorted(seeds)} for m in (one, other)
-                                     if m in arms]
-    return found
-
-
-def tested(family):
-    """Test the contrasts of a family that have all seeds: {contrast: (p, p adjusted by Holm)}."""
-    found = contrasts(family)
-    whole = {key: pair for key, pair in found.items()
-             if pair and len(pair[0]) == len(declared()["judged"]["seeds"])}
-    p_area = {key: sign_flip([float(one[s]["area"]) - float(other[s]["area"]) for s in one])
-              for key, (one, other) in whole.items()}
-    adjusted = holm(p_area, family=len(found))
-    return {key: (p_area[key], adjusted[key]) for key in p_area}
+def families():
+    """Return the contrasts of the second study's two families, judged."""
+    seeds = declared()["judged"]["seeds"]
+    return [judge(blocks, runs("sixty-four"), seeds)
+            for blocks in ([declared()["judged"]], declared()["judged_later"])]
 
 
 def judged_contrasts():
-    """List both families' contrasts with all seeds: regime, arm, other, their rows, separable."""
-    found = []
-    for family in ([declared()["judged"]], declared()["judged_later"]):
-        pairs, results = contrasts(family), tested(family)
-        for (regime, one, other), (_, adjusted) in results.items():
-            name = best_arm(runs("sixty-four")[regime]) if other == "best" else other
-            found.append((regime, one, name, pairs[regime, one, other], adjusted <= 0.05))
-    return found
+    """Return the contrasts of both families that have all their seeds."""
+    return [x for family in families() for x in family if x.p is not None]
 
 
 def of_contrasts(*wanted):
     """Return both mean areas, the difference and the verdict of each (regime, arm, other)."""
-    found = {(regime, one, other): (pair, separable)
-             for regime, one, other, pair, separable in judged_contrasts()}
+    found = {(x.regime, x.arm, x.other): x for x in judged_contrasts()}
     cells = []
-    for key in wanted:
-        pair, separable = found[key]
-        gap = "{:+.3f} ± {:.3f}".format(*paired(pair[0], pair[1], "area"))
-        cells.append((*(f"{mean_of(rows, 'area'):.2f}" for rows in pair), gap,
+    for one, other, separable in ((*found[key].rows, found[key].separable) for key in wanted):
+        gap = "{:+.3f} ± {:.3f}".format(*paired(one, other, "area"))
+        cells.append((*(f"{mean_of(rows, 'area'):.2f}" for rows in (one, other)), gap,
                       "yes" if separable else "no"))
     return cells
 
@@ -1086,17 +1027,16 @@ def study_64_negatives():
 
 
 def study_64_contrasts(family):
-    """List every contrast of a declared family, run or not; a verdict needs all its seeds."""
-    found, results = contrasts(family), tested(family)
+    """List every contrast of a family, run or not; a verdict needs all its seeds."""
     lines = []
-    for (regime, one, other), pair in found.items():
-        key, n = (regime, one, other), len(pair[0]) if len(pair) == 2 else 0
-        line = [f"`{regime}`", f"`{one}` − {f'`{other}`' if other else 'best'}", n]
-        line += ["{:+.3f} ± {:.3f}".format(*paired(pair[0], pair[1], "area")) if n > 1 else "",
-                 " : ".join(str(sum(map(ended_at_0, rows.values()))) for rows in pair) if n else ""]
-        if key in results:
-            line += [f"{results[key][0]:.4f}", f"{results[key][1]:.3f}",
-                     "separable" if results[key][1] <= 0.05 else "not separable"]
+    for x in family:
+        n = len(x.rows[0]) if len(x.rows) == 2 else 0
+        line = [f"`{x.regime}`", f"`{x.arm}` − {f'`{x.other}`' if x.other else 'best'}", n,
+                "{:+.3f} ± {:.3f}".format(*paired(*x.rows, "area")) if n > 1 else "",
+                " : ".join(str(sum(map(ended_at_0, of.values()))) for of in x.rows) if n else ""]
+        if x.p is not None:
+            line += [f"{x.p:.4f}", f"{x.adjusted:.3f}",
+                     "separable" if x.separable else "not separable"]
         else:
             line += ["", "", "not run to the end" if n else "not run"]
         lines.append(line)
@@ -1107,9 +1047,8 @@ def study_64_contrasts(family):
 
 def adjusted_mcnemar(family):
     """Return the exact, adjusted p that both arms of a contrast end at 0 equally often."""
-    found = contrasts(family)
-    return holm({key: mcnemar(*([ended_at_0(row) for row in rows.values()] for rows in pair))
-                 for key, pair in found.items()}, family=len(found))
+    return holm({i: mcnemar(*([ended_at_0(row) for row in rows.values()] for rows in x.rows))
+                 for i, x in enumerate(family)})
 
 
 def study_64_arms():
@@ -1145,26 +1084,16 @@ def study_64_empty():
     return (markdown(["arm", "seeds", "area", "below start", "ended at 0", "kept",
                       "runs with an empty mini-batch", "such mini-batches"],
                      lines)
-            + "\n\n" + judged_areas(arms, declaration))
+            + "\n\n" + judged_areas(runs("sixty-four-empty"), declaration))
 
 
-def judged_areas(arms, declaration):
-    """Tabulate a declaration's contrasts of areas; one without all its seeds counts as p = 1."""
-    pairs = {(one, other): [s for s in declaration["seeds"] if s in arms.get(one, ())
-                            and s in arms.get(other, ())]
-             for one, other in declaration["contrasts"]}
-    p = {(one, other): sign_flip([float(arms[one][s]["area"]) - float(arms[other][s]["area"])
-                                  for s in seeds])
-         if len(seeds) == len(declaration["seeds"]) else 1.0
-         for (one, other), seeds in pairs.items()}
-    adjusted = holm(p)
-    judged = [[f"`{one}` − `{other}`",
-               "{:+.3f} ± {:.3f}".format(*paired(arms[one], arms[other], "area")),
-               f"{p[one, other]:.4f}",
-               f"{adjusted[one, other]:.3f}",
-               "separable" if adjusted[one, other] <= 0.05 else "not separable"]
-              for one, other in p]
-    return markdown(["contrast", "area, difference, 95 %", "p, signs", "Holm", "verdict"], judged)
+def judged_areas(found, block):
+    """Tabulate the contrasts of areas of one block of a declaration."""
+    lines = [[f"`{x.arm}` − `{x.other}`",
+              "{:+.3f} ± {:.3f}".format(*paired(*x.rows, "area")), f"{x.p:.4f}",
+              f"{x.adjusted:.3f}", "separable" if x.separable else "not separable"]
+             for x in judge([block], found, block["seeds"]) if x.p is not None]
+    return markdown(["contrast", "area, difference, 95 %", "p, signs", "Holm", "verdict"], lines)
 
 
 def study_crossing():
@@ -1180,7 +1109,7 @@ def study_crossing():
                       f"{mean_of(rows, 'ess_raw'):.2f}", f"{mean_of(rows, 'k3'):.1e}"])
     return (markdown(["arm", "predicted place", "place found", "seeds", "area",
                       "accuracy at the end", "below start", "ESS/N", "k3"], lines)
-            + "\n\n" + judged_areas(arms, study["judged"]))
+            + "\n\n" + judged_areas(runs("crossing"), study["judged"]))
 
 
 def study_lora():
@@ -1194,7 +1123,7 @@ def study_lora():
                           f"{mean_of(rows, 'first_accuracy'):.3f}",
                           spread(rows, "area", 3), spread(rows, digits=3),
                           sum(map(below_start, rows.values())), f"{mean_of(rows, 'k3'):.1e}"])
-        judged.append(f"`{regime}`:\n\n" + judged_areas(regimes[regime], item))
+        judged.append(f"`{regime}`:\n\n" + judged_areas(regimes, item))
     head = ["regime", "arm", "seeds", "accuracy at the start", "area", "accuracy at the end",
             "below start", "k3"]
     return "\n\n".join([markdown(head, lines), *judged])
@@ -1215,26 +1144,6 @@ def study_lora_rates():
                           *("" if area is None else f"**{area:.3f}**" if area == best
                             else f"{area:.3f}" for area in cells)])
     return markdown(["regime", "arm", *rates], lines)
-
-
-def study_empty():
-    """Tabulate the first study's runs that kept least, before and after a rerun.
-
-    A cell has the final accuracy when an empty mini-batch still took its step, then that of the
-    rerun, in which it takes none, and how many it had.
-    """
-    again, before = runs("nine-empty"), runs("nine-empty", "first-runs")
-    methods = dict.fromkeys(method for arms in again.values() for method in arms)
-    lines = []
-    for method in methods:
-        cells = {regime: (before[regime][method][1], arms[method][1])
-                 for regime, arms in again.items()
-                 if 1 in arms.get(method, ())}
-        lines.append([f"`{method}`",
-                      *("{:.2f} → {:.2f}, {}".format(float(cells[r][0]["final_accuracy"]),
-                      float(cells[r][1]["final_accuracy"]), cells[r][1]["empty_updates"])
-                        if r in cells else "" for r in again)])
-    return markdown(["preset", *(f"`{called(regime)}`" for regime in again)], lines)
 
 
 def said(steps):
@@ -1271,19 +1180,6 @@ def study_64_warned():
     lines.append(["runs", *map(len, (below, between, above))])
     return markdown(["sentence about", "ended below their start", "up to 0.1 above",
                      "at least 0.1 above"], lines)
-
-
-def study_64_rounding():
-    """Tabulate the noise floor: how far another rounding moves the area."""
-    lines = []
-    for regime, arms in runs("sixty-four").items():
-        for arm in [m for m in arms if m + AGAIN in arms]:
-            moved = [abs(float(arms[arm][s]["area"]) - float(row["area"]))
-                     for s, row in arms[arm + AGAIN].items()]
-            lines.append([f"`{regime}`", f"`{arm}`", len(moved), f"{statistics.mean(moved):.3f}",
-                          f"{max(moved):.3f}"])
-    return markdown(["regime", "arm", "seeds",
-                     "same seed, other rounding: mean difference of the area", "largest"], lines)
 
 
 def study_64_score():
@@ -1455,9 +1351,6 @@ def advice_rows():
         "the final one, with nine tokens.")
 
 
-CORRECTIONS = ["decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip"]
-
-
 def rates(name, which=0):
     """Copy a table of rates, which takes hours to make, from the file that its script has written.
 
@@ -1474,14 +1367,14 @@ TABLES = {"doctor-rates": lambda: rates("rates.txt", 0),
           "study-64-summary": study_64_summary, "advice": advice,
           "advice-rows": advice_rows, "study-64-findings": study_64_findings,
           "study-64-negatives": study_64_negatives,
-          "study-64-contrasts": lambda: study_64_contrasts([declared()["judged"]]),
-          "study-64-later": lambda: study_64_contrasts(declared()["judged_later"]),
+          "study-64-contrasts": lambda: study_64_contrasts(families()[0]),
+          "study-64-later": lambda: study_64_contrasts(families()[1]),
           "study-64-arms": study_64_arms,
           "study-64-warned": study_64_warned, "study-64-empty": study_64_empty,
           "study-crossing": study_crossing,
           "study-lora": study_lora, "study-lora-rates": study_lora_rates,
-          "study-empty": study_empty,
-          "study-64-rounding": study_64_rounding, "study-64-score": study_64_score,
+          "study-64-rounding": lambda: study_rounding("sixty-four", "area"),
+          "study-64-score": study_64_score,
           "study-64-shares": study_64_shares,
           "study-64-ends": study_64_ends,
           "versions-crossing": lambda: markdown(*versions.table(versions.crossing)),
@@ -1503,7 +1396,7 @@ TABLES = {"doctor-rates": lambda: rates("rates.txt", 0),
           "study-int4": lambda: study("int4_staleness_4"),
           "study-vllm": lambda: study("vllm_bf16_staleness_8"), "study-rounding": study_rounding,
           "study-frontier": study_frontier,
-          "study-predictions": predictions, "study-grid": study_grid, "study-warnings": warnings,
+          "study-predictions": predictions, "study-warnings": warnings,
           "certified": lambda: markdown(*certified.table()),
           "batch-size": batch_size, "presets": presets, "criteria": criteria,
           "losses": losses, "kl-table": kl_table,

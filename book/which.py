@@ -77,8 +77,7 @@ def settings(study: str, regime: str, arm: str) -> Any:
 @cache
 def judged() -> dict[tuple[str, str, str], bool]:
     """Return whether each declared contrast of the second study is separable."""
-    return {(regime, one, other): separable
-            for regime, one, other, _, separable in tables.judged_contrasts()}
+    return {(x.regime, x.arm, x.other): x.separable for x in tables.judged_contrasts()}
 
 
 def regime_in_words(study: str, regime: str, arms: tuple[str, str]) -> str:

@@ -1,12 +1,77 @@
-"""Exact tests for a study of few paired seeds need no library beyond the requirements.
+"""Judge the declared contrasts of a study of few paired seeds, by exact tests.
 
+judge(family, found, seeds)               # every contrast of a family, with its adjusted p
 sign_flip([0.2, 0.1, 0.3])                # p = 2/8: no other signs give as large a sum but −all
 holm({"a": 0.01, "b": 0.04})              # adjusted p-values
 mcnemar([1, 1, 0], [0, 0, 0])             # p of a paired yes or no
 """
 
 import itertools
+import statistics
 from math import comb
+from typing import Any, NamedTuple
+
+Rows = dict[int, dict[str, str]]                     # a line of results.csv by seed
+CORRECTIONS = ["decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip"]
+
+
+class Contrast(NamedTuple):
+    """A Contrast is one arm minus another in a regime, seed by seed."""
+
+    regime: str
+    arm: str
+    other: str | None            # what `best` stands for; None before one of these has been run
+    rows: list[Rows]             # of those arms that have been run, over the seeds that both have
+    p: float | None = None       # None where a seed is missing
+    adjusted: float | None = None
+
+    @property
+    def separable(self) -> bool:
+        return self.adjusted is not None and self.adjusted <= 0.05
+
+
+def judge(family: list[dict[str, Any]], found: dict[str, dict[str, Rows]], seeds: list[int],
+          endpoint: str = "area") -> list[Contrast]:
+    """Test each contrast that has all seeds, by sign flips, adjusted over the whole family.
+
+    family: blocks of a declaration, of regimes and contrasts. found: rows by regime and arm.
+    """
+    contrasts = []
+    for regime, one, other in [(regime, *pair) for block in family for regime in block["regimes"]
+                               for pair in block["contrasts"]]:
+        arms = found.get(regime, {})
+        other = best_arm(arms, endpoint) if other == "best" else other
+        shared = sorted(set(arms.get(one, ())) & set(arms.get(other, ())) & set(seeds))
+        contrasts.append(Contrast(regime, one, other, [{seed: arms[arm][seed] for seed in shared}
+                                                       for arm in (one, other) if arm in arms]))
+
+    p = {i: sign_flip(differences(*x.rows, endpoint)) for i, x in enumerate(contrasts)
+         if x.rows and len(x.rows[0]) == len(seeds)}
+    adjusted = holm(p, family=len(contrasts))
+    return [x._replace(p=p.get(i), adjusted=adjusted.get(i)) for i, x in enumerate(contrasts)]
+
+
+def best_arm(arms: dict[str, Rows], endpoint: str) -> str | None:
+    """Return the corrected arm with the best mean; None before one has been run."""
+    return max((arm for arm in CORRECTIONS if arm in arms), default=None, key=lambda arm: (
+        statistics.mean(float(row[endpoint]) for row in arms[arm].values())))
+
+
+def differences(one: Rows, other: Rows, endpoint: str) -> list[float]:
+    return [float(one[seed][endpoint]) - float(other[seed][endpoint])
+            for seed in sorted(set(one) & set(other))]
+
+
+def paired(one: Rows, other: Rows, endpoint: str = "final_accuracy") -> tuple[float, float]:
+    """Return the mean difference over common seeds, and the half-width of its 95 % interval."""
+    found = differences(one, other, endpoint)
+    student = STUDENT[min(len(found), 20) - 2]
+    return statistics.mean(found), student * statistics.stdev(found) / len(found) ** 0.5
+
+
+# STUDENT has the 0.975 quantile of t with 1, 2, … 19 degrees of freedom.
+STUDENT = [12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,
+           2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093]
 
 
 def sign_flip(differences: list[float]) -> float:
