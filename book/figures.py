@@ -27,8 +27,7 @@ import torch
 from three_policies.book.drawn import as_svg
 from three_policies.book.moving_exact import heights, in_square, optimum, square
 from PIL import Image
-from three_policies.book.tables import (AGES, OBJECTIVES, PARTS, POLICIES, ROOT, ascend,
-                                        bias_and_std, borders, declared, gains_by_batch_size,
+from three_policies.book.tables import (POLICIES, ROOT, ascend, bias_and_std, borders,
                                         judged_contrasts, paired, runs)
 
 matplotlib.use("Agg")
@@ -603,24 +602,6 @@ def route_targets():
     return figure
 
 
-def batch_size():
-    """Draw decoupled against coupled PPO on the same data in one to eight updates, fresh or old."""
-    figure, axes = plt.subplots(1, 2, figsize=(6.4, 2.9), sharey=True)
-    gains = gains_by_batch_size()
-    for axis, (name, preset) in zip(axes, OBJECTIVES.items(), strict=True):
-        for age, color, style in zip(AGES, (BLACK, BLUE, ORANGE, RED), ("-", "--", "-.", ":"),
-                                     strict=True):
-            values = [gains[name, age, parts] for parts in PARTS]
-            axis.plot(PARTS, values, marker="o", markersize=4, linestyle=style, color=color,
-                      label=f"data 0 to {age} rounds old" if age else "fresh data")
-        axis.set(title=f"{name}: {preset}", xscale="log", xlabel="updates per round", ylim=(0, 0.6))
-        axis.set_xticks(PARTS, PARTS)
-        axis.minorticks_off()
-    axes[0].set(ylabel="share of the gain reached")
-    axes[0].legend(fontsize=8, loc="lower left")
-    return figure
-
-
 def study():
     """Draw final accuracies at staleness 8, a dot per seed; grey is the best while training."""
     shown = ["on_time", "small_steps_token_is", "token_is_opsm", "small_steps", "bypass_ppo_clip",
@@ -1185,7 +1166,7 @@ FIGURES = {"three-policies": three_policies, "gradient-choices": gradient_choice
            "kl-estimators": kl_estimators, "effective-samples": effective_samples, "sizes": sizes,
            "two-ratios": two_ratios, "versions-crossing": versions_crossing,
            "gradient-field": gradient_field, "clip-around-mu": clip_around_mu,
-           "batch-size": batch_size, "tool-branch": tool_branch,
+           "tool-branch": tool_branch,
            "route-targets": route_targets, "study": study,
            "study-64": study_64, "study-64-forest": study_64_forest,
            "study-64-areas": study_64_areas, "study-64-lengths": study_64_lengths,

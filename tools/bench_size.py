@@ -28,28 +28,12 @@ from unittest import mock
 
 import torch
 
-SHAPE: dict[str, Any] = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
-                             num_attention_heads=14,
-             num_key_value_heads=2, vocab_size=151_936, tie_word_embeddings=True)
 SETTINGS = ["task.size=2", "task.eval_size=1", "rollout.prompts=4", "rollout.samples=8",
             "rollout.max_tokens=64",
             "rollout.dtype=bfloat16", "train.mini_batches=1", "train.micro_batch_size=8",
             "train.steps=3",
             "rollout.quantize=null", "train.keep=1", "correction.preset=decoupled_token_is",
             "run=size"]
-
-
-def make_model(directory: str) -> str:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from three_policies.training.demo import character_tokenizer
-    torch.manual_seed(0)
-    config = Qwen2Config(**SHAPE, dtype="bfloat16", eos_token_id=1, pad_token_id=0,
-                         bos_token_id=None)
-    model: Any = Qwen2ForCausalLM(config)      # transformers hides the type of `to`
-    model.to(torch.bfloat16).save_pretrained(directory)
-    character_tokenizer("0123456789+=>").save_pretrained(directory)
-    return directory
 
 
 def memory(name="VmRSS") -> float:
@@ -197,6 +181,7 @@ def memory_held(run, batch, engine: float, start: float, peak: float) -> list[li
 
 
 def bench_size(table) -> None:
+    from three_policies.tools.gpu_report import LARGE, make_model
     from three_policies.training import loading, run as runs
     from three_policies.training.settings import correction_of, load_config
     start, engine, make_engine = memory(), [], loading.make_engine
@@ -210,7 +195,8 @@ def bench_size(table) -> None:
     with (tempfile.TemporaryDirectory() as directory,
           mock.patch("three_policies.training.loading.make_engine", weighed)):
         os.chdir(directory)
-        config = load_config([*SETTINGS, f"policy.path={make_model('model')}"])
+        make_model("model", LARGE, "bfloat16")
+        config = load_config([*SETTINGS, "policy.path=model"])
         options = correction_of(config)
         with runs.open_run(config) as run:
             assert run is not None             # it is not finished: its directory was empty

@@ -1,4 +1,4 @@
-"""The real trainer runs, in its configurations, on a pretended accelerator (tools/pretend_gpu.py).
+"""The real trainer runs, in its configurations, on the accelerator of tests/support/pretend_gpu.py.
 
 One process trains all configurations, since a device is registered once for the whole process. A
 test reads its part; two ranks train one configuration more. The host waits of a step are printed
@@ -77,7 +77,7 @@ MAY_WAIT = {
 DRIVER = """
 import contextlib, json, os, sys, traceback, torch, torch.distributed as dist
 # From here on it is torch's accelerator, and the trainer finds it.
-from three_policies.tools import pretend_gpu
+from three_policies.tests.support import pretend_gpu
 from three_policies.training import record, run
 from three_policies import policy, trainer
 from three_policies.training import shapes
@@ -222,7 +222,7 @@ def test_weights_are_loaded_in_the_middle_of_responses(pretended):
 
 DEVICE = """
 import pytest, torch
-from three_policies.tools import pretend_gpu
+from three_policies.tests.support import pretend_gpu
 there, here = torch.ones(3, device=pretend_gpu.DEVICE), torch.ones(3)
 pretend_gpu.WAITS.clear()
 assert (there + 1 + torch.tensor(1.0)).device == pretend_gpu.DEVICE

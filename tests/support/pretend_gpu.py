@@ -27,7 +27,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-HERE = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parents[2]
 WAITS = Counter()                  # (what waits, the line of this project that asked) → how often
 SHAPES_BY_DATA = {"aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::_unique2",
                   "aten::bincount",
