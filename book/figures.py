@@ -671,10 +671,8 @@ def apart(heights, least):
 def study_64():
     """Draw the curves of the second study's three main regimes, each arm with its name."""
     found = runs("sixty-four")
-    names = [regime for regime in ("int4_fast", "int4_slow", "staleness_4") if regime in found]
-    figure, axes = plt.subplots(1, len(names), figsize=(3.7 * len(names), 3.5), sharey=True,
-                                squeeze=False)
-    for axis, regime in zip(axes[0], names, strict=True):
+    figure, axes = plt.subplots(1, 3, figsize=(11.1, 3.5), sharey=True)
+    for axis, regime in zip(axes, ("int4_fast", "int4_slow", "staleness_4"), strict=True):
         curves([row for of_method in found[regime].values() for row in of_method.values()], axis)
         ends = {line.get_label().split(" (")[0]: line.get_ydata()[-1]
                 for line in axis.get_legend_handles_labels()[0]}
@@ -735,20 +733,15 @@ CALLED = {"naive": "disabled", "matched": "equal weights\non both sides"}     # 
 
 def study_64_areas():
     """Draw the second study's endpoint in its three main regimes, with a dot per seed."""
-    found, names = runs("sixty-four"), ("int4_fast", "int4_slow", "staleness_4")
-    shown = [arm for arm in ("naive", "bypass_ppo_clip", "decoupled_token_is", "decoupled_seq_is",
-                             "matched")
-             if any(arm in found[regime] for regime in names)]
-    figure, axes = plt.subplots(1, len(names),
-                                figsize=(2 + 2.2 * len(names), 0.8 + 0.4 * len(shown)), sharey=True,
-                                squeeze=False)
-    for axis, regime in zip(axes[0], names, strict=True):
+    found, shown = runs("sixty-four"), ("naive", "bypass_ppo_clip", "decoupled_token_is",
+                                        "decoupled_seq_is", "matched")
+    figure, axes = plt.subplots(1, 3, figsize=(8.6, 2.8), sharey=True)
+    for axis, regime in zip(axes, ("int4_fast", "int4_slow", "staleness_4"), strict=True):
         for y, arm in enumerate(shown):
-            areas = [float(row["area"]) for row in found[regime].get(arm, {}).values()]
+            areas = [float(row["area"]) for row in found[regime][arm].values()]
             axis.plot(areas, [y] * len(areas), "o", color=ARMS[arm][0], markersize=4, alpha=0.6,
                       markeredgewidth=0)
-            axis.plot(statistics.mean(areas) if areas else [], y if areas else [], "D",
-                      color=ARMS[arm][0], markersize=6)
+            axis.plot(statistics.mean(areas), y, "D", color=ARMS[arm][0], markersize=6)
         starts = [float(row["first_accuracy"]) for row in found[regime]["naive"].values()]
         axis.axvline(sum(starts) / len(starts), color="#999999", linestyle=":")
         axis.set(title=TITLES[regime], xlim=(0, 1), ylim=(-0.5, len(shown) - 0.5),

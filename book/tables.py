@@ -731,8 +731,6 @@ def called(regime):
     return "on_time" if regime == "matched" else regime
 
 
-COMPARED = ["naive", "decoupled_token_is", "decoupled_seq_is", "decoupled_seq_is_rs",
-            "bypass_ppo_clip", "bypass_pg_is"]
 AGAIN = "_again"               # of a method that differs by its rounding alone
 
 
@@ -885,8 +883,9 @@ def predictions(common=0.1, samples=512):
     """
     study = yaml.safe_load((ROOT / "studies/nine/declared.yaml").read_text())
     lines, errors, outcomes = [], {}, {}
-    for method in [*COMPARED, "geo_rs_wide", "seq_is_cap_5", "token_is_worst_token",
-                   "token_is_opsm"]:
+    for method in ("naive", "decoupled_token_is", "decoupled_seq_is", "decoupled_seq_is_rs",
+                   "bypass_ppo_clip", "bypass_pg_is", "geo_rs_wide", "seq_is_cap_5",
+                   "token_is_worst_token", "token_is_opsm"):
         k3, final = (mean_of(runs()["staleness_8"][method], name)
                      for name in ("k3", "final_accuracy"))
         given = study["methods"].get(method, {"correction.preset": method})
@@ -1231,16 +1230,11 @@ def study_64_ends():
                      "area below the start", "ends at 0"], lines)
 
 
-def areas(regime, arm):
-    """Return mean and standard deviation of the second study's endpoint."""
-    rows = runs("sixty-four").get(regime, {}).get(arm, {})
-    return spread(rows, "area") if len(rows) > 1 else "(not run)"
-
-
 def study_64_summary():
     """Return the caption of the README's figure: two sentences."""
     token, seq, bypass = CORRECTIONS
-    rounded, late = ({arm: areas(regime, arm) for arm in ("naive", "matched", *CORRECTIONS)}
+    rounded, late = ({arm: spread(runs("sixty-four")[regime][arm], "area")
+                      for arm in ("naive", "matched", *CORRECTIONS)}
                      for regime in ("int4_fast", "staleness_4"))
     seeds = len(runs("sixty-four")["int4_fast"]["naive"])
     return f"""\
