@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +62,8 @@ VARIANTS = {
     "softcap": ("sampler", "trainer"), "dropout": ("trainer",), "flips": ("trainer",),
     "bf16-log-softmax": ("trainer", "sampler"), "stale": ("two", "three"), "weights": WEIGHTS,
     "healthy": ("same", "bf16-sampler", "bf16-trainer", "bf16-both", "order", "peaked")}
+PENALTIES = {"repetition": (1.05, 1.6), "presence": (0.2, 2), "frequency": (0.1, 1)}
+EDITED = ("shift", "eos", "tool", "retokenised")    # of columns, when both sides have done theirs
 Row = dict[str, Any]
 SAMPLES = 8                             # responses to a prompt
 
@@ -74,50 +76,57 @@ def plant(of: Subject, cause: str, seed: int, severity: float = 0.5, variant: st
     drawn = trainer = ending(of.side, g) if "eos" in (cause, second) else of.side
     record: Side | None = None
     edits: list[tuple[str, str]] = []
-    versions: list[int] = []
-    forced: dict[int, dict[int, int]] = {}
 
     for name in (cause, *([second] if second else [])):
         kinds = VARIANTS[name]
         kind = variant if variant and name == cause else kinds[seed % len(kinds)]
-        drawn, trainer, record, edit = sides(of, name, kind, severity, g, drawn, trainer, record)
-        edits += [(name, kind)] if edit else []
+        drawn, trainer, record = sides(of, name, kind, severity, g, drawn, trainer, record)
+        edits += [(name, kind)] if name in EDITED else []
     if noise and not (cause == "raw" and drawn.top_p < 1):      # kept ids are replayed exactly
         drawn = replace(drawn, half=True)
         record = replace(record, half=True) if record else None
 
     with torch.no_grad():
         x = [p for p in prompts(g, of.vocabulary, groups) for _ in range(SAMPLES)]
-        if "stale" in (cause, second):
-            versions = ages_of(x, seed)
+        versions = ages_of(x, seed) if "stale" in (cause, second) else []
+        forced: dict[int, dict[int, int]] = {}
+        if versions:
             rows, mu = drawn_by_age(of, drawn, versions, severity, x, g)
         else:
             if "tool" in (cause, second):
                 forced = written_by_a_tool(x, severity, of.vocabulary, g)
             rows = draw(drawn, x, g, forced=forced)
-            lp = log_probs(record or drawn, x, rows)
-            mu = [pick(lp[i], y) for i, y in enumerate(rows)]
+            mu = of_tokens(log_probs(record or drawn, x, rows), rows)
 
-        if (cause == "healthy" and variant == "order") or (seed % 3 == 0 and not trainer.pads):
-            lps = scored_in_parts(trainer, x, rows)
-        else:
-            lps = list(log_probs(trainer, x, rows))
-        pi = [pick(lps[i], y) for i, y in enumerate(rows)]
+        in_parts = (cause == "healthy" and variant == "order") or (seed % 3 == 0
+                                                                   and not trainer.pads)
+        lps = scored_in_parts(trainer, x, rows) if in_parts else list(log_probs(trainer, x, rows))
+        found = Columns(rows, mu, of_tokens(lps, rows))
         h = [-(a[:len(y)].exp() * a[:len(y)].clamp(min=-80)).sum(-1) for a, y in zip(lps, rows)]
-
         for name, kind in edits:
-            rows, mu, pi = edited(name, kind, severity, g, of, x, rows, mu, pi, trainer, lps,
-                                  forced)
+            found = edited(name, kind, severity, g, of, x, found, trainer, lps, forced)
+    return [row_of(i, x[i], found, h[i], versions) for i in range(len(x))]
 
-    out = []
-    for i, y in enumerate(rows):
-        n = min(len(y), len(mu[i]), len(pi[i]))
-        row: Row = {"prompt_ids": x[i], "token_ids": y[:n], "rollout_log_probs": mu[i][:n].tolist(),
-                    "train_log_probs": pi[i][:n].tolist(), "entropy": h[i][:n].tolist()}
-        if versions:
-            row["weight_version"] = 10 - versions[i]
-        out.append(row)
-    return out
+
+class Columns(NamedTuple):
+    """The Columns are a dump's tokens, their log μ and the trainer's log-probs, by response."""
+
+    rows: list[list[int]]
+    mu: list[Tensor]
+    pi: list[Tensor]
+
+
+def of_tokens(lps: Tensor | list[Tensor], rows: list[list[int]]) -> list[Tensor]:
+    return [pick(lps[i], y) for i, y in enumerate(rows)]
+
+
+def row_of(i: int, prompt: list[int], of: Columns, entropy: Tensor, versions: list[int]) -> Row:
+    """Return the dump's row of a response, cut to the shortest of its columns."""
+    y, mu, pi = of.rows[i], of.mu[i], of.pi[i]
+    n = min(len(y), len(mu), len(pi))
+    row: Row = {"prompt_ids": prompt, "token_ids": y[:n], "rollout_log_probs": mu[:n].tolist(),
+                "train_log_probs": pi[:n].tolist(), "entropy": entropy[:n].tolist()}
+    return row | ({"weight_version": 10 - versions[i]} if versions else {})
 
 
 def ending(side: Side, g: torch.Generator) -> Side:
@@ -176,87 +185,83 @@ def scored_in_parts(trainer: Side, x: list[list[int]], rows: list[list[int]]) ->
 
 
 def sides(of: Subject, cause: str, kind: str, severity: float, g: torch.Generator, drawn: Side,
-          trainer: Side, record: Side | None) -> tuple[Side, Side, Side | None, bool]:
-    """Plant one cause: change sides, and say whether the columns are edited afterwards."""
-    older = of.older[min(5, int(6 * severity))]
-    tau = 1 + (-1 if int(severity * 97) % 2 else 1) * scaled(0.06, 0.45, severity)
-    keep = 1 - scaled(0.03, 0.3, severity)
-    changes: dict[str, Any] = {}
-
-    if cause == "temperature":
-        if kind == "trainer":
-            return drawn, replace(trainer, tau=tau), record, False
-        right = replace(trainer, after=tau) if kind == "after" else trainer
-        return replace(drawn, tau=tau), right, record, False
-
-    if cause == "raw":
-        changes = {"top_p": keep} if kind == "top-p" else {"tau": tau}
-        right = trainer if kind == "both" else replace(trainer, **changes)
-        return replace(drawn, **changes), right, drawn, False
-
-    if cause == "cut":
-        changes = ({"top_k": largest(of, 1 - keep)} if kind == "top-k" else {"top_p": keep}
-                   if kind == "top-p" else {"min_p": scaled(0.1, 0.4, severity)})
-        return replace(drawn, **changes), trainer, record, False
-
-    if cause == "padding":
-        side = replace(trainer if kind == "trainer" else drawn, pads=True)
-        return (drawn, side, record, False) if kind == "trainer" else (side, trainer, record, False)
-
-    if cause == "window":
-        wide = int(36 - 20 * severity)
-        changes = {"window": wide} if kind == "window" else {"head_cut": wide}
-
-    if cause == "context":
-        tokens = torch.randint(3, of.vocabulary, (1 + int(5 * severity),), generator=g).tolist()
-        changes = {"bos": {"template": (BOS,)}, "template": {"template": tuple(tokens)},
-                   "dropped": {"dropped": 1 + int(2 * severity)},
-                   "prefix": {"before": older, "until": 0}}[kind]
-
-    if cause == "in-flight":
-        at = int(8 + 20 * torch.rand(1, generator=g).item())
-        changes = {"before": of.older[min(5, 2 + int(4 * severity))], "until": at,
-                   "kept_cache": kind == "kept"}
-
-    if cause == "penalty":
-        changes = {"repetition": {"repetition": scaled(1.05, 1.6, severity)},
-                   "presence": {"presence": scaled(0.2, 2, severity)},
-                   "frequency": {"frequency": scaled(0.1, 1, severity)}}[kind]
-        changes["seen_prompt"] = kind == "repetition"
-
-    if cause == "softcap":
-        top = logits_size(of)
-        changes = {"softcap": top * scaled(1.5, 0.4, severity)}
-        if kind == "trainer":
-            return drawn, replace(trainer, **changes), record, False
-
-    if cause == "dropout":
-        return drawn, replace(trainer, dropout=scaled(0.01, 0.1, severity)), record, False
-    if cause == "flips":
-        return drawn, replace(trainer, flips=scaled(0.01, 0.08, severity)), record, False
-
-    if cause == "bf16-log-softmax":
-        side = {"grid": torch.bfloat16}
-        if kind == "trainer":
-            return drawn, replace(trainer, **side), record, False
-        return drawn, trainer, replace(drawn, **side), False
-
-    if cause == "weights":
-        changes = {"model": other_weights(of, drawn.model, kind, severity, g)}
-
+          trainer: Side, record: Side | None) -> tuple[Side, Side, Side | None]:
+    """Plant one cause: return the sides that draw, that score, and that record if it is another."""
     if cause == "healthy":
-        if kind in ("bf16-sampler", "bf16-both"):
-            drawn = replace(drawn, half=True)
-        if kind in ("bf16-trainer", "bf16-both"):
-            trainer = replace(trainer, half=True)
-        if kind == "peaked":
-            drawn, trainer = (replace(s, tau=0.6) for s in (drawn, trainer))
-            drawn = replace(drawn, half=True)
-        return drawn, trainer, record, False
+        return *noisy_kernels(kind, drawn, trainer), record
 
-    record = replace(record, **changes) if record else None     # it records what was drawn
-    return (replace(drawn, **changes), trainer, record,
-            cause in ("shift", "eos", "tool", "retokenised"))
+    changes = changes_of(of, cause, kind, severity, g, drawn.model)
+    if cause == "raw":
+        right = trainer if kind == "both" else replace(trainer, **changes)
+        return replace(drawn, **changes), right, drawn
+    if kind == "trainer":
+        return drawn, replace(trainer, **changes), record
+    if cause == "bf16-log-softmax":
+        return drawn, trainer, replace(drawn, **changes)
+    if cause == "temperature" and kind == "after":
+        trainer = replace(trainer, after=changes["tau"])
+    if record and cause not in ("temperature", "cut", "padding"):
+        record = replace(record, **changes)                     # it records what was drawn
+    return replace(drawn, **changes), trainer, record
+
+
+def noisy_kernels(kind: str, drawn: Side, trainer: Side) -> tuple[Side, Side]:
+    """Return both sides of a healthy pair, which differ by rounding at most."""
+    if kind == "peaked":
+        drawn, trainer = (replace(side, tau=0.6) for side in (drawn, trainer))
+    if kind in ("bf16-sampler", "bf16-both", "peaked"):
+        drawn = replace(drawn, half=True)
+    if kind in ("bf16-trainer", "bf16-both"):
+        trainer = replace(trainer, half=True)
+    return drawn, trainer
+
+
+def changes_of(of: Subject, cause: str, kind: str, severity: float, g: torch.Generator,
+               model: Any) -> dict[str, Any]:
+    """Return the fields of a `Side` that a cause changes; those that edit columns change none."""
+    def size(low: float, high: float) -> float: return scaled(low, high, severity)
+
+    tau = 1 + (-1 if int(severity * 97) % 2 else 1) * size(0.06, 0.45)
+    keep, older = 1 - size(0.03, 0.3), of.older[min(5, int(6 * severity))]
+    of_any_kind: dict[str, dict[str, Any]] = {
+        "temperature": {"tau": tau}, "padding": {"pads": True},
+        "dropout": {"dropout": size(0.01, 0.1)}, "flips": {"flips": size(0.01, 0.08)},
+        "bf16-log-softmax": {"grid": torch.bfloat16}}
+    if cause in of_any_kind:
+        return of_any_kind[cause]
+
+    match cause, kind:
+        case "raw" | "cut", "top-p":
+            return {"top_p": keep}
+        case "raw", _:
+            return {"tau": tau}
+        case "cut", "top-k":
+            return {"top_k": largest(of, 1 - keep)}
+        case "cut", "min-p":
+            return {"min_p": size(0.1, 0.4)}
+        case "window", _:
+            return {"window" if kind == "window" else "head_cut": int(36 - 20 * severity)}
+        case "context", _:
+            return other_context(of, kind, severity, g, older)
+        case "in-flight", _:
+            at = int(8 + 20 * torch.rand(1, generator=g).item())
+            return {"before": of.older[min(5, 2 + int(4 * severity))], "until": at,
+                    "kept_cache": kind == "kept"}
+        case "penalty", _:
+            return {kind: size(*PENALTIES[kind]), "seen_prompt": kind == "repetition"}
+        case "softcap", _:
+            return {"softcap": logits_size(of) * size(1.5, 0.4)}
+        case "weights", _:
+            return {"model": other_weights(of, model, kind, severity, g)}
+    return {}
+
+
+def other_context(of: Subject, kind: str, severity: float, g: torch.Generator,
+                  older: Any) -> dict[str, Any]:
+    tokens = torch.randint(3, of.vocabulary, (1 + int(5 * severity),), generator=g).tolist()
+    return {"bos": {"template": (BOS,)}, "template": {"template": tuple(tokens)},
+            "dropped": {"dropped": 1 + int(2 * severity)},
+            "prefix": {"before": older, "until": 0}}[kind]
 
 
 def other_weights(of: Subject, model: Any, kind: str, severity: float, g: torch.Generator) -> Any:
@@ -293,12 +298,10 @@ def logits_size(of: Subject) -> float:
 
 
 def edited(cause: str, kind: str, severity: float, g: torch.Generator, of: Subject,
-           x: list[list[int]], rows: list[list[int]], mu: list[Tensor], pi: list[Tensor],
-           trainer: Side, lps: list[Tensor], forced: dict[int, dict[int, int]]
-           ) -> tuple[list[list[int]], list[Tensor], list[Tensor]]:
+           x: list[list[int]], found: Columns, trainer: Side, lps: list[Tensor],
+           forced: dict[int, dict[int, int]]) -> Columns:
     """Plant what happens to the columns after both programs have done their part."""
-    mu, pi, rows = list(mu), list(pi), list(rows)
-
+    rows, mu, pi = map(list, found)
     if cause == "shift":
         column, by = (pi if "trainer" in kind else mu), (1 if "+" in kind else -1)
         column[:] = [c.roll(by) for c in column]
@@ -323,17 +326,23 @@ def edited(cause: str, kind: str, severity: float, g: torch.Generator, of: Subje
                     mu[i][t] = 0.0
 
     if cause == "retokenised":
-        for i in range(0, len(rows), max(3, int(16 - 12 * severity))):
-            n = len(rows[i])
-            if n > 6:
-                a = int(1 + (n - 5) * torch.rand(1, generator=g).item())
-                new = torch.randint(3, of.vocabulary, (2,), generator=g).tolist()
-                y = list(rows[i])
-                rows[i] = ([*y[:a], *new, *y[a + 2:]] if kind == "swap" else
-                           [*y[:a], *new, *y[a + 1:]][:n])
-        lp = log_probs(trainer, x, rows)
-        pi = [pick(lp[i], y) for i, y in enumerate(rows)]
-    return rows, mu, pi
+        rows = retokenised(kind, severity, g, of.vocabulary, rows)
+        pi = of_tokens(log_probs(trainer, x, rows), rows)
+    return Columns(rows, mu, pi)
+
+
+def retokenised(kind: str, severity: float, g: torch.Generator, vocabulary: int,
+                rows: list[list[int]]) -> list[list[int]]:
+    """Return the rows with two tokens replaced in some: by two others, or a token by two."""
+    rows = list(rows)
+    for i in range(0, len(rows), max(3, int(16 - 12 * severity))):
+        y, n = list(rows[i]), len(rows[i])
+        if n > 6:
+            a = int(1 + (n - 5) * torch.rand(1, generator=g).item())
+            new = torch.randint(3, vocabulary, (2,), generator=g).tolist()
+            rows[i] = ([*y[:a], *new, *y[a + 2:]] if kind == "swap" else
+                       [*y[:a], *new, *y[a + 1:]][:n])
+    return rows
 
 
 def write(rows: list[Row], path: Path | str) -> None:

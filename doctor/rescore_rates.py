@@ -9,7 +9,8 @@ other weights, prompts and draws. Without arguments the table goes to rescore-ra
 import copy
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,85 +179,104 @@ def dropped(model: Any, prompts, responses, p: float) -> list[Tensor]:
     return score(changed, prompts, responses)
 
 
-def plants(model: Any, older: list[Any], prompts, rng: Any):
-    """Yield (cause, parameter, sampling readout, function of responses → log-probs)."""
+Faulty = Callable[[Any, Any], list[Tensor]]             # of prompts and responses: log-probs
+Plant = tuple[str, Any, Any, Faulty]                    # cause, parameter, sampling readout, fault
+
+
+def plants(model: Any, older: list[Any], prompts, rng: Any) -> Iterator[Plant]:
+    """Yield every plant; the order is that of the draws from `rng`."""
     def pick(*values): return values[int(torch.randint(len(values), (1,), generator=rng))]
-    def capped(x): return lambda z, p, y: x * (z / x).tanh()
-    def heated(τ): return lambda z, p, y: z / τ
-    none = plain_readout
     eager = in_bfloat16(model)
     eager.set_attn_implementation("eager")
-    def plain(ps, ys, **k): return score(model, ps, ys, **k)
-    def by(changed): return lambda ps, ys: score(changed, ps, ys)
-    def read_by(r): return lambda ps, ys: plain(ps, ys, readout=r)
 
-    yield "none", None, none, plain
-    yield "none", None, heated(1.3), plain
-    yield "none", None, heated(0.7), plain
-    yield "none", None, none, by(eager)
+    yield "none", None, plain_readout, partial(score, model)
+    yield "none", None, heated(1.3), partial(score, model)
+    yield "none", None, heated(0.7), partial(score, model)
+    yield "none", None, plain_readout, partial(score, eager)
+    yield from of_logits(model, pick)
+    yield from of_rows(model, prompts, pick)
+    yield from of_weights(model, older, pick)
+    yield from of_contexts(model, older, pick)
+
+
+def heated(τ: float): return lambda z, p, y: z / τ
+
+
+def capped(x: float): return lambda z, p, y: x * (z / x).tanh()
+
+
+def of_logits(model: Any, pick: Callable[..., Any]) -> Iterator[Plant]:
+    """Yield what changes the distribution: temperatures, cuts, penalties, the softcap."""
+    def read_by(cause: str, value: Any, readout: Any) -> Plant:
+        return cause, value, readout, partial(score, model, readout=readout)
 
     τ = pick(0.7, 0.8, 1.2)
-    r = heated(τ)
-    yield "raw", τ, r, read_by(r)
+    yield read_by("raw", τ, heated(τ))
     for τ in (pick(0.6, 0.7, 0.8), pick(1.1, 1.25, 1.5)):
-        r = heated(τ)
-        yield "temperature", τ, r, read_by(r)
+        yield read_by("temperature", τ, heated(τ))
     τ = pick(0.7, 0.85, 1.3)
-    yield "temperature", τ, none, lambda ps, ys, τ=τ: [x / τ for x in plain(ps, ys)]
+    yield "temperature", τ, plain_readout, lambda ps, ys, τ=τ: [x / τ for x in score(model, ps, ys)]
 
     for given in (dict(top_p=pick(0.8, 0.9, 0.95)), dict(top_k=pick(3, 5, 10)),
                   dict(min_p=pick(0.02, 0.05, 0.1))):
-        r = cut(**given)
-        yield "cut", next(iter(given.values())), r, read_by(r)
+        yield read_by("cut", next(iter(given.values())), cut(**given))
 
     for kind, x in (("repetition", pick(1.05, 1.2, 1.5)), ("presence", pick(0.3, 0.5, 1.0)),
                     ("frequency", pick(0.2, 0.5, 1.0))):
-        r = penalised(kind, x)
-        yield "penalty", x, r, read_by(r)
+        yield read_by("penalty", x, penalised(kind, x))
 
     if getattr(model.config, "final_logit_softcapping", None):
         bare = copy.deepcopy(model)
         bare.config.final_logit_softcapping = None
-        yield "softcap", None, none, by(bare)
+        yield "softcap", None, plain_readout, partial(score, bare)
     else:
         x = pick(2.0, 5.0, 8.0)
-        r = capped(x)
-        yield "softcap", x, r, read_by(r)
+        yield read_by("softcap", x, capped(x))
 
+
+def of_rows(model: Any, prompts, pick: Callable[..., Any]) -> Iterator[Plant]:
+    """Yield what a program does to a row: shifts, padding, windows, a log-softmax in bfloat16."""
     by_one = pick(1, -1)
-    yield "shift", None, none, lambda ps, ys: shifted(plain(ps, ys), by_one)
+    yield "shift", None, plain_readout, lambda ps, ys: shifted(score(model, ps, ys), by_one)
     pad = pick(0, 0, 3)
     most = max(map(len, prompts)) + pad
-    yield "padding", most, none, lambda ps, ys: plain(
-        ps, ys, change=lambda p: [0] * (most - len(p)) + p)
+    yield "padding", most, plain_readout, partial(
+        score, model, change=lambda p: [0] * (most - len(p)) + p)
 
     W = pick(12, 16, 20)
-    yield "window", W, none, lambda ps, ys: band(model, ps, ys, W)
-    yield "window", W, none, lambda ps, ys: alone(model, ps, ys, W)
-    yield "bf16-log-softmax", None, none, lambda ps, ys: plain(
-        ps, ys, log_softmax=lambda z: z.bfloat16().log_softmax(-1))
-    yield "dropout", None, none, lambda ps, ys: dropped(model, ps, ys, 0.1)
+    yield "window", W, plain_readout, lambda ps, ys: band(model, ps, ys, W)
+    yield "window", W, plain_readout, lambda ps, ys: alone(model, ps, ys, W)
+    yield "bf16-log-softmax", None, plain_readout, partial(
+        score, model, log_softmax=lambda z: z.bfloat16().log_softmax(-1))
+    yield "dropout", None, plain_readout, lambda ps, ys: dropped(model, ps, ys, 0.1)
 
+
+def of_weights(model: Any, older: list[Any], pick: Callable[..., Any]) -> Iterator[Plant]:
+    """Yield other weights: an older checkpoint's, whole or a part, and rounded ones."""
     k = pick(1, 2, 3)
-    yield "weights", k, none, by(older[k - 1])
+    yield "weights", k, plain_readout, partial(score, older[k - 1])
     for place in (f"layers.{pick(0, 1)}.", "embed", "head"):
         k = pick(1, 2, 3)
         chosen = {n: w for n, w in older[k - 1].state_dict().items() if place in n}
         if place == "head" and model.config.tie_word_embeddings:
             continue
-        yield "weights", (place, k), none, by(with_weights(model, chosen))
+        yield "weights", (place, k), plain_readout, partial(score, with_weights(model, chosen))
     for bits in (pick(3, 4, 5), pick(6, 7, 8)):
-        yield "weights", bits, none, by(with_weights(
+        yield "weights", bits, plain_readout, partial(score, with_weights(
             model, dict(quantize_weights(model.state_dict().items(), bits))))
-    yield "weights", "fp8", none, by(with_weights(
+    yield "weights", "fp8", plain_readout, partial(score, with_weights(
         model, {n: fp8(w) for n, w in model.state_dict().items()}))
 
-    yield "context", None, none, lambda ps, ys: plain(ps, ys, change=lambda p: p[1:])
-    yield "context", None, none, lambda ps, ys: plain(ps, ys, change=lambda p: p[:1] + p)
-    yield "unknown", None, none, lambda ps, ys: other_rows(plain(ps, ys))
+
+def of_contexts(model: Any, older: list[Any], pick: Callable[..., Any]) -> Iterator[Plant]:
+    """Yield other prompts, other rows, and an update in the middle of a response."""
+    yield "context", None, plain_readout, partial(score, model, change=lambda p: p[1:])
+    yield "context", None, plain_readout, partial(score, model, change=lambda p: p[:1] + p)
+    yield "unknown", None, plain_readout, lambda ps, ys: other_rows(score(model, ps, ys))
     k, t = pick(1, 2, 3), pick(5, 9, 14)
-    yield "in-flight", (t, k), none, lambda ps, ys, k=k, t=t: [
-        torch.cat([a[:t], b[t:]]) for a, b in zip(score(older[k - 1], ps, ys), plain(ps, ys))]
+    yield "in-flight", (t, k), plain_readout, lambda ps, ys: [
+        torch.cat([a[:t], b[t:]])
+        for a, b in zip(score(older[k - 1], ps, ys), score(model, ps, ys))]
 
 
 def right(wanted: Any, found: Any) -> bool:

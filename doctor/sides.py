@@ -165,36 +165,61 @@ def seen_counts(side: Side, x: list[list[int]], rows: list[list[int]], width: in
 
 def logits(side: Side, x: list[list[int]], rows: list[list[int]], width: int) -> Tensor:
     """Return logits of each place of the responses: [B, width, V]; width ≥ longest response."""
+    ids, mask, longest = padded(side, x, rows, width)
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    allowed = attention(side, mask, places)
+    model = in_half(side.model) if side.half else side.model
+    kind = torch.bfloat16 if side.half else torch.float32
+    bias = torch.where(allowed, 0.0, torch.finfo(kind).min).to(kind)[:, None]
+
+    def run(of: Any, columns: slice, up_to: int, **given: Any) -> Any:
+        """Run a model on some columns, which see the columns up to another."""
+        crop: Any = bias[:, :, columns, :up_to]
+        if type(of).__name__.startswith(("Gemma2", "Qwen3F")):
+            crop = {"full_attention": crop, "sliding_attention": crop}
+        return of(input_ids=ids[:, columns], position_ids=places[:, columns], attention_mask=crop,
+                  **{"use_cache": False, **given})
+
+    handles = disturb(model, side)
+    n = ids.shape[1]
+    out = (run(model, slice(n), n).logits if side.before is None else
+           of_two_models(side, model, run, min(longest + side.until, n), n))
+    for handle in handles:
+        handle.remove()
+    return out[:, longest - 1:].float() + side.bias
+
+
+def padded(side: Side, x: list[list[int]], rows: list[list[int]],
+           width: int) -> tuple[Tensor, Tensor, int]:
+    """Return ids and mask, prompts to the left and responses to the right, and the longest prompt.
+
+    The last token of a response of `width` is left out: nothing is asked behind it.
+    """
     x = [list(side.template) + p[side.dropped:] for p in x]
     longest = max(map(len, x))
-    length = longest + width
-    ids = torch.full((len(x), length - 1), PAD)
+    ids = torch.full((len(x), longest + width - 1), PAD)
     mask = torch.zeros_like(ids)
     for i, (p, y) in enumerate(zip(x, rows)):
         y = y[:width - 1]
         ids[i, longest - len(p):longest + len(y)] = torch.tensor(p + y)
         mask[i, 0 if side.pads else longest - len(p):] = 1
+    return ids, mask, longest
 
-    places = (mask.cumsum(-1) - 1).clamp(min=0)
-    n = ids.shape[1]
+
+def attention(side: Side, mask: Tensor, places: Tensor) -> Tensor:
+    """Return which columns each column sees: [B, n, n]."""
+    n = mask.shape[1]
     allowed = torch.tril(torch.ones(n, n, dtype=torch.bool)) & mask[:, None].bool()
     if side.window:
         allowed &= (torch.arange(n)[:, None] - torch.arange(n)) < side.window
     if side.head_cut:                   # beyond the limit, what is further back is not seen
         far = places[:, :, None] >= side.head_cut
         allowed &= ~(far & (places[:, None] < places[:, :, None] - side.head_cut // 2))
-    allowed |= torch.eye(n, dtype=torch.bool)
+    return allowed | torch.eye(n, dtype=torch.bool)
 
-    model = in_half(side.model) if side.half else side.model
-    kind = torch.bfloat16 if side.half else torch.float32
-    bias = torch.where(allowed, 0.0, torch.finfo(kind).min).to(kind)[:, None]
-    if type(model).__name__.startswith(("Gemma2", "Mistral", "Qwen3")):
-        masks: Any = {"full_attention": bias, "sliding_attention": bias}
-        masks = masks if "Gemma2" in type(model).__name__ or "Qwen3F" in type(model).__name__ \
-            else bias
-    else:
-        masks = bias
 
+def disturb(model: Any, side: Side) -> list[Any]:
+    """Hook the side's flips and dropout into the model; return the handles that take them out."""
     handles = [m.register_forward_pre_hook(flip(side.flips)) for name, m in model.named_modules()
                if side.flips and name.endswith((".gate", ".router"))]
     if side.dropout:
@@ -202,38 +227,21 @@ def logits(side: Side, x: list[list[int]], rows: list[list[int]], width: int) ->
             lambda m, a, out: torch.nn.functional.dropout(out, side.dropout))
             for name, m in model.named_modules() if name.endswith(("down_proj", "o_proj", "mlp",
                                                                    "dense"))]
+    return handles
 
-    part = longest + side.until if side.before is not None else 0
-    if not part:
-        out = model(input_ids=ids, attention_mask=masks, position_ids=places, use_cache=False)
-        out = out.logits
-    else:
-        part = min(part, n)
 
-        def cropped(rows: slice, columns: slice) -> Any:
-            crop = bias[:, :, rows, columns]
-            return dict.fromkeys(masks, crop) if isinstance(masks, dict) else crop
-        earlier = in_half(side.before) if side.half else side.before
-        assert earlier is not None
-
-        first = earlier(input_ids=ids[:, :part], position_ids=places[:, :part],
-                            attention_mask=cropped(slice(part), slice(part)), use_cache=True)
-        if part < n and side.kept_cache:
-            rest = model(input_ids=ids[:, part:], position_ids=places[:, part:],
-                         attention_mask=cropped(slice(part, n), slice(n)), use_cache=True,
-                         past_key_values=first.past_key_values).logits
-        else:
-            rest = model(input_ids=ids, attention_mask=masks, position_ids=places,
-                         use_cache=False).logits[:, part:]
-        out = torch.cat([first.logits, rest], 1)
-        if side.until == 0:             # the prompt's last token is always computed anew
-            anew = model(input_ids=ids[:, :part], position_ids=places[:, :part],
-                         attention_mask=cropped(slice(part), slice(part)), use_cache=False).logits
-            out = torch.cat([out[:, :part - 1], anew[:, -1:], out[:, part:]], 1)
-
-    for handle in handles:
-        handle.remove()
-    return out[:, longest - 1:].float() + side.bias
+def of_two_models(side: Side, model: Any, run: Callable[..., Any], part: int, n: int) -> Tensor:
+    """Return logits whose first `part` columns are of the weights before an update: [B, n, V]."""
+    earlier = in_half(side.before) if side.half else side.before
+    first = run(earlier, slice(part), part, use_cache=True)
+    rest = (run(model, slice(part, n), n, use_cache=True,
+                past_key_values=first.past_key_values).logits
+            if part < n and side.kept_cache else run(model, slice(n), n).logits[:, part:])
+    out = torch.cat([first.logits, rest], 1)
+    if side.until == 0:                 # the prompt's last token is always computed anew
+        anew = run(model, slice(part), part).logits
+        out = torch.cat([out[:, :part - 1], anew[:, -1:], out[:, part:]], 1)
+    return out
 
 
 def in_half(model: Any) -> Any:
