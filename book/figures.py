@@ -27,8 +27,8 @@ import torch
 from three_policies.book.drawn import as_svg
 from three_policies.book.moving_exact import heights, in_square, optimum, square
 from PIL import Image
-from three_policies.book.tables import (POLICIES, ROOT, ascend, bias_and_std, borders,
-                                        judged_contrasts, paired, runs)
+from three_policies.book.tables import (POLICIES, ROOT, ascend, bias_and_std, borders, declared,
+                                        judged_contrasts, runs)
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -694,7 +694,7 @@ def study_64_forest():
     """Draw every contrast of the second study with its interval, by regime; filled: separable."""
     of_regime = {}
     for x in judged_contrasts():
-        gap, width = paired(*x.rows, "area")
+        gap, width = x.difference()
         of_regime.setdefault(x.regime, []).append((x.arm, x.other, gap, width, x.separable))
     figure, axis = plt.subplots(figsize=(7.2, 9.2))
     y, ticks, labels = 0.0, [], []

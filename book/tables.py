@@ -1017,7 +1017,7 @@ def study_64_contrasts(family):
     for x in family:
         n = len(x.rows[0]) if len(x.rows) == 2 else 0
         line = [f"`{x.regime}`", f"`{x.arm}` − {f'`{x.other}`' if x.other else 'best'}", n,
-                "{:+.3f} ± {:.3f}".format(*paired(*x.rows, "area")) if n > 1 else "",
+                "{:+.3f} ± {:.3f}".format(*x.difference()) if n > 1 else "",
                 " : ".join(str(sum(map(ended_at_0, of.values()))) for of in x.rows) if n else ""]
         if x.p is not None:
             line += [f"{x.p:.4f}", f"{x.adjusted:.3f}",
@@ -1075,7 +1075,7 @@ def study_64_empty():
 def judged_areas(found, block):
     """Tabulate the contrasts of areas of one block of a declaration."""
     lines = [[f"`{x.arm}` − `{x.other}`",
-              "{:+.3f} ± {:.3f}".format(*paired(*x.rows, "area")), f"{x.p:.4f}",
+              "{:+.3f} ± {:.3f}".format(*x.difference()), f"{x.p:.4f}",
               f"{x.adjusted:.3f}", "separable" if x.separable else "not separable"]
              for x in judge([block], found, block["seeds"]) if x.p is not None]
     return markdown(["contrast", "area, difference, 95 %", "p, signs", "Holm", "verdict"], lines)

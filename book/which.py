@@ -75,7 +75,7 @@ def settings(study: str, regime: str, arm: str) -> Any:
 
 
 @cache
-def judged() -> dict[tuple[str, str, str], bool]:
+def judged() -> dict[tuple[str, str, str | None], bool]:
     """Return whether each declared contrast of the second study is separable."""
     return {(x.regime, x.arm, x.other): x.separable for x in tables.judged_contrasts()}
 

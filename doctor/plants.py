@@ -301,7 +301,7 @@ def edited(cause: str, kind: str, severity: float, g: torch.Generator, of: Subje
            x: list[list[int]], found: Columns, trainer: Side, lps: list[Tensor],
            forced: dict[int, dict[int, int]]) -> Columns:
     """Plant what happens to the columns after both programs have done their part."""
-    rows, mu, pi = map(list, found)
+    rows, mu, pi = list(found.rows), list(found.mu), list(found.pi)
     if cause == "shift":
         column, by = (pi if "trainer" in kind else mu), (1 if "+" in kind else -1)
         column[:] = [c.roll(by) for c in column]

@@ -11,7 +11,7 @@ import statistics
 from math import comb
 from typing import Any, NamedTuple
 
-Rows = dict[int, dict[str, str]]                     # a line of results.csv by seed
+Rows = dict[Any, dict[str, str]]                     # a line of results.csv by seed
 CORRECTIONS = ["decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip"]
 
 
@@ -29,6 +29,9 @@ class Contrast(NamedTuple):
     def separable(self) -> bool:
         return self.adjusted is not None and self.adjusted <= 0.05
 
+    def difference(self, endpoint: str = "area") -> tuple[float, float]:
+        return paired(self.rows[0], self.rows[1], endpoint)
+
 
 def judge(family: list[dict[str, Any]], found: dict[str, dict[str, Rows]], seeds: list[int],
           endpoint: str = "area") -> list[Contrast]:
@@ -41,12 +44,13 @@ def judge(family: list[dict[str, Any]], found: dict[str, dict[str, Rows]], seeds
                                for pair in block["contrasts"]]:
         arms = found.get(regime, {})
         other = best_arm(arms, endpoint) if other == "best" else other
-        shared = sorted(set(arms.get(one, ())) & set(arms.get(other, ())) & set(seeds))
-        contrasts.append(Contrast(regime, one, other, [{seed: arms[arm][seed] for seed in shared}
-                                                       for arm in (one, other) if arm in arms]))
+        there = [arms[arm] for arm in (one, other) if arm in arms]
+        shared = sorted(set(seeds).intersection(*there)) if len(there) == 2 else []
+        contrasts.append(Contrast(regime, one, other, [{seed: rows[seed] for seed in shared}
+                                                       for rows in there]))
 
-    p = {i: sign_flip(differences(*x.rows, endpoint)) for i, x in enumerate(contrasts)
-         if x.rows and len(x.rows[0]) == len(seeds)}
+    p = {i: sign_flip(differences(x.rows[0], x.rows[1], endpoint))
+         for i, x in enumerate(contrasts) if x.rows and len(x.rows[0]) == len(seeds)}
     adjusted = holm(p, family=len(contrasts))
     return [x._replace(p=p.get(i), adjusted=adjusted.get(i)) for i, x in enumerate(contrasts)]
 
