@@ -111,10 +111,10 @@ def main() -> None:
     noise = torch.randn(13, V, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for size in (0.1, 0.7):
         error = size * noise
-        print(f"k3 = {k3(error):.4f} a token     bias of the gradient     reward after training")
+        print(f"k3 = {k3(error):.4f} a token   gradient's bias   reward")
         for correction in CORRECTIONS:
             reward = (probabilities(train(correction, error)) * REWARDS).sum()
-            print(f"  {correction:20}  {bias(correction, error):14.3f} {reward:24.3f}")
+            print(f"  {correction:20} {bias(correction, error):16.3f} {reward:8.3f}")
 
 
 if __name__ == "__main__":
