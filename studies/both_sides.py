@@ -37,30 +37,29 @@ class Skipped(nn.Module):
 
 
 @torch.inference_mode()
-def draw(how: Any, model: Any, prompts: list[list[int]], end: list[int], limit: int
-         ) -> list[Drawn]:
+def draw(model: Any, head: Tensor, prompts: list[list[int]], end: list[int], limit: int,
+         temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> list[Drawn]:
     """Sample token by token from a cache, as engines do; a prompt has the same noise in each call.
 
-    how: has the dtypes of layers and head, what `sampled` cuts, and a layer to leave out.
+    `head`: the weight [V, hidden] that makes logits, in a dtype of its own.
     """
-    if how.without is not None:
-        model.model.layers[how.without] = Skipped()
-    model = model.to(getattr(torch, how.dtype))
-    head = model.get_output_embeddings().weight.to(getattr(torch, how.head))
     noise = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
     ids, attention = pad_rows(prompts, "left")
     places, cache, open_ = (attention.cumsum(-1) - 1).clamp(min=0), None, torch.arange(len(prompts))
     tokens = torch.full((len(prompts), limit), end[0])
     table = torch.empty(len(prompts), limit, len(head))
+
     for t in range(limit):
         found = model.get_decoder()(input_ids=ids, attention_mask=attention, position_ids=places,
                                     past_key_values=cache, use_cache=True)
         cache, hidden = found.past_key_values, found.last_hidden_state[:, -1]
-        log_mu, _ = sampling_log_probs(F.linear(hidden.to(head.dtype), head).float(), **how.sampled)
+        logits = F.linear(hidden.to(head.dtype), head).float()
+        log_mu, _ = sampling_log_probs(logits, temperature, top_k, top_p)
         waits = torch.stack([torch.empty(len(head)).exponential_(generator=noise[i])
                              for i in open_])
         ids = (log_mu - waits.log()).argmax(-1, keepdim=True)
         table[open_, t], tokens[open_, t] = log_mu, ids[:, 0]
+
         goes_on = (~torch.isin(ids[:, 0], torch.tensor(end))).nonzero()[:, 0]
         if not len(goes_on):
             break
@@ -78,9 +77,9 @@ def cut(y: Tensor, table: Tensor, end: list[int]) -> Drawn:
     return Drawn(y[:n].tolist(), log_mu.tolist(), None, table[:n])
 
 
-def draw_with_vllm(how: Any, path: Path, prompts: list[list[int]], end: list[int], limit: int
+def draw_with_vllm(path: Path, dtype: str, prompts: list[list[int]], end: list[int], limit: int
                    ) -> list[Drawn]:
-    engine = make_engine("vllm", path, dtype=how.dtype, candidates=CANDIDATES,
+    engine = make_engine("vllm", path, dtype=dtype, candidates=CANDIDATES,
                          max_model_len=max(map(len, prompts)) + limit)
     try:
         samples = engine.generate(prompts, [*range(len(prompts))], temperature=1.0,

@@ -32,8 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from three_policies.doctor.dumps import append, rows_of
+from three_policies.studies.both_sides import (Compared, Drawn, Skipped, draw, draw_with_vllm,
+                                               score)
 from three_policies.training.rounding import quantize_weights
-from three_policies.studies.both_sides import Compared, Drawn, draw, draw_with_vllm, score
 from three_policies.training.settings import TaskConfig
 from three_policies.training.shapes import pad_rows
 from three_policies.training.tasks import make_task, prompt_of
@@ -56,7 +57,7 @@ class Row:
     dtype: str = "float32"                             # of the sampler's layers
     head: str = "float32"                              # of its logits
     engine: str = "transformers"
-    sampled: dict[str, float] = field(default_factory=dict)      # temperature, top_p, top_k
+    sampled: dict[str, Any] = field(default_factory=dict)        # temperature, top_p, top_k
     without: int | None = None                         # a layer that it leaves out
     weights: Callable[[Path, Path], tuple[State, State]] | None = None     # its own, the trainer's
 
@@ -212,7 +213,7 @@ def numbers(drawn: list[Drawn], found: list[Compared]) -> dict[str, float]:
     every, lengths = torch.cat(log_rho), torch.tensor([len(x) for x in log_rho]).double()
     k3 = [x.expm1() - x for x in log_rho]
     sums = torch.stack([x.sum() for x in k3])
-    mean = (sums.sum() / lengths.sum()).item()
+    mean = (sums.sum() / lengths.sum()).item()           # of all tokens
     error = (sums - mean * lengths).square().sum().sqrt() / lengths.sum()
     row = {"responses": len(drawn), "tokens": int(lengths.sum()),
            "kl": torch.cat([x.kl for x in found]).mean().item(),
@@ -220,6 +221,7 @@ def numbers(drawn: list[Drawn], found: list[Compared]) -> dict[str, float]:
            "k3": mean, "k3_error": error.item(), "rms": every.square().mean().sqrt().item(),
            "largest": every.abs().max().item(), "equal": same.double().mean().item(),
            "entropy": torch.cat([x.entropy for x in found]).mean().item()}
+
     for T in LENGTHS:
         whole = torch.stack([x[:T].sum() for x in log_rho]).exp()
         row[f"ess_{T}"] = ess(whole, whole.square())
@@ -236,14 +238,19 @@ def measure(name: str, model: Path, out: Path) -> dict[str, Any]:
     began, row, prompts, end = time.perf_counter(), ROWS[name], questions(model), end_of(model)
     policy = load(model)
     if row.engine == "vllm":
-        drawn = draw_with_vllm(row, model, prompts, end, TOKENS)
+        drawn = draw_with_vllm(model, row.dtype, prompts, end, TOKENS)
     else:
         sampler = load(model)
         own, ours = row.weights(model, out) if row.weights else ({}, {})
         own = own or dict(quantize_weights(sampler.named_parameters(), row.quantize))
         sampler.load_state_dict(own, strict=False)
         policy.load_state_dict(ours, strict=False)
-        drawn = draw(row, sampler, prompts, end, TOKENS)
+        if row.without is not None:
+            sampler.model.layers[row.without] = Skipped()
+        sampler = sampler.to(getattr(torch, row.dtype))
+        head = sampler.get_output_embeddings().weight.to(getattr(torch, row.head))
+        drawn = draw(sampler, head, prompts, end, TOKENS, **row.sampled)
+
     found = list(score(policy, prompts, drawn))
     write_dump(out / f"{name}.jsonl", prompts, drawn, found)
     return {"row": name, **{key: f"{x:.4g}" for key, x in numbers(drawn, found).items()},

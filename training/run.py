@@ -63,7 +63,8 @@ def open_run(config: Config) -> Iterator["Run | None"]:
             loaded = load(config, device)
             # Before the process group ends: vLLM needs it to shut down.
             with closing(loaded.engine, config.rollout.timeout):
-                rate = take_threads(config, loaded, device)
+                take_threads(size_of(loaded))
+                rate = matrix_rate(device, config.policy.dtype)
                 introduce(config, loaded, device)
                 restore(config, loaded, checkpoints)
                 with contextlib.closing(Record(config, directory, checkpoints.step, device,
@@ -137,17 +138,16 @@ def keep_memory() -> None:
         mallopt(trim_threshold, -1)            # and the heap never shrinks by itself
 
 
-def take_threads(config: Config, loaded: Loaded, device: torch.device) -> float:
-    """Set the number of threads; return the FLOPs a second of a product of matrices.
+def take_threads(parameters: int) -> None:
+    """Take one thread for a tiny model, or as many as OMP_NUM_THREADS says, if torch has these.
 
-    A tiny model gets one, or as many as OMP_NUM_THREADS says, if torch has these. On idle cores a
-    second thread saves a seventh of a step of the demo. On busy ones the two wait for one another.
+    On idle cores a second thread saves a seventh of a step of the demo. On busy ones the two wait
+    for one another.
     """
-    if size_of(loaded) < 10_000_000:
+    if parameters < 10_000_000:
         asked = os.environ.get("OMP_NUM_THREADS", "1")
         torch.set_num_threads(min(torch.get_num_threads(),
                                   max(1, int(asked)) if asked.isdecimal() else 1))
-    return matrix_rate(device, config.policy.dtype)
 
 
 def size_of(loaded: Loaded) -> int:
@@ -232,9 +232,9 @@ class Run:
 
     def log(self, step: int, metrics: dict) -> None:
         """Record a step's metrics, and what its updates needed of all ranks' FLOPs a second."""
-        [lr] = {group["lr"] for group in self.loaded.optimizer.param_groups}
         flops = self.flops(step, int(metrics["response/tokens"]))
-        self.record.log(metrics, flops / (self.rate * dist.get_world_size()), lr)
+        self.record.log(metrics, flops / (self.rate * dist.get_world_size()),
+                        self.loaded.optimizer.param_groups[0]["lr"])
 
     def flops(self, step: int, tokens: int) -> float:
         """Return the FLOPs of a step's updates; the samples of a group share its prompt."""

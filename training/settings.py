@@ -401,19 +401,25 @@ def read_mapping(path: Path) -> dict:
     if not isinstance(found, dict | None):
         raise UserError(f"{path} must be a mapping of settings, such as train: {{steps: 10}}, "
                         f"not {reprlib.repr(found)}")
-    part = (found or {}).get("rollout")
-    for key, name in OTHER_NAMES.items():
-        old, new = key.removeprefix("rollout."), name.removeprefix("rollout.")
-        if isinstance(part, dict) and old in part:
-            if new in part:
-                raise UserError(f"{path}: {key} is another name of {name}: write one of them")
-            part[new] = part.pop(old)
-    return found or {}
+    return with_present_names(found or {}, path)
 
 
 def renamed(key: str) -> str:
     """Return the name of a setting that has another one, too."""
     return OTHER_NAMES.get(key, key)
+
+
+def with_present_names(given: dict, source: object) -> dict:
+    """Return nested settings in which no key of a section has its other name."""
+    for key, name in OTHER_NAMES.items():
+        (section, old), (ours, new) = key.split("."), name.split(".")
+        part = given.get(section)
+        if section != ours or not isinstance(part, dict) or old not in part:
+            continue
+        if new in part:
+            raise UserError(f"{source}: {key} is another name of {name}: write one of them")
+        part[new] = part.pop(old)
+    return given
 
 
 def one_override(override: str) -> dict:
@@ -426,7 +432,7 @@ def one_override(override: str) -> dict:
     value = load_yaml(text, f"the value of {key:.80}")
     for part in reversed(key.split(".", 9)):
         value = {part: value}
-    return value
+    return with_present_names(value, f"the value of {key:.80}")
 
 
 def merged(base: dict, other: dict) -> dict:

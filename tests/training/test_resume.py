@@ -121,6 +121,11 @@ def test_a_setting_that_is_new_had_its_default_and_one_that_is_gone_is_named(tmp
         other.require_same(then)
     with pytest.raises(UserError, match="is a run with train.gone=1 .now None.:"):
         now.require_same({**then, "train.gone": 1})
+    older = {**now.settings, "rollout.quantize_bits": 6, "rollout.adapter": "merged"}
+    del older["rollout.quantize"], older["rollout.lora"]
+    now.require_same(older)                                   # by their names of then
+    with pytest.raises(UserError, match="is a run with rollout.quantize=5 .now 6.:"):
+        now.require_same(older | {"rollout.quantize_bits": 5})
     slash = checkpoints.Checkpoints(tmp_path, load_config(["policy.path=seed0/model/"]))
     slash.require_same({**slash.settings, "policy.path": "seed0/model/"})   # as it was kept once
     assert load_config(["policy.path=//"]).policy.path == "/"               # and not no path at all

@@ -125,6 +125,9 @@ def test_quantize_bits_is_another_name(tmp_path):
     file.write_text("rollout: {quantize_bits: 5, quantize: int4}\n")
     with pytest.raises(UserError, match="quantize_bits is another name of rollout.quantize: write"):
         load_config([str(file)])
+    assert load_config(["rollout={quantize_bits: 3}"]).rollout.quantize == 3
+    with pytest.raises(UserError, match="quantize_bits is another name of rollout.quantize: write"):
+        load_config(["rollout={quantize_bits: 3, quantize: 4}"])
     with pytest.raises(UserError, match="rollout.adaptr is not a setting; did you mean rollout.lo"):
         load_config(["rollout.adaptr=apart"])
 
