@@ -52,6 +52,7 @@ class System(NamedTuple):
     rows: Sequence[Row]
     lacks: Sequence[Lack]
     recipe: Callable[[Config], Recipe]
+    default: str = ""                               # what they do if none of their keys is written
 
 
 UNSET: Any = object()

@@ -99,4 +99,5 @@ def trl_recipe(config: Config) -> Recipe:
                   f"trainer = {kind}(…, correction={{}})")
 
 
-TRL = System("TRL 1.16", TRL_ROWS, TRL_LACKS, trl_recipe)
+TRL = System("TRL 1.16", TRL_ROWS, TRL_LACKS, trl_recipe, ", so TRL's default stands: weights of "
+             "sequences, set to 0 above 3")

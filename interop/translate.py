@@ -33,14 +33,16 @@ def block_of(given: Sequence[str]) -> Mapping[str, Any]:
         import yaml
     except ImportError:
         raise ValueError("translate reads YAML, so it needs PyYAML: pip install pyyaml") from None
-    if len(given) == 1 and given[0] in PRESETS:
-        return {"preset": given[0]}
+    if len(given) == 1 and given[0].strip() in PRESETS:
+        return {"preset": given[0].strip()}
     named = len(given) == 1 and Path(given[0]).suffix in (".yaml", ".yml")
-    text = Path(given[0]).read_text(encoding="utf-8") if named else "\n".join(given)
+    source = given[0] if named else "the block"
     try:
+        text = Path(given[0]).read_text(encoding="utf-8-sig") if named else "\n".join(given)
         block = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"this is no YAML: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:    # also no UTF-8, no real date
+        words = " ".join(str(error).split())[:200]
+        raise ValueError(f"{source} cannot be read as YAML: {words}") from None
     if not isinstance(block, Mapping):
         close = nearest(block, PRESETS) if isinstance(block, str) and " " not in block else ""
         close = close if "mean" in close else ""
@@ -92,7 +94,7 @@ def in_own_keys(config: RolloutCorrectionConfig) -> str:
 
 def paragraphs(config: RolloutCorrectionConfig, export: Export, system: str) -> list[str]:
     """Return the keys as arguments and as YAML, and the code for what they leave out."""
-    found = [f"# no key of {SYSTEMS[system].name} is written"]
+    found = [f"# no key of {SYSTEMS[system].name} is written{SYSTEMS[system].default}"]
     if export.keys:
         first = of_trl(export.keys) if system == "trl" else (
             "# on the command line\n" + overrides(export.keys, system))

@@ -65,8 +65,8 @@ def rounding(how: str | int) -> Callable[[Tensor], Tensor]:
     """Return the function that rounds a matrix as `how` says, or raise ValueError."""
     if how in ROUNDINGS:
         return ROUNDINGS[str(how)]
-    if str(how).isdecimal() and int(how) in range(2, 17):
-        return partial(to_integers, bits=int(how))
+    if isinstance(how, int) and how in range(2, 17):
+        return partial(to_integers, bits=how)
     raise ValueError(f"rollout.quantize={how} must be null, a number of bits from 2 to 16, or one "
                      f"of {', '.join(ROUNDINGS)}")
 

@@ -294,6 +294,8 @@ def load_config(argv: list[str]) -> Config:
         raise UserError(f"{key} must be {describe(KINDS[key])}, "
                         f"not {flat(user).get(key, user.get(key))!r}{quotes}") from None
     config.policy.path = without_slash(config.policy.path)
+    if (bits := str(config.rollout.quantize)).isascii() and bits.isdecimal():
+        config.rollout.quantize = int(bits)            # '6' in quotes is the number, too
     if "correction" not in user:
         config.correction = {"preset": "decoupled_token_is"}
     if given.get("run") is None:

@@ -308,3 +308,18 @@ def test_the_page_shows_what_the_command_prints(capsys):
     commands.main(["translate", "--to", "verl", "decoupled_token_icepop"])
     shown = re.search(r"```\n(# on the command line\n.*?)```", page, re.DOTALL)[1]
     assert capsys.readouterr().out.startswith(shown)
+
+
+@pytest.mark.parametrize("text", [
+    "[" * 3000 + "]" * 3000, "rollout_is: 2020-13-45", "a: [", b"\xff\xfe"])
+def test_what_is_no_yaml_is_a_sentence_with_its_source(text, tmp_path, capsys):
+    place = tmp_path / "block.yaml"
+    place.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert commands.main(["translate", str(place)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"translate: {place} cannot be read as YAML: ") and len(said) < 400
+
+
+def test_without_a_key_trls_own_default_is_named(capsys):
+    assert commands.main(["translate", "--to", "trl", "decoupled_geo_rs "]) == 1
+    assert "no key of TRL 1.16 is written, so TRL's default stands: " in capsys.readouterr().out

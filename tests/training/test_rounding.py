@@ -91,7 +91,6 @@ def test_bits_per_channel_are_what_they_were():
         step = w.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
         step = torch.where(step > 0, step, 1.0)
         assert torch.equal(rounding(bits)(w), (w / step).round() * step)
-        assert torch.equal(rounding(str(bits))(w), rounding(bits)(w))
     assert torch.equal(rounding("int8")(w), rounding(8)(w))
 
 
@@ -104,9 +103,9 @@ def test_finer_grids_are_nearer():
 
 
 def test_the_setting_takes_names_and_numbers():
-    for how, found in (("int4-group-32", "int4-group-32"), ("6", 6), ("null", None)):
+    for how, found in (("int4-group-32", "int4-group-32"), ("6", 6), ("'6'", 6), ("null", None)):
         assert load_config([f"rollout.quantize={how}"]).rollout.quantize == found
-    for wrong in ("int3", "fp8", "0", "1", "17", "2.5"):
+    for wrong in ("int3", "fp8", "0", "1", "17", "2.5", "٤"):
         with pytest.raises(UserError, match=r"rollout\.quantize.*(must be null, a number|must be)"):
             load_config([f"rollout.quantize={wrong}"])
     norm = torch.randn(3)
