@@ -148,7 +148,8 @@ def test_other_systems_blocks_are_translated(block, expected, remark, capsys):
 
 @pytest.mark.parametrize("block, words", [
     ("rollout_iss: token", "did you mean 'rollout_is'?"), ("[1]", "must be a mapping"),
-    ("a: [", "no YAML"), ("none.yaml", "none.yaml cannot be read"), ("text", "must be a mapping")])
+    ("a: [", "the block cannot be read as YAML: "), ("none.yaml", "none.yaml cannot be read"),
+    ("text", "must be a mapping")])
 def test_what_cannot_be_translated_is_one_sentence(block, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert commands.main(["translate", block]) == 2
