@@ -28,8 +28,9 @@ LONGEST = ["demo", "lora", "ranks", "labels_and_tables", "page_elements", "pages
            "gradient_in_parts", "locks", "causes", "resume", "gpu_report", "studies", "conventions",
            "nonfinite", "dumps", "memory_and_speed"]     # longest first
 LONG = "THREE_POLICIES_LONG"
-GUARDED = ("slow tables and pages of the book, recipes, reports, torch.compile, "
-           "restarts on several ranks")
+OPENING = {"browser", "book", "forks"}     # fixtures that open Chromium or start a trainer elsewhere
+GUARDED = ("slow tables, pages in a browser, recipes, reports, torch.compile, and runs in processes "
+           "of their own")
 SERVED = pytest.StashKey[list[str]]()
 WORKERS = 4                            # more would have nothing left to do
 
@@ -81,10 +82,15 @@ def leaves_out(config):
     return in_folders(config) and not config.option.long
 
 
+def is_long(item):
+    """True if a test is marked so, or asks for a fixture of OPENING."""
+    return bool(item.get_closest_marker("long") or OPENING & {*item.fixturenames})
+
+
 def pytest_terminal_summary(terminalreporter, config):
     if leaves_out(config):
-        terminalreporter.write_line(f"Left out: tests that are marked long ({GUARDED}). "
-                                    "`pytest --long` runs them, and CI does.")
+        terminalreporter.write_line(f"Left out: long tests ({GUARDED}). `pytest --long` runs them, "
+                                    "and CI does.")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -93,9 +99,8 @@ def pytest_collection_modifyitems(config, items):
     So no worker ends with a long file.
     """
     if leaves_out(config):
-        long = [item for item in items if item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in long]
+        config.hook.pytest_deselected(items=[item for item in items if is_long(item)])
+        items[:] = [item for item in items if not is_long(item)]
     if hasattr(config, "workerinput"):
         rank = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
         last = len(rank)
