@@ -319,22 +319,28 @@ def effective_samples():
 ELSEWHERE = (*((name, math.sqrt(low * high), None) for name, low, high in REPORTED),
              ("Qwen3.5-4B", 0.03, None), ("GPT-OSS-120B", 0.05, 2000))
 # Colour, name and its place in the figure: tokens, k3. A region lies below its border.
-REGIONS = (("#ffffff", "ignore", 1.3, 1e-4), ("#eef6fb", "token weights", 1.3, 0.03),
-           ("#d9ebf7", "sequence\nweights", 1.3, 0.09), ("#fbeeec", "repair first", 6, 0.6))
+REGIONS = (("#ffffff", "ignore", 1.3, 1e-4), ("#eef6fb", "token weights", 900, 0.068 / 900),
+           ("#d9ebf7", "sequence weights", 900, 0.18 / 900), ("#fbeeec", "repair first", 6, 0.6))
 
 
 def sizes():
     """Draw k3 of a token against the length, with regions, the tiny models and the real one."""
     figure, axis = plt.subplots(figsize=(7.6, 5.6))
     lengths = torch.logspace(0, 4.3, 200, dtype=torch.float64)
+    axis.set(xscale="log", yscale="log", xlim=(1, 2e4), ylim=(1e-7, 2),
+             xlabel="tokens in a response", ylabel="k3, nats per token")
+    (left, top), (right, bottom) = axis.transData.transform([(1, 1), (10, 0.1)])
+    along = math.degrees(math.atan2(bottom - top, right - left))           # the slope of k3 · T
+
     low = torch.full_like(lengths, 1e-7)
     for (color, name, *place), high in zip(REGIONS, [*size_borders(lengths), 2 * lengths ** 0],
                                            strict=True):
         axis.fill_between(lengths, low, high, color=color, linewidth=0, zorder=0)
         axis.plot(lengths, high, color="#777777", linewidth=0.7, zorder=1)
         axis.text(place[0], place[1], name, fontsize=9, style="italic", color="#555555",
-                  va="center")
+                  va="center", rotation=along if "weights" in name else 0, rotation_mode="anchor")
         low = high
+
     tiny_points(axis)
     real_points(axis)
     marks = {name: (length, math.log10(k3)) for name, k3, length in ELSEWHERE}
@@ -351,8 +357,6 @@ def sizes():
         axis.plot([], [], mark, color=color, markersize=4, label=name,
                   markerfacecolor="white" if mark == "s" else color)
     axis.legend(fontsize=8, loc="lower left")
-    axis.set(xscale="log", yscale="log", xlim=(1, 2e4), ylim=(1e-7, 2),
-             xlabel="tokens in a response", ylabel="k3, nats per token")
     axis.grid(False)
     return figure
 

@@ -871,6 +871,37 @@ def size_borders():
                      "sequence weights, C = ∞, ESS/N ≥ ½"], lines)
 
 
+REPAIRS = (             # what is done, and the rows of studies/sizes.py before and after it
+    ("one temperature on both sides", "temperature", "float32"),
+    ("no top-p, or its replay", "top-p", "float32"),
+    ("no top-k, or its replay", "top-k", "float32"),
+    ("all layers reach the engine", "layer-left-out", "float32"),
+    ("this step's weights, not eight steps old", "stale-8", "float32"),
+    ("this step's weights, not one step old", "stale-1", "float32"),
+    ("an engine in float32, whose grid holds the update", "below-the-grid", "float32"),
+    ("the LoRA apart, not merged in bfloat16", "lora-merged", "float32"),
+    ("16 bits, not 4 bits per channel", "int4", "bf16"),
+    ("groups of 32, not whole channels", "int4", "int4-group-32"),
+    ("float8 with a scale per channel, not per matrix", "float8-e4m3-tensor", "float8-e4m3"),
+    ("16 bits, not 8 bits per channel", "int8", "bf16"),
+    ("the head in float32, layers in bfloat16", "bf16-head-bf16", "bf16"),
+    ("layers in float16, not bfloat16", "bf16", "fp16"))
+
+
+def repairs(border=0.05):
+    """Write k3 with a cause and without it, and the longest responses that need no correction."""
+    found = {name: float(row["k3_exact"]) for name, row in sizes.results().items()}
+
+    def longest(k3):
+        return f"{border / k3:.2g}" if k3 > border / 100 else (
+            f"{round(border / k3, -1):.0f}" if k3 > 1e-7 else "any")
+    lines = [[what, f"`{before}`", sizes.brief(found[before]), sizes.brief(found[after]),
+              longest(found[before]), longest(found[after])]
+             for what, before, after in REPAIRS if before in found and after in found]
+    return markdown(["repair", "row", "k3", "after it", "tokens without a correction", "after it"],
+                    lines)
+
+
 def ranks(values):
     return [sorted(values).index(x) for x in values]
 
@@ -1337,6 +1368,7 @@ TABLES = {"doctor-rates": lambda: rates("rates.txt", 0),
           "words-ends": lambda: markdown(*words.ends()),
           "merging": lambda: markdown(*merging.table()),
           "sizes": lambda: markdown(*sizes.table()), "size-borders": size_borders,
+          "repairs": repairs,
           "turns-tools": lambda: markdown(*turns.of_tools()),
           "turns-lengths": lambda: markdown(*turns.of_lengths()),
           "turns-spelling": lambda: markdown(*turns.of_spelling()),

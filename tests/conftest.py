@@ -28,9 +28,9 @@ LONGEST = ["demo", "lora", "ranks", "labels_and_tables", "page_elements", "pages
            "gradient_in_parts", "locks", "causes", "resume", "gpu_report", "studies", "conventions",
            "nonfinite", "dumps", "memory_and_speed"]     # longest first
 LONG = "THREE_POLICIES_LONG"
-OPENING = {"browser", "book", "forks"}     # fixtures that open Chromium or start a trainer elsewhere
-GUARDED = ("slow tables, pages in a browser, recipes, reports, torch.compile, and runs in processes "
-           "of their own")
+OPENING = {"browser", "book", "forks"}     # fixtures that open Chromium, or start a trainer
+GUARDED = ("slow tables, pages in a browser, recipes, reports, torch.compile, and runs in "
+           "processes of their own")
 SERVED = pytest.StashKey[list[str]]()
 WORKERS = 4                            # more would have nothing left to do
 
