@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LossConfig", "RolloutCorrectionConfig", "correct", "policy_loss"]
 
-PLACES = {"RolloutCorrectionConfig": "correction", "correct": "correction",
+PLACES = {"RolloutCorrectionConfig": "presets", "correct": "correction",
           "LossConfig": "losses", "policy_loss": "losses"}
 
 

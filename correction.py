@@ -26,18 +26,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from three_policies.checks import choice, interval, is_list, number, same_shape
-from three_policies.presets import PRESETS as PRESETS                      # re-exported
 from three_policies.presets import Bound, RolloutCorrectionConfig
 from three_policies.ratios import (LEVELS, OF_TOKENS, aggregate_log_ratio, exp_ratio,
                                    masked_log_ratio, outside)
 from three_policies.rejection import Evidence, Grounds, judge_all, keep_all_agree
-from three_policies.rejection import rejection_mask as rejection_mask      # re-exported
 
 if TYPE_CHECKING:
     from three_policies.metrics import Statistics
 
-
-# ----------------------------------------------------------------------------------- the weights
 
 def importance_weights(log_ratio: Tensor, response_mask: Tensor, level: str,
                        threshold: Bound | Tensor) -> Tensor:
@@ -84,8 +80,6 @@ def batch_normalize(weights: Tensor, response_mask: Tensor, level: str,
     mean = (sums[0] / sums[1].clamp(min=1)).to(weights.dtype)
     return weights / torch.where(mean > 1e-8, mean, 1.0)
 
-
-# ----------------------------------------------------------------------------------- all at once
 
 @dataclass(frozen=True)
 class Correction:

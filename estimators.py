@@ -1,7 +1,7 @@
 """Estimate the quality of importance weights, the distribution sampled from, and advantages.
 
-KL divergences are estimated in kl.py, and log-ratios computed in ratios.py; two of their functions
-are offered here as well. Critics and GAE are left out: the baseline is a group of samples.
+KL divergences are estimated in kl.py, and log-ratios computed in ratios.py. Critics and GAE are
+left out: the baseline is a group of samples.
 Derivation: math/2-policy-gradient.md, math/3-importance-weights.md.
 """
 
@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from three_policies.checks import same_shape
-from three_policies.kl import kl_estimate as kl_estimate                       # re-exported
-from three_policies.ratios import aggregate_log_ratio as aggregate_log_ratio   # re-exported
 from three_policies.ratios import SAFETY_BOUND, exp_ratio, widen
 
 

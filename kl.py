@@ -26,8 +26,8 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
         k2 = ℓ²/2               biased, ≥ 0
         k3 = e^{−ℓ} − 1 + ℓ     unbiased, ≥ 0
         abs = |ℓ|
-    A good value does not imply a good gradient. A "+" keeps the estimator's value and replaces its
-    gradient by that of k2, ℓ∇log π_θ, in the straight-through form (eq:straight-through):
+    A "+" keeps the estimator's value and replaces its gradient by that of k2, ℓ∇log π_θ, in the
+    straight-through form (eq:straight-through):
         k+ = k2 − sg(k2) + sg(k)
     For one action, E_π[∇k2] = ∇KL exactly. Over a sequence it is only the per-token part of the
     gradient: how a token changes the KL of later states is missing (eq:kl-gradient).
@@ -114,9 +114,7 @@ def kl_ratio(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, 
 def kl_penalty(old_log_prob: Tensor, ref_log_prob: Tensor, rollout_log_prob: Tensor,
                response_mask: Tensor, kind: str = "k1", level: str | None = None,
                weights: Tensor | None = None) -> Tensor:
-    """Return what KL(π_θ‖π_ref) in the reward subtracts from the advantages: [B, T].
-
-    (eq:kl-gradient)
+    """Return what KL(π_θ‖π_ref) in the reward subtracts from advantages: [B, T].  (eq:kl-gradient)
 
         None      Σ_{s≥t} k_s                    a reward like any other: the loss weights it
         token     ρ_t k_t / w_t                  the token's own: ∇KL per token, in the states of μ

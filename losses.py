@@ -1,11 +1,8 @@
 """Compute the loss of a batch: weight the terms of surrogates.py, mask them, and divide.
 
 Weights multiply the terms, the rejection mask leaves terms out, and the denominator is a separate
-choice. `policy_loss` puts them together for every mode:
-    decoupled   w(π_old/π_rollout) · PPO(π_θ/π_old)      three policies
-    bypass      PPO(π_θ/π_rollout), no weight            two policies
-    reinforce   w(π_θ/π_rollout) · REINFORCE             two policies, no clip
-`kl_loss` aggregates the KL term of kl.py. Derivation: math/.
+choice. `policy_loss` puts them together for every mode, and `kl_loss` aggregates the KL term of
+kl.py. Derivation: math/.
 
     loss, metrics = policy_loss(log_prob, old_log_prob, rollout_log_prob, advantages, mask, config)
 """
@@ -25,11 +22,6 @@ from three_policies.kl import kl_terms
 from three_policies.presets import RolloutCorrectionConfig
 from three_policies.ratios import aggregate_log_ratio, exp_ratio, widen
 from three_policies.surrogates import Loss
-from three_policies.surrogates import (cispo_loss as cispo_loss,     # re-exported
-                                       gspo_loss as gspo_loss,
-                                       ppo_clip_loss as ppo_clip_loss,
-                                       reinforce_loss as reinforce_loss,
-                                       sapo_loss as sapo_loss)
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
                 "seq-mean-token-sum-norm")
@@ -127,9 +119,8 @@ def aggregate_loss(values: Tensor, mask: Tensor, mode: str, *,
 def width_without_holes(mask: Tensor) -> Tensor:
     """Return T less the columns of `mask` [B, T] that are 0 in all rows, before the last 1.
 
-    In such columns no response can have a token: they are a prompt's or a tool's. Padding behind
-    the last 1 counts, because the sampler had that room. Responses that are padded on the left
-    lose theirs, so give `aggregate_loss` a horizon for these.
+    Padding behind the last 1 counts, because the sampler had that room. Responses that are padded
+    on the left lose theirs, so give `aggregate_loss` a horizon for these.
     """
     some = mask.bool().any(0)                                                             # [T]
     holes = ~some & some.flip(0).cumsum(0).flip(0).bool()                                 # [T]
@@ -147,9 +138,9 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
 
     (eq:decoupled-ppo, eq:bypass, eq:off-policy, eq:batch-size)
 
-        decoupled: E_μ[Σ_t w_t L(r_t, A_t)]      ρ = π_old/μ, r = π_θ/π_old
-        bypass:    E_μ[Σ_t L(ρ_θ,t, A_t)]        ρ_θ = π_θ/μ
-        reinforce: E_μ[Σ_t −w_t A_t log π_θ]     w of ρ_θ
+        decoupled: E_μ[Σ_t w_t L(r_t, A_t)]      w of ρ = π_old/μ, r = π_θ/π_old: three policies
+        bypass:    E_μ[Σ_t L(ρ_θ,t, A_t)]        ρ_θ = π_θ/μ, no weight: two
+        reinforce: E_μ[Σ_t −w_t A_t log π_θ]     w of ρ_θ: two, no clip
 
     All tensors are [B, T]; advantages may be [B] or [B, 1].
     * `old_log_prob`: that of π_old, which decoupled mode compares with π_rollout and with π_θ. None

@@ -198,9 +198,10 @@ def moments_of_ratio(log_rho: Tensor, tokens: Counted,
 
 
 def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quantity]:
-    """Measure how far apart two policies are, over tokens and over non-empty sequences.
+    """Measure how far apart two policies are, of tokens and non-empty sequences.  (eq:martingale)
 
-    (eq:martingale)
+    bitwise_frac is the share of tokens whose log ρ is not 0, NaN included: each policy's float32
+    log-prob then has other bits. It is 0 only where engine and trainer compute the same.
     """
     _, (mask, n, rows), of_log, of_rho, less_one = ratios
     rollout_mean = torch.where(mask, widen(rollout_log_prob), 0.0).sum(-1) / n  # of a sequence: [B]
@@ -221,7 +222,9 @@ def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quant
         (rows, mean.abs(), {"log_ppl_abs_diff": "mean"}),
         (rows, perplexity(mean[:, None], any_token), {"ppl_ratio": "mean"})]
     k1 = of_log._replace(mean=-mean)                     # its mean and its z need no extremes
+    other_bits = ratios.tokens.count_rows(ratios.log_rho != 0)
     return [(k1, {"kl": "mean", "kl_z": "z"}),                  # KL(π_rollout‖π_train), by k1
+            *ratios.tokens.shares(other_bits, tokens=["bitwise_frac"]),
             *((Moments.of_rows(x, of), names) for of, x, names in means),
             (of_rho, {"is_ratio_mean": "mean", "is_ratio_max": "max", "is_ratio_min": "min"}),
             (less_one, {"is_ratio_std": "sample_std", "is_ratio_z": "z"})]

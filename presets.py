@@ -17,7 +17,8 @@ from three_policies.rejection import CRITERIA, read_criteria
 from three_policies.surrogates import LOSSES, Loss
 
 NEAR_ONE = (0.999, 1.001)          # bounds on a geometric mean of ρ
-Pair = tuple[float | None, float | None]
+End = float | None                 # of an interval; None is open
+Pair = tuple[End, End]
 Bound = float | Pair
 
 
@@ -62,10 +63,9 @@ class RolloutCorrectionConfig:
     def __new__(cls, *given: Any, **named: Any):
         for key in named:
             if key not in cls.__dataclass_fields__:
-                raise TypeError(
-                    f"RolloutCorrectionConfig has no argument {key!r}; it has "
-                    f"{', '.join(cls.__dataclass_fields__)}; from_dialect({{…}}) of "
-                    "interop/dialects.py reads the keys of verl and SkyRL")
+                raise TypeError(f"RolloutCorrectionConfig has no argument {key!r}; it has "
+                                f"{', '.join(cls.__dataclass_fields__)}; from_dialect({{…}}) of "
+                                "interop/dialects.py reads the keys of verl and SkyRL")
         return super().__new__(cls)
 
     def __post_init__(self):
@@ -167,20 +167,19 @@ class RolloutCorrectionConfig:
 
     @classmethod
     def decoupled_seq_is_rs(cls, is_threshold: float = 2.0, rs_threshold: Bound = (0.5, 2.0),
-                            rs_threshold_lower: float | None = None):
+                            rs_threshold_lower: End = None):
         """Truncate the product of ρ, and keep it in an interval: min(Πρ, C)·1[lo ≤ Πρ ≤ hi]."""
         return cls("sequence", is_threshold,
                    rollout_rs={"seq_sum_k1": _bounds(rs_threshold, rs_threshold_lower)})
 
     @classmethod
-    def decoupled_token_icepop(cls, threshold: Bound = 5.0, threshold_lower: float | None = None):
+    def decoupled_token_icepop(cls, threshold: Bound = 5.0, threshold_lower: End = None):
         """Set the weight of tokens outside an interval to 0: w_t = ρ_t·1[lo ≤ ρ_t ≤ hi]."""
         return cls("token", _bounds(threshold, threshold_lower, "threshold", 0.5))
 
     @classmethod
-    def decoupled_geo_rs(cls, rs_threshold: Bound = NEAR_ONE,
-                         rs_threshold_lower: float | None = None,
-                         veto_threshold: float | None = None):
+    def decoupled_geo_rs(cls, rs_threshold: Bound = NEAR_ONE, rs_threshold_lower: End = None,
+                         veto_threshold: End = None):
         """Reject sequences by the geometric mean of ρ: keep lo ≤ (Πρ)^(1/T) ≤ hi."""
         return cls(rollout_rs=_geometric(rs_threshold, rs_threshold_lower, veto_threshold))
 
@@ -217,9 +216,8 @@ class RolloutCorrectionConfig:
         return cls(None, threshold, bypass_mode=True)
 
     @classmethod
-    def bypass_ppo_clip_geo_rs(cls, rs_threshold: Bound = NEAR_ONE,
-                               rs_threshold_lower: float | None = None,
-                               veto_threshold: float | None = None):
+    def bypass_ppo_clip_geo_rs(cls, rs_threshold: Bound = NEAR_ONE, rs_threshold_lower: End = None,
+                               veto_threshold: End = None):
         """Do as `bypass_ppo_clip`, and reject sequences by the geometric mean of ρ."""
         return cls(rollout_rs=_geometric(rs_threshold, rs_threshold_lower, veto_threshold),
                    bypass_mode=True)
@@ -237,15 +235,14 @@ class RolloutCorrectionConfig:
         return cls("sequence", threshold, bypass_mode=True, loss_type="reinforce")
 
     @classmethod
-    def bypass_pg_token_icepop(cls, threshold: Bound = 5.0, threshold_lower: float | None = None):
+    def bypass_pg_token_icepop(cls, threshold: Bound = 5.0, threshold_lower: End = None):
         """Weight REINFORCE by each token's ρ in an interval: −ρ_t·1[lo ≤ ρ_t ≤ hi] A log π_θ."""
         return cls("token", _bounds(threshold, threshold_lower, "threshold", 0.5),
                    bypass_mode=True, loss_type="reinforce")
 
     @classmethod
-    def bypass_pg_geo_rs(cls, rs_threshold: Bound = NEAR_ONE,
-                         rs_threshold_lower: float | None = None,
-                         veto_threshold: float | None = None):
+    def bypass_pg_geo_rs(cls, rs_threshold: Bound = NEAR_ONE, rs_threshold_lower: End = None,
+                         veto_threshold: End = None):
         """Use REINFORCE without weights; reject sequences by the geometric mean of ρ."""
         return cls(rollout_rs=_geometric(rs_threshold, rs_threshold_lower, veto_threshold),
                    bypass_mode=True, loss_type="reinforce")
@@ -270,14 +267,14 @@ class RolloutCorrectionConfig:
     # Presets of verl 0.6, where one token with ρ < 1e-4 vetoes its sequence, and its older names.
 
     @classmethod
-    def geo_rs(cls, rs_threshold: Bound = NEAR_ONE, rs_threshold_lower: float | None = None,
-               veto_threshold: float | None = 1e-4):
+    def geo_rs(cls, rs_threshold: Bound = NEAR_ONE, rs_threshold_lower: End = None,
+               veto_threshold: End = 1e-4):
         """Do as `decoupled_geo_rs`, and reject sequences with a ρ below 1e-4, the veto."""
         return cls.decoupled_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
 
     @classmethod
-    def pg_rs(cls, rs_threshold: Bound = NEAR_ONE, rs_threshold_lower: float | None = None,
-              veto_threshold: float | None = 1e-4):
+    def pg_rs(cls, rs_threshold: Bound = NEAR_ONE, rs_threshold_lower: End = None,
+              veto_threshold: End = 1e-4):
         """Do as `bypass_pg_geo_rs`, and reject sequences with a ρ below 1e-4, the veto."""
         return cls.bypass_pg_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
 
@@ -297,10 +294,8 @@ class RolloutCorrectionConfig:
     pure_is, pg_is, pure_rs = bypass_pg_is, bypass_pg_is, pg_rs
 
 
-def _bounds(upper: Bound, lower: float | None = None, key: str = "rs_threshold",
-            least: float | None = None) -> Pair:
-    """Return a pair as it is, a number as [lower, upper], else [least, upper] or [1/upper, upper].
-    """
+def _bounds(upper: Bound, lower: End = None, key: str = "rs_threshold", least: End = None) -> Pair:
+    """Return a pair as it is, or [lower, upper], whose lower end is `least` or 1/upper by default."""
     if is_list(upper):
         if lower is not None:
             raise ValueError(f"{key} {upper!r} has a lower end: leave {key}_lower out")
@@ -311,8 +306,7 @@ def _bounds(upper: Bound, lower: float | None = None, key: str = "rs_threshold",
     return lower, high
 
 
-def _geometric(upper: Bound, lower: float | None = None,
-               veto: float | None = None) -> dict[str, Pair]:
+def _geometric(upper: Bound, lower: End = None, veto: End = None) -> dict[str, Pair]:
     return {"seq_mean_k1": _bounds(upper, lower)} | (
         {} if veto is None else {"seq_max_k1": (veto, None)})
 

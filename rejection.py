@@ -2,9 +2,7 @@
 
 Every criterion looks at the original mask, and a token survives only if all criteria keep it. A
 value equal to its bound is kept, and NaN is rejected. Bounds of k1 criteria bound ρ itself. Each
-criterion is a row of CRITERIA. To add one, write a function from Evidence to Verdict, and its row.
-Checks, metrics, help, tables and the tests that hold for any criterion follow from the row.
-Derivation: math/6-correction.md and math/7-methods-and-prices.md.
+criterion is a row of CRITERIA. Derivation: math/6-correction.md and math/7-methods-and-prices.md.
 
     keep = rejection_mask(log_ratio, response_mask, {"seq_mean_k3": 0.01})                # [B, T]
 """
@@ -23,7 +21,8 @@ from torch.distributed import ProcessGroup
 
 from three_policies.checks import choice, interval, number, same_shape
 from three_policies.kl import kl_estimate
-from three_policies.ratios import SAFETY_BOUND, extremes, sequence_log_ratio, widen
+from three_policies.ratios import (SAFETY_BOUND, extremes, ratio_less_one, sequence_log_ratio,
+                                   widen)
 
 
 # ----------------------------------------------------------- what a criterion sees and returns
@@ -86,11 +85,10 @@ def ratio_within(where: str, seen: Evidence, bound: Any) -> Verdict:
     return Verdict(statistic, (least, most), lowest < least, ~(highest <= most))
 
 
-def divergence_at_most(where: str, kind: str, seen: Evidence, bound: Any) -> Verdict:
+def divergence(where: str, kind: str, seen: Evidence, bound: Any) -> Verdict:
     """Keep where k2 = (log ρ)²/2 or k3 = ρ − 1 − log ρ is ≤ bound, in nats.  (eq:rejection)
 
-    `where` chooses the token's value, or its sequence's sum, mean or maximum. log ρ_t is clamped to
-    ±SAFETY_BOUND.
+    `where` chooses the token's value, or its sequence's sum, mean or maximum.
     """
     limited = seen.log_rho.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     return at_most(over(kl_estimate(torch.zeros_like(limited), limited, kind), seen.mask, where),
@@ -107,11 +105,17 @@ def opsm(seen: Evidence, bound: Any) -> Verdict:
     return at_most(drift, bound, (seen.advantages < 0) | drift.isnan())
 
 
+def sampled_log_probs(seen: Evidence) -> tuple[Tensor, Tensor]:
+    """Return log μ and log π of each sampled token, 0 on padding: [B, T] twice."""
+    assert seen.rollout_log_prob is not None
+    log_mu = torch.where(seen.mask, seen.rollout_log_prob, 0.0).to(seen.log_rho.dtype)
+    return log_mu, (log_mu + seen.log_rho).clamp(max=0)
+
+
 def probability_moved(seen: Evidence) -> Tensor:
     """Return π − μ of each sampled token, [B, T].  (eq:total-variation)"""
-    assert seen.rollout_log_prob is not None
-    rollout_log_prob = torch.where(seen.mask, seen.rollout_log_prob, 0.0).to(seen.log_rho.dtype)
-    return (rollout_log_prob + seen.log_rho).clamp(max=0).exp() - rollout_log_prob.exp()
+    log_mu, log_pi = sampled_log_probs(seen)
+    return log_pi.exp() - log_mu.exp()
 
 
 def token_tv(seen: Evidence, bound: Any) -> Verdict:
@@ -128,6 +132,39 @@ def token_tv_outward(seen: Evidence, bound: Any) -> Verdict:
     return at_most(probability_moved(seen) * seen.advantages.sign(), bound)
 
 
+def seq_mean_tv(seen: Evidence, bound: Any) -> Verdict:
+    """Keep sequences whose mean of |π − μ| is ≤ δ.  (eq:total-variation)   Source: OpenRLHF."""
+    return at_most(over(probability_moved(seen).abs(), seen.mask, "seq_mean"), bound)
+
+
+def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return KL(p‖q) of two outcomes, the sampled token or any other, in nats.  (eq:binary-kl)"""
+    other_p, other_q = (-log_prob.clamp(max=0).expm1() for log_prob in (log_p, log_q))
+    other_q = other_q.clamp(min=torch.finfo(other_q.dtype).tiny)        # 0 · log(0/0) would be NaN
+    return log_p.exp() * (log_p - log_q) + torch.xlogy(other_p, other_p / other_q)
+
+
+def token_binary_kl(seen: Evidence, bound: Any) -> Verdict:
+    """Keep tokens with both binary KLs ≤ δ.  (eq:binary-kl)   Source: KPop, in AReaL's form."""
+    log_mu, log_pi = sampled_log_probs(seen)
+    return at_most(torch.maximum(binary_kl(log_mu, log_pi), binary_kl(log_pi, log_mu)), bound)
+
+
+def seq_mean_binary_kl(seen: Evidence, bound: Any) -> Verdict:
+    """Keep sequences whose mean binary KL(μ‖π) is ≤ δ.  (eq:binary-kl)   Source: FlashREINFORCE."""
+    return at_most(over(binary_kl(*sampled_log_probs(seen)), seen.mask, "seq_mean"), bound)
+
+
+def vaco(seen: Evidence, bound: Any) -> Verdict:
+    """Reject tokens with A log ρ > 0 in sequences whose mean of |ρ − 1| exceeds δ.  (eq:vaco)
+
+    Source: VACO 2603.01365, in the form of open-instruct's pull request 1681.
+    """
+    assert seen.advantages is not None
+    moved = over(ratio_less_one(seen.log_rho).abs(), seen.mask, "seq_mean")               # [B, 1]
+    return at_most(moved, bound, (seen.log_rho.sign() * seen.advantages > 0) | moved.isnan())
+
+
 def second_moment(seen: Evidence, bound: Any) -> Verdict:
     """Reject the largest (log ρ)² until the mean of the others is ≤ δ.  (eq:second-moment)
 
@@ -141,9 +178,7 @@ def second_moment(seen: Evidence, bound: Any) -> Verdict:
 
 def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float,
                         group: ProcessGroup | None = None) -> Tensor:
-    """Return the largest (log ρ)² up to which the mean is ≤ bound: 0-dim, float32.
-
-    (eq:second-moment)
+    """Return the largest (log ρ)² up to which the mean is ≤ bound, 0-dim.  (eq:second-moment)
 
     `square`, `response_mask`: [B, T]. The mean of the values ≤ x never falls as x rises: the
     limit is read off the sorted values or, with a `group`, found by 31 halvings of the float32
@@ -178,20 +213,14 @@ def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float,
 # ------------------------------------------------------------------------------------ the rows
 
 class Criterion(NamedTuple):
-    """Describe one criterion: its statistic, its scope, how its bound is read, and its judge.
+    """One criterion: what it compares with its bound, of what, and how."""
 
-    `of` is what is judged: each "token", each "sequence", or tokens of the whole "batch". `read` is
-    `interval` for a pair that bounds ρ, `number` for an upper bound. `needs` maps each further
-    tensor of Evidence to the end of the message that asks for it. `level` is that of the ρ which a
-    pair bounds.
-    """
-
-    statistic: str
-    of: str
-    read: Callable[[str, Any], Any]
+    statistic: str                                  # in words
+    of: str                                         # "token", "sequence", "batch": what is judged
+    read: Callable[[str, Any], Any]                 # `interval` on ρ, or `number`: an upper bound
     judge: Callable[[Evidence, Any], Verdict]
-    needs: Mapping[str, str] = {}
-    level: str | None = None
+    needs: Mapping[str, str] = {}                   # tensor of Evidence: end of the error message
+    level: str | None = None                        # of the ρ that a pair bounds
 
 
 SIGN = {"advantages": "the advantages: it looks at their sign"}
@@ -199,29 +228,28 @@ PROBABILITY = {"rollout_log_prob": "rollout_log_prob: a ratio does not say how m
                "has moved"}
 CRITERIA = {
     "token_k1": Criterion("ρ", "token", interval, partial(ratio_within, "token"), level="token"),
-    "token_k2": Criterion("k2", "token", number, partial(divergence_at_most, "token", "k2")),
-    "token_k3": Criterion("k3", "token", number, partial(divergence_at_most, "token", "k3")),
+    "token_k2": Criterion("k2", "token", number, partial(divergence, "token", "k2")),
+    "token_k3": Criterion("k3", "token", number, partial(divergence, "token", "k3")),
     "seq_sum_k1": Criterion("product of ρ", "sequence", interval,
                             partial(ratio_within, "seq_sum"), level="sequence"),
-    "seq_sum_k2": Criterion("sum of k2", "sequence", number,
-                            partial(divergence_at_most, "seq_sum", "k2")),
-    "seq_sum_k3": Criterion("sum of k3", "sequence", number,
-                            partial(divergence_at_most, "seq_sum", "k3")),
+    "seq_sum_k2": Criterion("sum of k2", "sequence", number, partial(divergence, "seq_sum", "k2")),
+    "seq_sum_k3": Criterion("sum of k3", "sequence", number, partial(divergence, "seq_sum", "k3")),
     "seq_mean_k1": Criterion("geometric mean of ρ", "sequence", interval,
                              partial(ratio_within, "seq_mean"), level="geometric"),
-    "seq_mean_k2": Criterion("mean k2", "sequence", number,
-                             partial(divergence_at_most, "seq_mean", "k2")),
-    "seq_mean_k3": Criterion("mean k3", "sequence", number,
-                             partial(divergence_at_most, "seq_mean", "k3")),
+    "seq_mean_k2": Criterion("mean k2", "sequence", number, partial(divergence, "seq_mean", "k2")),
+    "seq_mean_k3": Criterion("mean k3", "sequence", number, partial(divergence, "seq_mean", "k3")),
     "seq_max_k1": Criterion("every ρ", "sequence", interval, partial(ratio_within, "seq_max")),
-    "seq_max_k2": Criterion("worst k2", "sequence", number,
-                            partial(divergence_at_most, "seq_max", "k2")),
-    "seq_max_k3": Criterion("worst k3", "sequence", number,
-                            partial(divergence_at_most, "seq_max", "k3")),
+    "seq_max_k2": Criterion("worst k2", "sequence", number, partial(divergence, "seq_max", "k2")),
+    "seq_max_k3": Criterion("worst k3", "sequence", number, partial(divergence, "seq_max", "k3")),
     "opsm": Criterion("where A < 0, mean −log ρ", "sequence", number, opsm, SIGN),
     "token_tv": Criterion("|π − μ|", "token", number, token_tv, PROBABILITY),
     "token_tv_outward": Criterion("sign(A)(π − μ)", "token", number, token_tv_outward,
                                   {**SIGN, **PROBABILITY}),
+    "seq_mean_tv": Criterion("mean |π − μ|", "sequence", number, seq_mean_tv, PROBABILITY),
+    "token_binary_kl": Criterion("larger binary KL", "token", number, token_binary_kl, PROBABILITY),
+    "seq_mean_binary_kl": Criterion("mean binary KL(μ‖π)", "sequence", number, seq_mean_binary_kl,
+                                    PROBABILITY),
+    "vaco": Criterion("where A log ρ > 0, mean |ρ − 1|", "sequence", number, vaco, SIGN),
     "second_moment": Criterion("mean (log ρ)²", "batch", number, second_moment),
 }
 
@@ -269,10 +297,9 @@ def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[s
     """Return the tokens that every criterion keeps: [B, T], bool.  (eq:rejection)
 
     `log_ratio` (log ρ), `response_mask`, `advantages`, `rollout_log_prob`: [B, T]. `criteria` maps
-    the name of a row of CRITERIA to its bound. Each criterion looks at the original mask, and a
-    value equal to its bound is kept. With `group`, a criterion of the batch looks at all its ranks.
-    Raises ValueError on an unknown criterion, an invalid bound, or where a criterion needs a tensor
-    that is not given, or has another shape.
+    the name of a row of CRITERIA to its bound. With `group`, a criterion of the batch looks at all
+    its ranks. Raises ValueError on an unknown criterion, an invalid bound, or where a criterion
+    needs a tensor that is not given, or has another shape.
     """
     criteria = read_criteria(criteria)
     same_shape("[B, T]", log_ratio=log_ratio, response_mask=response_mask)

@@ -2,9 +2,8 @@
 
 A loss is a [B, T] tensor of per-token terms, to be minimised. losses.py decides what weights, masks
 and divides these terms. `old_log_prob` is that of the policy which π_θ is compared with: π_old with
-three policies, π_rollout with two. Each loss is a row of LOSSES, with what it takes and which
-tokens its clip acts on. To add a loss, add its function and its row. Value losses and entropy
-bonuses are left out. Derivation: math/.
+three policies, π_rollout with two. Each loss is a row of LOSSES. Value losses and entropy bonuses
+are left out. Derivation: math/.
 
     terms = ppo_clip_loss(log_prob, old_log_prob, advantages)                             # [B, T]
 """
@@ -117,21 +116,14 @@ def clipped_weights(ratio: Tensor, advantages: Tensor, clip_low: float, clip_hig
 # ------------------------------------------------------------------------------------ the rows
 
 class Loss(NamedTuple):
-    """Describe one loss: its function, its inputs, its own numbers, and where its clip acts.
-
-    `function` is called with log_prob, then the tensors named by `takes`, then the numbers of `own`
-    by name; a LossConfig may replace those numbers. `level` is that of the loss's own ratio r,
-    "token" or "geometric". None means that it has no ratio, so in bypass mode it takes an explicit
-    weight. `holds` finds the tokens on which the clip acts: it is called with r at that level, the
-    advantages and the numbers of `own`.
-    """
+    """One loss. `function` is called with log_prob, the tensors of `takes`, and `own` by name."""
 
     meaning: str
     function: Callable[..., Tensor]
-    takes: tuple[str, ...]             # of old_log_prob, advantages, response_mask
-    own: Mapping[str, float | None]
-    level: str | None = "token"
-    holds: Callable[..., Tensor] | None = None
+    takes: tuple[str, ...]                          # of old_log_prob, advantages, response_mask
+    own: Mapping[str, float | None]                 # its numbers; a LossConfig may replace them
+    level: str | None = "token"                     # of its r; None: no r, so bypass mode weights
+    holds: Callable[..., Tensor] | None = None      # on which tokens its clip acts: r, A, **own
 
 
 LOSSES = {

@@ -12,11 +12,13 @@ from three_policies.book import moving_exact
 from three_policies.book.record_response import ARMS
 from three_policies.book.tables import (POLICIES, RolloutCorrectionConfig, bias_and_std, mean_of,
                                         priced, runs)
-from three_policies.correction import correct, rejection_mask
-from three_policies.losses import (cispo_loss, exp_ratio, gspo_loss, policy_loss, ppo_clip_loss,
-                                   reinforce_loss, sapo_loss)
+from three_policies.correction import correct
+from three_policies.losses import policy_loss
 from three_policies.presets import PRESETS
-from three_policies.ratios import aggregate_log_ratio
+from three_policies.ratios import aggregate_log_ratio, exp_ratio
+from three_policies.rejection import rejection_mask
+from three_policies.surrogates import (cispo_loss, gspo_loss, ppo_clip_loss, reinforce_loss,
+                                       sapo_loss)
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = ROOT / "book" / "assets"

@@ -31,7 +31,7 @@ from three_policies.correction import correct
 from three_policies.doctor.health import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED, diagnose
 from three_policies.interop.dialects import from_dialect
 from three_policies.kl import kl_estimate
-from three_policies.losses import LossConfig, kl_loss, policy_loss, reinforce_loss
+from three_policies.losses import LossConfig, kl_loss, policy_loss
 from three_policies.oracle import (J, Policy, exact_gradient, expectation, kl, rewards, routes,
                                    token_kl, turns, versions, words)
 from three_policies.presets import PRESETS, RolloutCorrectionConfig
@@ -39,7 +39,7 @@ from three_policies.ratios import LEVELS, masked_log_ratio
 from three_policies.rejection import CRITERIA
 from three_policies.studies import merging, sizes
 from three_policies.studies.contrasts import CORRECTIONS, holm, judge, mcnemar, paired
-from three_policies.surrogates import LOSSES
+from three_policies.surrogates import LOSSES, reinforce_loss
 from three_policies.tests.support import certified
 from three_policies.training.capacity import (GIB, Sizes, host_bytes, memory, require_room,
                                               smallest_engine)
@@ -351,6 +351,11 @@ IDEAS_OF_2026 = {
                                                                  **REINFORCE),
     "`token_tv: 0.3`, token ρ (IPO)": from_dialect({"loss": {"type": "ipo"}}),
     "`token_tv_outward: 0.2`, token ρ (DPPO)": from_dialect({"loss": {"type": "default"}}),
+    **{f"`{name}: {bound}`, token ρ{source}": RolloutCorrectionConfig(
+        "token", torch.inf, rollout_rs={name: bound}, **REINFORCE) for name, bound, source in (
+            ("token_binary_kl", 0.05, " (KPop)"),
+            ("seq_mean_binary_kl", 0.005, " (FlashREINFORCE)"), ("seq_mean_tv", 0.05, ""),
+            ("vaco", 0.2, " (VACO)"))},
     "`second_moment: 0.04` (M2PO)": RolloutCorrectionConfig(rollout_rs={"second_moment": 0.04})}
 
 
@@ -416,6 +421,7 @@ def prices(methods):
 FORMULAS = {
     "kl": "mean −log ρ: KL(μ‖π) by k1",
     "kl_z": "Σ(−log ρ)/√Σ(log ρ)²: how many standard errors `kl` is above 0",
+    "bitwise_frac": "share of tokens with log ρ ≠ 0: in float32 their log-probs differ in a bit",
     "k3_kl": "mean ρ − 1 − log ρ: KL(μ‖π) by k3",
     "chi2_token": "mean ρ_t² − 1",
     "chi2_seq": "mean (Πρ)² − 1",
@@ -458,8 +464,8 @@ FORMULAS = {
         "share of tokens with ρ_t < lo, the veto: the lower bound of seq_max_k1",
     "rollout_is_veto_fraction": "share of responses with a token of ρ_t below the veto",
     "CRITERION_mean": "mean of its statistic s over tokens: k1, k2 or k3 per token, or its sum, "
-                      "mean or maximum; |π − μ|, for token_tv_outward sign(A)(π − μ); (log ρ)² for "
-                      "second_moment",
+                      "mean or maximum; |π − μ|, for token_tv_outward sign(A)(π − μ), for binary_kl "
+                      "the larger KL or the mean; |ρ − 1| for vaco; (log ρ)² for second_moment",
     "CRITERION_max": "largest s",
     "CRITERION_min": "smallest s",
     "CRITERION_std": "standard deviation of s limited to its bounds (N)",

@@ -171,15 +171,32 @@ def inside(x: Fraction, bound, n: int = 1) -> bool:
     return (lo is None or at_most(lo, x)) and (hi is None or at_most(x, hi))
 
 
+def two_outcomes(a: Fraction, b: Fraction) -> float:
+    """Return KL of a token's probability a, and 1 − a of any other one, from b."""
+    return a * math.log(a / b) + (0 if a == 1 else (1 - a) * math.log((1 - a) / (1 - b)))
+
+
 def keeps(name: str, bound, p: Vector, m: Vector, sign: int) -> list[bool]:
-    """True for each token that a criterion keeps.  (eq:rejection, eq:opsm, eq:total-variation)"""
+    """True for each token that a criterion keeps.
+
+    (eq:rejection, eq:opsm, eq:total-variation, eq:binary-kl, eq:vaco)
+    """
     rho, n = [a / b for a, b in zip(p, m)], len(p)
-    if name.startswith("token_tv"):
+    if name in ("token_tv", "token_tv_outward", "seq_mean_tv"):
         moved = [(a - b) * sign if name == "token_tv_outward" else abs(a - b)
                  for a, b in zip(p, m)]
+        moved = [sum(moved) / n] * n if name == "seq_mean_tv" else moved
         return [at_most(x, Fraction(bound)) for x in moved]
     if name == "opsm":
         return [sign > 0 or at_most(-math.log(prod(rho)) / n, bound)] * n
+    if name == "vaco":
+        near = at_most(sum(abs(x - 1) for x in rho) / n, Fraction(bound))
+        return [near or (x - 1) * sign <= 0 for x in rho]
+    if name.endswith("binary_kl"):
+        there = [two_outcomes(a, b) for a, b in zip(m, p)]
+        if name == "seq_mean_binary_kl":
+            return [at_most(sum(there) / n, bound)] * n
+        return [at_most(max(x, two_outcomes(a, b)), bound) for x, a, b in zip(there, p, m)]
 
     of, kind = name.rsplit("_", 1)                                  # seq_mean, k1
     if kind == "k1":

@@ -315,7 +315,8 @@ def test_verl_itself_leaves_the_loss_to_the_user():
     import verl
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
-    from three_policies.losses import aggregate_loss, ppo_clip_loss
+    from three_policies.losses import aggregate_loss
+    from three_policies.surrogates import ppo_clip_loss
     trainer = (Path(verl.__file__).parent
                / "trainer" / "ppo" / "v1" / "trainer_base.py").read_text()
     assert "def _compute_old_log_prob" in trainer and "bypass_mode" in trainer

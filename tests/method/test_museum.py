@@ -16,13 +16,13 @@ import torch
 from three_policies.correction import correct
 from three_policies.estimators import effective_sample_size, rloo_advantages, sampling_log_probs
 from three_policies.kl import kl_estimate
-from three_policies.losses import (LossConfig, aggregate_loss, count, kl_loss, policy_loss,
-                                   ppo_clip_loss, reinforce_loss)
+from three_policies.losses import LossConfig, aggregate_loss, count, kl_loss, policy_loss
 from three_policies.metrics import Counted, Statistics
 from three_policies.oracle import (Policy, close, estimator_moments, exact_gradient, expectation,
                                    f64, grad_J, kl, rewards, scores, token_kl)
 from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.ratios import aggregate_log_ratio, exp_ratio
+from three_policies.surrogates import ppo_clip_loss, reinforce_loss
 from three_policies.tests.support.exhibits import EXHIBITS, exhibit, filed_by, judge, once, values
 
 VERL = "https://github.com/verl-project/verl/blob/v0.9.1/"

@@ -92,10 +92,10 @@ def test_what_is_not_finite_is_within_no_bound(criterion, value):
     if criterion in ("opsm", "token_tv_outward") and value == math.inf:
         return              # A < 0 and π_old above π_rollout: both keep such a token, rightly
     rollout, wide = torch.full((2, 3), -1.0), bound_of(criterion, (0.5, 2.0), 0.1)
-    train = rollout.clone()
+    train, against = rollout.clone(), 1 if criterion == "vaco" and value == math.inf else -1
     train[0, 1] += value
     result = correct(train, rollout, torch.ones(2, 3), Config(rollout_rs={criterion: wide}),
-                     -torch.ones(2, 3))
+                     torch.full((2, 3), float(against)))
     assert not result.mask[0, 1] and result.mask[1].all()
     assert any("not finite" in sentence for sentence in diagnose(result.metrics))
 
@@ -122,7 +122,42 @@ def test_opsm_rejects_only_negative_advantages_of_drifted_sequences():
             correct(*args, Config(rollout_rs={"opsm": 0.19}), wrong)
 
 
+def test_vaco_rejects_what_moves_on_in_sequences_that_have_moved():
+    """eq:vaco: mean |ρ − 1| is (1 + 0.5)/2 = 0.75 and 0.1; A = 1 pushes on where ρ > 1.
+
+    The mean is exactly met by its own value. Where A or log ρ is 0 nothing is pushed.
+    """
+    log_rho = f64([[2.0, 0.5, 1.0], [1.1, 0.9, 1.0]]).log()
+    mask, a = f64([[1, 1, 0], [1, 1, 0]]), torch.ones(2, 3)
+    for bound, sign, kept in ((0.5, 1, [[0, 1, 0], [1, 1, 0]]), (0.5, -1, [[1, 0, 0], [1, 1, 0]]),
+                              (0.5, 0, mask.tolist()), (0.75, 1, mask.tolist()),
+                              (0.05, 1, [[0, 1, 0], [0, 1, 0]])):
+        assert rejection_mask(log_rho, mask, {"vaco": bound}, sign * a).tolist() == kept
+
+
 # -------------------------------------------------------------------------- bounds on probabilities
+
+@certifies("float64")
+def test_binary_kl_is_that_of_two_outcomes():
+    """eq:binary-kl: KL(0.5‖0.8) = 0.2231, KL(0.8‖0.5) = 0.1927; KL(1‖1) = 0, and no NaN.
+
+    A token goes by the larger of both, a sequence by the mean of KL(μ‖π).
+    """
+    mu, pi = f64([[0.5, 0.8, 1.0], [0.5, 0.5, 0.0]]), f64([[0.8, 0.5, 1.0], [0.5, 0.5, 0.0]])
+    mask = f64([[1, 1, 1], [1, 1, 0]])
+    there, back = 0.5 * math.log(0.25 / 0.16), 0.8 * math.log(1.6) + 0.2 * math.log(0.4)
+    given = torch.where(mask > 0, (pi / mu).log(), math.nan), mask
+    def kept(**criteria):
+        return rejection_mask(*given, criteria, rollout_log_prob=mu.log()).int().tolist()
+    assert kept(token_binary_kl=there * (1 + 1e-12)) == [[1, 1, 1], [1, 1, 0]]
+    assert kept(token_binary_kl=there * (1 - 1e-12)) == [[0, 0, 1], [1, 1, 0]]
+    mean = (there + back) / 3
+    assert kept(seq_mean_binary_kl=mean * (1 + 1e-12)) == [[1, 1, 1], [1, 1, 0]]
+    assert kept(seq_mean_binary_kl=mean * (1 - 1e-12)) == [[0, 0, 0], [1, 1, 0]]
+    assert kept(seq_mean_tv=0.2 + 1e-12) == [[1, 1, 1], [1, 1, 0]]
+    assert kept(seq_mean_tv=0.2 - 1e-12) == [[0, 0, 0], [1, 1, 0]]
+
+
 
 @certifies("float64")
 def test_total_variation_of_the_sampled_token():

@@ -39,7 +39,8 @@ SUM, PLAIN = "seq-mean-token-sum", math.inf                         # C = ∞: n
 
 # Criteria that tests know by hand; of a new row of CRITERIA they know nothing but that row.
 KNOWN = (*(f"{of}_{kind}" for of in ("token", "seq_sum", "seq_mean", "seq_max")
-           for kind in ("k1", "k2", "k3")), "opsm", "token_tv", "token_tv_outward", "second_moment")
+           for kind in ("k1", "k2", "k3")), "opsm", "token_tv", "token_tv_outward", "seq_mean_tv",
+         "token_binary_kl", "seq_mean_binary_kl", "vaco", "second_moment")
 
 
 def bound_of(criterion, pair, number):

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import torch
 
@@ -79,19 +80,33 @@ def second_moment(rows, bound):
     return max((v for v in flat if mean([w for w in flat if w <= v]) <= bound), default=0.0)
 
 
+def two_outcomes(log_p, log_q):
+    """Return KL(p‖q) of a token or any other one."""
+    other_p, other_q = (-math.expm1(min(0.0, x)) for x in (log_p, log_q))
+    other = other_p * math.log(other_p / max(other_q, sys.float_info.min)) if other_p else 0.0
+    return math.exp(log_p) * (log_p - log_q) + other
+
+
 def of_criterion(name, bound, logs, advantages, mu):
     """Return the metrics of one criterion, and which tokens it rejects."""
     prefix = f"rollout_rs_{name}"
     limited = [[max(-20.0, min(20.0, x)) for x in row] for row in logs]
     estimate = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
-    if name == "opsm":
-        rows, least, most = at("geometric", [[-x for x in row] for row in logs]), -math.inf, bound
+    both = [[(m, min(0.0, m + x)) for x, m in zip(*pair)] for pair in zip(logs, mu)]
+    if name in ("opsm", "vaco"):
+        rows = [[-x for x in row] for row in logs]
+        if name == "vaco":
+            rows = [[abs(math.expm1(x)) for x in row] for row in limited]
+        rows, least, most = at("geometric", rows), -math.inf, bound
+    elif "binary_kl" in name:
+        rows = [[max(two_outcomes(m, p), 0 if name.startswith("seq") else two_outcomes(p, m))
+                 for m, p in row] for row in both]
+        least, most = -math.inf, bound
     elif name == "second_moment":
         rows = [[torch.tensor(x * x).float().item() for x in row] for row in logs]
         least, most = -math.inf, second_moment(rows, bound)
-    elif name.startswith("token_tv"):
-        apart = [[math.exp(min(0.0, m + x)) - math.exp(m) for x, m in zip(*pair)]
-                 for pair in zip(logs, mu)]
+    elif "_tv" in name:
+        apart = [[math.exp(p) - math.exp(m) for m, p in row] for row in both]
         signs = [[(a > 0) - (a < 0) if name.endswith("outward") else 1 if v > 0 else -1
                   for a, v in zip(*pair)] for pair in zip(advantages, apart)]
         rows = [[a * s for a, s in zip(*pair)] for pair in zip(apart, signs)]
@@ -117,6 +132,8 @@ def of_criterion(name, bound, logs, advantages, mu):
     high = [[v > most for v in row] for row in judged[1]]
     if name == "opsm":
         high = [[h and a < 0 for h, a in zip(*pair)] for pair in zip(high, advantages)]
+    if name == "vaco":
+        high = [[h and a * x > 0 for h, a, x in zip(*of)] for of in zip(high, advantages, logs)]
     gone = [[a or b for a, b in zip(*pair)] for pair in zip(low, high)]
     found = spread(prefix, highest, 0, weights=False)
     found[f"{prefix}_std"] = std([max(least, min(most, v)) for row in highest for v in row])
@@ -153,7 +170,8 @@ def by_hand(train, rollout, mask, config, advantages):
              "log_ppl_diff_min": min(apart, default=0),
              "log_ppl_abs_diff": mean([abs(x) for x in apart]),
              "ppl_ratio": mean([exp(x, 80) for x in apart]),
-             "kl_z": z([-x for x in flat]), "is_ratio_z": z([r - 1 for r in rho])}
+             "kl_z": z([-x for x in flat]), "is_ratio_z": z([r - 1 for r in rho]),
+             "bitwise_frac": mean([float(x != 0) for x in flat])}
     for name, values in ppl.items():
         found |= {f"{name}_log_ppl": mean(values),
                   f"{name}_ppl": mean([exp(x, 80) for x in values])}
