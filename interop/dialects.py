@@ -1,48 +1,52 @@
 """Find out whose configuration block a mapping is, and read it as ours.
 
-readers.py has a reader for each system, export.py writes a configuration in their keys. Tensors do
-not occur here.
+meanings.py has the keys of each system, readers.py and readers_of_others.py read their blocks, and
+export.py writes a configuration in their keys. Tensors do not occur here.
 
     from three_policies.interop.dialects import from_dialect
     config = from_dialect({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"})
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from three_policies.checks import choice, interval, is_list, nearest
-from three_policies.interop import readers
-from three_policies.interop.readers import OWN as OWN                        # re-exported
-from three_policies.interop.readers import PRIME, SKYRL, TRL, VERL, VERL_060, VERL_TIS
+from three_policies.interop import readers, readers_of_others as others
+from three_policies.interop.meanings import OWN as OWN                       # re-exported
+from three_policies.interop.meanings import (
+    NEMO_RL, NEMO_RL_BESIDE, OPENRLHF, PRIME, READ, SKYRL, SLIME, TRL, UNREAD, VERL, VERL_060,
+    VERL_TIS, of_unread)
 from three_policies.presets import RolloutCorrectionConfig
 from three_policies.rejection import CRITERIA
 
 WRAPPERS = ("trainer", "loss", "algorithm", "actor_rollout_ref", "actor", "rollout",
             "rollout_correction", "off_policy_correction", "policy_loss", "cispo", "generator",
-            "sampling_params")
+            "sampling_params", "algo", "advantage", "loss_fn", "slime")
 OF_ANY = ("metrics_only", "rollout_is_count_below")        # ours, beside a block of any system
 BESIDE = {"calculate_log_probs", "logprobs", "_target_"}   # theirs; verl's dataclass has _target_
-KEYS = dict.fromkeys((*OWN, *VERL, *VERL_060, *VERL_TIS, *SKYRL, *PRIME, *TRL))     # of all systems
+KEYS = dict.fromkeys(key for table in READ.values() for key in table)          # of all systems
 KL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}           # verl's names of the estimators
 
 
 class Dialect(NamedTuple):
     """The keys of one system's block, and its reader."""
 
-    keys: tuple[str, ...]
+    keys: Mapping[str, str]                         # with what they mean here
     read: Callable[[Mapping[str, Any]], RolloutCorrectionConfig]
 
 
-OF_OURS, OF_PRIME = Dialect(OWN, readers.from_own), Dialect(PRIME, readers.from_prime)
-OF_SKYRL, OF_TRL = Dialect(SKYRL, readers.from_skyrl), Dialect(TRL, readers.from_trl)
+OF_OURS, OF_PRIME = Dialect(OWN, readers.from_own), Dialect(PRIME, others.from_prime)
+OF_SKYRL, OF_TRL = Dialect(SKYRL, others.from_skyrl), Dialect(TRL, others.from_trl)
+OF_OPENRLHF, OF_SLIME = Dialect(OPENRLHF, others.from_openrlhf), Dialect(SLIME, others.from_slime)
+OF_NEMO_RL = Dialect(NEMO_RL, others.from_nemo_rl)
 OF_VERL, OF_VERL_060 = Dialect(VERL, readers.from_verl), Dialect(VERL_060, readers.from_verl_060)
 OF_VERL_TIS = Dialect(VERL_TIS, readers.from_verl_tis)
 
 
 def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
-    """Return a block of verl's, SkyRL's, TRL's or prime-rl's configuration as ours.
+    """Return a block of another system's configuration as ours.
 
     The block may be flat or inside its sections (algorithm.rollout_correction,
     off_policy_correction, …), and keeps the meaning that it has there:
@@ -53,12 +57,15 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
         SkyRL          tis_ratio_type, sequence_mask_metric, outlier_token_is_threshold_low, …
         TRL            vllm_importance_sampling_mode, …_clip_min, …_clip_max
         prime-rl       trainer.loss: type ipo (eps), icepop (ratio_low, …) or default (DPPO)
+        OpenRLHF       is_correction_level, …_mode, …_gating, …_threshold
+        slime          use_tis, tis_clip, tis_clip_low, use_rollout_logprobs, use_opsm
+        NeMo-RL        loss_fn: truncated_importance_sampling_type, …_ratio, …_ratio_min
         this project   preset: NAME and/or the fields of RolloutCorrectionConfig
 
     `metrics_only` may stand beside any of them. verl 0.6.0's mode mask becomes weights plus
     rejection, as in the migration guide of verl PR 3984. verl 0.9's k1 bounds are on 1/ρ: they are
     inverted, with a warning where that makes a difference. Raises ValueError, naming the key, for
-    anything else.
+    anything else; of a system in meanings.UNREAD it says what its keys are here.
     """
     block, sections = {}, set[str]()
     _flatten(mapping, block, sections)
@@ -67,7 +74,8 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
     if block.get("preset", "") is None and theirs:
         del block["preset"]                 # it was switched off, for a block of another system
 
-    dialect = _dialect_of(block, sections)
+    _refuse_unread(block)
+    dialect = dialect_of(block, sections)
     _check_keys(block, sections, dialect)
     if dialect is OF_VERL_060 and "algorithm" in sections:
         # verl's configuration has rollout_is: false by default. A block outside any section is
@@ -83,17 +91,32 @@ def from_dialect(mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
     return config
 
 
-def _dialect_of(block: Mapping[str, Any], sections: Set[str]) -> Dialect:
-    """Return whose block it is, by the keys or the values that no other system has."""
+def _refuse_unread(block: Mapping[str, Any]) -> None:
+    """Raise ValueError if the block is that of a system which is only named here."""
+    keys = set(block) - set(KEYS)
+    if isinstance(block.get("rollout_is"), Mapping):        # as xtuner's file has it
+        keys |= {*UNREAD["xtuner"]}
+    if whose := of_unread(keys):
+        raise ValueError(whose)
+
+
+def dialect_of(block: Mapping[str, Any], sections: Iterable[str] = ()) -> Dialect:
+    """Return whose flat block it is, by the keys or the values that no other system has."""
     keys = set(block) - BESIDE
     if "preset" in keys or isinstance(block.get("rollout_rs"), Mapping) \
             or is_list(block.get("rollout_is_threshold")) \
             or ("score_centering" in keys and keys <= set(OWN) and "loss" not in sections):
         return OF_OURS
-    if "loss" in sections or keys & {"type", *PRIME[:8]}:      # the section may be empty
-        return OF_PRIME
+    if "loss" in sections or keys & set(PRIME) - {"score_centering", "adv_tau", "kl_tau"}:
+        return OF_PRIME                                         # the section may be empty
     if keys & set(TRL) - {"loss_type"}:
         return OF_TRL
+    if "loss_fn" in sections or keys & set(NEMO_RL):
+        return OF_NEMO_RL
+    if "slime" in sections or keys & set(SLIME) - {"use_tis", "advantage_estimator"}:
+        return OF_SLIME
+    if keys & set(OPENRLHF) - {"policy_loss_type"} or "advantage" in sections:
+        return OF_OPENRLHF
     if keys & set(SKYRL) - set(VERL_TIS) or "use_tis" in keys:
         return OF_SKYRL
     if keys & set(VERL_TIS):
@@ -110,7 +133,9 @@ def _check_keys(block: Mapping[str, Any], sections: Set[str], dialect: Dialect) 
         # verl's configuration also has its own keys in the block; null says that they are not used.
         keys = {key for key in keys if key in OWN or key not in VERL or block[key] is not None}
     if dialect is OF_PRIME:
-        choice("type", block.get("type", "ipo"), readers.PRIME_TYPES)
+        choice("type", block.get("type", "ipo"), others.PRIME_TYPES)
+    if dialect is OF_NEMO_RL:
+        keys -= NEMO_RL_BESIDE
 
     preset = " than the key 'preset'; correction.preset=null switches that off" * ("preset" in keys)
     for key in keys - set(dialect.keys):

@@ -1,7 +1,7 @@
-"""Write a configuration of ours in the keys of verl 0.9, SkyRL 0.4 or TRL 1.16.
+"""Write a configuration of ours in the keys of another system.
 
-to_verl.py, to_skyrl.py and to_trl.py decide what can be expressed. What a system lacks is taken out
-of the configuration first, with one sentence, so that the keys express what remains exactly:
+to_verl.py, to_skyrl.py, … decide what can be expressed. What a system lacks is taken out of the
+configuration first, with one sentence, so that the keys express what remains exactly:
 `from_dialect(export.block)` is `export.config`.
 
     export = to_dialect(RolloutCorrectionConfig.seq_mis(), "verl")
@@ -13,12 +13,16 @@ import warnings
 from typing import Any, NamedTuple
 
 from three_policies.interop.lacks import UNSET, Recipe
+from three_policies.interop.to_nemo_rl import NEMO_RL
+from three_policies.interop.to_openrlhf import OPENRLHF
 from three_policies.interop.to_skyrl import SKYRL
+from three_policies.interop.to_slime import SLIME
 from three_policies.interop.to_trl import TRL
 from three_policies.interop.to_verl import VERL
 from three_policies.presets import RolloutCorrectionConfig as Config
 
-SYSTEMS = {"verl": VERL, "skyrl": SKYRL, "trl": TRL}
+SYSTEMS = {"verl": VERL, "skyrl": SKYRL, "trl": TRL, "openrlhf": OPENRLHF, "slime": SLIME,
+           "nemo-rl": NEMO_RL}
 
 
 class Export(NamedTuple):
@@ -44,7 +48,7 @@ class Export(NamedTuple):
 
 
 def to_dialect(config: Config, system: str) -> Export:
-    """Return a configuration in the keys of "verl", "skyrl" or "trl"."""
+    """Return a configuration in the keys of a system of SYSTEMS."""
     theirs, given = SYSTEMS[system], config
     recipe, left_out, remarks = theirs.recipe(given), [], []
     with warnings.catch_warnings():
@@ -53,11 +57,7 @@ def to_dialect(config: Config, system: str) -> Export:
             if not lack.here(config):
                 continue
             config = lack.rest(config)
-            sentence = f"{lack.field}: {lack.theirs}"
-            if lack.changes:
-                left_out.append(f"{sentence}; {recipe.what}: {recipe.place}")
-            else:
-                remarks.append(sentence)
+            (left_out if lack.changes else remarks).append(f"{lack.field}: {lack.theirs}")
 
     values = {row.key: row.value(config) for row in theirs.rows}
     keys = {key: value for key, value in values.items() if value is not UNSET}

@@ -3,7 +3,7 @@
 A row is a key of theirs, the field of ours that it stands for, and a function that makes its value.
 A lack is a field that no key of theirs expresses: where it is in use, what they have in its place,
 and the configuration without it. export.py takes out the lacks, in their order, before it asks the
-rows. readers.py reads what the rows write. The tables are in to_verl.py, to_skyrl.py and to_trl.py.
+rows. The readers read what the rows write. The tables are in to_verl.py, to_skyrl.py, ….
 """
 
 import math
@@ -89,15 +89,21 @@ def lacks_criterion(name: str, theirs: str,
                 theirs, without_criterion(name))
 
 
+NO_CRITERIA = without(rollout_rs={})
+NOTHING_MEASURED = without(metrics_only=False, rollout_is=None, rollout_is_threshold=2.0,
+                           rollout_is_batch_normalize=False, rollout_rs={})
 NO_WEIGHTS = without(rollout_is=None, rollout_is_threshold=2.0, rollout_is_batch_normalize=False)
 
 
 def opened(config: Config) -> Config:
-    """Return the configuration with None for each end that bounds nothing."""
+    """Return the configuration with None for each end that bounds nothing float32 can hold."""
     def of(bound: Any) -> Any:
-        if not isinstance(bound, tuple) or bound[1] != math.inf:
+        if not isinstance(bound, tuple):
             return bound
-        return math.inf if bound[0] is None else (bound[0], None)
+        low, high = bound
+        low = None if low is None or low < 1e-38 else low
+        high = None if high is None or high > 1e38 else high
+        return math.inf if low is None and high is None else (low, high)
     criteria = {name: of(bound) for name, bound in config.rollout_rs.items()}
     return replace(config, rollout_is_threshold=of(config.rollout_is_threshold), rollout_rs={
         name: bound for name, bound in criteria.items()
@@ -114,7 +120,8 @@ IDLE = (
          "it only decides what our metrics count as low, and is not written",
          without(rollout_is_count_below=None), changes=False),
     Lack("rollout_rs and rollout_is_threshold", lambda c: opened(c) != c,
-         "an upper end of ∞ bounds nothing, and is written as an open one", opened, changes=False),
+         "an end of ∞, or beyond float32's 1e±38, bounds nothing, and is written as an open one",
+         opened, changes=False),
     Lack("rollout_is_threshold and rollout_is_batch_normalize",
          lambda c: c.rollout_is is None and has_effect_on_weights(c),
          "they have no effect without rollout_is, and are not written", NO_WEIGHTS, changes=False),

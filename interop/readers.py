@@ -1,41 +1,21 @@
-"""Read one system's block each: verl's releases, SkyRL's, TRL's, prime-rl's and our own.
+"""Read our own block, and those of verl's releases.
 
-This file decides what verl 0.6.0, 0.6.1, 0.9, SkyRL, TRL and prime-rl mean by their keys. A key
-that is left out has their default; null is off or refused, as it is there. Where a document and
-the released code differ, a table of interop/README.md names both. dialects.py finds out whose a
-block is.
+This file decides what verl 0.6.0, 0.6.1 and 0.9 mean by their keys; readers_of_others.py has the
+other systems, meanings.py the keys of all. A key that is left out has their default; null is off or
+refused, as it is there. Where a document and the released code differ, a table of interop/README.md
+names both. dialects.py finds out whose a block is.
 """
 
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, cast
 
-from three_policies.checks import choice, flag, interval, nearest, number
+from three_policies.checks import choice, flag, interval, number
+from three_policies.interop.meanings import OWN, VERL_TIS
 from three_policies.presets import PRESETS, RolloutCorrectionConfig
 from three_policies.rejection import CRITERIA
-
-VERL_TIS = ("use_tis", "tis_imp_ratio_cap", "imp_ratio_cap", "behav_imp_weight_cap")
-VERL_060 = ("rollout_is", "rollout_is_level", "rollout_is_mode", "rollout_is_threshold",
-            "rollout_is_threshold_lower", "rollout_is_veto_threshold", "rollout_is_batch_normalize")
-VERL = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs",
-        "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold",
-        "bypass_mode", "bypass_old_logprob_for_rollout", "loss_type", "use_policy_gradient",
-        "use_pure_rollout_correction", "loss_mode")
-SKYRL = (
-    "use_tis", "tis_imp_ratio_cap", "tis_ratio_type", "token_tis_ratio_clip_high",
-    "sequence_tis_ratio_clip_high",
-    "sequence_mask_metric", "product_mask_low", "product_mask_high", "geo_mask_low",
-    "geo_mask_high", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high",
-    "token_mask_is_threshold_low", "token_mask_is_threshold_high",
-    "policy_loss_type", "cispo_anchor", "eps_clip_low", "eps_clip_high")
-TRL = ("use_vllm", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
-       "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "loss_type")
-PRIME = ("type", "eps", "ipo_threshold", "max_importance_ratio", "dppo_mask_low", "dppo_mask_high",
-         "ratio_low", "ratio_high", "score_centering", "adv_tau", "kl_tau")
-PRIME_TYPES = ("ipo", "icepop", "default")
-OWN = ("preset", *(f.name for f in fields(RolloutCorrectionConfig)))
 
 
 def from_own(block: Mapping) -> RolloutCorrectionConfig:
@@ -43,7 +23,7 @@ def from_own(block: Mapping) -> RolloutCorrectionConfig:
     if block.get("preset") is not None:
         choice("correction.preset", block["preset"], tuple(PRESETS))
         config = PRESETS[block["preset"]]()
-    changed = replace(config, **{key: block[key] for key in OWN[1:] if key in block})
+    changed = replace(config, **{key: block[key] for key in OWN if key != "preset" and key in block})
     one = {"seq_sum_k1": (None, config.rollout_is_threshold)}          # seq_mis: one for both
     if config.rollout_rs == one == changed.rollout_rs and (
             changed.rollout_is_threshold != config.rollout_is_threshold):
@@ -54,7 +34,7 @@ def from_own(block: Mapping) -> RolloutCorrectionConfig:
 
 
 def from_verl_tis(block: Mapping) -> RolloutCorrectionConfig:
-    given = [key for key in VERL_TIS[1:] if key in block]
+    given = [key for key in VERL_TIS if key != "use_tis" and key in block]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} are one setting: give one of them")
     cap = block[given[0]]
@@ -87,7 +67,7 @@ def from_verl_060(block: Mapping) -> RolloutCorrectionConfig:
 
     threshold, counted = number("rollout_is_threshold", upper), None
     if lower is not None:
-        low, _ = _with_zero("rollout_is_threshold_lower", lower, threshold)
+        low, _ = with_zero("rollout_is_threshold_lower", lower, threshold)
         counted = low or 0.0
     elif mode != "truncate":
         low = _reciprocal("rollout_is_threshold", threshold)
@@ -157,7 +137,7 @@ def _verl_rejection(block: Mapping) -> dict[str, Any]:
         if given in K1_OF_LEVEL:
             upper = number("rollout_rs_threshold", bound)
             lower = _reciprocal("rollout_rs_threshold", upper) if lower is None else lower
-            pair = _with_zero("rollout_rs_threshold_lower", lower, upper)
+            pair = with_zero("rollout_rs_threshold_lower", lower, upper)
             criteria[K1_OF_LEVEL[given]] = pair
         elif lower is not None:
             raise ValueError("rollout_rs_threshold_lower goes with rollout_rs: token, sequence or "
@@ -220,86 +200,7 @@ def _reciprocal(key: str, upper: float) -> float:
     return 1 / upper
 
 
-def from_skyrl(block: Mapping) -> RolloutCorrectionConfig:
-    """Read SkyRL's off_policy_correction, and policy_loss_type beside it."""
-    level, cap = _skyrl_weights(block)
-    criteria = _skyrl_tokens(block) | _skyrl_sequences(block)
-    by_sequence = bool({"seq_sum_k1", "seq_mean_k1"} & set(criteria))
-    if "seq_max_k1" in criteria and level is None and not by_sequence:
-        warnings.warn("outlier_token_is_threshold_low and _high act by themselves here, as in "
-                      "SkyRL 0.3 and 0.4; in SkyRL's pull request 849 they acted only "
-                      "beside tis_ratio_type or sequence_mask_metric", stacklevel=2)
-    if "token_k1" in criteria and (level == "sequence" or by_sequence):
-        warnings.warn("token_mask_is_threshold_low and _high beside the ratio of a sequence: SkyRL "
-                      "takes that ratio of what its mask left, and here it is of all tokens",
-                      stacklevel=2)
-
-    loss_type = block.get("policy_loss_type", "regular")
-    choice("policy_loss_type", loss_type, tuple(SKYRL_LOSSES))
-    choice("cispo_anchor", block.get("cispo_anchor", "old"), ("old", "rollout"))
-    around_rollout = loss_type == "rollout_is" or (
-        loss_type == "cispo" and block.get("cispo_anchor") == "rollout")
-    if around_rollout and (level is not None or criteria):
-        raise ValueError(f"policy_loss_type {loss_type!r} is around π_rollout, and SkyRL's "
-                         "off_policy_correction beside it is of π_old: give one of them")
-    if loss_type == "rollout_is":
-        level, cap = "token", _skyrl_pair(block)
-    return RolloutCorrectionConfig(level, cap, rollout_rs=criteria, bypass_mode=around_rollout,
-                                   loss_type=SKYRL_LOSSES[loss_type])
-
-
-SKYRL_LOSSES = {"regular": "ppo_clip", "dual_clip": "ppo_clip", "gspo": "gspo", "sapo": "sapo",
-                "cispo": "cispo", "rollout_is": "reinforce"}
-
-
-def _skyrl_weights(block: Mapping) -> tuple[Any, Any]:
-    """Return the level of the weights, or None, and their C."""
-    level = block.get("tis_ratio_type")
-    if flag("use_tis", block.get("use_tis", False)):
-        if block.get("tis_imp_ratio_cap") is None:
-            raise ValueError("use_tis is true, but tis_imp_ratio_cap is missing")
-        return "token", number("tis_imp_ratio_cap", block["tis_imp_ratio_cap"])
-    if level is None:
-        return None, 2.0
-    choice("tis_ratio_type", level, ("token", "sequence"))
-    key, default = {"token": ("token_tis_ratio_clip_high", 2.0),
-                    "sequence": ("sequence_tis_ratio_clip_high", 5.0)}[level]
-    return level, number(key, block.get(key, default))
-
-
-def _skyrl_tokens(block: Mapping) -> dict[str, Any]:
-    """Read the thresholds of outliers, which may stand alone, and of tokens, which may not."""
-    criteria: dict[str, Any] = {}
-    low, high = (block.get(f"outlier_token_is_threshold_{end}") for end in ("low", "high"))
-    if high is not None or (low is not None and (isinstance(low, bool) or low != 0)):
-        criteria["seq_max_k1"] = _with_zero("outlier_token_is_threshold_low", low, high)
-    low, high = (block.get(f"token_mask_is_threshold_{end}") for end in ("low", "high"))
-    if low is not None and high is not None:
-        criteria["token_k1"] = _with_zero("token_mask_is_threshold_low", low, high)
-    elif low is not None or high is not None:
-        raise ValueError("token_mask_is_threshold_low and token_mask_is_threshold_high go "
-                         "together: SkyRL ignores one alone")
-    return criteria
-
-
-def _skyrl_sequences(block: Mapping) -> dict[str, Any]:
-    metric = block.get("sequence_mask_metric")
-    if metric is None:
-        return {}
-    choice("sequence_mask_metric", metric, ("product", "geometric"))
-    name, prefix, low, high = {"product": ("seq_sum_k1", "product_mask", 0.5, 2.0),
-                               "geometric": ("seq_mean_k1", "geo_mask", 0.99, 1.01)}[metric]
-    return {name: _with_zero(f"{prefix}_low", block.get(f"{prefix}_low", low),
-                             block.get(f"{prefix}_high", high))}
-
-
-def _skyrl_pair(block: Mapping) -> tuple[float | None, float | None]:
-    """Return [1 − eps_clip_low, 1 + eps_clip_high], outside which rollout_is drops a token."""
-    low, high = (number(key, block.get(key, 0.2)) for key in ("eps_clip_low", "eps_clip_high"))
-    return _with_zero("eps_clip_low", 1 - low, 1 + high)
-
-
-def _with_zero(key: str, low: Any, high: Any) -> tuple[float | None, float | None]:
+def with_zero(key: str, low: Any, high: Any) -> tuple[float | None, float | None]:
     """Return a pair that bounds ρ, of which verl and SkyRL write an open lower end as 0.
 
     `key` is that of the lower end. A wrong upper end is reported under its own.
@@ -308,78 +209,3 @@ def _with_zero(key: str, low: Any, high: Any) -> tuple[float | None, float | Non
         number(key.removesuffix("low") + "high", high)
     low, high = interval(key, (None if low == 0 and not isinstance(low, bool) else low, high))
     return low, None if high == math.inf and low is not None else high
-
-
-def from_trl(block: Mapping) -> RolloutCorrectionConfig:
-    """Read TRL 1.16's GRPOConfig, whose correction is on by default; use_vllm is taken as true.
-
-    A loss_type that only says what divides the sum, such as dapo, is PPO's clip here.
-    """
-    get, loss = block.get, block.get("loss_type", "dapo")
-    choice("loss_type", loss, ("dapo", "grpo", "bnpo", "dr_grpo", *TRL_LOSSES))
-    loss = loss if loss in TRL_LOSSES else "ppo_clip"
-    mode = get("vllm_importance_sampling_mode", "sequence_mask")
-    choice("vllm_importance_sampling_mode", mode, TRL_MODES)
-    if not (flag("use_vllm", get("use_vllm", True)) and flag(
-            TRL[1], get("vllm_importance_sampling_correction", True))):
-        return RolloutCorrectionConfig(loss_type=loss)
-
-    level, kind = mode.split("_")
-    high, low = get("vllm_importance_sampling_clip_max", 3.0), get(TRL[4])
-    high = math.inf if high is None else number("vllm_importance_sampling_clip_max", high)
-    if low is None and kind == "truncate":
-        return RolloutCorrectionConfig(level, high, loss_type=loss)
-    if kind == "truncate":
-        raise ValueError("vllm_importance_sampling_clip_min must be null with "
-                         f"vllm_importance_sampling_mode {mode}: it raises small ratios, which "
-                         "nothing here does")
-    pair = _with_zero("vllm_importance_sampling_clip_min", low, high)
-    return RolloutCorrectionConfig(level, high if pair == (None, math.inf) else pair,
-                                   loss_type=loss)
-
-
-TRL_LOSSES = ("cispo", "sapo")
-TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-
-
-def from_prime(block: Mapping) -> RolloutCorrectionConfig:
-    """Read prime-rl's [trainer.loss]: gradient ρ A ∇log π with ρ = π_θ/μ, and a mask of tokens.
-
-    IPO's defaults are those since September 2026: eps 0.3 (PR 3586), and ρ capped at 1e4. The
-    release with ipo_threshold has no cap. Nor has `default`, the DPPO that was the default from
-    February to August. The reward's temperature adv_tau and the term kl_tau (log ρ)² are not part
-    of the correction.
-    """
-    get, kind = block.get, block.get("type", "ipo")
-    own = {"ipo": ("eps", "ipo_threshold", "max_importance_ratio", "score_centering"),
-           "icepop": ("ratio_low", "ratio_high"), "default": ("dppo_mask_low", "dppo_mask_high")}
-    for key in set(block) - {"type", "adv_tau", "kl_tau", *own[kind]}:
-        raise ValueError(f"{key} is no setting of prime-rl's loss type {kind}"
-                         + nearest(key, own[kind]))
-    for key, neutral in (("adv_tau", 1), ("kl_tau", 0)):
-        if get(key, neutral) != neutral:
-            raise ValueError(f"{key} must be {neutral}, not {get(key)!r}: it is no correction, and "
-                             "nothing here stands for it")
-    policy_gradient = {"bypass_mode": True, "loss_type": "reinforce"}
-    if kind == "icepop":
-        number("ratio_high", get("ratio_high", 5.0))
-        pair = interval("ratio_low", (get("ratio_low", 0.2), get("ratio_high", 5.0)))
-        return RolloutCorrectionConfig("token", pair, **policy_gradient)
-    if kind == "ipo":
-        if {"eps", "ipo_threshold"} <= set(block):
-            raise ValueError("eps and ipo_threshold are one setting: give one of them")
-        key, cap = ("ipo_threshold", math.inf) if "ipo_threshold" in block else ("eps", 1e4)
-        criteria = {"token_tv": number(key, get(key, 0.3))}
-        if "max_importance_ratio" in block:
-            cap = number("max_importance_ratio", block["max_importance_ratio"])
-            if not 1 <= cap < math.inf:
-                raise ValueError("max_importance_ratio must be a finite number of at least 1, not "
-                                 f"{block['max_importance_ratio']!r}")
-    else:
-        low, high = get("dppo_mask_low", 0.2), get("dppo_mask_high", 0.2)
-        if low != high:
-            raise ValueError(f"dppo_mask_low and dppo_mask_high must be equal, not {low!r} and "
-                             f"{high!r}: token_tv_outward has one bound")
-        criteria, cap = {"token_tv_outward": number("dppo_mask_high", high)}, math.inf
-    return RolloutCorrectionConfig("token", cap, rollout_rs=criteria, **policy_gradient,
-                                   score_centering=get("score_centering", False))

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from three_policies.interop.lacks import (
-    IDLE, NO_WEIGHTS, UNSET, Lack, Recipe, Row, System, ends, is_pair, lacks_criterion, nothing,
+    IDLE, NO_WEIGHTS, NOTHING_MEASURED, UNSET, Lack, Recipe, Row, System, ends, is_pair, lacks_criterion, nothing,
     of_micro_batches, own_loop, without)
-from three_policies.interop.readers import K1_OF_LEVEL, SKYRL_LOSSES
+from three_policies.interop.readers import K1_OF_LEVEL
+from three_policies.interop.readers_of_others import SKYRL_LOSSES
 from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.rejection import CRITERIA
 
@@ -106,9 +107,9 @@ def by_sequence(config: Config) -> bool:
 
 
 SKYRL_LACKS = (
-    Lack("metrics_only", lambda c: c.metrics_only,
-         "SkyRL measures no weights or masks that it does not apply, so nothing is written",
-         nothing),
+    Lack("metrics_only, rollout_is and rollout_rs", lambda c: c.metrics_only,
+         "SkyRL measures no weights or masks that it does not apply, so they are not written",
+         NOTHING_MEASURED),
     *IDLE,
     Lack("score_centering", lambda c: c.score_centering,
          "SkyRL has no candidate tokens in its loss", without(score_centering=False)),

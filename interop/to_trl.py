@@ -9,13 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from three_policies.interop.lacks import (
-    IDLE, NO_WEIGHTS, UNSET, Lack, Recipe, Row, System, ends, is_pair, lacks_criterion, nothing,
+    IDLE, NO_WEIGHTS, NOTHING_MEASURED, UNSET, Lack, Recipe, Row, System, ends, is_pair, lacks_criterion, nothing,
     of_micro_batches, own_loop, without, without_criterion)
-from three_policies.interop.readers import K1_OF_LEVEL, TRL_LOSSES
+from three_policies.interop.readers import K1_OF_LEVEL
+from three_policies.interop.readers_of_others import IS, TRL_LOSSES
 from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.rejection import CRITERIA
-
-IS = "vllm_importance_sampling"
 
 
 def trl_end(end: int) -> Callable[[Config], Any]:
@@ -60,8 +59,9 @@ def mask_is_pair(config: Config) -> bool:
 TRL_HAS = {
     "opsm": "TRL's off_policy_mask_threshold compares π_θ, not π_old, with π_rollout"}
 TRL_LACKS = (
-    Lack("metrics_only", lambda c: c.metrics_only,
-         "TRL measures no weights that it does not apply, so nothing is written", nothing),
+    Lack("metrics_only, rollout_is and rollout_rs", lambda c: c.metrics_only,
+         "TRL measures no weights that it does not apply, so they are not written",
+         NOTHING_MEASURED),
     *IDLE,
     Lack("bypass_mode", lambda c: c.bypass_mode,
          "TRL's GRPOTrainer clips around π_old (its AsyncGRPOTrainer around π_rollout), so nothing "

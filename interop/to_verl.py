@@ -7,8 +7,8 @@ workers do, which need a loss_mode and a copy of the block.
 from typing import Any
 
 from three_policies.interop.lacks import (
-    IDLE, NO_WEIGHTS, UNSET, Lack, Recipe, Row, System, ends, is_pair, lacks_criterion, nothing,
-    of_micro_batches, own_loop, without)
+    IDLE, NO_WEIGHTS, NOTHING_MEASURED, UNSET, Lack, Recipe, Row, System, ends, is_pair,
+    lacks_criterion, of_micro_batches, own_loop, without)
 from three_policies.interop.readers import VERL_CRITERIA, VERL_LOSSES
 from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.rejection import CRITERIA
@@ -79,9 +79,9 @@ VERL_HAS = {                                        # for criteria that verl has
     "seq_max_k1": "verl 0.9 has seq_max_k2 and seq_max_k3, which bound ρ on both sides alike",
     "token_tv_outward": "verl's nearest is policy_loss.loss_mode=dppo_tv, a loss with that mask"}
 VERL_LACKS = (
-    Lack("metrics_only", lambda c: c.metrics_only,
-         "verl measures no weights or criteria that it does not apply, so nothing is written; "
-         "it logs the mismatch itself (rollout_corr/k3_kl, …) by default", nothing),
+    Lack("metrics_only, rollout_is and rollout_rs", lambda c: c.metrics_only,
+         "verl measures no weights or criteria that it does not apply, so they are not written; "
+         "it logs the mismatch itself (rollout_corr/k3_kl, …) by default", NOTHING_MEASURED),
     *IDLE,
     Lack("score_centering", lambda c: c.score_centering,
          "verl brings no candidate tokens to its workers", without(score_centering=False)),

@@ -59,7 +59,7 @@ def assert_nothing_is_lost_in_silence(config, system):
     export = to_dialect(config, system)
     sentences = [*export.left_out, *export.remarks]
     named = {name for sentence in sentences for name in FIELDS
-             if name in sentence.split(":")[0].replace(".", " ").split()}
+             if name in re.findall(r"\w+", sentence.split(":")[0])}
     named |= OF_WEIGHTS if "rollout_is" in named else set()
     named |= set(FIELDS) if named & WHOLE and not export.keys else set()
 
@@ -69,7 +69,7 @@ def assert_nothing_is_lost_in_silence(config, system):
         assert not changed(read_back(export), config)
     assert (export.recipe is None) == (not export.left_out)
     for sentence in sentences:
-        assert "\n" not in sentence and sentence.split(":")[0].split(".")[0].split()[0] in FIELDS
+        assert "\n" not in sentence and re.match(r"\w+", sentence)[0] in FIELDS
     return export
 
 
@@ -136,7 +136,7 @@ def test_a_remark_changes_no_product_of_weight_and_mask(config, system):
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=lambda system: system.name)
 def test_every_field_of_ours_has_a_row_or_a_lack(system):
     """A field that is added has to be written, or said to be left out."""
-    named = " ".join(row.field for row in (*system.rows, *system.lacks)).replace(".", " ").split()
+    named = re.findall(r"\w+", " ".join(row.field for row in (*system.rows, *system.lacks)))
     assert set(FIELDS) <= set(named) <= {*FIELDS, *CRITERIA, "and"}
     assert len({row.key for row in system.rows}) == len(system.rows)
 
@@ -172,7 +172,20 @@ def test_every_field_of_ours_has_a_row_or_a_lack(system):
         "use_vllm": True, "vllm_importance_sampling_correction": True,
         "vllm_importance_sampling_mode": "sequence_mask",
         "vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_clip_max": 2.0}),
-    ("disabled", "trl", {"use_vllm": True, "vllm_importance_sampling_correction": False})])
+    ("disabled", "trl", {"use_vllm": True, "vllm_importance_sampling_correction": False}),
+    ("decoupled_token_is", "openrlhf", {
+        "is_correction_level": "token", "is_correction_mode": "clip",
+        "is_correction_gating": "ratio", "is_correction_threshold": [0.0, 2.0]}),
+    ("decoupled_token_icepop", "openrlhf", {
+        "is_correction_level": "token", "is_correction_mode": "mask",
+        "is_correction_gating": "ratio", "is_correction_threshold": [0.5, 5.0]}),
+    ("decoupled_token_is", "slime", {"use_tis": True, "tis_clip": 2.0, "tis_clip_low": 0.0}),
+    ("bypass_ppo_clip", "slime", {"use_tis": False, "use_rollout_logprobs": True}),
+    ("decoupled_token_icepop", "nemo-rl", {
+        "use_importance_sampling_correction": True, "truncated_importance_sampling_type": "icepop",
+        "truncated_importance_sampling_ratio": 5.0,
+        "truncated_importance_sampling_ratio_min": 0.5}),
+    ("disabled", "nemo-rl", {"use_importance_sampling_correction": False})])
 def test_a_preset_is_written_as_that_system_writes_it(preset, system, keys):
     export = to_dialect(PRESETS[preset](), system)
     assert {key.split(".")[-1]: value for key, value in export.keys.items()} == keys
@@ -186,8 +199,15 @@ def test_a_preset_is_written_as_that_system_writes_it(preset, system, keys):
      "rollout_is_batch_normalize: in bypass mode .* micro-batch.*#use-it-in-your-own-loop"),
     (Config(rollout_rs={"token_k2": 0.1}, bypass_mode=True, loss_type="gspo"), "verl",
      "rollout_rs: .*loss_mode=three_policies.: interop/README.md#verl-09"),
-    (Config.ppo_is_bypass(), "skyrl", "metrics_only: SkyRL measures no"),
+    (Config.ppo_is_bypass(), "verl", "metrics_only, rollout_is and rollout_rs: verl measures no"),
     (Config.bypass_pg_is(), "skyrl", "bypass_mode: .*cispo_anchor.*#skyrl-04"),
+    (Config.bypass_pg_is(), "openrlhf", "bypass_mode: OpenRLHF clips around π_old"),
+    (Config("token", 2.0, rollout_rs={"token_tv": 0.1}), "openrlhf",
+     "rollout_rs.token_tv: .* beside token weights that nothing caps"),
+    (Config(rollout_rs={"opsm": 0.1}), "slime", "rollout_rs.opsm: slime's --use-opsm compares"),
+    (Config("sequence"), "slime", "rollout_is: slime has weights of tokens"),
+    (Config("sequence"), "nemo-rl", "rollout_is: NeMo-RL has weights .* of sequences with gspo"),
+    (Config.bypass_ppo_clip(), "nemo-rl", "bypass_mode: NeMo-RL clips around π_old"),
     (Config("sequence", rollout_rs={"token_k1": (0.5, 2.0)}), "skyrl", "rollout_rs.token_k1: bes"),
     (Config(rollout_rs={"seq_sum_k1": (0.5, 2.0), "seq_mean_k1": (0.9, 1.1)}), "skyrl",
      "rollout_rs.seq_mean_k1: SkyRL has one sequence_mask_metric"),
@@ -199,9 +219,11 @@ def test_a_preset_is_written_as_that_system_writes_it(preset, system, keys):
      "rollout_rs.seq_sum_k1: TRL rejects by a bound .*WeightedGRPOTrainer"),
     (Config.bypass_ppo_clip(), "trl", "bypass_mode: .*PolicyLossGRPOTrainer does it: interop")])
 def test_what_a_system_lacks_is_one_sentence_with_a_recipe(config, system, words):
-    (sentence,) = to_dialect(config, system).left_out
-    assert re.match(words, sentence), sentence
-    place, _, anchor = sentence.rsplit(": ", 1)[1].partition("#")
+    export = to_dialect(config, system)
+    (sentence,) = export.left_out
+    whole = f"{sentence}; {export.recipe.what}: {export.recipe.place}"
+    assert re.match(words, whole), whole
+    place, _, anchor = export.recipe.place.partition("#")
     headings = [line.lstrip("# ").lower().replace(".", "").replace(" ", "-")
                 for line in (ROOT / place).read_text().splitlines() if line.startswith("#")]
     assert anchor in headings

@@ -24,6 +24,7 @@ from three_policies.presets import RolloutCorrectionConfig as Config
 from three_policies.ratios import aggregate_log_ratio, exp_ratio
 from three_policies.surrogates import ppo_clip_loss, reinforce_loss
 from three_policies.tests.support.exhibits import EXHIBITS, exhibit, filed_by, judge, once, values
+from three_policies.training.heads import TokenLogProbs
 
 VERL = "https://github.com/verl-project/verl/blob/v0.9.1/"
 PI = Policy(3, 3, seed=0)
@@ -360,6 +361,40 @@ def k3_in_the_reward():
     k3, k1 = ((kl_estimate(LP, REF_LP, kind).detach() * MASK).sum(-1, keepdim=True)
               for kind in ("k3", "k1"))
     return mean(LP * k3, PI), mean(LP * k1, PI), exact_gradient(PI, kl(PI, REF))
+
+
+def slopes(logits):
+    """Return ∂ log π(0)/∂z of each row, [..., V]."""
+    logits = logits.clone().requires_grad_()
+    return torch.autograd.grad(sampling_log_probs(logits)[0][..., 0].sum(), logits)[0]
+
+
+@exhibit("a softmax in float32: https://arxiv.org/abs/2610.31642", "eq:sampling")
+def certain_token_without_a_gradient():
+    """Beyond a margin of 16.64 float32 rounds π to 1, so that the slope 1 − π of log π is 0.
+
+    The margin is log 2²⁴. The other tokens keep theirs; the numbers are in units of e^(−margin).
+    """
+    margin = torch.tensor([16.7, 20.0])
+    logits, unit = torch.stack([margin, 0 * margin], -1), (-margin.double()).exp()
+    return (slopes(logits)[:, 0] / unit, -slopes(logits.double())[:, 1] / unit,
+            1 / (1 + unit))
+
+
+def test_the_margin_at_which_float32_loses_the_slope():
+    """eq:sampling: 24 log 2 = 16.64 for a softmax; for the trainer's head 13.8 to 15.1.
+
+    The head adds log Σ e^z to no maximum: its last bit is that of the logit, here of 4 to 25.
+    """
+    margin = torch.arange(10.0, 30.0, 0.01)
+    logits = torch.stack([margin, 0 * margin], -1)
+    assert margin[slopes(logits)[:, 0] > 0].max().item() == pytest.approx(24 * math.log(2), abs=0.1)
+    for lower in (-10.0, 0.0, 10.0):
+        hidden = (logits + lower).requires_grad_()
+        of_first = TokenLogProbs.apply(hidden, torch.eye(2), None,
+                                       torch.zeros(len(margin), 1, dtype=torch.long), 1.0, None)
+        kept, = torch.autograd.grad(of_first.sum(), hidden)
+        assert 13.5 < margin[kept[:, 0] > 0].max() < 15.4
 
 
 @pytest.mark.parametrize("name", filed_by(__name__))
