@@ -21,11 +21,13 @@ class UserError(Exception):
 
 
 def nearest(word: Any, allowed: Any) -> str:
-    """Return the end of an error message: the nearest allowed name, or all of them."""
-    close = difflib.get_close_matches(str(word), [str(a) for a in allowed], n=1)
-    if close:
+    """Return the end of an error message: the nearest allowed name, or all if they are few."""
+    names = [str(a) for a in allowed]
+    if close := difflib.get_close_matches(str(word), names, n=1):
         return f"; did you mean {close[0]!r}?"
-    return f"; allowed: {', '.join(map(str, allowed))}"
+    if len(names) <= 30:
+        return f"; allowed: {', '.join(names)}"
+    return f"; the nearest are {', '.join(difflib.get_close_matches(str(word), names, 3, 0))}"
 
 
 def number(key: str, value: Any) -> float:

@@ -17,13 +17,14 @@ from three_policies.interop import readers, readers_of_others as others
 from three_policies.interop.meanings import OWN as OWN                       # re-exported
 from three_policies.interop.meanings import (
     NEMO_RL, NEMO_RL_BESIDE, OPENRLHF, PRIME, READ, SKYRL, SLIME, TRL, UNREAD, VERL, VERL_060,
-    VERL_TIS, of_unread)
+    VERL_TIS, of_unread, sentences)
 from three_policies.presets import RolloutCorrectionConfig
 from three_policies.rejection import CRITERIA
 
 WRAPPERS = ("trainer", "loss", "algorithm", "actor_rollout_ref", "actor", "rollout",
             "rollout_correction", "off_policy_correction", "policy_loss", "cispo", "generator",
             "sampling_params", "algo", "advantage", "loss_fn", "slime")
+ESTIMATOR = "advantage_estimator"                          # of slime also the loss
 OF_ANY = ("metrics_only", "rollout_is_count_below")        # ours, beside a block of any system
 BESIDE = {"calculate_log_probs", "logprobs", "_target_"}   # theirs; verl's dataclass has _target_
 KEYS = dict.fromkeys(key for table in READ.values() for key in table)          # of all systems
@@ -113,7 +114,8 @@ def dialect_of(block: Mapping[str, Any], sections: Iterable[str] = ()) -> Dialec
         return OF_TRL
     if "loss_fn" in sections or keys & set(NEMO_RL):
         return OF_NEMO_RL
-    if "slime" in sections or keys & set(SLIME) - {"use_tis", "advantage_estimator"}:
+    if "slime" in sections or keys & set(SLIME) - {"use_tis", ESTIMATOR} or (
+            ESTIMATOR in keys and keys <= set(SLIME)):
         return OF_SLIME
     if keys & set(OPENRLHF) - {"policy_loss_type"} or "advantage" in sections:
         return OF_OPENRLHF
@@ -136,6 +138,8 @@ def _check_keys(block: Mapping[str, Any], sections: Set[str], dialect: Dialect) 
         choice("type", block.get("type", "ipo"), others.PRIME_TYPES)
     if dialect is OF_NEMO_RL:
         keys -= NEMO_RL_BESIDE
+    if dialect is not OF_SLIME:
+        keys -= {ESTIMATOR}
 
     preset = " than the key 'preset'; correction.preset=null switches that off" * ("preset" in keys)
     for key in keys - set(dialect.keys):
@@ -163,6 +167,13 @@ def _warn_of_bounds(config: RolloutCorrectionConfig):
                       "as the number 0.55") * (not pair)
             warnings.warn(f"{key}={shown} leaves out ρ = 1, so it acts where both policies agree"
                           f"{quotes}", stacklevel=3)
+
+
+def meanings_of(mapping: Mapping[str, Any]) -> list[str]:
+    """Return "key: what it means here" for each key of a block that is another system's."""
+    block, sections = {}, set[str]()
+    _flatten(mapping, block, sections)
+    return sentences(block, dialect_of(block, sections).keys)
 
 
 def own_keys(config: RolloutCorrectionConfig) -> dict[str, Any]:

@@ -105,6 +105,9 @@ def _verl_loss(block: Mapping, bypass: bool) -> Any:
             if not bypass:
                 raise ValueError(f"{key} needs bypass_mode true")
             loss_type = "reinforce"
+    if loss_type in TRL_SUMS:
+        raise ValueError(f"loss_type {loss_type!r} is TRL's: put use_vllm: true beside it, so that "
+                         "the block is read as TRL's")
     choice("loss_mode", mode, (*VERL_MODES, *VERL_LOSSES))
     if mode in VERL_MODES or mode == loss_type:
         return loss_type
@@ -150,6 +153,7 @@ def _verl_rejection(block: Mapping) -> dict[str, Any]:
     return criteria
 
 
+TRL_SUMS = ("dapo", "grpo", "bnpo", "dr_grpo")          # PPO's clip, divided by different counts
 VERL_LOSSES = ("gspo", "sapo", "cispo")
 VERL_MODES = ("vanilla", "bypass_mode", "three_policies")           # under these loss_type chooses
 K1_OF_LEVEL = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from three_policies.checks import choice, flag, interval, is_list, nearest, number
-from three_policies.interop.readers import with_zero
+from three_policies.interop.readers import TRL_SUMS, with_zero
 from three_policies.presets import RolloutCorrectionConfig
 
 
@@ -103,7 +103,7 @@ def from_trl(block: Mapping) -> RolloutCorrectionConfig:
     if get("off_policy_mask_threshold") is not None:
         raise ValueError("off_policy_mask_threshold must be null: it compares π_θ, not π_old, with "
                          "π_rollout, which rollout_rs: {opsm: δ} does in bypass mode alone")
-    choice("loss_type", loss, ("dapo", "grpo", "bnpo", "dr_grpo", *TRL_LOSSES))
+    choice("loss_type", loss, (*TRL_SUMS, *TRL_LOSSES))
     loss = loss if loss in TRL_LOSSES else "ppo_clip"
     mode = get("vllm_importance_sampling_mode", "sequence_mask")
     choice("vllm_importance_sampling_mode", mode, TRL_MODES)

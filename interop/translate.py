@@ -1,87 +1,102 @@
 """The command `three-policies translate`: a correction in our keys, or in another system's.
 
-    three-policies translate config.yaml          # of verl, SkyRL, TRL or prime-rl, or of ours
+    three-policies translate config.yaml                # what it means here, a sentence a key
     three-policies translate 'rollout_rs: token_k1' 'rollout_rs_threshold: "0.5_2.0"'
-    three-policies translate --to verl decoupled_token_is       # lines to paste; skyrl, trl
+    three-policies translate --use-tis --tis-clip 2.0           # or key=value, as arguments
+    three-policies translate --to verl decoupled_token_is       # lines to paste
 
 What differs from how that system reads the block, or cannot be written, is a sentence on stderr.
 """
 
 import argparse
 import math
+import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from three_policies.checks import nearest
-from three_policies.interop.dialects import from_dialect, own_keys
+from three_policies.interop.dialects import from_dialect, meanings_of, own_keys
 from three_policies.interop.export import SYSTEMS, Export, to_dialect
-from three_policies.presets import PRESETS, RolloutCorrectionConfig
+from three_policies.presets import RolloutCorrectionConfig
 
-DESCRIPTION = """Write a correction in the keys of RolloutCorrectionConfig, or of another system. It
-is given as the name of a preset, or as a block of this project, verl, SkyRL, TRL or prime-rl."""
+USAGE = """three-policies translate [--to SYSTEM] PRESET | FILE | 'key: value' … | key=value … |
+                                --key value …"""
+DESCRIPTION = """Say what a correction means here, or write it in another system's keys. It is given
+as the name of a preset, or as a block of this project, verl, SkyRL, TRL, prime-rl, OpenRLHF, slime
+or NeMo-RL: a file, lines of YAML, or arguments of a command line."""
 STATUS = """Exit code 0: the keys do all of it; sentences marked "*" on stderr say what is read or
 written in another way. 1: something is left out; a sentence marked "!" names it, says what that
 system has instead, and how this project does it there. 2: the block cannot be read."""
 
 
-def block_of(given: Sequence[str]) -> Mapping[str, Any]:
-    """Return the block of a preset, a file or lines of YAML; raise ValueError if it is none."""
-    try:
-        import yaml
-    except ImportError:
-        raise ValueError("translate reads YAML, so it needs PyYAML: pip install pyyaml") from None
-    if len(given) == 1 and given[0].strip() in PRESETS:
-        return {"preset": given[0].strip()}
-    named = len(given) == 1 and Path(given[0]).suffix in (".yaml", ".yml")
-    source = given[0] if named else "the block"
-    try:
-        text = Path(given[0]).read_text(encoding="utf-8-sig") if named else "\n".join(given)
-        block = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:    # also no UTF-8, no real date
-        words = " ".join(str(error).split())[:200]
-        raise ValueError(f"{source} cannot be read as YAML: {words}") from None
-    if not isinstance(block, Mapping):
-        close = nearest(block, PRESETS) if isinstance(block, str) and " " not in block else ""
-        close = close if "mean" in close else ""
-        raise ValueError("the block must be a mapping of settings in YAML, or the name of a "
-                         f"preset, not {block!r}{close}")
-    return {"rollout_correction": block["correction"]} if set(block) == {"correction"} else block
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the correction in the keys asked for; return 0, 1 if a part is left out, or 2."""
-    parser = argparse.ArgumentParser(prog="three-policies translate", description=DESCRIPTION,
-                                     epilog=STATUS)
-    parser.add_argument("--to", choices=("own", *SYSTEMS), default="own",
-                        help="whose keys are written; own, the default: this project's")
-    parser.add_argument("block", nargs="+", metavar="PRESET | FILE.yaml | 'key: value'",
-                        help="a preset's name, a file of YAML, or its lines")
-    given = parser.parse_args(argv)
+    parser = argparse.ArgumentParser(usage=USAGE, description=DESCRIPTION, epilog=STATUS,
+                                     allow_abbrev=False)
+    parser.add_argument("--to", choices=("own", *SYSTEMS), default="own", metavar="SYSTEM",
+                        help=f"whose keys are written: {', '.join(SYSTEMS)}, or own, the default")
+    asked, given = parser.parse_known_args(argv)
+    if not given:
+        parser.error("name a preset, a file, or settings")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")       # a terminal of ASCII has no ρ
 
     try:
-        with warnings.catch_warnings(record=True) as remarks:
-            warnings.simplefilter("always")
-            config = from_dialect(block_of(given.block))
+        code = translate(given, asked.to)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:                                     # Python would complain at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (OSError, ValueError) as error:
-        why = f"{error.filename} cannot be read: {error.strerror}" if isinstance(
-            error, OSError) else error
+        why = str(error)
+        if isinstance(error, OSError):
+            why = f"{error.filename or 'the output'} cannot be "
+            why += f"{'read' if error.filename else 'written'}: {error.strerror}"
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"translate: {why}", file=sys.stderr)
         return 2
 
-    for remark in remarks:
-        print(f"* {remark.message}", file=sys.stderr)
-    if given.to == "own":
-        print(in_own_keys(config))
+
+def translate(given: Sequence[str], system: str) -> int:
+    """Print the correction in a system's keys; return 0, or 1 if a part is left out."""
+    try:
+        from three_policies.interop.given import block_of
+    except ImportError:
+        raise ValueError("translate reads YAML, so it needs PyYAML: pip install pyyaml") from None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        block, remarks = block_of(given)
+        config = from_dialect(block)
+    say("*", [*remarks, *(str(warning.message) for warning in caught)])
+    if system == "own":
+        print("\n".join([*(f"# {sentence}" for sentence in meanings_of(block)),
+                         in_own_keys(config)]))
         return 0
-    export = to_dialect(config, given.to)
-    for mark, sentences in (("*", export.remarks), ("!", export.left_out)):
-        for sentence in sentences:
-            print(f"{mark} {sentence}", file=sys.stderr)
-    print("\n\n".join(paragraphs(config, export, given.to)))
+
+    export = to_dialect(config, system)
+    say("*", export.remarks)
+    say("!", merged(export.left_out))
+    if export.recipe:
+        say("!", [f"{export.recipe.what}: {export.recipe.place}"])
+    print("\n\n".join(paragraphs(config, export, system)))
     return 1 if export.left_out else 0
+
+
+def merged(sentences: Sequence[str]) -> list[str]:
+    """Say once what is so of several fields."""
+    fields: dict[str, list[str]] = {}
+    for sentence in sentences:
+        field, _, theirs = sentence.partition(": ")
+        fields.setdefault(theirs, []).append(field)
+    return [f"{', '.join(names)}: {theirs}" for theirs, names in fields.items()]
+
+
+def say(mark: str, sentences: Sequence[str]) -> None:
+    for sentence in sentences:
+        print(f"{mark} {sentence}", file=sys.stderr)
 
 
 # ----------------------------------------------------------------------------- what is printed
@@ -99,18 +114,20 @@ def paragraphs(config: RolloutCorrectionConfig, export: Export, system: str) -> 
         first = of_trl(export.keys) if system == "trl" else (
             "# on the command line\n" + overrides(export.keys, system))
         found = [first, "# or in YAML\n" + in_yaml(export.block)]
+        if system == "openrlhf":                                # which has no files of settings
+            del found[1]
     if export.recipe and export.recipe.code:
         found.append("# or all of it, in Python\n" + export.recipe.code.format(constructor(config)))
     if system == "verl" and not config.bypass_mode:
-        found.append("# in the trainer, to dump log-probs for the doctor (interop/README.md)\n"
-                     "three_policies.interop.verl.dump(data, path)")
+        found.append("# to dump log-probs for the doctor: see interop/README.md")
     return found
 
 
 def overrides(keys: Mapping[str, Any], system: str) -> str:
     """Return the keys as arguments for a shell, a line each."""
-    make = of_hydra if system == "verl" else of_yaml
-    return " \\\n".join(make(key, value) for key, value in keys.items())
+    make = {"verl": of_hydra, "nemo-rl": of_nemo_rl, "openrlhf": of_flags, "slime": of_flags}
+    lines = [make.get(system, of_yaml)(key, value) for key, value in keys.items()]
+    return " \\\n".join(filter(None, lines)) or "# no flag"
 
 
 def of_trl(keys: Mapping[str, Any]) -> str:
@@ -120,6 +137,19 @@ def of_trl(keys: Mapping[str, Any]) -> str:
 
 def of_yaml(key: str, value: Any) -> str:
     return f"{key}={written(value)}"
+
+
+def of_nemo_rl(key: str, value: Any) -> str:
+    return f"++{key}={written(value).replace('.inf', 'inf')}"   # ++: also if a file lacks the key
+
+
+def of_flags(key: str, value: Any) -> str:
+    """Return a flag of an argument parser; slime's have dashes, and none stands for false."""
+    flag = f"--{key}" if "." in key else f"--{key.replace('_', '-')}"
+    if isinstance(value, bool):
+        return flag if value else ""
+    values = value if isinstance(value, list) else [value]
+    return " ".join([flag, *map(str, values)])
 
 
 def of_hydra(key: str, value: Any) -> str:
@@ -157,7 +187,7 @@ def written(value: Any) -> str:
     """Return a value as YAML on one line."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {written(x)}" for key, x in value.items()) + "}"
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return "[" + ", ".join(map(written, value)) + "]"
     if isinstance(value, str):
         return value if value.isidentifier() else f'"{value}"'
