@@ -119,13 +119,12 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor | None, response_ma
     """Decide the weights and the mask of one batch from ρ = π_train/π_rollout.  (eq:correction)
 
     `train_log_prob`, `rollout_log_prob`, `response_mask`: [B, T]. `train_log_prob` is that of π_old
-    in decoupled mode and of the current π_θ in bypass mode. The criteria opsm and token_tv_outward
+    in decoupled mode and of the current π_θ in bypass mode. Criteria that look at the sign of A
     need `advantages` [B, T]. With `group`, a torch.distributed process group, batch normalisation
-    and second_moment use all its ranks. With `config.metrics_only` everything is measured and
-    nothing applied: there are no weights, and the mask is the one given. A NaN in rollout_log_prob
-    makes NaN of every weight that it is a factor of: where one is missing, put train_log_prob in
-    its place (ρ = 1), or mask the token. Raises ValueError if shapes differ, if there is no
-    rollout_log_prob, or if a criterion lacks its advantages, [B, T].
+    and second_moment use all its ranks. With `config.metrics_only` nothing is applied. A NaN in
+    rollout_log_prob makes NaN of every weight that it is a factor of: put train_log_prob in its
+    place (ρ = 1), or mask the token. Raises ValueError if shapes differ, if there is no
+    rollout_log_prob, or if a criterion lacks its advantages.
     """
     if rollout_log_prob is None:
         raise ValueError("rollout_log_prob is missing: without the sampler's log-probs there is "

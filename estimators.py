@@ -14,8 +14,6 @@ from three_policies.checks import same_shape
 from three_policies.ratios import SAFETY_BOUND, exp_ratio, widen
 
 
-# ------------------------------------------------------------- the quality of the weights
-
 def kish(n: Tensor, total: Tensor, squares: Tensor) -> Tensor:
     """Return ESS/N from N, Σw and Σw², all of one shape; 0 where all weights are 0.  (eq:ess)"""
     tiny = torch.finfo(squares.dtype).tiny
@@ -52,16 +50,13 @@ def chi_square(n: Tensor, squares: Tensor) -> Tensor:
 def perplexity(log_prob: Tensor, response_mask: Tensor) -> Tensor:
     """Return exp(−mean log-prob) of each sequence.  (eq:perplexity)
 
-    [B, T] → [B]. For two policies, ppl_old/ppl_rollout = 1/(geometric mean of ρ). Raises ValueError
-    if shapes differ.
+    [B, T] → [B]. ppl_old/ppl_rollout = 1/(geometric mean of ρ). Raises ValueError if shapes differ.
     """
     same_shape("[B, T]", log_prob=log_prob, response_mask=response_mask)
     mask = response_mask.bool()
     mean = torch.where(mask, widen(log_prob), 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
     return exp_ratio(-mean, 4 * SAFETY_BOUND)           # never squared; e^80 fits in a float32
 
-
-# ------------------------------------------------------------------- the distribution sampled from
 
 def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
                        top_p: float = 1.0, min_p: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -107,8 +102,6 @@ def sampling_log_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0,
     mass = log_mass.squeeze(-1).exp().clamp(max=1)             # rounding may have it above 1
     return torch.where(keep, log_q - log_mass, -torch.inf), mass
 
-
-# ------------------------------------------------------------------------------- advantages
 
 def _group_sums(values: Tensor, groups: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return how many rows of each row's group are kept, and the sum of their values.

@@ -61,8 +61,6 @@ class LossConfig:
                 for name, own in loss.own.items()}
 
 
-# ---------------------------------------------------------------------------------- aggregation
-
 class Counts(NamedTuple):
     """Hold numbers of tokens and non-empty sequences, of one mask or of all.  (eq:aggregation)"""
 
@@ -127,8 +125,6 @@ def width_without_holes(mask: Tensor) -> Tensor:
     return (mask.shape[-1] - holes.sum()).clamp(min=1)
 
 
-# ------------------------------------------------------------------------------------- the loss
-
 def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob: Tensor | None,
                 advantages: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig,
                 how: LossConfig = LossConfig(), *, correction: Correction | None = None,
@@ -155,12 +151,11 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
       `how.denominator` says.
     * `candidates`: log π_θ and log μ for `centering_loss`, which score_centering needs.
     The metrics loss/ratio, loss/approx_kl and loss/clip_fraction are means over the kept tokens of
-    these rows; with `counts` they are sums, which `loss_means` makes means. A clip around π_rollout
-    is also reported as loss/bypass_clip_fraction, which `diagnose` judges. If everything is
-    rejected the loss is 0, graph attached. One log-prob that is NaN makes the ρ of its
-    sequence NaN (prefix: from there on), and GSPO's r: reject the sequence by a seq_* criterion.
-    Where π_θ is 0, so is r (if π_old is 0 too, r is 1); with weight or advantage 0 it adds 0.
-    Raises ValueError if a tensor is missing or shapes differ.
+    these rows; with `counts` they are sums, which `loss_means` makes means. If everything is
+    rejected the loss is 0, graph attached. One NaN makes the ρ of its sequence NaN (prefix: from
+    there on), and GSPO's r: reject it by a seq_* criterion. Where π_θ is 0, so is r (if π_old is 0
+    too, 1); with weight or advantage 0 it adds 0. Raises ValueError if a tensor is missing or
+    shapes differ.
     """
     roles = _roles(log_prob, old_log_prob, rollout_log_prob, advantages, response_mask, config,
                    corrected=correction is not None)

@@ -200,8 +200,7 @@ def moments_of_ratio(log_rho: Tensor, tokens: Counted,
 def offpolicy_quantities(ratios: Ratios, rollout_log_prob: Tensor) -> list[Quantity]:
     """Measure how far apart two policies are, of tokens and non-empty sequences.  (eq:martingale)
 
-    bitwise_frac is the share of tokens whose log ρ is not 0, NaN included: each policy's float32
-    log-prob then has other bits. It is 0 only where engine and trainer compute the same.
+    bitwise_frac counts the tokens with log ρ ≠ 0, NaN included: their float32 bits differ.
     """
     _, (mask, n, rows), of_log, of_rho, less_one = ratios
     rollout_mean = torch.where(mask, widen(rollout_log_prob), 0.0).sum(-1) / n  # of a sequence: [B]

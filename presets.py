@@ -41,13 +41,11 @@ class RolloutCorrectionConfig:
     loss_type                   a row of LOSSES; reinforce in bypass mode only
     score_centering             subtract E_{v∼μ}[w(v) ∇log π(v)] (eq:score-centering); needs
                                 reinforce, with weights and criteria of tokens
-    metrics_only                measure weights and criteria, and apply neither: rollout_is_raw_*
-                                describes ρ at the level asked for, and rollout_rs_CRITERION_* what
-                                each criterion would reject
+    metrics_only                measure weights and criteria, and apply neither: see
+                                rollout_is_raw_* and rollout_rs_CRITERION_*
 
     In bypass mode only reinforce takes the weights. The other losses already have the ratio
-    π_θ/π_rollout, and a weight would count it twice (eq:double-count). If rollout_is is set all
-    the same, a warning says so, and its metrics are named rollout_is_raw_*.
+    π_θ/π_rollout, and a weight would count it twice (eq:double-count); a warning says so.
     """
 
     rollout_is: str | None = None
@@ -150,8 +148,7 @@ class RolloutCorrectionConfig:
 
     # Presets have the arguments of verl's documents. `threshold` or `is_threshold` is the weights'
     # C, for IcePop their upper bound, or a pair. `rs_threshold` bounds the criterion: on ρ a pair,
-    # or an upper end u that means [1/u, u] unless `rs_threshold_lower` is given. `veto_threshold`:
-    # the least ρ. In the formulas C, lo and hi are these, and T is the response's length.
+    # or an upper end u that means [1/u, u]. `veto_threshold`: the least ρ. T is the length.
 
     # Three policies, ρ = π_old/π_rollout.
 
@@ -295,7 +292,7 @@ class RolloutCorrectionConfig:
 
 
 def _bounds(upper: Bound, lower: End = None, key: str = "rs_threshold", least: End = None) -> Pair:
-    """Return a pair as it is, or [lower, upper], whose lower end is `least` or 1/upper by default."""
+    """Return a pair as it is, or [lower, upper]; `lower` defaults to `least`, else to 1/upper."""
     if is_list(upper):
         if lower is not None:
             raise ValueError(f"{key} {upper!r} has a lower end: leave {key}_lower out")

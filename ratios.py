@@ -74,8 +74,7 @@ def aggregate_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) ->
 def sequence_log_ratio(log_ratio: Tensor, response_mask: Tensor, level: str) -> Tensor:
     """Return the sum ("sequence") or mean ("geometric") of each sequence's log ρ.  (eq:levels)
 
-    `log_ratio`, `response_mask`: [B, T] → [B, 1]. Raises ValueError on another level, or if shapes
-    differ.
+    `log_ratio`, `response_mask`: [B, T] → [B, 1]. Raises ValueError on another level or shape.
     """
     same_shape("[B, T]", log_ratio=log_ratio, response_mask=response_mask)
     mask = response_mask.bool()

@@ -183,10 +183,9 @@ def second_moment_limit(square: Tensor, response_mask: Tensor, bound: float,
     `square`, `response_mask`: [B, T]. The mean of the values ≤ x never falls as x rises: the
     limit is read off the sorted values or, with a `group`, found by 31 halvings of the float32
     numbers from 0 to ∞, which are ordered as their bits are. Each halving all-reduces one sum and
-    one count, whatever the ranks' shapes. Equal values stay or go together. The limit is 0 where
-    even the smallest value is above the bound, and ∞ only where an infinite value meets an infinite
-    bound. AReaL's M2PO differs in three ways: its bound is strict, it splits ties, and it keeps the
-    smallest value when none fits.
+    one count. Equal values stay or go together. The limit is 0 where even the smallest value is
+    above the bound, and ∞ only where an infinite value meets an infinite bound. AReaL's bound is
+    strict, splits ties, and keeps the smallest value when none fits.
     """
     mask, square = response_mask.bool(), square.detach().float()
     if group is None:

@@ -58,9 +58,8 @@ def gspo_loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, respon
     This is the form GSPO-token, sg(r̄)·π_θ/sg(π_θ): a token has the value of its sequence and the
     gradient of its own log-prob. So a token's weight, mask or advantage acts on that token alone.
     Where these are constant over a sequence the gradient is that of r̄ itself. Aggregate the terms
-    with seq-mean-token-mean. At |y| = 1 the loss is PPO's. |y| counts the mask, so that a tool's
-    tokens between two turns change nothing (eq:tool-length). The clip range is narrow because r̄ is
-    a geometric mean. Source: Zheng et al. 2507.18071.
+    with seq-mean-token-mean. |y| counts the mask, so that a tool's tokens between two turns change
+    nothing (eq:tool-length). Source: Zheng et al. 2507.18071.
     """
     log_prob = widen(log_prob)
     log_r = log_prob - widen(old_log_prob)

@@ -464,7 +464,7 @@ FORMULAS = {
         "share of tokens with ρ_t < lo, the veto: the lower bound of seq_max_k1",
     "rollout_is_veto_fraction": "share of responses with a token of ρ_t below the veto",
     "CRITERION_mean": "mean of its statistic s over tokens: k1, k2 or k3 per token, or its sum, "
-                      "mean or maximum; |π − μ|, for token_tv_outward sign(A)(π − μ), for binary_kl "
+                      "mean or maximum; |π − μ|, for token_tv_outward sign(A)(π − μ); binary_kl: "
                       "the larger KL or the mean; |ρ − 1| for vaco; (log ρ)² for second_moment",
     "CRITERION_max": "largest s",
     "CRITERION_min": "smallest s",

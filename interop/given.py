@@ -159,7 +159,7 @@ def kept(block: Mapping[str, Any], path: tuple[str, ...], aside: list[str]) -> d
     found: dict[str, Any] = {}
     for key, value in block.items():
         where = (*path, str(key))
-        if BLOCKS & {*path}:
+        if BLOCKS & {*path} or (key in BLOCKS and isinstance(value, str)):    # verl's "${…}"
             found[key] = value
         elif key in WRAPPERS and (value is None or isinstance(value, Mapping)):
             inner = kept(value or {}, where, aside)

@@ -16,7 +16,7 @@ OWN = {"preset": "the preset from which the other keys start",
        **dict.fromkeys((f.name for f in fields(RolloutCorrectionConfig)), "this project's own")}
 VERL_TIS = {
     "use_tis": "false switches the weights off", "tis_imp_ratio_cap": f"rollout_is: token; {CAP}",
-    "imp_ratio_cap": f"rollout_is: token; {CAP}", "behav_imp_weight_cap": f"rollout_is: token; {CAP}"}
+    **dict.fromkeys(("imp_ratio_cap", "behav_imp_weight_cap"), f"rollout_is: token; {CAP}")}
 VERL_060 = {
     "rollout_is": "true applies the weights, false measures them (metrics_only)",
     "rollout_is_level": WEIGHTS, "rollout_is_mode": "truncate caps; mask also rejects outside",
@@ -51,7 +51,7 @@ SKYRL = {
 TRL = {
     "use_vllm": "the block is TRL's; false: nothing samples but π_θ itself",
     "vllm_importance_sampling_correction": "false switches the weights off",
-    "vllm_importance_sampling_mode": "level of ρ, and truncate: min(ρ, C), or mask: 0 outside",
+    "vllm_importance_sampling_mode": "level of ρ; truncate: min(ρ, C); mask: 0 outside",
     "vllm_importance_sampling_clip_max": "C, or the upper end",
     "vllm_importance_sampling_cap": "the older name of …_clip_max",
     "vllm_importance_sampling_clip_min": "the lower end of a mask",
@@ -59,7 +59,7 @@ TRL = {
     "loss_type": "the loss, where it is cispo or sapo; else PPO's clip"}
 PRIME = {
     "type": "ipo: token_tv; icepop: a pair on ρ; default: token_tv_outward; all with reinforce",
-    "eps": "token_tv, which bounds |π − μ|", "ipo_threshold": "token_tv, in a release without a cap",
+    "eps": "token_tv: a bound on |π − μ|", "ipo_threshold": "token_tv, in a release without a cap",
     "max_importance_ratio": CAP, "dppo_mask_low": "token_tv_outward; equal to dppo_mask_high",
     "dppo_mask_high": "token_tv_outward, which bounds sign(A)(π − μ)",
     "ratio_low": "the lower end of ρ: weights outside are 0", "ratio_high": "the upper end",
@@ -104,21 +104,23 @@ UNREAD = {
         "behave_imp_weight_cap": f"rollout_is_threshold, {CAP}",
         "behave_imp_weight_mode": "token_truncate: rollout_is: token and a number; token_mask: a "
                                   "pair; sequence_*: rollout_is: geometric",
-        "rejection_sampling": "metric ratio: action clamp is rollout_is_threshold, mask is token_k1 "
-                              "or, of sequences, seq_mean_k1 (agg mean), seq_sum_k1, seq_max_k1; "
+        "rejection_sampling": "metric ratio: clamp is rollout_is_threshold, mask is token_k1 or, "
+                              " of sequences, seq_mean_k1 (agg mean), seq_sum_k1, seq_max_k1; "
                               "kl_k2, kl_k3: the criteria of k2 and k3; binary_kl: token_binary_kl",
-        "use_decoupled_loss": "bypass_mode: false", "m2_threshold": "rollout_rs: {second_moment: it}",
+        "use_decoupled_loss": "bypass_mode: false",
+        "m2_threshold": "rollout_rs: {second_moment: it}",
         "recompute_logprob": "false is bypass_mode: true"},
     "ms-swift": {
-        "rollout_importance_sampling_mode": "rollout_is: token or sequence; _truncate takes a number "
-                                            "as rollout_is_threshold, _mask a pair [null, C]",
+        "rollout_importance_sampling_mode": "rollout_is: token or sequence; rollout_is_threshold: "
+                                            "a number for _truncate, a pair [null, C] for _mask",
         "rollout_importance_sampling_threshold": f"rollout_is_threshold, {CAP}",
         "importance_sampling_level": "sequence is loss_type: gspo",
         "off_policy_sequence_mask_delta": "rollout_rs: {opsm: it}, of π_θ instead of π_old",
         "log_rollout_offpolicy_metrics": "always on"},
     "open-instruct": {
         "truncated_importance_sampling_ratio_cap": f"rollout_is: token, {CAP}; 0 is off",
-        "use_vllm_logprobs": "bypass_mode: true", "rho_clamp_upper_bound": f"rollout_is: token, {CAP}",
+        "use_vllm_logprobs": "bypass_mode: true",
+        "rho_clamp_upper_bound": f"rollout_is: token, {CAP}",
         "rho_mask_lower_bound": "the lower end of token_k1", "rho_mask_upper_bound":
             "the upper end of token_k1; beside rho_mask_tv_divergence rollout_rs: {vaco: it}",
         "rho_mask_sequence_level": "true judges seq_mean_k1",

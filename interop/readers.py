@@ -23,7 +23,8 @@ def from_own(block: Mapping) -> RolloutCorrectionConfig:
     if block.get("preset") is not None:
         choice("correction.preset", block["preset"], tuple(PRESETS))
         config = PRESETS[block["preset"]]()
-    changed = replace(config, **{key: block[key] for key in OWN if key != "preset" and key in block})
+    own = OWN.keys() - {"preset"}
+    changed = replace(config, **{key: block[key] for key in block if key in own})
     one = {"seq_sum_k1": (None, config.rollout_is_threshold)}          # seq_mis: one for both
     if config.rollout_rs == one == changed.rollout_rs and (
             changed.rollout_is_threshold != config.rollout_is_threshold):

@@ -1,6 +1,6 @@
 """What OpenRLHF 0.11 can express of a correction, by its flags.
 
-It has one gate: min(ρ, C) of tokens, or ρ uncapped where one statistic is within bounds on ρ itself.
+It has one gate: min(ρ, C) of tokens, or ρ uncapped where one statistic is within bounds.
 """
 
 import math

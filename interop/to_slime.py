@@ -1,6 +1,6 @@
 """What slime can express of a correction, by its flags.
 
-It has weights of tokens, truncated or 0 outside a pair. Around π_rollout it has opsm and no weights.
+It has weights of tokens, truncated or 0 outside a pair; around π_rollout opsm, and no weights.
 """
 
 import math

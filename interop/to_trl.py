@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from three_policies.interop.lacks import (
-    IDLE, NO_WEIGHTS, NOTHING_MEASURED, UNSET, Lack, Recipe, Row, System, ends, is_pair, lacks_criterion, nothing,
-    of_micro_batches, own_loop, without, without_criterion)
+    IDLE, NO_WEIGHTS, NOTHING_MEASURED, UNSET, Lack, Recipe, Row, System, ends, is_pair,
+    lacks_criterion, nothing, of_micro_batches, own_loop, without, without_criterion)
 from three_policies.interop.readers import K1_OF_LEVEL
 from three_policies.interop.readers_of_others import IS, TRL_LOSSES
 from three_policies.presets import RolloutCorrectionConfig as Config

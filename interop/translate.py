@@ -48,14 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:                                     # Python would complain at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except (OSError, ValueError) as error:
         why = str(error)
-        if isinstance(error, OSError):
-            why = f"{error.filename or 'the output'} cannot be "
-            why += f"{'read' if error.filename else 'written'}: {error.strerror}"
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, OSError) and error.filename:
+            why = f"{error.filename} cannot be read: {error.strerror}"
+        elif isinstance(error, OSError):
+            why = f"the output cannot be written: {error.strerror}"
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         print(f"translate: {why}", file=sys.stderr)
         return 2
 

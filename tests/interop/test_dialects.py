@@ -239,6 +239,79 @@ def _keys(block):
             yield from _keys(value)
 
 
+# ------------------------------------------------- OpenRLHF, slime, NeMo-RL, and who is only named
+
+@pytest.mark.parametrize("block, expected", [
+    ({"is_correction_level": "off"}, Config()), ({"is_correction_level": False}, Config()),
+    ({"is_correction_level": "token"}, Config("token", (0.5, 5.0))),
+    ({"algo": {"advantage": {"is_correction_level": "token", "is_correction_mode": "clip",
+                             "is_correction_threshold": [0, 2]}}}, Config("token", 2.0)),
+    ({"is_correction_level": "seq", "is_correction_threshold": [0.999, 1.002]},
+     Config("token", math.inf, rollout_rs={"seq_mean_k1": (0.999, 1.002)})),
+    ({"is_correction_level": "seq", "is_correction_gating": "binary_kl",
+      "is_correction_threshold": 5e-3},                                 # FlashREINFORCE
+     Config("token", math.inf, rollout_rs={"seq_mean_binary_kl": 5e-3})),
+    ({"is_correction_level": "token", "is_correction_gating": "tv", "is_correction_threshold": .2},
+     Config("token", math.inf, rollout_rs={"token_tv": 0.2})),
+    ({"is_correction_level": "token", "actor": {"policy_loss_type": "gspo"}},
+     Config(bypass_mode=True, loss_type="gspo")),
+    ({"is_correction_enable": True, "is_correction_type": "seq-mask-tis",
+      "is_correction_threshold": [0.999, 1.002]},
+     Config("token", math.inf, rollout_rs={"seq_mean_k1": (0.999, 1.002)})),
+    ({"is_correction_enable": True, "is_correction_threshold": [0.0, 2.0]}, Config("token", 2.0)),
+    ({"use_tis": True, "tis_clip_low": 0}, Config("token", 2.0)),
+    ({"use_tis": True, "tis_clip": 5, "tis_clip_low": 0.5, "custom_tis_function_path":
+      "slime.backends.megatron_utils.loss.icepop_function"}, Config("token", (0.5, 5.0))),
+    ({"slime": {"use_rollout_logprobs": True, "use_opsm": True, "advantage_estimator": "gspo"}},
+     Config(rollout_rs={"opsm": 1e-4}, bypass_mode=True, loss_type="gspo")),
+    ({"loss_fn": {"use_importance_sampling_correction": True, "ratio_clip_min": 0.2,
+                  "truncated_importance_sampling_ratio": None}}, Config("token", math.inf)),
+    ({"loss_fn": {"use_importance_sampling_correction": True,
+                  "truncated_importance_sampling_type": "seq-mask-tis",
+                  "truncated_importance_sampling_ratio": 1.002,
+                  "truncated_importance_sampling_ratio_min": 0.999}},
+     Config("token", math.inf, rollout_rs={"seq_mean_k1": (0.999, 1.002)})),
+    ({"use_importance_sampling_correction": True, "sequence_level_importance_ratios": True,
+      "truncated_importance_sampling_ratio": 5, "truncated_importance_sampling_type": "tis",
+      "token_level_loss": False}, Config("sequence", 5.0, loss_type="gspo")),
+    ({"vllm_importance_sampling_cap": 2.0}, Config("sequence", (None, 2.0))),
+])
+def test_openrlhf_slime_and_nemo_rl_are_read(block, expected):
+    assert from_dialect(block) == expected
+
+
+@pytest.mark.parametrize("block, words", [
+    ({"is_correction_level": "seq", "is_correction_mode": "clip"}, "clip requires"),
+    ({"is_correction_level": "token", "is_correction_mode": "clip"}, "raises small ratios"),
+    ({"is_correction_level": "seq", "is_correction_gating": "tv"}, "must be one upper bound"),
+    ({"use_tis": True, "tis_clip_low": 0.5}, "tis_clip_low must begin at 0"),
+    ({"use_opsm": True}, "use_opsm needs use_rollout_logprobs"),
+    ({"use_tis": True, "use_rollout_logprobs": True}, "cannot both be true"),
+    ({"use_tis": True, "custom_tis_function_path": "mine.f"}, "a function of your own"),
+    ({"loss_fn": {"disable_ppo_ratio": True}}, "disable_ppo_ratio must be false"),
+    ({"loss_fn": {"truncated_importance_sampling_ratio": 2}}, "needs use_importance_sampling_cor"),
+    ({"use_vllm": True, "off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold must be nul"),
+    ({"loss_type": "dapo"}, "is TRL's: put use_vllm: true beside it"),
+    ({"behave_imp_weight_cap": 5.0}, "a block of AReaL.*rollout_is_threshold"),
+    ({"actor": {"rejection_sampling": {"metric": "ratio"}}}, "a block of AReaL"),
+    ({"rollout_importance_sampling_mode": "token_truncate"}, "ms-swift.*rollout_is: token"),
+    ({"truncated_importance_sampling_ratio_cap": 2.0}, "open-instruct.*0 is off"),
+    ({"rollout_is": {"rollout_is_level": "token"}}, "xtuner"),
+    ({"tis_mode": "token", "tis_cap": 2.0}, "rllm.*tis_cap: rollout_is_threshold"),
+    ({"tis_level": "token", "rs_level": "token"}, "slime's train_infer_mismatch_helper")])
+def test_what_cannot_be_read_is_named(block, words):
+    with pytest.raises(ValueError, match=words) as error:
+        from_dialect(block)
+    assert "\n" not in str(error.value)
+
+
+def test_openrlhfs_binary_kl_of_tokens_has_one_direction():
+    with pytest.warns(UserWarning, match="the larger of both directions"):
+        assert from_dialect({"is_correction_level": "token", "is_correction_gating": "binary_kl",
+                             "is_correction_threshold": [0, 5e-3]}) == Config(
+            "token", math.inf, rollout_rs={"token_binary_kl": 5e-3})
+
+
 # ----------------------------------------------------------------------------- prime-rl's own words
 
 IPO = dict(bypass_mode=True, loss_type="reinforce")
