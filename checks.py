@@ -34,7 +34,7 @@ def number(key: str, value: Any) -> float:
     """Return a positive number, or raise a ValueError that names the key."""
     with suppress(ValueError, OverflowError):
         known = not isinstance(value, bool) and isinstance(value, (Real, str))  # numpy's, too
-        if known and "_" not in str(value) and float(value) > 0:    # float("0.5_2") is 0.52
+        if known and not (isinstance(value, str) and "_" in value) and float(value) > 0:
             return float(value) if float(value) < 3e38 else math.inf        # float32 ends there
     raise ValueError(f"{key} must be a positive number, not {value!r}")
 

@@ -88,8 +88,8 @@ def of_yaml(text: str, source: str, words: Sequence[str]) -> Any:
             raise ValueError(f"{source}: {error}") from None
         if any(map(ARGUMENT.fullmatch, words)):
             return None
-        said = " ".join(str(error).split())[:200]
-        raise ValueError(f"{source} cannot be read as YAML: {said}") from None
+        why = " ".join(str(error).split())[:200]
+        raise ValueError(f"{source} cannot be read as YAML: {why}") from None
 
 
 def of_arguments(words: Sequence[str]) -> dict[str, Any]:
