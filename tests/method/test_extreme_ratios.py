@@ -233,11 +233,11 @@ def test_a_rest_has_its_slope_down_to_a_few_roundings(dtype):
 WITHOUT_A_GRADIENT = {                  # counts, a dtype's limits, decisions, penalties
     "sequence_log_ratio", "grpo_advantages", "rloo_advantages", "reinforce_advantages",
     "chi_square", "aggregate_loss", "width_without_holes", "loss_means", "ratio_within",
-    "divergence", "batch_normalize", "kl_penalty"}
+    "divergence", "binary_kl", "token_binary_kl", "batch_normalize", "kl_penalty"}
 IN_THE_TABLE = {
     "exp_ratio", "ratio_less_one", "kl_estimate", "kish", "perplexity", "sampling_log_probs",
     "ppo_clip_loss", "cispo_loss", "kl_ratio", "_ratio_times_k3", "centering_loss",
-    "probability_moved", "importance_weights"}
+    "sampled_log_probs", "importance_weights"}
 
 
 def test_no_clamp_of_the_core_is_left_out():
