@@ -1,6 +1,7 @@
 """The doctor's command: read a dump, or sample one, and print what is found in it.
 
     three-policies doctor DUMP.jsonl [--json] [--figure FILE.png]
+    three-policies doctor DUMP DUMP … | LOG [--json]
     three-policies doctor [DUMP.jsonl] --model DIR [--older DIR …] [--engine vllm]
 """
 
@@ -17,6 +18,8 @@ from three_policies.checks import UserError
 from three_policies.doctor import Report, examine
 from three_policies.doctor.dumps import Response, read
 from three_policies.doctor.laws import Finding
+from three_policies.doctor.logs import is_log
+from three_policies.doctor.trend import of as trend_of
 from three_policies.training.signals import show
 
 if TYPE_CHECKING:
@@ -29,6 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0 if no fault is found, 1 for a fault, 2 for unreadable input."""
     given = arguments(argv)
     try:
+        if given.more or (given.dump and (is_log(given.dump) or Path(given.dump).is_dir())):
+            if given.model or given.figure:
+                raise UserError("--model and --figure go with one DUMP, not with a log or several")
+            trend = trend_of([given.dump, *given.more])
+            show(json.dumps(trend.as_json(), ensure_ascii=False) if given.json else str(trend))
+            return int(trend.faulty)
         report, rescored = consult(given)
         show(answer(report, rescored, given.json))
     except (OSError, ValueError, UserError) as error:
@@ -46,7 +55,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="three-policies doctor", description="Find why two log-probs differ.")
     parser.add_argument("dump", nargs="?", metavar="DUMP", help="JSON-lines or parquet, a response "
-                        "a row; without DUMP the engine samples from --model")
+                        "a row; without DUMP the engine samples from --model. Or a run's log: what "
+                        "the gap grows with")
+    parser.add_argument("more", nargs="*", metavar="DUMP", help="dumps of later steps: what the gap"
+                        " grows with")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--figure", metavar="FILE.png", help="draw the dump above known causes")
     parser.add_argument("--model", metavar="DIR", help="the trainer's model at the dump's step, in "

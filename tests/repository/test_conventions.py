@@ -57,6 +57,8 @@ MAY_IMPORT = {
 NOT_ENTERED = {
     "effective_sample_size":
         "of one batch; a run adds up N, Σw and Σw² over ranks, and `kish` is both's formula",
+    "hypotheses": "of a log of many steps, which a run's first batch is not",
+    "room": "of a log of many steps, too",
     "division": "of a dump with entropies whose E[ρ] is broken, which a run's first batch is not"}
 
 

@@ -7,7 +7,7 @@ METHOD = ("checks", "ratios", "kl", "estimators", "surrogates", "rejection", "me
           "correction", "centering", "losses")
 ROOMS = ("training", "engines", "doctor", "interop", "oracle", "studies", "book")
 EXPLAINED = (*METHOD, "doctor.tokens", "doctor.laws", "doctor.places", "doctor.causes",
-             "doctor.health", "doctor.report")                             # what cites equations
+             "doctor.health", "doctor.report", "doctor.growth")            # what cites equations
 
 
 def modules() -> dict[str, Path]:
