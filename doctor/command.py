@@ -3,11 +3,13 @@
     three-policies doctor DUMP.jsonl [--json] [--figure FILE.png]
     three-policies doctor DUMP DUMP … | LOG [--json]
     three-policies doctor [DUMP.jsonl] --model DIR [--older DIR …] [--engine vllm]
+    three-policies doctor --watch RUN [--figure FILE.png] [--idle MINUTES]
 """
 
 import argparse
 import itertools
 import json
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 from three_policies.checks import UserError
 from three_policies.doctor import Report, examine
 from three_policies.doctor.dumps import Response, read
+from three_policies.doctor.follow import follow
 from three_policies.doctor.laws import Finding
 from three_policies.doctor.logs import is_log
 from three_policies.doctor.trend import of as trend_of
@@ -32,12 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0 if no fault is found, 1 for a fault, 2 for unreadable input."""
     given = arguments(argv)
     try:
+        if given.watch:
+            return follow(given.watch, show, given.figure, given.idle)
         if given.more or (given.dump and (is_log(given.dump) or Path(given.dump).is_dir())):
-            if given.model or given.figure:
-                raise UserError("--model and --figure go with one DUMP, not with a log or several")
-            trend = trend_of([given.dump, *given.more])
-            show(json.dumps(trend.as_json(), ensure_ascii=False) if given.json else str(trend))
-            return int(trend.faulty)
+            return over_steps(given)
         report, rescored = consult(given)
         show(answer(report, rescored, given.json))
     except (OSError, ValueError, UserError) as error:
@@ -54,11 +55,16 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return what the command line gives; what does not go together is an error."""
     parser = argparse.ArgumentParser(
         prog="three-policies doctor", description="Find why two log-probs differ.")
-    parser.add_argument("dump", nargs="?", metavar="DUMP", help="JSON-lines or parquet, a response "
-                        "a row; without DUMP the engine samples from --model. Or a run's log: what "
-                        "the gap grows with")
+    parser.add_argument("dump", nargs="?", metavar="DUMP", help="JSON lines or parquet, a response "
+                        "a row, or a debug file of slime or miles (.pt); without DUMP the engine "
+                        "samples from --model. Or a run's log: what the gap grows with")
     parser.add_argument("more", nargs="*", metavar="DUMP", help="dumps of later steps: what the gap"
                         " grows with")
+    parser.add_argument("--watch", metavar="RUN", help="a run of this trainer, or a file or folder "
+                        "of dumps that grows: a line a step, until Ctrl-C or the run's end; with "
+                        "--figure a picture whenever the verdict changes")
+    parser.add_argument("--idle", type=float, metavar="MINUTES", help="end --watch after so long "
+                        "without news; 0: say what is there, and end")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--figure", metavar="FILE.png", help="draw the dump above known causes")
     parser.add_argument("--model", metavar="DIR", help="the trainer's model at the dump's step, in "
@@ -69,8 +75,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="what samples if there is no DUMP: auto, vllm or transformers")
     given = parser.parse_args(argv)
 
-    if not (given.dump or given.model):
-        parser.error("give a DUMP, --model DIR, or both")
+    if given.watch and (given.dump or given.model or given.json):
+        parser.error("--watch goes with --figure and --idle alone")
+    if given.idle is not None and not (given.watch and given.idle >= 0):
+        parser.error("--idle MINUTES goes with --watch, and is 0 or more")
+    if not (given.watch or given.dump or given.model):
+        parser.error("give a DUMP, --model DIR, or both, or --watch RUN")
     if given.older and not given.model:
         parser.error("--older needs --model, the newest of them")
     if given.figure and not Path(given.figure).parent.is_dir():
@@ -78,6 +88,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if given.figure and not given.figure.lower().endswith((".png", ".jpg", ".webp", ".pdf")):
         parser.error(f"--figure must end in .png, .jpg, .webp or .pdf, not {given.figure!r}")
     return given
+
+
+def over_steps(given: argparse.Namespace) -> int:
+    """Say what the gap grows with, from a log or several dumps; return the command's exit code."""
+    if given.model or given.figure:
+        raise UserError("--model and --figure go with one DUMP, not with a log or several")
+    trend = trend_of([given.dump, *given.more])
+    show(json.dumps(trend.as_json(), ensure_ascii=False) if given.json else str(trend))
+    return int(trend.faulty)
 
 
 def answer(report: Report, rescored: "Rescored | None", as_json: bool) -> str:
@@ -133,7 +152,20 @@ def rescore_few(given: argparse.Namespace, responses: Iterator[Response]
         require_place(path, key)
     few = list(itertools.islice(responses, RESCORED)) if given.dump else sample_and_score(
         given.model, given.engine, random_prompts(given.model))
+    refuse_images(given.model, few)
     return rescore(given.model, given.older, few), few
+
+
+def refuse_images(model: str, responses: list[Response]) -> None:
+    """Raise ValueError if a prompt has a token that stands for what no dump holds, as an image."""
+    settings = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    stand_ins = {value for key, value in settings.items() if re.fullmatch(
+        "(image|video|audio)_token_(id|index)", key)}
+    for r in responses:
+        if found := stand_ins & {*(r.prompt_ids or ()), *r.token_ids}:
+            raise ValueError(
+                f"line {r.line} has an image, a video or a sound (token {min(found)}), which no "
+                "dump holds, and --model scores text alone; without --model the dump is examined")
 
 
 def explained(rescored: "Rescored", suggested: list[Finding]) -> list[Finding]:

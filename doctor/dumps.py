@@ -1,9 +1,11 @@
 """Read and write dumps of sampled tokens with the log-probs of both sides, row by row.
 
 This file decides which formats are known: ours, prime-rl's token export, NeMo-RL's
-train_data_step*.jsonl, and parquet with the columns of any of them. A bad row is a ValueError with
-its line: nothing is guessed, and no pickle is opened. `rows_of` makes rows of a padded batch, such
-as verl's, TRL's and this trainer's.
+train_data_step*.jsonl, parquet with the columns of any of them, and debug files of slime and miles
+(tensor_files.py). A bad row is a ValueError with its line: nothing is guessed, and no pickle is
+opened. `rows_of` makes rows of a padded batch, such as verl's, TRL's and this trainer's,
+`rows_of_sequences` of one in which prompts and responses are one tensor. How to get a dump from
+each system: math/appendix-dumps.md.
 """
 
 import json
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from three_policies.doctor.tensor_files import PAGE, rows_of_file
 
 
 class Response(NamedTuple):
@@ -113,10 +117,18 @@ PROMPT = Column("prompt_ids", (whole, IDS), optional=True)      # of any length
 
 # ---------------------------------------------------------------------------------- reading
 
+# What a file is that begins so.
+NO_JSON = {b"\x1f\x8b": ", but gzip: unpack it first",
+           b"\x80": f", but a pickle, which could run code when it is opened: see {PAGE}",
+           b"PK": ", but a file of torch.save or a zip: if torch wrote it, call it .pt"}
+
+
 def read(path: str | Path) -> Iterator[Response]:
     """Yield the responses of a dump in order; a bad row is a ValueError that names its line."""
-    if str(path).endswith(".parquet"):
-        yield from (response(line, row) for line, row in enumerate(_parquet(path), 1))
+    rows_in = {".parquet": _parquet, ".pt": rows_of_file, ".pth": rows_of_file}.get(
+        Path(path).suffix)
+    if rows_in:
+        yield from (response(line, row) for line, row in enumerate(rows_in(path), 1))
         return
 
     with open(path, "rb") as file:
@@ -124,8 +136,9 @@ def read(path: str | Path) -> Iterator[Response]:
             try:
                 row = json.loads(text) if text.strip() else None
             except (ValueError, RecursionError):            # also bytes that are not text
-                packed = ", but gzip: unpack it first" * text.startswith(b"\x1f\x8b")
-                raise ValueError(f"line {line}: this is not JSON{packed}") from None
+                kind = next((what for start, what in NO_JSON.items()
+                             if line == 1 and text.startswith(start)), "")
+                raise ValueError(f"line {line}: this is not JSON{kind}") from None
             if text.strip():
                 yield response(line, row)
 
@@ -239,6 +252,24 @@ def rows_of(prompts: Tensor, prompt_mask: Tensor, tokens: Tensor, token_mask: Te
     if versions is not None:
         columns["weight_version"] = _lists(versions, token_mask)
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
+
+
+def rows_of_sequences(sequences: Tensor, attention_mask: Tensor, response_mask: Tensor,
+                      rollout_log_prob: Tensor, train_log_prob: Tensor) -> list[dict[str, Any]]:
+    """Return sequences [B, P + T] with log-probs of the last T tokens, [B, T], as rows of a dump.
+
+    So SkyRL, OpenRLHF and AReaL keep them. Where T includes the prompt, it ends where the mask
+    begins.
+    """
+    late = response_mask.shape[1]
+    halves = [x.split([x.shape[1] - late, late], 1) for x in (sequences, attention_mask)]
+    (before, after), (seen, attended) = halves
+    rows = rows_of(before, seen, after, attended, response_mask, rollout_log_prob, train_log_prob)
+    for row in rows:
+        first = row["response_mask"].index(1) if 1 in row["response_mask"] else 0
+        row["prompt_ids"] += row["token_ids"][:first]
+        row |= {name: x[first:] for name, x in row.items() if name != "prompt_ids"}
+    return rows
 
 
 def responses_of(prompts: Tensor, prompt_mask: Tensor, tokens: Tensor, token_mask: Tensor,

@@ -13,18 +13,23 @@ optimizer step.
 
 Where vLLM gave no log-prob, which TRL stores as NaN, ρ is 1. How often that was is logged as
 rollout_corr/rollout_missing_fraction, a share of the sampled tokens; it should be 0.
+
+    GRPOTrainer(…, callbacks=[DoctorCallback()])           # the doctor watches; dump="dumps" writes
 """
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from three_policies.correction import Correction, correct
 from three_policies.doctor.dumps import append, rows_of
+from three_policies.doctor.watch import Watch, leading
 from three_policies.losses import Counts, LossConfig, loss_means, policy_loss
 from three_policies.metrics import merge, to_host
 from three_policies.presets import RolloutCorrectionConfig
@@ -43,6 +48,18 @@ def _refuse(trainer: Any, found: dict[str, bool]) -> None:
         raise ValueError(f"{type(trainer).__name__} does not carry {', '.join(names)}")
 
 
+def _rows(batch: dict[str, Any], which: slice = slice(None)) -> list[dict[str, Any]]:
+    if missing := {"sampling_per_token_logps", "old_per_token_logps"} - set(batch):
+        raise ValueError(f"this batch has no {' and no '.join(sorted(missing))}: a dump needs "
+                         "use_vllm=True and vllm_importance_sampling_correction=True, or a "
+                         "rollout_func with log-probs and num_iterations above 1")
+    mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+    return rows_of(*(x[which] for x in (
+        batch["prompt_ids"], batch["prompt_mask"], batch["completion_ids"],
+        batch["completion_mask"], mask, batch["sampling_per_token_logps"],
+        batch["old_per_token_logps"])))
+
+
 def dump(batch: dict[str, Any], path: str) -> None:
     """Append what `_generate_and_score_completions` returned to a dump for the doctor.
 
@@ -51,14 +68,47 @@ def dump(batch: dict[str, Any], path: str) -> None:
     raises ValueError. A token of which vLLM gave no log-prob has null in the dump, and the doctor
     counts it. Of rows that mask_truncated_completions masks no token is written.
     """
-    if missing := {"sampling_per_token_logps", "old_per_token_logps"} - set(batch):
-        raise ValueError(f"this batch has no {' and no '.join(sorted(missing))}: a dump needs "
-                         "use_vllm=True and vllm_importance_sampling_correction=True, or a "
-                         "rollout_func with log-probs and num_iterations above 1")
-    mask = batch["completion_mask"] * batch.get("tool_mask", 1)
-    append(path, rows_of(batch["prompt_ids"], batch["prompt_mask"], batch["completion_ids"],
-                         batch["completion_mask"], mask, batch["sampling_per_token_logps"],
-                         batch["old_per_token_logps"]))
+    append(path, _rows(batch))
+
+
+class DoctorCallback(TrainerCallback):
+    """Say the doctor's line on the first batch of a GRPOTrainer, and whenever it changes.
+
+    It examines the first process' batches, as TRL made them, and logs doctor/alarm, doctor/fault,
+    doctor/e_rho and doctor/k3 with TRL's own metrics. dump: a directory for what was examined.
+    """
+
+    def __init__(self, dump: str | None = None) -> None:
+        self.watch = Watch(dump)
+        _hand_out_batches()
+
+    def see(self, trainer: Any, batch: dict[str, Any]) -> None:
+        self.watch.see(
+            trainer.state.global_step + 1,
+            lambda: _rows(batch, leading(batch["completion_mask"])),
+            lambda name, value: trainer._metrics["train"][name].append(value))
+
+
+def _hand_out_batches() -> None:
+    """Let every GRPOTrainer hand its batches to the DoctorCallbacks that it has.
+
+    transformers gives a callback no batch, and TRL makes it within one method.
+    """
+    of: Any = GRPOTrainer
+    generate = of._generate_and_score_completions
+    if "hands_out" in generate.__dict__:
+        return
+
+    @functools.wraps(generate)
+    def handing_out(self: Any, inputs: Any) -> dict[str, Any]:
+        batch = generate(self, inputs)
+        if self.model.training and self.accelerator.is_main_process:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, DoctorCallback):
+                    callback.see(self, batch)
+        return batch
+    handing_out.__dict__["hands_out"] = True
+    of._generate_and_score_completions = handing_out
 
 
 def _phase(trainer: Any) -> str:

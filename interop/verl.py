@@ -72,31 +72,40 @@ def three_policies(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor,
     return loss * config.global_batch_info.get("dp_size", 1), to_host(named)
 
 
+def rows(data: Any, most: int | None = None) -> list[dict[str, Any]]:
+    """Return a batch of verl's driver, or its first `most` responses, as rows of a dump."""
+    if hasattr(data, "batch"):
+        batch, p = data.batch, data.batch["prompts"].shape[1]
+        masks = [batch["attention_mask"][:most, :p], batch["attention_mask"][:most, p:]]
+    else:                               # keys of TransferQueue, which has columns without padding
+        import transfer_queue
+        batch = transfer_queue.kv_batch_get(
+            keys=data.keys[:most], partition_id=data.partition_id, select_fields=[
+                "prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs",
+                "entropy"])
+        masks = [torch.ones_like(batch[name]).to_padded_tensor(0)
+                 for name in ("prompts", "responses")]
+        batch = {name: batch[name].to_padded_tensor(0) for name in batch.keys()}
+
+    columns = {name: batch[name][:most] for name in batch.keys() if name in (
+        "prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs", "entropy")}
+    if columns["rollout_log_probs"].equal(columns["old_log_probs"]):
+        warnings.warn("old_log_probs are a copy of rollout_log_probs, so the dump tells nothing: "
+                      "dump with algorithm.rollout_correction.bypass_mode=false", stacklevel=3)
+    return rows_of(columns["prompts"], masks[0], columns["responses"], masks[1],
+                   columns["response_mask"], columns["rollout_log_probs"],
+                   columns["old_log_probs"], columns.get("entropy"))
+
+
 def dump(data: Any, path: str) -> None:
     """Append a batch of verl's driver to a dump for the doctor.
 
     data: what the trainer's `_compute_old_log_prob` returns, or, with trainer.use_v1=false, what
     `calculate_debug_metrics` gets. It needs actor_rollout_ref.rollout.calculate_log_probs=true.
     In bypass mode verl makes old_log_probs a copy of rollout_log_probs, which a warning says.
+    verl_doctor.py calls it by one override.
     """
-    if hasattr(data, "batch"):
-        batch, p = data.batch, data.batch["prompts"].shape[1]
-        masks = batch["attention_mask"][:, :p], batch["attention_mask"][:, p:]
-    else:                               # keys of TransferQueue, which has columns without padding
-        import transfer_queue
-        found = transfer_queue.kv_batch_get(
-            keys=data.keys, partition_id=data.partition_id, select_fields=[
-                "prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs",
-                "entropy"])
-        masks = [torch.ones_like(found[name]).to_padded_tensor(0)
-                 for name in ("prompts", "responses")]
-        batch = {name: found[name].to_padded_tensor(0) for name in found.keys()}
-    if batch["rollout_log_probs"].equal(batch["old_log_probs"]):
-        warnings.warn("old_log_probs are a copy of rollout_log_probs, so the dump tells nothing: "
-                      "dump with algorithm.rollout_correction.bypass_mode=false", stacklevel=2)
-    append(path, rows_of(batch["prompts"], masks[0], batch["responses"], masks[1],
-                         batch["response_mask"], batch["rollout_log_probs"],
-                         batch["old_log_probs"], batch.get("entropy")))
+    append(path, rows(data))
 
 
 def carried(block: Any) -> RolloutCorrectionConfig:

@@ -183,6 +183,25 @@ def test_the_driver_brings_what_the_loss_needs(start, mode, ranks, tmp_path):
         assert report.causes[0].cause == cause, str(report)
 
 
+@pytest.mark.parametrize("hotter", ["1", "0.6"])
+def test_the_doctor_watches_the_driver_by_one_override(start, tmp_path, hotter):
+    """Its line is in the driver's output, its metrics are in verl's log, its dumps are read."""
+    page = (Path(__file__).parents[2] / "math/appendix-dumps.md").read_text()
+    [override] = re.findall(r"^ *'(\+ray_kwargs\S+verl_doctor)'", page, re.MULTILINE)
+    key, module = override.split("=")
+    status, [step], said = finished(*start(
+        1, f'{key}="three_policies.tests.support.verl_cpu,{module}"', f"{ROLLOUT}.n=16",
+        f"{ACTOR}.policy_loss.loss_mode=vanilla", HOTTER=hotter, BITS="16",
+        DOCTOR_DUMP=str(tmp_path / "dumps")))
+    assert status == 0, said[-3000:]
+    wrong = hotter != "1"
+    [line] = [line for line in said.splitlines() if "doctor, step 1: " in line]
+    assert ("ALARM" in line) == ("temperature (certain)" in line) == wrong, line
+    assert step["doctor/alarm"] == wrong and step["doctor/k3"] > 0
+    report = examine(read(tmp_path / "dumps/step-000001.jsonl"))
+    assert report.responses == 128 and report.missing == () and report.faulty == wrong
+
+
 def test_the_readmes_command_trains_as_verl_does(start):
     """eq:decoupled-ppo: two steps with our loss are two steps with verl's, to rounding.
 
