@@ -899,7 +899,7 @@ def repairs(border=0.05):
     found = {name: float(row["k3_exact"]) for name, row in sizes.results().items()}
 
     def longest(k3):
-        return f"{border / k3:.2g}" if k3 > border / 100 else (
+        return "none" if k3 > border else f"{border / k3:.2g}" if k3 > border / 100 else (
             f"{round(border / k3, -1):.0f}" if k3 > 1e-7 else "any")
     lines = [[what, f"`{before}`", sizes.brief(found[before]), sizes.brief(found[after]),
               longest(found[before]), longest(found[after])]
