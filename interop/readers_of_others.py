@@ -130,8 +130,6 @@ def from_trl(block: Mapping) -> RolloutCorrectionConfig:
 IS = "vllm_importance_sampling"
 TRL_LOSSES = ("cispo", "sapo")
 TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-
-
 PRIME_TYPES = ("ipo", "icepop", "default")
 
 
@@ -230,6 +228,7 @@ def from_openrlhf(block: Mapping) -> RolloutCorrectionConfig:
 OPENRLHF_GATES = {("seq", "ratio"): "seq_mean_k1", ("token", "tv"): "token_tv",
                   ("seq", "tv"): "seq_mean_tv", ("token", "binary_kl"): "token_binary_kl",
                   ("seq", "binary_kl"): "seq_mean_binary_kl"}
+SLIME_LOSSES = ("gspo", "cispo")
 ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
 
 
@@ -265,9 +264,6 @@ def from_slime(block: Mapping) -> RolloutCorrectionConfig:
         return RolloutCorrectionConfig("token", _capped("tis_clip_low", pair), loss_type=loss)
     return RolloutCorrectionConfig("token", math.inf if pair == (None, math.inf) else pair,
                                    loss_type=loss)
-
-
-SLIME_LOSSES = ("gspo", "cispo")
 
 
 def from_nemo_rl(block: Mapping) -> RolloutCorrectionConfig:
