@@ -1,7 +1,6 @@
 """Read the blocks of SkyRL, TRL, prime-rl, OpenRLHF, slime and NeMo-RL.
 
-As in readers.py a key that is left out has their default. What nothing here does, such as raising a
-small ρ to a lower bound, is refused in a sentence that names the key.
+A key that is left out has their default. What nothing here does is refused by the key's name.
 """
 
 import math
@@ -292,10 +291,9 @@ def from_nemo_rl(block: Mapping) -> RolloutCorrectionConfig:
     if get(f"{of}_ratio_min") is None:
         raise ValueError(f"{of}_ratio_min is missing: {kind} needs it")
     pair = with_zero(f"{of}_ratio_min", get(f"{of}_ratio_min"), number(f"{of}_ratio", high))
-    if pair == (None, math.inf):
-        return RolloutCorrectionConfig(level, math.inf, loss_type=loss)
-    if kind == "icepop":
-        return RolloutCorrectionConfig(level, pair, loss_type=loss)
+    if kind == "icepop" or pair == (None, math.inf):
+        bound = math.inf if pair == (None, math.inf) else pair
+        return RolloutCorrectionConfig(level, bound, loss_type=loss)
     if whole:
         raise ValueError(f"{of}_type seq-mask-tis goes without sequence_level_importance_ratios")
     return RolloutCorrectionConfig(level, math.inf, rollout_rs={"seq_mean_k1": pair},
