@@ -51,9 +51,8 @@ def centering_loss(log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tenso
     `log_prob`, `rollout_log_prob`: [B, T, K], of K candidates v of each token; log μ is −∞ where
     there are fewer. The mean is exact if the candidates hold all of μ. Otherwise the remaining mass
     of μ and of π_θ is treated as one extra token, which criteria of probabilities always keep: with
-    token_tv* and C = ∞ that is exact if each of the tokens it stands for is within δ. With
-    K ≥ 1/δ − 1 candidates, the likeliest, μ has at most δ on any other, so it takes a π_θ above δ
-    to leave a drift.
+    token_tv* and C = ∞ that is exact if each of the tokens it stands for is within δ. With the
+    K ≥ 1/δ − 1 likeliest candidates, μ has at most δ on any other: only a π_θ above δ drifts.
     Source: 2609.20807.
     """
     log_prob, rollout_log_prob = widen(log_prob), widen(rollout_log_prob.detach())

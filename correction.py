@@ -26,10 +26,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from three_policies.checks import choice, interval, is_list, number, same_shape
+from three_policies.presets import PRESETS as PRESETS                      # re-exported
 from three_policies.presets import Bound, RolloutCorrectionConfig
 from three_policies.ratios import (LEVELS, OF_TOKENS, aggregate_log_ratio, exp_ratio,
                                    masked_log_ratio, outside)
-from three_policies.rejection import Evidence, Grounds, judge_all, keep_all_agree
+from three_policies.rejection import (Evidence, Grounds, judge_all, keep_all_agree,
+                                      rejection_mask as rejection_mask)
 
 if TYPE_CHECKING:
     from three_policies.metrics import Statistics

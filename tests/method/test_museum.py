@@ -369,7 +369,9 @@ def slopes(logits):
     return torch.autograd.grad(sampling_log_probs(logits)[0][..., 0].sum(), logits)[0]
 
 
-@exhibit("a softmax in float32: https://arxiv.org/abs/2610.31642", "eq:sampling")
+@exhibit("log_softmax of float32 logits: "
+         "https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.log_softmax.html",
+         "eq:sampling")
 def certain_token_without_a_gradient():
     """Beyond a margin of 16.64 float32 rounds π to 1, so that the slope 1 − π of log π is 0.
 
