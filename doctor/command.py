@@ -109,9 +109,6 @@ def answer(report: Report, rescored: "Rescored | None", as_json: bool) -> str:
 
 def in_words(error: Exception) -> str:
     """Return one sentence for input that cannot be read."""
-    if isinstance(error, IsADirectoryError):
-        return (f"{error.filename} is a directory: give a file of it, such as a run's "
-                "dumps/step-000001.jsonl")
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename} cannot be read: {error.strerror}"
     return str(error)

@@ -173,7 +173,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, capsys):
     assert main([str(tmp_path / "none.jsonl")]) == 2
     assert capsys.readouterr().err.endswith("cannot be read: No such file or directory\n")
     assert main([str(tmp_path)]) == 2
-    assert f"{tmp_path} is a directory: give a file of it" in capsys.readouterr().err
+    assert f"{tmp_path} is a folder without a log and without a dump" in capsys.readouterr().err
     assert main(["--model", str(tmp_path)]) == 2
     assert "--model" in capsys.readouterr().err.splitlines()[-1]
     with pytest.raises(SystemExit):
