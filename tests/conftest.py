@@ -37,7 +37,8 @@ WORKERS = 4                            # more would have nothing left to do
 
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", default=os.environ.get(LONG) == "1",
-                     help=f"also run tests that are marked long, as with {LONG}=1: {GUARDED}")
+                     help=f"also run long tests, as with {LONG}=1, or these alone with {LONG}=only: "
+                     f"{GUARDED}")
 
 
 def in_folders(config):
@@ -88,7 +89,7 @@ def is_long(item):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if leaves_out(config):
+    if leaves_out(config) and os.environ.get(LONG) != "only":
         terminalreporter.write_line(f"Left out: long tests ({GUARDED}). `pytest --long` runs them, "
                                     "and CI does.")
 
@@ -99,8 +100,9 @@ def pytest_collection_modifyitems(config, items):
     So no worker ends with a long file.
     """
     if leaves_out(config):
-        config.hook.pytest_deselected(items=[item for item in items if is_long(item)])
-        items[:] = [item for item in items if not is_long(item)]
+        wanted = os.environ.get(LONG) == "only"
+        config.hook.pytest_deselected(items=[item for item in items if is_long(item) != wanted])
+        items[:] = [item for item in items if is_long(item) == wanted]
     if hasattr(config, "workerinput"):
         rank = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
         last = len(rank)
