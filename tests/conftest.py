@@ -37,7 +37,7 @@ WORKERS = 4                            # more would have nothing left to do
 
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", default=os.environ.get(LONG) == "1",
-                     help=f"also run long tests, as with {LONG}=1, or these alone with {LONG}=only: "
+                     help=f"also run long tests, as with {LONG}=1; {LONG}=only runs these alone: "
                      f"{GUARDED}")
 
 
