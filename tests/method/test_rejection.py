@@ -122,6 +122,7 @@ def test_opsm_rejects_only_negative_advantages_of_drifted_sequences():
             correct(*args, Config(rollout_rs={"opsm": 0.19}), wrong)
 
 
+@certifies("float64")
 def test_vaco_rejects_what_moves_on_in_sequences_that_have_moved():
     """eq:vaco: mean |ρ − 1| is (1 + 0.5)/2 = 0.75 and 0.1; A = 1 pushes on where ρ > 1.
 
