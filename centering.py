@@ -10,7 +10,7 @@ might have drawn:
     `centering_loss`               returns the mean, as a loss to be added         [B, T]
 
 A token's weight must follow from that token alone. So RolloutCorrectionConfig allows only REINFORCE
-with token weights and token criteria. Derivation: math/7-methods-and-prices.md.
+with token weights and token criteria. Derivation: math/14-methods-and-prices.md.
 """
 
 import math

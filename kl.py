@@ -2,7 +2,7 @@
 
 The log-ratio is ℓ = log π_θ − log π_ref. A good value does not imply a good gradient: a "+" keeps
 the value and repairs the gradient, and a ratio repairs it for samples of another policy.
-`losses.kl_loss` aggregates these terms. Derivation: math/8-kl.md.
+`losses.kl_loss` aggregates these terms. Derivation: math/13-kl.md.
 
     values = kl_estimate(log_prob, ref_log_prob, "k3+")                                  # [B, T]
 """

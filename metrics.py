@@ -7,7 +7,7 @@ This file decides
   micro-batches and ranks merge to the metrics of the whole.
 * A metric has verl 0.9's name where it has one; interop/names.py has other systems' names.
   `rollout_is_raw_*` describes ρ before truncation, which would hide degenerate weights.
-Percentiles are left out, since they cannot be merged. Derivation: math/12-diagnostics.md.
+Percentiles are left out, since they cannot be merged. Derivation: math/7-diagnostics.md.
 
     metrics = to_host(offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask))
     print(metrics["rollout_corr/k3_kl"])

@@ -2,7 +2,7 @@
 
 Every criterion looks at the original mask, and a token survives only if all criteria keep it. A
 value equal to its bound is kept, and NaN is rejected. Bounds of k1 criteria bound ρ itself. Each
-criterion is a row of CRITERIA. Derivation: math/6-correction.md and math/7-methods-and-prices.md.
+criterion is a row of CRITERIA. Derivation: math/6-correction.md and math/14-methods-and-prices.md.
 
     keep = rejection_mask(log_ratio, response_mask, {"seq_mean_k3": 0.01})                # [B, T]
 """

@@ -12,11 +12,11 @@ This file decides
 * Weights enter the running engine in place, by Hugging Face name, and every one has to arrive.
 * μ differs from π_old for three reasons, each a setting: the engine's arithmetic (`dtype`), rounded
   weights (`quantize`) and stale weights (`staleness`). With `update_every` the stale weights
-  are replaced within a response, as an asynchronous trainer does (math/9-versions.md).
+  are replaced within a response, as an asynchronous trainer does (math/16-versions.md).
 The engine here is Hugging Face's; vLLM's is in engines/vllm.py. `make_engine` of
 engines/choice.py chooses between them. Left out are tensor parallelism (every rank holds a whole
-engine), image inputs, tools and several turns (math/10-turns-and-tools.md), replayed routes
-(math/11-routes.md).
+engine), image inputs, tools and several turns (math/17-turns-and-tools.md), replayed routes
+(math/18-routes.md).
 
     engine = make_engine("auto", "path/to/model", dtype="bfloat16", max_model_len=512)
     samples = engine.generate([[5, 6]], [0], temperature=1.0, max_tokens=8, eos_ids=[1])

@@ -10,7 +10,7 @@ This file decides
   if it had not been killed, on any number of ranks, and no random state is saved. On a CPU it ends
   with the same bits; a GPU's atomic additions come in any order.
 Left out are tensor parallelism, value functions, reward models, rollouts of several turns with
-tools (math/10-turns-and-tools.md), and replayed routes (math/11-routes.md).
+tools (math/17-turns-and-tools.md), and replayed routes (math/18-routes.md).
 
     python trainer.py [FILE.yaml] [section.key=value …]    # default: configs/demo.yaml, and with
                                                            # task.kind=jsonl or parquet gsm8k.yaml

@@ -289,7 +289,7 @@ def kl_estimators():
     return figure
 
 
-# REPORTED is the k3 per token of other reports, from the table of chapter 12: what, from, to.
+# REPORTED is the k3 per token of other reports, from the table of chapter 7: what, from, to.
 REPORTED = (("float16 both sides", 1e-5, 1e-5), ("FP8 rollouts", 3e-4, 3e-4),
             ("bfloat16 both sides", 6e-4, 1e-3), ("bfloat16 rollouts", 2e-3, 2e-3),
             ("DeepSeek V4", 5e-3, 5e-3))
@@ -352,7 +352,7 @@ def sizes():
         axis.text(2.6e4, 10 ** heights[name], name, fontsize=7.5, color=RED, va="center")
     for color, mark, name in (
             (BLUE, "o", "SmolLM2-135M, one cause each (this chapter)"),
-            (BLACK, "s", "tiny models, no correction (chapter 15)"),
+            (BLACK, "s", "tiny models, no correction (chapter 11)"),
             (RED, "D", "reported by others; dashes: length not said")):
         axis.plot([], [], mark, color=color, markersize=4, label=name,
                   markerfacecolor="white" if mark == "s" else color)
@@ -752,6 +752,34 @@ def study_64_areas():
                  yticks=range(len(shown)), yticklabels=[CALLED.get(arm, arm) for arm in shown])
     figure.supxlabel("area under the held-out accuracy of 40 steps      "
                      "● a seed   ◆ their mean   dotted: before training", fontsize=9)
+    return figure
+
+
+REAL_LOOKS = {"matched": (BLACK, "-"), "disabled": (ORANGE, "--"),
+              "decoupled_token_is": (BLUE, "-"), "bypass_ppo_clip": (RED, "-.")}
+
+
+def real_run():
+    """Draw the real model's runs: held-out accuracy, and the reward of what the engine drew."""
+    found = {arm: list(rows.values()) for arm, rows in runs("real")["coarse"].items()}
+    shown = [arm for arm in ("matched", "disabled", "decoupled_token_is", "bypass_ppo_clip")
+             if arm in found]
+    figure, (policy, engine) = plt.subplots(1, 2, figsize=(7.5, 2.9), sharey=True)
+    for arm in shown:
+        color, style = REAL_LOOKS[arm]
+        curves = [[float(row["first_accuracy"]), *map(float, row["curve"].split())]
+                  for row in found[arm]]
+        drawn = [[float(row["first_reward"]), float(row["last_reward"])] for row in found[arm]]
+        for axis, x, lines in ((policy, range(0, 21, 5), curves), (engine, (1, 18), drawn)):
+            for line in lines:
+                axis.plot(x, line, style, color=color, linewidth=0.7, alpha=0.5)
+            axis.plot(x, [statistics.mean(y) for y in zip(*lines, strict=True)], style,
+                      color=color, linewidth=2.4, label=f"{arm} ({len(lines)})")
+    policy.set(title="the trainer's policy, in float32", xlabel="step", ylabel="right answers",
+               ylim=(0, 0.9))
+    engine.set(title="what the six-bit engine drew", xlabel="step", xticks=(1, 18),
+               xticklabels=("1", "16 to 20"))
+    engine.legend(fontsize=8, loc="upper left", title="arm (seeds)", title_fontsize=8)
     return figure
 
 
@@ -1167,6 +1195,7 @@ FIGURES = {"three-policies": three_policies, "gradient-choices": gradient_choice
            "route-targets": route_targets, "study": study,
            "study-64": study_64, "study-64-forest": study_64_forest,
            "study-64-areas": study_64_areas, "study-64-lengths": study_64_lengths,
+           "real-run": real_run,
            "merge-losses": merge_losses, "signatures": signatures, "preview": preview}
 # Sites that show a link's picture do not read SVG; the causes' 18 000 points would take a megabyte.
 PIXELS = ("preview", "signatures")

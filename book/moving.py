@@ -25,7 +25,7 @@ HERE = ROOT / "book" / "assets"
 
 
 def cap_data():
-    """Return bias, its standard error, standard deviation, and the cell of chapter 7's table."""
+    """Return bias, its standard error, standard deviation, and the cell of chapter 14's table."""
     caps, noises, limits = [1, 1.25, 1.5, 2, 3, 5, 10], [0.05, 0.2, 0.5], [1, 2, 4, 8]
     methods = {"token, at most C": lambda c: RolloutCorrectionConfig("token", float(c)),
                "sequence, at most C": lambda c: RolloutCorrectionConfig("sequence", float(c)),

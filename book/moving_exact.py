@@ -63,7 +63,7 @@ def push_data():
 
 
 def square():
-    """Return the start of chapter 13's picture, the noise on its μ, and the rewards."""
+    """Return the start of chapter 15's picture, the noise on its μ, and the rewards."""
     def logits(first, second):
         return torch.tensor([[0.0, first], [0.0, second]], dtype=torch.float64)
 

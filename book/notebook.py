@@ -365,7 +365,7 @@ show(figure)
 # ## 8. Was it luck?
 #
 # Three runs are three anecdotes, and their seed, 3, was chosen because the collapse is
-# plain there. The study of chapter 15 ran the same setting with five seeds.
+# plain there. The study of chapter 11 ran the same setting with five seeds.
 
 # %% tags=["exact"]
 import csv

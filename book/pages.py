@@ -40,13 +40,13 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonConsoleLexer, get_lexer_by_name, get_lexer_for_filename
 
-from three_policies.book import moving, museum, tables, which
+from three_policies.book import moving, museum, paths, tables, which
 
 ROOT = Path(__file__).resolve().parent.parent
 
 HERE, OUT = ROOT / "book" / "assets", ROOT / "site"
 CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))
-# In reading order; oracle/turns.py is what 10-turns-and-tools.md enumerates.
+# In reading order; oracle/turns.py is what 17-turns-and-tools.md enumerates.
 FILES = [f"{name}.py" for name in (
     "ratios", "kl", "estimators", "surrogates", "rejection", "metrics", "presets", "correction",
     "centering", "losses",
@@ -66,9 +66,15 @@ IN_PLACE = {"bias-variance.svg": "cap", "length-trap.svg": "trap"}
 AT_END = {"3-importance-weights.md": ("three-levels", "tree"),
           "4-ppo.md": ("sapo-a-gate-instead-of-a-clip", "curves"),
           "6-correction.md": ("correction-truncate-mask-reject", "batch"),
-          "13-gradient-field.md": ("one-picture", "square"),
-          "14-clip-around-mu.md": ("one-place", "push"),
-          "16-what-is-wrong.md": ("what-cannot-be-told-apart", "quiz")}
+          "15-gradient-field.md": ("one-picture", "square"),
+          "10-clip-around-mu.md": ("one-place", "push"),
+          "8-what-is-wrong.md": ("what-cannot-be-told-apart", "quiz")}
+
+
+# Chapters that once had another number: {the old one: the stem of the file}.
+MOVED = {8: "13-kl", 7: "14-methods-and-prices", 9: "16-versions", 10: "17-turns-and-tools",
+         11: "18-routes", 12: "7-diagnostics", 13: "15-gradient-field", 14: "10-clip-around-mu",
+         15: "11-evidence", 16: "8-what-is-wrong", 17: "9-fix-it-first"}
 
 
 # ------------------------------------------------------------------------------ code, by its labels
@@ -507,6 +513,14 @@ class Chapter:
 
 # ---------------------------------------------------------------------------------------- the pages
 
+def moved_page(page):
+    """Return a page at an old address, which leads to the new one and keeps the place in it."""
+    return (f'<!doctype html><meta charset="utf-8"><title>Moved</title>'
+            f'<meta http-equiv="refresh" content="1; url={page}">'
+            f'<script>location.replace("{page}" + location.hash)</script>'
+            f'<p>This chapter is now <a href="{page}">{page}</a>.</p>\n')
+
+
 def reference_page():
     entries = []
     for entry in sorted(references(), key=lambda e: (e["authors"], e["id"])):
@@ -565,6 +579,7 @@ def index_page(chapters, bodies):
             "it. Taking the engine's log μ for log π_old saves a forward pass and can ruin the "
             f'policy.</p>{widget("sampler")}<div class="doors">{opened}</div></div>'
             f'<div class="index"><h2>Chapters</h2>{markdown(".").render(two_sentences)}'
+            f'{markdown("math").render(paths.doors())}'
             f'<ol class="contents">{contents}</ol>'
             f'<h2>Appendices</h2><ul class="contents">{listed(APPENDICES, lambda _: "")}'
             '<li><a href="references.html">References</a></li></ul>'
@@ -674,7 +689,7 @@ def which_page():
         listed = "".join(f"<li><code>{x}</code>: {link_text(meaning)}. <i>{link_text(remedy)}</i>"
                          "</li>" for x, (meaning, remedy) in one.causes.items())
         return (f"<p>The doctor's record: {which.doctor_rates([*one.causes])} "
-                '(<a href="16-what-is-wrong.html">chapter 16</a>).</p><details class="causes">'
+                '(<a href="8-what-is-wrong.html">chapter 8</a>).</p><details class="causes">'
                 f"<summary>The {len(one.causes)} causes, and what to turn</summary>"
                 f"<ul>{listed}</ul></details>") if listed else ""
 
@@ -792,6 +807,9 @@ def main():
         title = names_of[page]
         write(page, title if page != "index.html" else f"{SAMPLER} · {title}", finished(body),
               described(page, title, body, made["formulas"]), *around.get(page, (None, None)))
+    for old, stem in MOVED.items():
+        (OUT / f"{old}-{stem.partition('-')[2]}.html").write_text(moved_page(f"{stem}.html"))
+
     entries = search_entries(chapters, made["formulas"])
     (OUT / "search.js").write_text(f"const INDEX = {json.dumps(entries, ensure_ascii=False)};\n")
     (OUT / "data.js").write_text(f"const DATA = {json.dumps(data, ensure_ascii=False)};\n")

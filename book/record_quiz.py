@@ -22,7 +22,7 @@ QUIZ = ("healthy", "temperature", "raw", "cut", "shift", "padding", "retokenised
 
 
 def planted(cause):
-    """Return the doctor's report on a dump of a model that chapter 16's picture does not show."""
+    """Return the doctor's report on a dump of a model that chapter 8's picture does not show."""
     with torch.no_grad():
         variant = "bf16-sampler" if cause == "healthy" else None
         rows = plants.plant(sides.subject(6, "Llama"), cause, 6, severity=0.6, variant=variant)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 VERDICT = {"better": "separable", "worse": "separable", "open": "not separable", None: "not tested"}
 SEPARABLE = ("*Separable* means p ≤ 0.05 by sign flips after Holm's adjustment in the second "
-             "study, and an interval without 0 in the first (chapter 15).")
+             "study, and an interval without 0 in the first (chapter 11).")
 SYSTEMS = {"verl": "verl 0.9", "skyrl": "SkyRL 0.3 and 0.4", "trl": "TRL 1.16, GRPOConfig"}
 ORDER = {"nine": "first", "sixty-four": "second"}
 ENDPOINT = {"nine": ("final_accuracy", "held-out accuracy at the end of training"),
@@ -38,7 +38,7 @@ class Evidence(NamedTuple):
     where: str                           # the regime in words
     below: tuple[int, int]               # runs that are below the accuracy they started from
     endpoint: str
-    source: str                          # where chapter 15 has the numbers
+    source: str                          # where chapter 11 has the numbers
 
     @property
     def means(self) -> list[str]:
@@ -123,7 +123,7 @@ def evidence(key: dict[str, str], called: dict[str, str]) -> Evidence:
         + (f" ({key['runs']})" if "runs" in key else ""),
         (sum(x < x0 for x, x0 in zip(one, begun[0])),
          sum(x < x0 for x, x0 in zip(other, begun[1]))), ENDPOINT[study][1],
-        f"Chapter 15, {ORDER[study]} study, `{tables.called(key['regime'])}`")
+        f"Chapter 11, {ORDER[study]} study, `{tables.called(key['regime'])}`")
 
 
 def doctor_rates(causes: list[str]) -> str:

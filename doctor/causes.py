@@ -3,7 +3,7 @@
 This file decides which law names which cause: the laws of laws.py and the parts of places.py
 compete by the share of the gap that each leaves. The best one's effect is taken out of the data,
 and the rest is looked at again. doctor/rates.txt says how often all of it is right.
-Derivation: math/16-what-is-wrong.md.
+Derivation: math/8-what-is-wrong.md.
 
     print(*find_causes(Tokens.of(dumps.read("dump.jsonl"))), sep="\n")
 """

@@ -8,7 +8,7 @@ plus a part that grows with the squared distance between the weights of both sid
 
 D(t) is the sum of the learning rates before step t, and e(t) the step whose weights the engine has.
 Each hypothesis is an e(t). All are fitted to log v and compared in nats of a Laplace distribution,
-as the causes of a dump are (eq:gap-left). Derivation: math/16-what-is-wrong.md.
+as the causes of a dump are (eq:gap-left). Derivation: math/8-what-is-wrong.md.
 """
 
 # pyright: reportUnknownMemberType=false

@@ -3,7 +3,7 @@
 This file decides what is healthy. Its limits are HEALTHY (a range), SEVERE (far beyond it),
 NO_LESSON (a step that teaches nothing) and UNCORRECTED. Where a law says what is possible, the law
 is tested, in standard errors. Derivation, and how many runs each limit warned of:
-math/12-diagnostics.md.
+math/7-diagnostics.md.
 
     print(*diagnose(correct(old_log_prob, rollout_log_prob, mask, config).metrics), sep="\n")
 """
@@ -16,7 +16,7 @@ from three_policies.metrics import to_host
 
 FAR = 0.15              # k3 per token
 # Each row: metric, lowest and highest healthy value, what a value outside means, what to change.
-# A table of chapter 12 counts the runs of chapter 15 that each row warned of, and the false alarms.
+# A table of chapter 7 counts the runs of chapter 11 that each row warned of, and the false alarms.
 # verl advises to raise the veto's bound if it rejects too much. It must be lowered instead.
 HEALTHY = (
     ("all_rejected", 0, 0, "every token was rejected, so the step taught nothing",
@@ -40,7 +40,7 @@ HEALTHY = (
     ("rollout_rs_seq_masked_fraction", 0, 0.5, "over half of the sequences lose tokens",
      "widen rollout_rs: 0.1 % (0.999–1.001) suits long responses and small mismatch only"),
     ("rollout_rs_masked_fraction", 0, 0.9, "fewer than one token in ten is left to learn from",
-     "widen rollout_rs: of chapter 15's 60 nine-token runs with so few left, two ended above "
+     "widen rollout_rs: of chapter 11's 60 nine-token runs with so few left, two ended above "
      "their start"),
     ("loss/bypass_clip_fraction", 0, 0.005, "bypass mode's clip acts on the mismatch, and pulls "
      "π_θ towards π_rollout: a brake if that is an old policy, ruin if it is a rounded one",
@@ -61,7 +61,7 @@ BY_SEQUENCE = {"rollout_is_raw_eff_sample_size": "rollout_is_raw_seq_eff_sample_
 SEVERE = {"chi2_token": (10, "a severe shift: more than nine samples in ten are lost",
                          "sample anew with today's weights; no bound repairs such a batch")}
 DUMP = " Dump a step (run.dump=1), and three-policies doctor names the cause."
-UNCORRECTED = 0.002     # k3 per token without correction; chapter 15's six-bit runs have less
+UNCORRECTED = 0.002     # k3 per token without correction; chapter 11's six-bit runs have less
 
 
 def _improper(values: Mapping[str, float]) -> list[str]:

@@ -4,7 +4,7 @@ Each law takes the tokens and returns a finding or None. Laws compete in one uni
 gap that each leaves, and a finding may hold the dump without its effect. Where a law is an
 identity, the data give its standard error. The main numbers that were set by hand are LIMITS;
 doctor/rates.txt says how far signals lie from them.
-Derivation: math/16-what-is-wrong.md.
+Derivation: math/8-what-is-wrong.md.
 
     print(slope_of(Tokens.of(dumps.read("dump.jsonl"))))
 """

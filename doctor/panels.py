@@ -88,7 +88,7 @@ def draw(dumps: dict[str, Tokens]) -> Any:
 
 
 def save(x: Tokens, path: str) -> None:
-    """Draw a dump of one's own above the signatures of chapter 16, and save both as one image."""
+    """Draw a dump of one's own above the signatures of chapter 8, and save both as one image."""
     import io
 
     from PIL import Image

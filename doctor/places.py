@@ -2,7 +2,7 @@
 
 A part is dirty if all tokens outside it are clean. `over_time` tells a gap that fades along the
 response, as one of the context does, from one that falls at a token, where the weights changed.
-Limits are those of laws.py. Derivation: math/16-what-is-wrong.md.
+Limits are those of laws.py. Derivation: math/8-what-is-wrong.md.
 
     print(*places(Tokens.of(dumps.read("dump.jsonl"))), sep="\n")
 """

@@ -35,7 +35,7 @@ FIRST_SEED = {"written": 0, "judged": 31000}
 JUDGED = """\
 Judged once, on dumps with seeds from 31000, made by models that the rules had not seen. The rules
 were committed before. They were written on the split `written` and on the misses of six earlier
-judgements. Chapter 16 has the last two of these, with seeds from 21000 and 27000, and what one rule
+judgements. Chapter 8 has the last two of these, with seeds from 21000 and 27000, and what one rule
 that followed from this judgement changes.
 """
 LIMITED = """\

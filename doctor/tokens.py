@@ -3,7 +3,7 @@
 Tokens were drawn from p. μ is what the sampler recorded of them, π what the trainer computed, and
 ρ = π/μ. This file decides the unit of a gap, the log-odds, where a logit's error has one size, and
 which tokens can be compared: those that were drawn after the same prefix.
-Derivation: math/16-what-is-wrong.md.
+Derivation: math/8-what-is-wrong.md.
 
     x = Tokens.of(dumps.read("dump.jsonl"))
     print(x.e().abs().mean(), numerics(x))          # the gap, and what two kernels may leave of it

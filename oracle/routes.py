@@ -4,7 +4,7 @@ A model has two layers of four experts, and a router takes two of them for each 
 layer, a token reads the mean of the tokens so far. Prompt and responses are the nodes of one tree.
 Routes are a table [LAYERS, nodes, CHOSEN], since what a router chooses is a function of the prefix.
 There is no shared expert, no load balancing and no capacity, except where each expert chooses its
-tokens: then a route depends on later tokens, and no table has it (chapter 11).
+tokens: then a route depends on later tokens, and no table has it (chapter 18).
 """
 
 from functools import cache

@@ -181,7 +181,7 @@ def spelling_practices(x):
             "such responses dropped": scored(x.mu, x.lp, mu_lp, mask=x.mask & x.same)}
 
 
-# ------------------------------------------------------------------------------ chapter 10's tables
+# ------------------------------------------------------------------------------ chapter 17's tables
 
 def sizes(x, practice):
     """Return bias and standard deviation of a practice, in units of |∇J|, and E[ρ]."""

@@ -3,7 +3,7 @@
 Version `start` draws the first SWITCH tokens, `end` the rest, and the trainer is at `pi`, an update
 further. A response is `long` if the update finds it unfinished. A process is a list of runs: the
 chance [B] that a launched prompt yields each response that way, and the log μ(y) [B] by which the
-weight ρ divides. It is exact if each response y counts π(y) in all (chapter 9).
+weight ρ divides. It is exact if each response y counts π(y) in all (chapter 16).
 """
 
 import math
@@ -233,7 +233,7 @@ def selected(seed: int, correlation: float, share: float | None) -> tuple[float,
     return found.baseline, off(found.gradient(pi, R), grad_J(pi, R))
 
 
-# ------------------------------------------------------------------------------- chapter 9's tables
+# ------------------------------------------------------------------------------ chapter 16's tables
 
 def cell(values: Sequence[float], exact: float = 0.0) -> str:
     """Write a mean and its standard error; what is exact in every model is bold."""

@@ -1,7 +1,7 @@
 """Run the study: does training collapse without correction, and does correction rescue it?
 
     python studies/study.py                  # the runs of nine that it does not have yet;
-                                             # then the figures, and chapter 15's tables
+                                             # then the figures, and chapter 11's tables
     python studies/study.py sixty-four       # the same for the second study
     python studies/study.py --quick          # three runs of it and runs/quick.png: collapse, rescue
 

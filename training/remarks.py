@@ -93,7 +93,7 @@ def candidate_remarks(config: Config) -> list[str]:
         return []
     return [f"rollout.candidates={rollout.candidates} is too few for correction.rollout_rs.{name}="
             f"{bound:g}: other tokens have up to 1/{rollout.candidates + 1} of μ each, and score "
-            f"centering keeps them all; take at least {math.ceil(1 / bound) - 1} (chapter 7)"
+            f"centering keeps them all; take at least {math.ceil(1 / bound) - 1} (chapter 14)"
             for name, bound in options.rollout_rs.items()
             if "rollout_log_prob" in CRITERIA[name].needs and (rollout.candidates + 1) * bound < 1]
 
@@ -176,16 +176,16 @@ def kl_remarks(config: Config) -> list[str]:
         return found
     if how.kl_in == "reward" and kind.removesuffix("+") != "k1":
         found.append(f"loss.kl_kind={kind} in the reward has another gradient than the KL: take k1 "
-                     "(chapter 8)")
+                     "(chapter 13)")
     if how.kl_in == "loss" and k1 and level is None:
         found.append("loss.kl_kind=k1 in the loss has a gradient of 0 on average: take k3+, or "
-                     "loss.kl_correction=token (chapter 8)")
+                     "loss.kl_correction=token (chapter 13)")
     if how.kl_in == "loss" and kind == "k3" and level is None:
         found.append("loss.kl_kind=k3 (verl's low_var_kl) in the loss without a ratio has the "
-                     "gradient of KL(π_ref‖π_θ): in chapter 8's table it is 0.14 ‖∇KL‖ away on-"
+                     "gradient of KL(π_ref‖π_θ): in chapter 13's table it is 0.14 ‖∇KL‖ away on-"
                      "policy, and 0.31 off-policy; take k3+, or loss.kl_correction=token")
     if how.kl_in == "loss" and kind == "abs":
-        found.append("loss.kl_kind=abs in the loss has not the gradient of the KL: in chapter 8's "
+        found.append("loss.kl_kind=abs in the loss has not the gradient of the KL: in chapter 13's "
                      "table it is 5.90 ‖∇KL‖ away; take k3+ (or abs+, which keeps the value)")
 
     options = correction_of(config)

@@ -301,7 +301,7 @@ const sampler = {
         })),
       }) +
       `</div>${missing}<p class="note">Thin: one of ${arms[0][1].seeds.length} seeds. Thick: their mean. The number: its average over steps 5 to 40.</p></div>
-      <figcaption>Tiles: <code>${d.how}</code>, of the ${w.of} responses of the first step of seed ${d.seed} the one whose Σ (log ρ)² is the median. Curves: regime <code>${w.regime}</code> of <a href="15-evidence.html">chapter 15</a>, arms ${arms.map(([name]) => `<code>${name}</code>`).join(", ")}; all widths have one learning rate.</figcaption>`
+      <figcaption>Tiles: <code>${d.how}</code>, of the ${w.of} responses of the first step of seed ${d.seed} the one whose Σ (log ρ)² is the median. Curves: regime <code>${w.regime}</code> of <a href="11-evidence.html">chapter 11</a>, arms ${arms.map(([name]) => `<code>${name}</code>`).join(", ")}; all widths have one learning rate.</figcaption>`
     );
   },
 };

@@ -274,7 +274,7 @@ def test_the_command_draws_and_prints_a_table(figures, capsys):
 
 
 def test_runs_that_only_split_their_work_otherwise_are_compared(figures):
-    """Rounding alone differs; a continued run may change this, and chapter 15 compares two."""
+    """Rounding alone differs; a continued run may change this, and chapter 11 compares two."""
     for name, size in (("one", 256), ("two", 128)):
         write_run(name, {"x": [1.0]}, seed=0, train__micro_batch_size=size, train__keep=size)
     assert [*grouped(figures, "one", "two")] == [

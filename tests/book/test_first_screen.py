@@ -143,6 +143,8 @@ def test_the_first_screen_is_short_and_each_chapter_says_what_it_is_for(book, op
 def test_whoever_shares_a_link_shares_a_title_a_sentence_and_a_picture(book):
     for path in OUT.glob("*.html"):
         head = path.read_text().split("</head>")[0]
+        if "http-equiv" in head:               # where a chapter once was
+            continue
         meta = dict(re.findall(r'<meta (?:name|property)="(.*?)" content="(.*?)">', head))
         assert re.search(r"<title>[^<]{3,}</title>", head) and meta["og:title"], path.name
         assert 20 < len(meta["description"]) < 260, (path.name, meta["description"])

@@ -1,6 +1,6 @@
 """The figures that explain, in Chromium: what each shows is what its chapter's table says.
 
-Of the tree, chapter 3's; of the clip, chapter 14's; of the square, chapter 13's picture; of the
+Of the tree, chapter 3's; of the clip, chapter 10's; of the square, chapter 15's picture; of the
 quiz, the doctor itself; of the sliders, the coefficients of their equations.
 book/record_quiz.py makes book/assets/quiz.json anew, book/record_batch.py the batch.
 """
@@ -17,8 +17,8 @@ from three_policies.tests.support.book_pages import OUT, WIDTHS
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PAGES = {"tree": "3-importance-weights", "square": "13-gradient-field",
-         "push": "14-clip-around-mu", "quiz": "16-what-is-wrong"}
+PAGES = {"tree": "3-importance-weights", "square": "15-gradient-field",
+         "push": "10-clip-around-mu", "quiz": "8-what-is-wrong"}
 
 
 def table(text, first):
@@ -121,7 +121,7 @@ def test_the_three_cases_are_the_three_terms():
 # ------------------------------------------------------------------------------------- the square
 
 def test_the_squares_paths_are_exact_ascent(book):
-    """Recomputed alone, each μ by itself: the picture of chapter 13 calls `ascend` so."""
+    """Recomputed alone, each μ by itself: the picture of chapter 15 calls `ascend` so."""
     from three_policies.book.moving_exact import PRESETS, STEPS, square
     from three_policies.book.tables import ascend
     start, noise, reward = square()
@@ -252,14 +252,14 @@ def test_the_sliders_numbers_are_the_tables(book, open_page):
 
     A column is for Δ = 0.2 and T = 4 unless it says otherwise.
     """
-    text = (ROOT / "math/7-methods-and-prices.md").read_text().split(
+    text = (ROOT / "math/14-methods-and-prices.md").read_text().split(
         "<!-- begin: prices-presets -->")[1].split("<!-- end")[0]
     table = [[cell.strip().replace("*", "").strip("`") for cell in line.split("|")[1:-1]]
              for line in text.split("\n")[1:-1]]
     # Of each row, the first name.
     rows = {row[0].split("`")[0]: dict(zip(table[0], row, strict=True)) for row in table}
     shown = {"decoupled_token_is": 0, "decoupled_seq_is": 1, "disabled": 3}
-    page, compared = open_page("7-methods-and-prices.html"), 0
+    page, compared = open_page("14-methods-and-prices.html"), 0
     for column in table[0][1:]:
         if found := re.fullmatch(r"(Δ|T) = ([\d.]+)", column):
             at = {"Δ": "0.2", "T": "4", found[1]: found[2]}
@@ -274,13 +274,13 @@ def test_the_sliders_numbers_are_the_tables(book, open_page):
 
 
 def test_sliders_snap_and_the_address_says_where(book, open_page):
-    page = open_page("7-methods-and-prices.html#C=2.9&T=7.5")
+    page = open_page("14-methods-and-prices.html#C=2.9&T=7.5")
     assert page.locator("[name=C]").evaluate("(slider) => slider.nextElementSibling.value") == "3"
     before = readout(page, "cap")
     page.locator("[name=C]").focus()
     page.keyboard.press("ArrowRight")
     assert "C=5" in page.url and "T=8" in page.url and readout(page, "cap") != before
-    again = open_page("7-methods-and-prices.html#" + page.url.split("#")[1])
+    again = open_page("14-methods-and-prices.html#" + page.url.split("#")[1])
     assert readout(again, "cap") == readout(page, "cap")
 
 
@@ -314,7 +314,7 @@ def test_the_batch_is_stepped_through(book, open_page):
 
 
 def test_without_javascript_the_figures_stand(book, open_page):
-    prices = open_page("7-methods-and-prices.html", java_script_enabled=False)
+    prices = open_page("14-methods-and-prices.html", java_script_enabled=False)
     assert prices.locator('[data-widget="cap"] svg').count() >= 4
     batch = open_page("6-correction.html", java_script_enabled=False)
     assert batch.locator('[data-widget="batch"] td b').count() > 10

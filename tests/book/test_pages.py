@@ -70,7 +70,9 @@ def test_every_reference_is_cited_and_has_an_address():
 # ----------------------------------------------------------------------------------------- the book
 
 def pages():
-    return sorted(path.name for path in OUT.glob("*.html"))
+    """Return the pages that say something, and not only where a chapter has moved."""
+    return sorted(path.name for path in OUT.glob("*.html")
+                  if "http-equiv" not in path.read_text())
 
 
 LOOK = """() => {
@@ -166,6 +168,12 @@ def test_no_dead_link_and_no_dead_label(book):
                   for x in re.findall(r"[\w-]+'s (?:pull request|issue) \d+", prose)}
         unlinked = {x for x in spoken if f">{x}</a>" not in text[f"{path.stem}.html"]}
         assert not unlinked, (path.name, unlinked)
+
+
+def test_an_old_address_of_a_chapter_leads_to_the_new_one_and_keeps_the_place(book, open_page):
+    assert not {book.MOVED[n] for n in book.MOVED} - {path.stem for path in book.CHAPTERS}
+    page = open_page("12-diagnostics.html#effective-sample-size")
+    page.wait_for_url("**/7-diagnostics.html#effective-sample-size")
 
 
 def test_every_equation_reaches_its_function_and_its_tests_and_they_reach_it(book, open_page):

@@ -84,7 +84,7 @@ def test_a_colour_that_has_no_dark_one_is_refused(figures):
         as_svg(figure, "new", 110)
 
 
-def test_the_readmes_picture_shows_its_studys_table(figures):
+def test_the_picture_of_areas_shows_its_studys_table(figures):
     """Each regime and arm has a dot for each seed at its area, then a diamond at their mean."""
     text = (ROOT / "math/figures/study-64-areas.svg").read_text()
     marks = [(float(x), float(y)) for x, y, style in re.findall(

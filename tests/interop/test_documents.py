@@ -276,12 +276,12 @@ def test_a_number_of_another_losss_size_is_said(loss, number, said):
     (["loss.kl_kind=abs"], True), (["loss.kl_kind=abs+"], False), (["loss.kl_kind=k3+"], False),
     (["loss.kl_kind=abs", "loss.kl_correction=none"], True)])
 def test_a_kl_whose_gradient_is_another_is_said_with_its_distance(given, said):
-    """The numbers are those of the table in chapter 8."""
-    found = [x for x in remarks(load_config(["loss.kl_coef=0.1", *given])) if "chapter 8" in x]
+    """The numbers are those of the table in chapter 13."""
+    found = [x for x in remarks(load_config(["loss.kl_coef=0.1", *given])) if "chapter 13" in x]
     assert len(found) == said
     if found:
         kind = "abs" if "abs" in given[0] else "k3"
-        row = next(line for line in (ROOT / "math/8-kl.md").read_text().splitlines()
+        row = next(line for line in (ROOT / "math/13-kl.md").read_text().splitlines()
                    if line.startswith(f"| `{kind}` | loss"))
         of_policy, off_policy = (row.split("|")[i].strip() for i in (5, 9))
         assert f" {of_policy} ‖∇KL‖" in found[0] and (kind == "abs" or off_policy in found[0])

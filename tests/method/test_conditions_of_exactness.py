@@ -170,11 +170,11 @@ QUOTED = [
     ("3-importance-weights", r"(\S+) ± \S+ (\S+) ± \S+ (\S+) ± \S+",
      "bias is {}, {} and {} of".format),
     ("3-importance-weights", r"'\S+ \+ (\S+), \S+'", "gives the rest, {} in".format),
-    ("9-versions", r"(\S+) ± \S+ \*\*0\*\*",
+    ("16-versions", r"(\S+) ± \S+ \*\*0\*\*",
      lambda left: f"{100 * float(left):.0f} % of the gradient fits no"),
-    ("10-turns-and-tools", r"True (0\.[1-9]\d) (\S+)",
+    ("17-turns-and-tools", r"True (0\.[1-9]\d) (\S+)",
      lambda away, mean: f"E[ρ] is {mean} below, and the gradient {away} away"),
-    ("10-turns-and-tools", r"True 0\.[1-9]\d (\S+)", "the E[ρ] of {} above".format)]
+    ("17-turns-and-tools", r"True 0\.[1-9]\d (\S+)", "the E[ρ] of {} above".format)]
 
 
 @pytest.mark.parametrize("chapter, printed, sentence", QUOTED)

@@ -1,6 +1,6 @@
 """An exhibit is a wrong form that shipped or was proposed, beside the right one.
 
-It returns (wrong, right, exact), which tests/support/exhibits.py judges. Those of chapters 9 to 11
+It returns (wrong, right, exact), which tests/support/exhibits.py judges. Those of chapters 16 to 18
 are in test_museum_versions_turns_routes.py. `pytest -s tests/method/test_museum*.py` prints the
 catalogue with every error.
 """

@@ -1,9 +1,9 @@
-"""Exhibits of chapters 9 to 11: weights that change in a response, tools' tokens, replayed routes.
+"""Exhibits of chapters 16 to 18: weights that change in a response, tools' tokens, replayed routes.
 
 The form is that of test_museum.py; tests/support/exhibits.py says what an exhibit is. Of versions,
 `start` draws two tokens, `end` the rest, and π has moved on. Where a response is discarded, `right`
 trains it a step later. Of routes, the sampler is the model with noise on its weights, which flips
-some routes (chapter 11). `replayed` is the expected gradient of policy_loss with sequence weights
+some routes (chapter 18). `replayed` is the expected gradient of policy_loss with sequence weights
 over its samples; the exact one is that of J at the sampler's routes.
 """
 

@@ -4,7 +4,7 @@ oracle/rational.py has policies whose probabilities are fractions, and the weigh
 losses once more, from their definitions. A test that is marked "rational" compares fractions alone.
 The others put the same probabilities into the core in float64: what it computes is the fraction to
 1e-12, so that the proof is about the code. Which configurations are unbiased is computed from the
-presets as they are, and compared with what chapters 3 and 7 say. Run with -s to see each bias as a
+presets as they are, and compared with what chapters 3 and 14 say. Run with -s to see each bias as a
 fraction, its size beside that of ∇J, and the k3 per token.
 """
 
@@ -36,7 +36,7 @@ from three_policies.tests.support.certified import certifies
 from three_policies.tests.support.examples import SUM, reinforce
 
 MATH = Path(__file__).resolve().parents[2] / "math"
-EXACT = "sequence ρ, C = ∞"                             # the first row of chapter 7's table
+EXACT = "sequence ρ, C = ∞"                             # the first row of chapter 14's table
 CONFIGS = {EXACT: PRESETS["bypass_pg_is"](math.inf),
            **{name: preset() for name, preset in PRESETS.items()}}
 DIFFERENT = [name for i, name in enumerate(CONFIGS)                 # an older name adds none
@@ -63,8 +63,8 @@ def chapter(name):
 
 
 def called_exact(column):
-    """Return preset → whether chapter 7's table has a bold 0 for its bias, in a column."""
-    text = chapter("7-methods-and-prices")
+    """Return preset → whether chapter 14's table has a bold 0 for its bias, in a column."""
+    text = chapter("14-methods-and-prices")
     [table] = re.findall(r"<!-- begin: prices-presets -->\n(.*?)\n<!-- end", text, re.DOTALL)
     header, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
     at, found = next(i for i, name in enumerate(header) if name.startswith(column)), {}
@@ -80,7 +80,7 @@ def called_exact(column):
 @pytest.mark.parametrize("name, column", [
     ("near", "Δ = 0.05"), ("far", "Δ = 0.5"), ("later", "later")])
 def test_the_presets_that_are_called_exact_are_and_no_other(name, column):
-    """eq:correction: a preset has −E_μ[∇loss] = ∇J, for any reward, just where chapter 7 has 0."""
+    """eq:correction: a preset has −E_μ[∇loss] = ∇J, for any reward, just where chapter 14 has 0."""
     world, claimed, found = WORLDS[name], called_exact(column), {}
     for preset, config in CONFIGS.items():
         of_preset = parts(config, world)

@@ -1,4 +1,4 @@
-"""Enumeration of tiny mixtures of experts gives what a replay of routes estimates (chapter 11)."""
+"""Enumeration of tiny mixtures of experts gives what a replay of routes estimates (chapter 18)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Turns and tools: what chapter 10 calls exact is exact, and holes in a mask count nowhere.
+"""Turns and tools: what chapter 17 calls exact is exact, and holes in a mask count nowhere.
 
 What is exact is read from the chapter's tables, and enumerated on models that the tables lack.
 """
@@ -24,7 +24,7 @@ from three_policies.training.shapes import Shape
 
 ROOT = Path(__file__).resolve().parents[2]
 
-CHAPTER = (ROOT / "math" / "10-turns-and-tools.md").read_text()
+CHAPTER = (ROOT / "math" / "17-turns-and-tools.md").read_text()
 SEEDS = range(1000, 1004)                               # no table has these
 writer = cache(turns.writer)
 

@@ -1,4 +1,4 @@
-"""Chapter 9's statements hold to 1e-12, by a route of its own: processes walked token by token.
+"""Chapter 16's statements hold to 1e-12, by a route of its own: processes walked token by token.
 
 A walk follows each prefix, asks which version draws the next token, and adds up the log-probs that
 an engine would record. Nothing here knows oracle/versions.py's formulas.
@@ -18,7 +18,7 @@ from three_policies.oracle.versions import (SWITCH, Recurrent, correlated, count
                                             restarted, selected, shortest, survivors)
 from three_policies.tests.support.certified import certifies
 
-CHAPTER = (Path(__file__).resolve().parents[2] / "math" / "9-versions.md").read_text()
+CHAPTER = (Path(__file__).resolve().parents[2] / "math" / "16-versions.md").read_text()
 PI, START, END, R = model(Policy, seed=0)
 OLD, LONG = torch.arange(PI.T) < SWITCH, PI.mask[:, SWITCH]
 RESPONSES = [tuple(y[m].tolist()) for y, m in zip(PI.tokens, PI.mask, strict=True)]

@@ -174,12 +174,12 @@ CENTERED = ("correction={bypass_mode: true, loss_type: reinforce, score_centerin
     (["train.lr=0"], ["train.lr=0 moves nothing"]),
     ([CENTERED % 0.1, "rollout.candidates=9"], []), ([CENTERED % 0.1, "rollout.candidates=8"], [
         "rollout.candidates=8 is too few for correction.rollout_rs.token_tv=0.1: other tokens have "
-        "up to 1/9 of μ each, and score centering keeps them all; take at least 9 (chapter 7)"]),
+        "up to 1/9 of μ each, and score centering keeps them all; take at least 9 (chapter 14)"]),
     ([CENTERED % 0.1, "rollout.candidates=8", "rollout.top_k=5"], []),
     ([CENTERED % 0.01], [
         "rollout.candidates=64 is too few for correction.rollout_rs.token_tv=0.01: other tokens "
         "have up to 1/65 of μ each, and score centering keeps them all; take at least 99 "
-        "(chapter 7)"]),
+        "(chapter 14)"]),
     (["policy.lora_alpha=3", "policy.lora_save_merged=true"],
      [f"policy.{key} has no effect: policy.lora_rank is null, so the whole model is trained"
       for key in ("lora_alpha", "lora_save_merged")])])

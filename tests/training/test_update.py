@@ -1,7 +1,7 @@
 """`update` itself is enumerated: a tabular policy, every response, float64, no model.
 
 The gradient that the trainer's optimizer is given, averaged over all responses of μ, is the row of
-chapter 8's table that the settings name. A mini-batch with a gradient of 0 takes no step.
+chapter 13's table that the settings name. A mini-batch with a gradient of 0 takes no step.
 """
 
 import math

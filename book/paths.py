@@ -1,0 +1,36 @@
+"""Three readers, and the five chapters in which each finds what he came for.
+
+README.md and the book's first page list them; the foot of each chapter says what comes next.
+"""
+
+from pathlib import Path
+
+MATH = Path(__file__).resolve().parent.parent / "math"
+PATHS = {"A run diverges today": (8, 7, 9, 10, 12),
+         "I want to understand": (1, 3, 5, 6, 10),
+         "I build a framework": (6, 13, 14, 16, 17)}
+
+
+def link(number: int, title: str = "") -> str:
+    """Return a link from one chapter to another, by its whole title unless one is given."""
+    [path] = MATH.glob(f"{number}-*.md")
+    with path.open() as file:
+        heading = file.readline().removeprefix("# ").strip()
+    return f"[{title or heading}]({path.name})"
+
+
+def foot(number: int) -> str:
+    """Return the foot of a chapter: for each path that it is on, the next stop."""
+    lines = []
+    for reader, stops in PATHS.items():
+        if number in stops:
+            at = stops.index(number) + 1
+            then = f"next, {link(stops[at])}" if at < len(stops) else "the last stop"
+            lines.append(f"*{reader}* ({at} of {len(stops)}): {then}.")
+    return "\\\n".join(lines)
+
+
+def doors() -> str:
+    """Return the paths as a list."""
+    return "\n".join(f"* *{reader}*: {', '.join(link(n) for n in stops)}."
+                     for reader, stops in PATHS.items())
