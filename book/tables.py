@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 import statistics
 import sys
 from dataclasses import replace
@@ -33,6 +34,7 @@ from three_policies.doctor.health import HEALTHY, NO_LESSON, SEVERE, UNCORRECTED
 from three_policies.interop.dialects import from_dialect
 from three_policies.kl import kl_estimate
 from three_policies.losses import LossConfig, kl_loss, policy_loss
+from three_policies.oracle import prices as prices_of
 from three_policies.oracle import (J, Policy, exact_gradient, expectation, kl, rewards, routes,
                                    token_kl, turns, versions, words)
 from three_policies.presets import PRESETS, RolloutCorrectionConfig
@@ -1139,6 +1141,27 @@ REAL_ENDPOINTS = {"area": "area under the held-out accuracy",
                   "last_reward": "reward of the last five steps' rollouts"}
 
 
+def papers():
+    """Tabulate math/papers.yaml: each paper's equation, settings, and the tests of the equation."""
+    named = {entry["id"]: entry for entry in yaml.safe_load(
+        (ROOT / "math/references.yaml").read_text())}
+    chapter_of = {label: path for path in sorted((ROOT / "math").glob("[0-9]*.md"))
+                  for label in certified.DEFINED.findall(path.read_text())}
+    proved = certified.statements()
+    lines = []
+    for row in yaml.safe_load((ROOT / "math/papers.yaml").read_text()):
+        entry, chapter = named[row["paper"]], chapter_of[row["equation"]]
+        first, _, others = entry["authors"].partition(",")
+        who = first.split()[-1] if others else first
+        tests = [x for x in proved if row["equation"] in x.labels]
+        lines.append([f"{who} {entry['year']}: [{entry['title']}]({entry['link']})", row["adds"],
+                      f"[{row['equation']}]({chapter.name})",
+                      f"`{shlex.join(row['settings'])}`" if row["settings"] else "",
+                      f"[`{tests[0].test}`](../tests/{tests[0].file})"
+                      + (f" and {len(tests) - 1} more" if tests[1:] else "")])
+    return markdown(["paper", "what it adds", "equation", "settings", "proved by"], lines)
+
+
 def study_real():
     """Tabulate the study of a real model: each arm's two endpoints, over the seeds that ended."""
     lines = []
@@ -1425,6 +1448,7 @@ TABLES = {"doctor-rates": lambda: rates("rates.txt", 0),
           "prices-bypass": lambda: prices(METHODS_IN_BYPASS),
           "prices-decoupled": lambda: prices(METHODS_DECOUPLED),
           "healthy": healthy, "metrics": metrics, "settings": settings, "gpus": gpus,
+          "papers": papers, "thousand": lambda: markdown(*prices_of.thousand()),
           "study-real": study_real, "study-real-contrasts": study_real_contrasts,
           "gradient-field": gradient_field}
 TABLES |= {f"path-{n}": partial(paths.foot, n) for stops in paths.PATHS.values() for n in stops}

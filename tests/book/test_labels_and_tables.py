@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from three_policies.book import paths
 from three_policies.oracle import J, Policy, estimator_moments, rewards
 from three_policies.tests.support import certified, modules
 from three_policies.tests.support.launching import shell
+from three_policies.training.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAPTERS = sorted((ROOT / "math").glob("[0-9]*.md"), key=lambda path: int(path.name.split("-")[0]))
@@ -123,6 +125,13 @@ def test_readme_has_the_paths_of_the_book():
     listed = re.findall(r"\*([AI] [\w\s]+)\*:((?:\s+\[\d+\][,.])+)", readme)
     assert {" ".join(reader.split()): tuple(map(int, re.findall(r"\d+", stops)))
             for reader, stops in listed} == paths.PATHS
+
+
+def test_the_settings_beside_each_paper_are_read():
+    rows = yaml.safe_load((ROOT / "math/papers.yaml").read_text())
+    for row in rows:
+        load_config(row["settings"])
+    assert len({row["paper"] for row in rows}) == len(rows) > 25
 
 
 def test_one_chapter_alone_has_more_than_3000_words_of_prose():
