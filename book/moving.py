@@ -135,8 +135,8 @@ def sampler_data():
         response = recorded["widths"][width]
         log_ratio = torch.tensor(response["old"]).double() - torch.tensor(response["rollout"])
         arms = [arm] if arm == "matched" else [arm, "decoupled_seq_is", "bypass_ppo_clip"]
-        return {**response, "regime": regime, "rho": [round(x, 3) for x in
-                                                      exp_ratio(log_ratio).tolist()],
+        return {**response, "regime": regime, "k3": f"{mean_of(study[regime][arm], 'k3'):.1g}",
+                "rho": [round(x, 3) for x in exp_ratio(log_ratio).tolist()],
                 "weight": round(exp_ratio(log_ratio.sum()).item(), 3),
                 "arms": {name: of_arm(study[regime][name]) for name in arms
                          if name in study[regime]}}

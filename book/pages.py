@@ -25,6 +25,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import textwrap
 from collections import Counter, defaultdict
 from functools import cache
 from itertools import groupby, pairwise
@@ -553,10 +554,11 @@ def promised(path):
 
 
 def index_page(chapters, bodies):
-    """Return the first screen: a figure and three doors; then the chapters, files and equations."""
+    """Return the first screen: a figure and four doors; then the chapters, files and equations."""
     intro = (ROOT / "README.md").read_text().split("\n\n")[1]
     [bugs] = re.findall("<h1>(.*?)</h1>", bodies["museum.html"])
-    doors = {"which.html": ("Which correction do I need?", "A few questions, then a line of YAML."),
+    doors = {"differ.html": ("My log-probs differ", "Find the cause, repair it, paste lines."),
+             "which.html": ("Which correction do I need?", "A few questions, then a line of YAML."),
              "museum.html": (bugs, "Guess how far off each one is."),
              chapters[0].page: ("Read the book", f"{len(CHAPTERS)} chapters, each equation beside "
                                 "its code.")}
@@ -586,6 +588,20 @@ def index_page(chapters, bodies):
             f'<h2>Figures that move</h2><ul class="contents">{figures}</ul>'
             f'<h2>Code and tests</h2><ul class="contents files">{files}</ul>'
             f'<h2 id="equations">Every equation</h2>{equation_table()}</div>')
+
+
+def differ_page():
+    """Return README's section for whoever has a mismatch, with an answer of the doctor."""
+    readme = (ROOT / "README.md").read_text()
+    section = readme.split("## My log-probs differ\n")[1].split("\n## ")[0]
+    links = "\n".join(re.findall(r"^\[\d+\]: .*", readme, re.MULTILINE))
+    example = json.loads((HERE / "quiz.json").read_text())[0]
+    return markdown(".").render(
+        f"# My log-probs differ\n{section}\n\n"
+        f"**What the doctor says**, for example, of a dump in which {example['what']}:\n\n"
+        f"```text\n{textwrap.fill(example['said'], 90)}\n```\n\n"
+        "[How it finds a cause](math/8-what-is-wrong.md), and [what each repair removes]"
+        f"(math/9-fix-it-first.md).\n\n{links}\n")
 
 
 def museum_page():
@@ -775,6 +791,21 @@ def search_entries(chapters, formulas):
          part.summary.replace("`", "")] for part in parts_of]
 
 
+def by_page(entries):
+    """Return [page, its name, [[place, title, text] …]] of each page: the name is said once.
+
+    A title is the name, then " · " and the rest, or the rest and the name in brackets.
+    """
+    pages = defaultdict(list)
+    for address, title, text in entries:
+        page, place = address.split("#")
+        bracket = re.search(r" \((.*)\)$", title)
+        name = bracket[1] if page.endswith(".py.html") and bracket else title.split(" · ")[0]
+        pages[page, name].append([place, title.replace(f" ({name})", "").replace(name, "", 1)
+                                  .removeprefix(" · "), text])
+    return [[page, name, parts] for (page, name), parts in pages.items()]
+
+
 def main():
     if not shutil.which("node") or not (HERE / "node_modules" / "katex").is_dir():
         sys.exit("book/pages.py needs node and, by `npm install --prefix book/assets`, KaTeX")
@@ -785,6 +816,7 @@ def main():
     bodies["references.html"] = reference_page()
     bodies["museum.html"] = museum_page()
     bodies["which.html"] = which_page()
+    bodies["differ.html"] = differ_page()
     bodies["index.html"] = index_page(chapters, bodies)
     sources = [*FILES, *proving_files(), *LINKED]
     bodies |= {page_of(file): source_page(file) for file in sources}
@@ -802,7 +834,7 @@ def main():
               for before, (page, _), after in zip([None, *order], order, [*order[1:], None])}
     names_of = dict(order) | {page_of(file): file for file in sources}
     names_of |= {"references.html": "References", "museum.html": "Bugs that shipped",
-                 "which.html": "Which correction do I need?"}
+                 "which.html": "Which correction do I need?", "differ.html": "My log-probs differ"}
     for page, body in bodies.items():
         title = names_of[page]
         write(page, title if page != "index.html" else f"{SAMPLER} · {title}", finished(body),
@@ -811,7 +843,8 @@ def main():
         (OUT / f"{old}-{stem.partition('-')[2]}.html").write_text(moved_page(f"{stem}.html"))
 
     entries = search_entries(chapters, made["formulas"])
-    (OUT / "search.js").write_text(f"const INDEX = {json.dumps(entries, ensure_ascii=False)};\n")
+    index = json.dumps(by_page(entries), ensure_ascii=False, separators=(",", ":"))
+    (OUT / "search.js").write_text(f"const INDEX = {index};\n")
     (OUT / "data.js").write_text(f"const DATA = {json.dumps(data, ensure_ascii=False)};\n")
     katex = HERE / "node_modules" / "katex" / "dist"
     shutil.copytree(katex / "fonts", OUT / "fonts",

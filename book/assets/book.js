@@ -16,6 +16,13 @@ document.querySelector("#dark").addEventListener("click", () => {
   }
 });
 
+const ENTRIES = INDEX.flatMap(([page, name, parts]) =>
+  parts.map(([place, title, text]) => {
+    const whole = page.includes(".py.html") ? `${title} (${name})` : title ? `${name} · ${title}` : name;
+    return [`${page}#${place}`, whole, text];
+  }),
+);
+
 function search(query) {
   const words = query.toLowerCase().replaceAll("rollout_corr/", "").split(/\s+/).filter(Boolean);
   const score = ([, title, text]) =>
@@ -25,7 +32,7 @@ function search(query) {
       return sum && (times || named) ? sum + (named ? 20 : 0) + Math.min(times, 5) : 0;
     }, 1);
   const kind = ([href]) => (href.startsWith("tests-") ? 2 : href.includes(".py.html") ? 1 : 0); // the text, then code, then tests
-  const hits = INDEX.map((entry) => [score(entry), entry])
+  const hits = ENTRIES.map((entry) => [score(entry), entry])
     .filter(([s]) => words.length && s > 1)
     .sort((a, b) => b[0] - a[0])
     .map(([, e]) => e);

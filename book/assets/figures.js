@@ -281,7 +281,7 @@ const sampler = {
       <div class="tiles" role="img" aria-label="${w.tokens.length} tokens, ρ from ${Math.min(...w.rho)} to ${Math.max(...w.rho)}">${w.tokens.map(tile).join("")}</div><p class="value">ρ of the whole response, the product: <b>${w.weight}</b></p></div>
       <div><p class="head">Training on such responses: held-out accuracy</p><div class="plots">` +
       plot({
-        title: s.bits === "float32" ? "engine in float32" : `engine at ${s.bits} bits`,
+        title: s.bits === "float32" ? "engine in float32" : `engine at ${s.bits} bits, k3 ${d.widths[s.bits].k3} a token`,
         x: [0, 40],
         y: [0, 1],
         xTicks: [0, 10, 20, 30, 40],

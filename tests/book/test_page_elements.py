@@ -33,7 +33,9 @@ def others():
 
 
 def index():
-    return json.loads((OUT / "search.js").read_text().removeprefix("const INDEX = ").rstrip(";\n"))
+    pages = json.loads((OUT / "search.js").read_text().removeprefix("const INDEX = ").rstrip(";\n"))
+    return [(f"{page}#{place}", f"{name} · {title}", text)
+            for page, name, parts in pages for place, title, text in parts]
 
 
 # --------------------------------------------------------------------------------------- pictures
