@@ -28,7 +28,7 @@ from three_policies.book.drawn import as_svg
 from three_policies.book.moving_exact import heights, in_square, optimum, square
 from PIL import Image
 from three_policies.book.tables import (POLICIES, ROOT, ascend, bias_and_std, borders, declared,
-                                        judged_contrasts, runs)
+                                        gain_reached, judged_contrasts, runs)
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -243,18 +243,18 @@ def weight_levels():
 
 def loss_coefficients():
     """Draw how hard each loss pushes a token, by autograd, against r and by the sign of A."""
-    figure, axes = plt.subplots(1, 2, figsize=(8, 3.3))
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.9), sharey=True)
     ratios = torch.arange(1, 401, dtype=torch.float64)[:, None] / 100
     shown = {  # loss, colour, style, width, and where its name stands, for A > 0 and A < 0
         "REINFORCE": (lambda new, old, A: reinforce_loss(new, A), BLACK, ":", 1.8,
-                      (2.25, 0.94), (1.4, 0.84)),
+                      (2.9, 0.88), (1.4, 0.84)),
         "GSPO": (lambda new, old, A: gspo_loss(new, old, A, torch.ones_like(ratios)), SKY, "-", 3.6,
-                 (0.6, 0.2), (1.06, 0.3)),
-        "CISPO": (cispo_loss, GREEN, "--", 1.8, (0.06, 0.86), (0.06, 0.66)),
-        "SAPO": (sapo_loss, ORANGE, "-.", 1.8, (2.65, 1.48), (2.2, 1.68)),
+                 (0.52, 0.15), (1.06, 0.3)),
+        "CISPO": (cispo_loss, GREEN, "--", 1.8, (3.3, 1.3), (0.06, 0.66)),
+        "SAPO": (sapo_loss, ORANGE, "-.", 1.8, (2.1, 1.68), (2.1, 1.66)),
         "dual clip, c = 3": (lambda *x: ppo_clip_loss(*x, dual_clip=3.0), PINK, "-", 3.6,
                              None, (3.06, 2.2)),
-        "PPO": (ppo_clip_loss, RED, "-", 1.4, (1.27, 0.4), (2.95, 3.4)),
+        "PPO": (ppo_clip_loss, RED, "-", 1.4, (1.27, 0.4), (2.35, 2.75)),
     }
     for axis, A in zip(axes, (1.0, -1.0), strict=True):
         for name, (loss, color, style, width, *places) in shown.items():
@@ -263,7 +263,7 @@ def loss_coefficients():
             axis.plot(ratios, -slope / A, linestyle=style, color=color, linewidth=width)
             if place := places[A < 0]:
                 axis.annotate(name, place, color=color, fontsize=8, va="center")
-        axis.set(title=f"A {'>' if A > 0 else '<'} 0", xlim=(0, 4), ylim=(0, 1.7 if A > 0 else 4),
+        axis.set(title=f"A {'>' if A > 0 else '<'} 0", xlim=(0, 4), ylim=(0, 3.5),
                  xlabel="r = π_θ/π_old of the token (GSPO: r̄)")
     axes[0].set(ylabel="coefficient of −A g in ∇L")
     return figure
@@ -397,45 +397,54 @@ def real_points(axis):
         axis.text(440, 10 ** heights[name], name, fontsize=7, color=BLUE, va="center")
 
 
+FIELD = {
+    "sequence ρ, C = ∞": (Config.bypass_pg_is(torch.inf), GREEN, "-"),
+    "decoupled_token_is": (PRESETS["decoupled_token_is"](), SKY, "--"),
+    "decoupled_seq_is": (PRESETS["decoupled_seq_is"](), BLUE, "-."),
+    "decoupled_seq_is_rs": (PRESETS["decoupled_seq_is_rs"](), RED, (0, (3, 1))),
+    "decoupled_token_icepop": (PRESETS["decoupled_token_icepop"](), PINK, (0, (5, 1, 1, 1))),
+    "bypass_ppo_clip": (PRESETS["bypass_ppo_clip"](), ORANGE, (0, (1, 1))),
+    "disabled": (PRESETS["disabled"](), BLACK, ":")}
+
+
 def gradient_field():
     """Draw where exact ascent takes a policy of two tokens and two states, by preset.
 
-    The policy is a point in a square.
+    Left: its path in the square of its two probabilities, with a fixed μ. Right: how high it ends.
     """
     start, noise, reward = square()
-    figure, axes = plt.subplots(1, 2, figsize=(7, 3.9), sharey=True)
-    shown = {
-        "sequence ρ, C = ∞": (Config.bypass_pg_is(torch.inf), GREEN, "-"),
-        "decoupled_token_is": (PRESETS["decoupled_token_is"](), SKY, "--"),
-        "decoupled_seq_is": (PRESETS["decoupled_seq_is"](), BLUE, "-."),
-        "decoupled_seq_is_rs": (PRESETS["decoupled_seq_is_rs"](), RED, (0, (3, 1))),
-        "decoupled_token_icepop": (PRESETS["decoupled_token_icepop"](), PINK, (0, (5, 1, 1, 1))),
-        "bypass_ppo_clip": (PRESETS["bypass_ppo_clip"](), ORANGE, (0, (1, 1))),
-        "disabled": (PRESETS["disabled"](), BLACK, ":"),
-    }
+    figure, (plane, ends) = plt.subplots(1, 2, figsize=(7.8, 3.9))
     grid = torch.linspace(0.02, 0.98, 60, dtype=torch.float64)
-    height = heights(grid, start, reward)
-    for axis, lagging in zip(axes, (False, True), strict=True):
-        axis.grid(False)
-        lines = axis.contour(grid, grid, height, colors="#bbbbbb", linewidths=0.8,
-                             levels=[-1, -0.5, 0, 0.5, 0.8, 0.95])
-        axis.clabel(lines, lines.levels[1:5], fmt="%g", fontsize=8, colors=BLACK, manual=[
-            (0.9, 0.61), (0.82, 0.66), (0.72, 0.73), (0.7, 0.86)])
-        for name, (config, color, style) in shown.items():
+    lines = plane.contour(grid, grid, heights(grid, start, reward), colors="#bbbbbb",
+                          linewidths=0.8, levels=[-1, -0.5, 0, 0.5, 0.8, 0.95])
+    plane.clabel(lines, lines.levels[1:5], fmt="%g", fontsize=8, colors=BLACK, manual=[
+        (0.9, 0.61), (0.82, 0.66), (0.72, 0.73), (0.7, 0.86)])
+
+    for y, (name, (config, color, style)) in enumerate(FIELD.items()):
+        for lagging, fill in ((False, color), (True, "white")):
             path = torch.stack(ascend(config, [start], [noise], reward[None],
                                       torch.tensor([lagging])))
-            a, b = in_square(path).unbind(-1)
-            axis.plot(a, b, linestyle=style, color=color, label=name)
-            axis.plot(a[-1], b[-1], "o", color=color, markersize=4, clip_on=False)
-        black = dict(color=BLACK, linestyle="none")
-        axis.plot(*optimum(start, reward), "*", ms=11, markerfacecolor="white", label="optimum π*",
-                  **black)
-        axis.plot(*in_square(path[0]), "s", markersize=5, label="start", **black)
-        axis.set(title="lagging μ: eight steps old" if lagging else "fixed μ: recorded data",
-                 xlabel="P(go on), after the prompt", xlim=(0, 1), ylim=(0, 1.02))
-    axes[0].set(ylabel="P(good ending), after going on")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
-                  fontsize=8)
+            reached = gain_reached(path[-1], [start], reward[None]).item()
+            ends.plot(max(reached, -0.12), -y, "o" if reached > -0.12 else "<", color=color,
+                      markerfacecolor=fill, markersize=7)
+            if not lagging:
+                a, b = in_square(path).unbind(-1)
+                plane.plot(a, b, linestyle=style, color=color, label=name)
+                plane.plot(a[-1], b[-1], "o", color=color, markersize=4, clip_on=False)
+
+    black = dict(color=BLACK, linestyle="none")
+    plane.plot(*optimum(start, reward), "*", ms=11, markerfacecolor="white", **black)
+    plane.plot(*in_square(path[0]), "s", markersize=5, **black)
+    plane.annotate("optimum π*", optimum(start, reward), (0.62, 0.98), fontsize=8)
+    plane.annotate("start", in_square(path[0]), (0.36, 0.37), fontsize=8)
+    plane.grid(False)
+    plane.set(title="the path with a fixed μ", xlabel="P(go on), after the prompt", xlim=(0, 1),
+              ylabel="P(good ending), after going on", ylim=(0, 1.05))
+    ends.set(title="how much of the gain it reaches", xlabel="● fixed μ   ○ μ eight steps old",
+             yticks=[-y for y in range(len(FIELD))], xlim=(-0.16, 1.05))
+    ends.set_yticklabels(FIELD, fontsize=8)
+    for label, (_, color, _) in zip(ends.get_yticklabels(), FIELD.values(), strict=True):
+        label.set_color(color)
     return figure
 
 
@@ -580,29 +589,36 @@ def tool_branch(seed=18):
 
 
 def route_targets():
-    """Draw the bias of each use of recorded routes to both targets, against the share of flips."""
-    figure, axes = plt.subplots(1, 2, figsize=(7.5, 3.5), sharey=True)
+    """Draw the bias of each use of recorded routes to both targets, against the share of flips.
+
+    On the right it is divided by that of R3 without weights, since all but one nearly agree.
+    """
+    figure, axes = plt.subplots(1, 2, figsize=(7.5, 3.5))
     shown = {(routes.GATES, None): ("gates replayed, too", RED, "-."),
              (routes.OWN, None): ("own routes, uncorrected", BLACK, ":"),
              (routes.R3, None): ("R3, uncorrected", BLUE, "-"),
              (routes.R3, "token"): ("R3, token weights", SKY, "--"),
              (routes.R3, "sequence"): ("R3, sequence weights", GREEN, (0, (5, 1, 1, 1)))}
+    found = [routes.prices(noise) for noise in routes.NOISES]
+    flips = [100 * statistics.mean(of["flips"]) for of in found]
+    mean = {row: [[statistics.mean(sizes[aim] for sizes in of[row]) for of in found]
+                  for aim in (0, 1)] for row in shown}
     for row, (name, color, style) in shown.items():
-        found = [routes.prices(noise) for noise in routes.NOISES]
-        flips = [100 * statistics.mean(of["flips"]) for of in found]
-        for aim, axis in enumerate(axes):
-            bias = [statistics.mean(sizes[aim] for sizes in of[row]) for of in found]
-            axis.plot(flips[:-1], bias[:-1], linestyle=style, color=color, label=name)
-            axis.plot(flips[-1], bias[-1], "o", color=color, fillstyle="none")
-    for axis, title in zip(axes, ("to T1: the trainer, by its own routes",
-                                  "to T2: the sampler, as it is deployed"), strict=True):
-        axis.set(title=title, xlabel="routes that flip, %", xscale="log", yscale="log",
-                 ylim=(0.001, 1.3))
+        over = [x / of_r3 for x, of_r3 in zip(mean[row][1], mean[routes.R3, None][1], strict=True)]
+        for axis, y in zip(axes, (mean[row][0], over), strict=True):
+            axis.plot(flips[:-1], y[:-1], linestyle=style, color=color, label=name)
+            axis.plot(flips[-1], y[-1], "o", color=color, fillstyle="none")
+
+    for axis in axes:
+        axis.set(xlabel="routes that flip, %", xscale="log")
         axis.set_xticks([0.3, 1, 3, 10], ["0.3", "1", "3", "10"])
-        axis.set_yticks([0.001, 0.01, 0.1, 1], ["0.001", "0.01", "0.1", "1"])
         axis.minorticks_off()
-    axes[0].set(ylabel="bias / |∇J|, mean of the models")
-    axes[1].legend(fontsize=8, loc="lower right")
+    axes[0].set(title="to T1: the trainer, by its own routes", yscale="log", ylim=(0.001, 1.3),
+                ylabel="bias / |∇J|, mean of the models")
+    axes[0].set_yticks([0.001, 0.01, 0.1, 1], ["0.001", "0.01", "0.1", "1"])
+    axes[1].set(title="to T2: the sampler, as it is deployed", ylim=(0.8, 1.8),
+                ylabel="bias / that of R3, uncorrected")
+    axes[0].legend(fontsize=7, loc="lower right")
     return figure
 
 
@@ -698,37 +714,36 @@ def study_64_forest():
     """Draw every contrast of the second study with its interval, by regime; filled: separable."""
     of_regime = {}
     for x in judged_contrasts():
-        gap, width = x.difference()
-        of_regime.setdefault(x.regime, []).append((x.arm, x.other, gap, width, x.separable))
-    figure, axis = plt.subplots(figsize=(7.2, 9.2))
-    y, ticks, labels = 0.0, [], []
+        of_regime.setdefault(x.regime, []).append(x)
+    figure, axes = plt.subplots(1, 2, figsize=(10.2, 5.4), sharex=True)
+    half = sum(map(len, of_regime.values())) / 2
+    y, seen, ticks = [0.0, 0.0], 0, ([], [])
     for regime, rows in of_regime.items():
-        y -= 0.35
-        axis.text(-0.815, y, regime, fontsize=8, fontweight="bold", va="center")
-        said = str(TITLES.get(regime, regime.split("_")[-1] + " tokens")).replace("\n", " ")
-        said = said.replace("weights rounded to ", "").replace("weights of ", "")
-        axis.text(0.49, y, said, fontsize=7, va="center", ha="right")
-        y -= 1
-        for arm, other, gap, width, separable in rows:
-            color = BLUE if gap > 0 else RED
-            color = color if separable else "#777777"
-            axis.plot([gap - width, gap + width], [y, y], color=color, linewidth=1.2)
-            axis.plot(gap, y, "o", markersize=5, color=color,
-                      markerfacecolor=color if separable else "white")
-            ticks.append(y)
-            labels.append(f"{arm} − {other}")
-            y -= 1
-    axis.axvline(0, color=BLACK, linewidth=0.9)
-    axis.text(0.012, 0.55, "first arm better →", fontsize=8)
-    axis.text(-0.012, 0.55, "← first arm worse", fontsize=8, ha="right")
-    axis.text(-0.44, -25, "filled, in colour:\nseparable after adjustment\n\n"
-              "hollow, grey:\nnot separable", fontsize=8, va="center", ha="center")
-    axis.set_yticks(ticks, labels, fontsize=7)
-    axis.tick_params(axis="y", length=0)
-    axis.grid(axis="y", visible=False)
-    axis.set(xlim=(-0.83, 0.5), ylim=(y, 1.4),
-             xlabel="difference of the area: held-out accuracy averaged over steps 5 to 40\n"
-             "(0 to 1; mean over ten seeds and 95 % interval)")
+        side = int(seen >= half)
+        seen += len(rows)
+        axis = axes[side]
+        words = str(TITLES.get(regime, regime.split("_")[-1] + " tokens")).replace("\n", " ")
+        words = words.replace("weights rounded to ", "").replace("weights of ", "")
+        axis.text(-0.81, y[side] - 0.35, f"{regime}: {words}", fontsize=7, fontweight="bold",
+                  va="center")
+        for n, x in enumerate(rows, 1):
+            (gap, width), at = x.difference(), y[side] - 0.35 - n
+            color = (BLUE if gap > 0 else RED) if x.separable else "#777777"
+            axis.plot([gap - width, gap + width], [at, at], color=color, linewidth=1.2)
+            axis.plot(gap, at, "o", markersize=5, color=color,
+                      markerfacecolor=color if x.separable else "white")
+            ticks[side].append((at, f"{x.arm} − {x.other}"))
+        y[side] -= len(rows) + 1.35
+
+    for axis, marks in zip(axes, ticks, strict=True):
+        axis.axvline(0, color=BLACK, linewidth=0.9)
+        axis.set_yticks(*map(list, zip(*marks, strict=True)), fontsize=7)
+        axis.tick_params(axis="y", length=0)
+        axis.grid(axis="y", visible=False)
+        axis.set(xlim=(-0.83, 0.5), ylim=(min(y), 0.6))
+    figure.supxlabel("difference of the area, mean over ten seeds and 95 % interval: right of 0 "
+                     "the first arm is better      ● separable after adjustment   ○ not",
+                     fontsize=8)
     return figure
 
 
