@@ -1159,8 +1159,16 @@ def compare_runs(argv):
 
 # ------------------------------------------------------------------------------ causes in dumps
 
-SIGNED = ("temperature", "raw", "cut", "shift", "padding", "retokenised", "in-flight", "penalty",
-          "softcap")
+# Nine causes: the panel of doctor/panels.py that shows each, by its place, and what to see there.
+SIGNED = {"temperature": (0, "a line through 0, but not of slope 1"),
+          "raw": (4, "the mean of ρ is not 1"),
+          "cut": (0, "μ = 1 (right edge), π below it"),
+          "shift": (3, "two tokens after one prefix disagree"),
+          "padding": (2, "some prompts, from the first token on"),
+          "retokenised": (2, "a few responses, from a token on"),
+          "in-flight": (1, "up to a token, in every response"),
+          "penalty": (0, "a band: repeated tokens stand apart"),
+          "softcap": (0, "a line that bends at the ends")}
 
 
 def preview(regime="int4_slow"):
@@ -1188,14 +1196,42 @@ def preview(regime="int4_slow"):
     return figure
 
 
-def signatures():
-    """Plant causes in one model, and draw a row of five panels for each, a healthy pair first."""
-    with torch.no_grad(), plt.rc_context({"axes.grid": False}):
+AXES = (("logit μ", "logit π"), ("token number", "gap in logits"), ("token number", "response"),
+        ("Δ log μ", "Δ log π"), ("tokens", "mean of ρ, less 1"))         # of panels.py
+
+
+def planted():
+    """Plant causes in one model, a healthy pair first; return their dumps' tokens by name."""
+    with torch.no_grad():
         model = sides.subject(3, "Qwen2")
-        planted = {"healthy, bf16": plants.plant(model, "healthy", 3, variant="bf16-sampler")} | {
+        dumps = {"healthy, bf16": plants.plant(model, "healthy", 3, variant="bf16-sampler")} | {
             cause: plants.plant(model, cause, seed=3, severity=0.6) for cause in SIGNED}
-        return panels.draw({name: Tokens.of([response(i, row) for i, row in enumerate(rows, 1)])
-                             for name, rows in planted.items()})
+    return {name: Tokens.of([response(i, row) for i, row in enumerate(rows, 1)])
+            for name, rows in dumps.items()}
+
+
+def signatures():
+    """Draw a row of five panels for each cause: what `doctor --figure` puts below one's own."""
+    with plt.rc_context({"axes.grid": False}):
+        return panels.draw(planted())
+
+
+def nine_causes():
+    """Draw for each cause the one panel that shows it."""
+    found = planted()
+    with plt.rc_context({"axes.grid": False}):
+        figure, axes = plt.subplots(3, 3, figsize=(8.4, 7.6))
+        spare = plt.figure().subplots(1, 5)
+        for axis, (cause, (place, seen)) in zip(axes.flat, SIGNED.items(), strict=True):
+            row = list(spare)
+            row[place] = axis
+            panels.draw_row(row, found[cause], "")
+            axis.set_title(f"{cause}\n", fontsize=9, fontweight="bold")
+            axis.text(0.5, 1.03, seen, transform=axis.transAxes, ha="center", fontsize=8)
+            axis.set_xlabel(AXES[place][0], fontsize=8)
+            axis.set_ylabel(AXES[place][1], fontsize=8)
+            axis.tick_params(labelsize=7)
+    return figure
 
 
 # ----------------------------------------------------------------------------- the command line
@@ -1211,9 +1247,10 @@ FIGURES = {"three-policies": three_policies, "gradient-choices": gradient_choice
            "study-64": study_64, "study-64-forest": study_64_forest,
            "study-64-areas": study_64_areas, "study-64-lengths": study_64_lengths,
            "real-run": real_run,
-           "merge-losses": merge_losses, "signatures": signatures, "preview": preview}
+           "merge-losses": merge_losses, "signatures": signatures,
+           "nine-causes": nine_causes, "preview": preview}
 # Sites that show a link's picture do not read SVG; the causes' 18 000 points would take a megabyte.
-PIXELS = ("preview", "signatures")
+PIXELS = ("preview", "signatures", "nine-causes")
 
 
 def save_as_png(figure, path):
