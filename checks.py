@@ -40,7 +40,7 @@ def number(key: str, value: Any) -> float:
 
 
 def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    """Say whether a value is a sequence and no text: a list, a tuple, Hydra's list."""
+    """True if a value is a sequence other than text: a list, a tuple, Hydra's list."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 

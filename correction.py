@@ -85,7 +85,7 @@ def batch_normalize(weights: Tensor, response_mask: Tensor, level: str,
 
 @dataclass(frozen=True)
 class Correction:
-    """Hold what `correct` decided; it unpacks into weights, mask, metrics.
+    """The result of `correct`; it unpacks into weights, mask, metrics.
 
     weights  [B, T], detached, 0 on padding; None when rollout_is is None, or under metrics_only
     mask     [B, T], response_mask without the rejected tokens, in its dtype

@@ -64,7 +64,7 @@ class LossConfig:
 
 
 class Counts(NamedTuple):
-    """Hold numbers of tokens and non-empty sequences, of one mask or of all.  (eq:aggregation)"""
+    """The numbers of tokens and non-empty sequences, of one mask or of all.  (eq:aggregation)"""
 
     tokens: Tensor
     sequences: Tensor
@@ -181,7 +181,7 @@ def policy_loss(log_prob: Tensor, old_log_prob: Tensor | None, rollout_log_prob:
 
 
 class Roles(NamedTuple):
-    """Hold who plays which part in a loss; log-probs are [B, T], 0 on padding, float32 or wider."""
+    """Who plays which part in a loss; log-probs are [B, T], 0 on padding, float32 or wider."""
 
     log_prob: Tensor                    # π_θ, with its graph
     train: Tensor                       # what ρ compares with π_rollout: π_old, or π_θ

@@ -35,7 +35,7 @@ from three_policies.rejection import Criterion, Grounds, Verdict
 # ---------------------------------------------------------------------------- sums that merge
 
 class Moments(NamedTuple):
-    """Hold per-sequence sufficient statistics of x, each [B], float64.
+    """Per-sequence sufficient statistics of x, each [B], float64.
 
     They are the count n of a row's entries, their mean, Σ(x − mean)², max x and min x.
     """
@@ -59,7 +59,7 @@ class Moments(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """Hold the mask of the tokens that count, and sum over them."""
+    """The mask of the tokens that count, and sums over them."""
 
     mask: Tensor                                    # [B, T], bool
     n: Tensor                                       # [B], float64: tokens that count, |y|
@@ -105,7 +105,7 @@ Quantity = tuple[Moments, dict[str, str]]      # with its metrics: name → redu
 
 @dataclass(frozen=True)
 class Statistics:
-    """Hold means, spreads and extremes of many quantities, and merge them exactly.  (eq:merge)
+    """Means, spreads and extremes of many quantities, which merge exactly.  (eq:merge)
 
     A mean over micro-batches or ranks is not the mean of their means. But n, Σx and Σx² add up, and
     of max x and max −x the larger one counts. These five numbers of every quantity are merged, and
@@ -164,7 +164,7 @@ class Statistics:
 # ----------------------------------------------------------------------- which metrics there are
 
 class Ratios(NamedTuple):
-    """Hold log ρ of one batch per token, and the moments of log ρ, ρ and ρ − 1 by sequence."""
+    """The log ρ of a batch by token, and the moments of log ρ, ρ and ρ − 1 by sequence."""
 
     log_rho: Tensor                                 # [B, T], 0 on padding
     tokens: Counted

@@ -120,7 +120,7 @@ class RolloutCorrectionConfig:
 
     @property
     def of_whole_batches(self) -> bool:
-        """Say whether a token's weight or mask depends on the whole (mini-)batch."""
+        """True if a token's weight or mask depends on the whole (mini-)batch."""
         return (self.rollout_is_batch_normalize and not self.metrics_only) or any(
             CRITERIA[name].of == "batch" for name in self.rollout_rs)
 
@@ -131,18 +131,18 @@ class RolloutCorrectionConfig:
 
     @property
     def ratio_is_the_weight(self) -> bool:
-        """Say whether the loss's own ratio already is π_θ/π_rollout.  (eq:double-count)"""
+        """True if the loss's own ratio already is π_θ/π_rollout.  (eq:double-count)"""
         return self.bypass_mode and self.loss.level is not None
 
     @property
     def applies_weights(self) -> bool:
-        """Say whether the loss is multiplied by weights."""
+        """True if the loss is multiplied by weights."""
         return (self.rollout_is is not None and not self.ratio_is_the_weight
                 and not self.metrics_only)
 
     @property
     def corrects(self) -> bool:
-        """Say whether anything is done about ρ: by weights, by rejection or by the loss's ratio."""
+        """True if anything is done about ρ: by weights, by rejection or by the loss's ratio."""
         return self.bypass_mode or self.applies_weights or (
             bool(self.rollout_rs) and not self.metrics_only)
 

@@ -28,7 +28,7 @@ from three_policies.ratios import (SAFETY_BOUND, extremes, ratio_less_one, seque
 # ----------------------------------------------------------- what a criterion sees and returns
 
 class Evidence(NamedTuple):
-    """Hold what a criterion may look at; tensors are [B, T], and None is what was not given."""
+    """What a criterion may look at; tensors are [B, T], and None is what was not given."""
 
     log_rho: Tensor                                 # 0 on padding
     mask: Tensor                                    # bool
@@ -38,7 +38,7 @@ class Evidence(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Hold a criterion's statistic, the interval it keeps, and what lies below and above it.
+    """A criterion's statistic, the interval it keeps, and what lies below and above it.
 
     `statistic` is [B, 1] for criteria of sequences, else [B, T]; below and above may be [B, T].
     """
@@ -51,7 +51,7 @@ class Verdict(NamedTuple):
 
 def at_most(statistic: Tensor, bound: Any, among: Tensor | bool = True,
             least: float | Tensor = -math.inf) -> Verdict:
-    """Reject values in `among` that are not ≤ bound, NaN too; [least, bound] is what is kept."""
+    """Keep [least, bound]; reject the other values in `among`, NaN included."""
     above = ~(statistic <= bound) & among
     return Verdict(statistic, (least, bound), torch.zeros_like(above), above)
 
@@ -310,7 +310,7 @@ def rejection_mask(log_ratio: Tensor, response_mask: Tensor, criteria: Mapping[s
 # --------------------------------------------------------------------- what metrics.py measures
 
 class Grounds(NamedTuple):
-    """Hold what a decision of `correct` rests on, and its weights before normalisation."""
+    """The inputs of a decision of `correct`, and its weights before normalisation."""
 
     seen: Evidence
     kept: Tensor                                    # [B, T], bool

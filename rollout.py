@@ -46,7 +46,7 @@ NamedTensor = tuple[str, Tensor]  # a weight, by its Hugging Face name
 
 @dataclass(frozen=True)
 class Sample:
-    """Hold one response y of |y| tokens, with what the engine recorded of each token."""
+    """One response y of |y| tokens, with what the engine recorded of each token."""
 
     tokens: list[int]  # |y| ids; when the end token was sampled, it is the last of them
     rollout_log_prob: list[float]  # |y| values of log μ(y_t | x, y_<t), in nats
@@ -58,12 +58,12 @@ class Sample:
 
     @property
     def crossed(self) -> bool:
-        """Say whether the engine's weights changed within the response."""
+        """True if the engine's weights changed within the response."""
         return len(set(self.versions or [])) > 1
 
 
 class InFlight(NamedTuple):
-    """Hold the weights that an engine takes in turn, between two tokens of every response."""
+    """The weights that an engine takes in turn, between two tokens of every response."""
 
     every: int  # tokens between two updates
     recompute: bool  # run the earlier tokens again through new weights, or keep their cache
@@ -79,7 +79,7 @@ class InFlight(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Hold how min-p, top-k, then top-p cut μ, and with it π_old, π_θ and π_ref.  (eq:sampling)"""
+    """How min-p, top-k, then top-p cut μ, and with it π_old, π_θ and π_ref.  (eq:sampling)"""
 
     top_p: float
     top_k: int  # 0: nothing is cut
@@ -138,7 +138,7 @@ class Engine(Protocol):
         """Give the GPU's memory back for the update; then `update_weights` precedes `generate`."""
 
     def wake(self) -> None:
-        """Take the memory again; `generate` and `update_weights` do so by themselves."""
+        """Re-acquire the GPU's memory; `generate` and `update_weights` do so by themselves."""
 
     def close(self) -> None:
         """Shut the engine down; a second call does nothing."""
@@ -306,7 +306,7 @@ class WeightSync:
 
     @property
     def as_is(self) -> bool:
-        """Say whether a push loads the policy's own weights, neither rounded nor stale."""
+        """True if a push loads the policy's own weights, neither rounded nor stale."""
         return self.staleness == 0 and self.quantize is None
 
     def in_flight(self, every: int, recompute: bool, newest: int) -> InFlight:

@@ -61,7 +61,7 @@ def train(run: Run) -> None:
         with record.time_part("rollout"):
             batch, metrics = sample(run, step)
         with record.time_part("log_probs"):
-            if not options.bypass_mode or penalizes(config):    # bypass needs it for nothing else
+            if not options.bypass_mode or penalizes(config):    # in bypass mode only a KL needs it
                 batch = batch._replace(old_log_prob=score(policy, batch, config))
             if reference is not None:
                 batch = batch._replace(ref_log_prob=score(reference, batch, config))
@@ -108,7 +108,7 @@ def learn(run: Run, batch: Batch, options: RolloutCorrectionConfig) -> dict[str,
 
 
 class Outcomes(NamedTuple):
-    """Hold what became of N samples, floats [N] each: ranks gather them as one tensor."""
+    """What became of N samples, floats [N] each: ranks gather them as one tensor."""
 
     rewards: Tensor                    # some may be NaN or infinite
     lengths: Tensor                    # in tokens
@@ -121,7 +121,7 @@ class Outcomes(NamedTuple):
         return self.rewards.isfinite()
 
     def learned(self, mask_truncated: bool) -> Tensor:
-        """Say which samples have a token that is trained on."""
+        """Return a mask of the samples that have a token to train on."""
         return self.known & (self.lengths > 0) & (self.finished.bool() | (not mask_truncated))
 
     def of_all_ranks(self, n: int) -> "Outcomes":

@@ -21,7 +21,7 @@ SIZES = (("under 20 %", 0.2), ("20 to 50 %", 0.5), ("50 to 100 %", 1.0),
 
 
 class Exhibit(NamedTuple):
-    """Hold one exhibit."""
+    """One exhibit."""
 
     name: str
     where: str                 # who shipped it, with an address

@@ -591,7 +591,7 @@ def index_page(chapters, bodies):
 
 
 def differ_page():
-    """Return README's section for whoever has a mismatch, with an answer of the doctor."""
+    """Return README's section on a mismatch as a page, with an answer of the doctor."""
     readme = (ROOT / "README.md").read_text()
     section = readme.split("## My log-probs differ\n")[1].split("\n## ")[0]
     links = "\n".join(re.findall(r"^\[\d+\]: .*", readme, re.MULTILINE))

@@ -47,7 +47,7 @@ class Evidence(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Hold an answer, its evidence, and what follows: another question, or an outcome's name."""
+    """An answer, its evidence, and what follows: another question, or an outcome's name."""
 
     place: str                           # the answers so far, joined by "-": an id of the page
     says: str
@@ -59,7 +59,7 @@ class Answer(NamedTuple):
 
 
 class Question(NamedTuple):
-    """Hold a question and its answers."""
+    """A question and its answers."""
 
     name: str
     asks: str
@@ -127,7 +127,7 @@ def evidence(key: dict[str, str], called: dict[str, str]) -> Evidence:
 
 
 def doctor_rates(causes: list[str]) -> str:
-    """Say how often the doctor named these causes where they were planted, and on healthy dumps."""
+    """Return how often the doctor named these causes where planted, and on healthy dumps."""
     rows = {cells[0]: cells[1:] for cells in (
         [cell.strip() for cell in line.split("|")[1:-1]]
         for which in (0, 1) for line in tables.rates("rates.txt", which).split("\n"))}

@@ -188,7 +188,7 @@ def own_keys(config: RolloutCorrectionConfig) -> dict[str, Any]:
 
 
 def _is_verls(block: Mapping) -> bool:
-    """Tell whether a value is one that verl's keys of the same name have, and ours have not."""
+    """True if only verl's key of this name takes such a value, and ours does not."""
     threshold = block.get("rollout_is_threshold", 2.0)
     return (isinstance(block.get("rollout_rs"), str) or isinstance(block.get("rollout_is"), bool)
             or threshold is None or (isinstance(threshold, str) and "_" in threshold))

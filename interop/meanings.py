@@ -1,4 +1,4 @@
-"""Say in a phrase what each key of each system means here; the systems' keys are those listed.
+"""What each key of each system means here, in a phrase; the systems' keys are those listed.
 
 OWN, VERL, … are the tables of what can be read, by key. UNREAD has systems whose blocks are only
 named: `of_unread` says whose a block is, and what its keys are called here. Tensors do not occur.

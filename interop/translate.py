@@ -88,7 +88,7 @@ def translate(given: Sequence[str], system: str) -> int:
 
 
 def merged(sentences: Sequence[str]) -> list[str]:
-    """Say once what is so of several fields."""
+    """Merge sentences that hold for several fields into one."""
     fields: dict[str, list[str]] = {}
     for sentence in sentences:
         field, _, theirs = sentence.partition(": ")

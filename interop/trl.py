@@ -72,7 +72,7 @@ def dump(batch: dict[str, Any], path: str) -> None:
 
 
 class DoctorCallback(TrainerCallback):
-    """Say the doctor's line on the first batch of a GRPOTrainer, and whenever it changes.
+    """Print the doctor's line on a GRPOTrainer's first batch, and whenever it changes.
 
     It examines the first process' batches, as TRL made them, and logs doctor/alarm, doctor/fault,
     doctor/e_rho and doctor/k3 with TRL's own metrics. dump: a directory for what was examined.

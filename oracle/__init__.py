@@ -142,7 +142,7 @@ def estimator_moments(policy: Policy, mu: Policy, loss, batch: int = 1) -> Momen
 
 
 def close(value, expected, tolerance: float = 1e-12) -> bool:
-    """Say whether two results agree to rounding, relative to the largest number (or 1)."""
+    """True if two results agree to rounding, relative to the largest number (or 1)."""
     value, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (value, expected))
     limit = tolerance * max(1.0, expected.abs().max().item())
     return value.shape == expected.shape and bool(((value - expected).abs() <= limit).all())

@@ -82,7 +82,7 @@ def kept(record: Tensor, keep: Tensor, repaired: bool = False) -> Runs:
 
 
 class Practice(NamedTuple):
-    """Hold the counts of tokens, [B, T], the mean ρ per launched prompt, and the baseline."""
+    """The counts of tokens, [B, T], the mean ρ per launched prompt, and the baseline."""
 
     count: Tensor
     rho: float

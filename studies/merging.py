@@ -93,7 +93,7 @@ def train(seed: int, base: Path, rank: int, rate: float) -> Path:
 
 
 class Scored:
-    """Hold states that the base samples, and compare models by the exact KL(engine‖policy) there.
+    """States that the base samples, at which models are compared by the exact KL(engine‖policy).
 
     It is E[k3] of a token, without sampling error.
     """

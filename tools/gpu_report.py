@@ -386,7 +386,7 @@ def smoke(name: str, shape: dict[str, Any], prompts: int = 128) -> None:
 # ------------------------------------------------------------------------------------- the report
 
 class Row(NamedTuple):
-    """Hold a row of the report; gigabytes and minutes are by arithmetic, for a GPU of 24 GB."""
+    """A row of the report; gigabytes and minutes are by arithmetic, for a GPU of 24 GB."""
 
     function: Callable[..., None]
     gigabytes: int

@@ -128,7 +128,7 @@ def path_of(test: str) -> str:
 
 
 def caught(copy: Path, files: list[str], seconds: int) -> bool:
-    """Say whether a test fails on the copy; tests without end count as failed.
+    """True if a test fails on the copy; tests that never end count as failed.
 
     `seconds` are the processor's own, so that other work beside it changes no count.
     """

@@ -64,7 +64,7 @@ NUMBER = re.compile(rf"""
 
 
 def is_right(response: str, answer: str) -> bool:
-    """Say whether a response states the answer of a row."""
+    """True if a response states the answer of a row."""
     given, (number, unit) = number_and_unit(response), number_and_unit(answer)
     if not number or unit:
         return given == (number, unit)

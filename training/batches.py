@@ -17,7 +17,7 @@ from three_policies.training.shapes import pad_rows, to_device
 
 
 class Batch(NamedTuple):
-    """Hold one step's rollouts on this rank: B = prompts × samples / ranks rows.
+    """One step's rollouts on this rank: B = prompts × samples / ranks rows.
 
     Prompts are padded to P, responses to T. Tokens and attention stay on the host, where they
     decide shapes; the rest is on the device.

@@ -29,7 +29,7 @@ UNSURE = 1.5 * GIB         # CUDA's libraries, NCCL, vLLM's graphs: 1.4 GiB on a
 
 
 class Sizes(NamedTuple):
-    """Hold what the arithmetic reads of a model."""
+    """What the arithmetic reads of a model."""
 
     parameters: int                    # a head that is tied to the embeddings counts once
     trained: int                       # all of them, or the LoRA's

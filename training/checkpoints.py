@@ -63,7 +63,7 @@ class Checkpoints:
                        if re.fullmatch(r"step-\d{6,}", path.name, re.ASCII)), key=step_of)
 
     def resumption(self) -> str:
-        """Say where the same command would continue, given what is there now."""
+        """Return where the same command would continue, given what is there now."""
         if not (found := self.whole()):
             return "there is no checkpoint yet, so the same command begins anew"
         step = step_of(found[-1])

@@ -27,7 +27,7 @@ FILES = ("config.yaml", "metrics.jsonl", "finished.json", "curves.png", "eval.js
 
 @contextlib.contextmanager
 def hold_directory(place: Path) -> Iterator[None]:
-    """Hold the directory, made if need be, for this process alone; remove it if it stays empty.
+    """Lock the directory, made if need be, for this process alone; remove it if it stays empty.
 
     With several ranks the first one holds it. Raises UserError if another process does, or if
     nothing can be written.
@@ -64,7 +64,7 @@ def remove_empty(place: Path, made: list[Path]) -> None:
 
 @contextlib.contextmanager
 def take_turns(path: Path) -> Iterator[None]:
-    """Let one process after the other make what several runs may want at the same time."""
+    """Let one process at a time create what several runs may want at once."""
     file = None
     if dist.get_rank() == 0:
         try:

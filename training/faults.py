@@ -150,7 +150,7 @@ def require_one_directory(place: Path) -> None:
 
 
 def first_to_fail(apart: bool = False) -> bool:
-    """Say whether no other rank has failed before; later failures are consequences.
+    """True if no other rank has failed before; later failures are consequences.
 
     apart: ask over another connection, since the main thread may be waiting on its own.
     """

@@ -39,7 +39,7 @@ Adapt = Callable[[Any], Any]               # adds a LoRA to a model, if the run 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Hold what a run trains with."""
+    """What a run trains with."""
 
     task: Task                                     # without questions that do not fit
     path: str                                      # of the first weights
@@ -55,7 +55,7 @@ class Loaded:
     engine: Engine
     sync: WeightSync                               # gives the engine its weights
     lora: str                                      # how the engine gets a LoRA: rollout.lora
-    remarks: list[str]                             # on what is accepted and may not be meant
+    remarks: list[str]                             # valid settings that are probably mistakes
 
     def weights(self) -> Iterator[NamedTensor]:
         """Yield the weights that the engine gets, before they are rounded and kept back."""
@@ -132,7 +132,7 @@ def naming_the_model(config: Config, path: str) -> Iterator[None]:
 
 
 class Texts(NamedTuple):
-    """Hold what is read before the weights are."""
+    """What is read before the weights are."""
 
     task: Task
     dtype: torch.dtype

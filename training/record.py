@@ -144,7 +144,7 @@ class Record:
             say(f"  the first response: {shortened(response)}, reward {reward:g}")
 
     def judge_match(self, problems: list[Problem], texts: list[str], rewards: list[float]) -> None:
-        """Say if nearly all rewards are 0 because an answer is not found, and not for skill."""
+        """Warn if nearly all rewards are 0 because answers are not found, not for want of skill."""
         task = self.config.task
         if (task.kind not in TEXT_KINDS or task.reward or task.match != "strict"
                 or sum(rewards) > 0.1 * len(rewards)):
@@ -156,7 +156,7 @@ class Record:
                           "task.match=last_number takes it")
 
     def wants_doctor(self) -> bool:
-        """Say whether `consult` wants this step's, for the doctor or for a dump."""
+        """True if `consult` wants this step's, for the doctor or for a dump."""
         return not self.consulted or self.step <= self.done + self.config.train.dump
 
     def consult(self, batch: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Say what a configuration accepts and does not do: settings that another one switches off.
+"""Remarks on settings that are accepted but have no effect, since another switches them off.
 
 Nothing here refuses anything; training/settings.py does. Each sentence names the setting, what it
 does in this configuration, and what to take in its place.

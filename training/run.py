@@ -155,7 +155,7 @@ def size_of(loaded: Loaded) -> int:
 
 
 def introduce(config: Config, loaded: Loaded, device: torch.device) -> None:
-    """Say what is about to run, and what of it may not be meant."""
+    """Print what is about to run, and which valid settings are probably mistakes."""
     preset, changed = config.correction.get("preset"), ", changed" * (len(config.correction) > 1)
     say(f"{directory_of(config)}: {size_of(loaded) / 1e6:.1f}M parameters on "
         f"{dist.get_world_size()} × {device.type}, engine {loaded.engine.name} "
@@ -182,7 +182,7 @@ def restore(config: Config, loaded: Loaded, checkpoints: Checkpoints) -> None:
 
 @dataclass
 class Run:
-    """Hold a run: what is set up, what is loaded, and what records it."""
+    """A run: what is set up, what is loaded, and what records it."""
 
     config: Config
     device: torch.device

@@ -445,7 +445,7 @@ def merged(base: dict, other: dict) -> dict:
 
 
 def new_place(path: Path | None) -> str:
-    """Say where the file of a preset stands since it has left configs/."""
+    """Return where the file of a preset stands since it has left configs/."""
     if path is None or os.path.exists(path) or not os.path.isfile(PRESET_FILES / path.name):
         return ""                              # pathlib raises on a name that is too long
     return f"; it is configs/presets/{path.name} now"
@@ -482,7 +482,7 @@ def check_keys(user: dict[str, Any]) -> None:
 
 
 def unknown(key: str, settings: dict[str, Any]) -> str:
-    """Say that a key is no setting, and which one is near, or whose it is."""
+    """Return a sentence: this key is no setting, and which one is near, or whose it is."""
     first, last = key.partition(".")[0], key.rpartition(".")[2]
     block = [k for k in settings if k.partition(".")[0] == first]
     foreign = first in WRAPPERS and first not in KINDS and any(

@@ -32,7 +32,7 @@ def pad_rows(rows: Sequence[Sequence[Any]], side: str, least: int = 0) -> tuple[
 
 
 class Shape(NamedTuple):
-    """Hold what decides the shape of a forward pass, as the host knows it."""
+    """What decides the shape of a forward pass, as the host knows it."""
 
     p: int                         # longest prompt
     t: int                         # longest response, at least 1
@@ -104,7 +104,7 @@ def spread(x: Tensor, which: Tensor) -> Tensor:
 
 
 def refuse_parts(_: Tensor) -> None:
-    """Raise RuntimeError unless loss.backward() fills every .grad; `Apart` gives no other gradient.
+    """Raise RuntimeError on autograd.grad: the gradients of `Apart` reach only `.grad`.
 
     This is a hook on the gradient of what the policy computes of a batch.
     """
@@ -114,7 +114,7 @@ def refuse_parts(_: Tensor) -> None:
 
 
 class Apart(torch.autograd.Function):
-    """Run the backward pass of a graph by itself, once the gradients of all its outputs are there.
+    """Back-propagate prompts after responses, so that two copies of all gradients never coexist.
 
     A policy runs twice, over prompts and over responses. In one graph autograd would hold the
     responses' gradient of every weight until the prompts' is there: a second copy of all gradients,

@@ -287,7 +287,7 @@ def completion(word: str, length: int, depth: int, rng: random.Random) -> str:
 
 
 def balanced(word: str, depth: int) -> bool:
-    """Say whether a word closes all its brackets and has 0 to `depth` open at any time."""
+    """True if a word closes all its brackets and has 0 to `depth` open at any time."""
     heights = list(itertools.accumulate((1 if b == "(" else -1 for b in word), initial=0))
     return set(word) <= set("()") and min(heights) == heights[-1] == 0 and max(heights) <= depth
 
