@@ -872,6 +872,21 @@ def between(x, y, at):
     return x[0] * (x[1] / x[0]) ** share
 
 
+IN_SHORT = ("float32", "fp16", "head-bf16", "bf16", "bf16-head-bf16", "vllm-bf16", "stale-1", "int8",
+            "float8-e4m3", "int6", "top-p", "temperature", "layer-left-out", "int4")
+
+
+def sizes_in_short():
+    """Write the causes of studies/sizes.py that a reader may have, by k3, with their ESS/N."""
+    header, rows = sizes.table()
+    columns = [i for i, name in enumerate(header)
+               if name in ("row", "between sampler and trainer", "k3") or name.startswith("ESS/N")]
+    k3 = {f"`{name}`": float(row["k3_exact"]) for name, row in sizes.results().items()
+          if name in IN_SHORT}
+    shown = sorted((row for row in rows if row[0] in k3), key=lambda row: k3[row[0]])
+    return markdown([header[i] for i in columns], [[row[i] for i in columns] for row in shown])
+
+
 def size_borders():
     """Write, for three limits T, the k3·T up to which a method misses ∇J by at most a fifth."""
     lines = [[f"{T}", *(f"{x:.3f}" for x in borders(T).values()),
@@ -1427,7 +1442,8 @@ TABLES = {"doctor-rates": lambda: rates("rates.txt", 0),
           "words-place": lambda: markdown(*words.pushes()),
           "words-ends": lambda: markdown(*words.ends()),
           "merging": lambda: markdown(*merging.table()),
-          "sizes": lambda: markdown(*sizes.table()), "size-borders": size_borders,
+          "sizes": sizes_in_short, "sizes-whole": lambda: markdown(*sizes.table()),
+          "size-borders": size_borders,
           "repairs": repairs,
           "turns-tools": lambda: markdown(*turns.of_tools()),
           "turns-lengths": lambda: markdown(*turns.of_lengths()),

@@ -284,7 +284,7 @@ def results(path: Path = HERE / "sizes/results.csv") -> dict[str, dict[str, str]
 
 
 def table() -> tuple[list[str], list[list[str]]]:
-    """Return the table of chapter 7; a cell of ESS/N has the responses' and the steps'."""
+    """Return the table of appendix C; a cell of ESS/N has the responses' and the steps'."""
     header = ["row", "between sampler and trainer", "k3", "k3 of the drawn", "r.m.s. of log ρ",
               "largest", "equal", *(f"ESS/N at {T}" for T in LENGTHS),
               *(f"KL at {first + 1}–{last}" for first, last in zip((0, *LENGTHS), LENGTHS))]
