@@ -11,6 +11,7 @@ forty such updates, are finite sums in float64.
 
 import copy
 import itertools
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -228,21 +229,33 @@ def push_of_each(name, error, of_mu, rest=0.5, **more):
 
 def pushes(error=0.025):
     """Tabulate how hard an update pushes towards the one right bracket, by μ's error there."""
-    rows = [[f"{of_mu:g}", *(f"{push(name, error, of_mu, **more):+.2f}"
-                             for name, more in CLIPS.values())]
+    def k3(of_mu):
+        return (of_mu * math.log(of_mu / error)
+                + (1 - of_mu) * math.log((1 - of_mu) / (1 - error)))
+
+    rows = [[f"{of_mu:g}", f"{k3(of_mu):.1g}",
+             *(f"{push(name, error, of_mu, **more):+.2f}" for name, more in CLIPS.values())]
             for of_mu in (0.005, 0.025, 0.03, 0.05, 0.2, 0.3)]
-    return [f"m (p = {error:g})", *CLIPS], rows
+    return [f"m (p = {error:g})", "k3 there", *CLIPS], rows
 
 
-def ends():
+def per_token_k3(size):
+    """Return KL(μ‖π) of a token before the first update, where μ is π damaged by `size`."""
+    pi = start(SHOWN)
+    mu = pi.moved(size * damage(SHOWN))
+    log_ratio = (mu.log_probs() - pi.log_probs()).sum(-1)
+    return ((mu.probs() * log_ratio).sum() / SHOWN / LENGTH).item()
+
+
+def ends(sizes=(0.1, 0.2, 0.3, 0.6, 0.9)):
     """Tabulate exact ascent by ends of the clip: mean P(right), and policies below their start."""
     rows = []
     for what, (name, more) in CLIPS.items():
         config, clip = arm(name)
         found = [ascend(config, SHOWN, size, lag, **clip, **more)
-                 for size, lag in ((0.3, 0), (0.6, 0), (0.9, 0), (0.0, 4))]
+                 for size, lag in (*((size, 0) for size in sizes), (0.0, 4))]
         rows.append([what, *(f"{v[-1].mean():.2f} ({(v[-1] < v[0]).sum()})" for v in found)])
-    return ["arm", *(f"damage Δ = {size:g}" for size in (0.3, 0.6, 0.9)),
+    return ["arm", *(f"Δ = {size:g}, k3 {per_token_k3(size):.2g}" for size in sizes),
             "four steps stale, no damage"], rows
 
 
