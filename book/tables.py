@@ -872,8 +872,8 @@ def between(x, y, at):
     return x[0] * (x[1] / x[0]) ** share
 
 
-IN_SHORT = ("float32", "fp16", "head-bf16", "bf16", "bf16-head-bf16", "vllm-bf16", "stale-1", "int8",
-            "float8-e4m3", "int6", "top-p", "temperature", "layer-left-out", "int4")
+IN_SHORT = ("float32", "fp16", "head-bf16", "bf16", "bf16-head-bf16", "vllm-bf16", "stale-1",
+            "int8", "float8-e4m3", "int6", "top-p", "temperature", "layer-left-out", "int4")
 
 
 def sizes_in_short():
