@@ -172,7 +172,7 @@ def held(predicted: str, measured: str, tolerance: float) -> int:
 
 
 def table() -> tuple[list[str], list[list[str]]]:
-    """Return predicted and measured shares and KLs of the table in chapter 1."""
+    """Return predicted and measured shares and KLs of the table in appendix B."""
     header = ["rank", "rate η", "step", "share lost", "predicted", "KL of the merge", "predicted",
               "KL of the update"]
     return header, [[str(rank), f"{rate:g}", str(step), f"{x['share']:.3f}",

@@ -348,7 +348,8 @@ def test_mcnemar_is_the_tails_of_a_fair_coin():
     assert contrasts.mcnemar([True] * 10, [False] * 10) == 2 / 1024
 
 
-CHAPTER = (ROOT / "math" / "1-three-policies.md").read_text()
+CHAPTER = "".join((ROOT / "math" / f"{name}.md").read_text()
+                  for name in ("1-three-policies", "appendix-studies"))
 
 
 def test_a_unit_is_the_distance_to_the_next_number_of_bfloat16():
