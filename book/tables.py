@@ -1169,7 +1169,8 @@ def papers():
         first, _, others = entry["authors"].partition(",")
         who = first.split()[-1] if others else first
         tests = [x for x in proved if row["equation"] in x.labels]
-        lines.append([f"{who} {entry['year']}: [{entry['title']}]({entry['link']})", row["adds"],
+        who += " et al." if others and "et al." not in who else ""
+        lines.append([f"[{entry['title']}]({entry['link']}), {who}, {entry['year']}", row["adds"],
                       f"[{row['equation']}]({chapter.name})",
                       f"`{shlex.join(row['settings'])}`" if row["settings"] else "",
                       f"[`{tests[0].test}`](../tests/{tests[0].file})"
