@@ -14,21 +14,25 @@ import math
 
 from torch import Tensor
 
-from three_policies.doctor.laws import (RECORD, Finding, barred, beyond, calibration, is_broken,
-                                        record, shift, sixteen_bits, slope_of)
-from three_policies.doctor.places import over_time, penalty, places
+from three_policies.doctor.laws import (RECORD, Finding, barred, beyond, calibration, confident,
+                                        is_broken, order, record, shift, sixteen_bits, slope_of)
+from three_policies.doctor.places import deeper, over_time, penalty, places
 from three_policies.doctor.tokens import (FLOOR, Tokens, floor, numerics, pairs, size_of,
                                           sorted_rows, z_of_rho)
 
 MOST, FEW = 3, 20       # most causes that are named; of so few tokens none is
-LAWS = (sixteen_bits, shift, penalty, record, slope_of, calibration)
+LAWS = (sixteen_bits, shift, order, penalty, record, slope_of, calibration)
 # A cause that was found silences these besides itself: they would be what it leaves.
 RECORDS = {"temperature", "softcap", "raw", "cut"}
-SILENCED = {**dict.fromkeys(RECORDS, RECORDS), "penalty": RECORDS | {"in-flight", "window"}}
+SILENCED = {"shift": {"order"}, **dict.fromkeys(RECORDS, RECORDS),
+            "penalty": RECORDS | {"in-flight", "window"}}
 
 
-def find_causes(x: Tokens) -> list[Finding]:
-    """Return at most three causes: what explains most of the gap, then what explains the rest."""
+def find_causes(x: Tokens, experts: bool | None = None) -> list[Finding]:
+    """Return at most three causes: what explains most of the gap, then what explains the rest.
+
+    experts: whether the model has some; None is not known.
+    """
     x = sorted_rows(x)
     never = barred(x)                   # its few −∞ would decide all others
     found = [never] if never else list[Finding]()
@@ -38,7 +42,7 @@ def find_causes(x: Tokens) -> list[Finding]:
 
     while len(found) < MOST and len(x.t) > FEW:
         ranked = by_share(candidates(x, silent, chosen))
-        first = ranked[0] if ranked else without_mark(x, found, chosen)
+        first = ranked[0] if ranked else without_mark(x, found, chosen, experts)
         if first is None or first.cause in silent:
             break
 
@@ -55,6 +59,8 @@ def candidates(x: Tokens, silent: set[str], chosen: bool) -> list[Finding]:
     """Return what explains the gap: parts of the tokens, and laws."""
     parts = parts_that_begin(x, silent)
     laws = [f for law in LAWS if (f := law(x)) and f.cause not in silent]
+    if any(f.cause == "shift" for f in laws):           # the simplest order
+        laws = [f for f in laws if f.cause != "order"]
     if "penalty" not in silent | {f.cause for f in laws}:
         laws += hidden_penalty(x, parts)
     if chosen or any(is_whole(f.rest) for f in parts):
@@ -100,11 +106,12 @@ def close_second(ranked: list[Finding]) -> Finding | None:
     return second if RECORD < first.left > second.left ** 2 else None
 
 
-def without_mark(x: Tokens, found: list[Finding], chosen: bool) -> Finding | None:
+def without_mark(x: Tokens, found: list[Finding], chosen: bool,
+                 experts: bool | None = None) -> Finding | None:
     """Return what a gap without a place and a law is, unless the last cause leaves only noise."""
     if found and found[-1].enough:
         return None
-    first = texture(x)
+    first = texture(x, experts=experts)
     return None if chosen and first and first.cause in RECORDS else first
 
 
@@ -120,33 +127,42 @@ def with_seconds(found: list[Finding]) -> list[Finding]:
 
 # ------------------------------------------------------------------- a gap that is everywhere
 
-def texture(x: Tokens, alone: bool = False) -> Finding | None:
+def texture(x: Tokens, alone: bool = False, experts: bool | None = None) -> Finding | None:
     """Name a gap that is everywhere: by its randomness, its tail, how it fades, or not at all.
 
     Unless it is asked `alone`, a gap without a mark gets the likeliest other cause as its second.
     """
     limit, whole, z, lean = numerics(x), size_of(x.e()), z_of_rho(x.d()), x.d().mean().item()
+    sure = confident(x)
     x = x.take(x.unsure())
     e = x.e()
     middle = e.abs().median().item()
-    quiet = not beyond("numerics", min(whole, 1.3 * middle) / limit)    # in 16 bits a few flip
-    evidence = f"mean gap {size_of(e):.3f} logits (two kernels: up to {limit:.3f})"
+    d = x.d().abs()
+    loud = d[d <= d.quantile(0.97)].square().mean().item() / 2      # k3 without the rarest tokens
+    quiet = not beyond("numerics", min(whole, 1.3 * middle) / limit) and not beyond("loud", loud)
+    evidence = f"of {sure} tokens μ is above ½ and π over 2 nats less, as no noise is; " * (
+        sure > 0) + f"mean gap {size_of(e):.3f} logits"
 
-    if random := random_gap(x, e, limit, quiet, evidence):
+    if random := random_gap(x, e, limit, quiet, evidence, experts):
         return random
     clear, vague = over_time(x)
     if clear and (not quiet or clear.left < math.exp(-25 / len(e))):
         return clear._replace(left=1.0, other=vague)
-    if quiet:
+    if quiet and not sure:
         return quiet_record(z, lean)
+    if not alone and (deep := deeper(x)):
+        return Finding("weights", 1.0, f"{evidence}; {deep.evidence}", other=deep)
     weak = [] if alone else [f for f in (vague, slope_of(x, sure=False), *places(x, 2)) if f]
     return Finding("weights", 1.0, evidence, other=min(weak, key=lambda f: f.left, default=None))
 
 
-def random_gap(x: Tokens, e: Tensor, limit: float, quiet: bool, evidence: str) -> Finding | None:
+def random_gap(x: Tokens, e: Tensor, limit: float, quiet: bool, evidence: str,
+               experts: bool | None) -> Finding | None:
     """Test whether a few tokens have most of the gap, or a token drawn again has another one.
 
-    limit: the largest mean gap of two kernels. quiet: the gap is not above it.
+    Only what is outside the prefix makes it another one: dropout, a neighbour in a packed row, the
+    batch. Where experts change, most tokens keep theirs. limit: the largest mean gap of two
+    kernels. quiet: the gap is not above it.
     """
     middle, rare = e.abs().median().item(), e.abs().quantile(0.97).item()
     _, _, k, m = pairs(x)
@@ -157,11 +173,13 @@ def random_gap(x: Tokens, e: Tensor, limit: float, quiet: bool, evidence: str) -
              f"{scatter:.0%}")
 
     few = random and beyond("rare scatter", size_of(again) / max(again.median().item(), 1e-9))
-    if (beyond("flips", rare / (middle + floor(e))) or few) and rare > 0.2:
+    if experts is not False and rare > 0.2 and (
+            beyond("flips", rare / (middle + floor(e))) or few):
         return Finding("flips", 1.0, f"{evidence}; half of the tokens are below {middle:.3f}, one "
                        f"in 33 above {rare:.3f}" + drawn * random)
-    if random and not quiet and beyond("numerics", size_of(again) / limit):
-        return Finding("dropout", 1.0, evidence + drawn)
+    if random and not quiet and beyond("numerics", size_of(again) / min(limit, 0.06)):
+        return Finding("scatter", 1.0, evidence + drawn,
+                       other=Finding("dropout", 1.0, evidence + drawn))
     return None
 
 
@@ -177,21 +195,30 @@ def quiet_record(z: float, lean: float) -> Finding | None:
 # ----------------------------------------------------------------------------- what to change
 
 # Both records are right and the policies differ: a correction is the answer to these causes alone.
-HONEST = {"in-flight", "stale", "weights", "numerics"}
+HONEST = {"in-flight", "stale", "weights", "depth", "numerics"}
+# What two kernels do as well, to a lesser size: suggested, it is a fault if the class says so.
+BY_SIZE = {"weights", "depth", "scatter", "dropout", "flips", "context", "in-flight"}
 
 # Each cause, with what it is and what to change, in the words of this trainer and of others.
 CAUSES = {
     "temperature": ("the two sides score at different temperatures",
                     "one temperature, before the softmax: rollout.temperature here, the actor's "
                     "temperature in verl, temperature in TRL, sampling_params in SkyRL"),
-    "raw": ("log μ was recorded before the temperature or the cut",
-            "ask the engine for processed log-probs: logprobs_mode=processed_logprobs in vLLM"),
+    "raw": ("log μ is not of what was drawn, as if recorded before the temperature or the cut",
+            "ask the engine for processed log-probs: logprobs_mode=processed_logprobs in vLLM; "
+            "with speculative decoding, accept without loss: else the draft's tokens are not μ's"),
     "cut": ("top-p, top-k or min-p do not cut the same from μ and from π",
             "top_p=1, top_k=-1 and min_p=0, or replay the kept ids; no weight repairs it, for what "
             "was cut is never sampled"),
     "shift": ("one column is off by one token",
               "log-probs of token t come from the logits of t − 1: check the slice, and whether "
               "the padding moved it"),
+    "order": ("one column's blocks stand in another order",
+              "undo what splits a sequence over devices before the gather (context parallelism, "
+              "zigzag), and compare one row's log-probs with those of one device"),
+    "first-token": ("the first token alone differs",
+                    "its log-prob comes from the prompt's last logits: check the slice there, and "
+                    "that packed rows leave no gap and share no attention"),
     "eos": ("the end token alone differs",
             "the same end token, counted by both: no label −100 on it, no min_tokens, no ban"),
     "tool": ("tokens that nobody sampled are counted",
@@ -205,7 +232,8 @@ CAUSES = {
                "one max_model_len, sliding_window and rope scaling on both sides"),
     "context": ("the two sides see different prompts, or one a stale prefix cache",
                 "compare the prompt's ids (template, system prompt, BOS twice), and reset the "
-                "prefix cache when weights change"),
+                "prefix cache when weights change; if whole responses differ, look for an index "
+                "that pairs them with another row's prompt"),
     "in-flight": ("the weights changed while responses were being written",
                   "drain before an update, or record log μ token by token and correct by it: "
                   "without bias with sequence weights (correction.preset=decoupled_seq_is), more "
@@ -215,6 +243,9 @@ CAUSES = {
                 "generation_config.json"),
     "softcap": ("one side leaves out the final logit softcap",
                 "apply final_logit_softcapping on both sides: fused heads often forget it"),
+    "scatter": ("something outside the prefix changes the scores: dropout, packing or the batch",
+                "model.eval(); score one row alone and then packed or in a batch, and mask what "
+                "other rows of a pack must not see"),
     "dropout": ("the trainer applies dropout while it scores",
                 "model.eval(), or dropout 0 and lora_dropout 0 in the config"),
     "flips": ("a mixture of experts routes some tokens differently",
@@ -229,6 +260,10 @@ CAUSES = {
                 "sync all weights before a rollout, unrounded; three-policies doctor DUMP "
                 "--model DIR tells which differ; until then token weights "
                 "(correction.preset=decoupled_token_is)"),
+    "depth": ("the gap grows with the position",
+              "one rope scaling and base on both sides, positions in whole numbers or float32, and "
+              "no cache of keys and values in 8 bits; until then token weights "
+              "(correction.preset=decoupled_token_is)"),
     "below-grid": ("the update is below the engine's grid: rounding to 16 bits takes it away",
                    "train in the engine's precision, so that both sides hold one set of weights, "
                    "or run the engine in float32; else larger steps between two syncs, by train.lr "

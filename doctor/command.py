@@ -22,6 +22,7 @@ from three_policies.doctor.dumps import Response, read
 from three_policies.doctor.follow import follow
 from three_policies.doctor.laws import Finding
 from three_policies.doctor.logs import is_log
+from three_policies.doctor.normal import PRECISIONS, Class, known, table
 from three_policies.doctor.trend import of as trend_of
 from three_policies.training.signals import show
 
@@ -32,7 +33,10 @@ RESCORED = 1024                 # most responses that the model scores
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0 if no fault is found, 1 for a fault, 2 for unreadable input."""
+    """Run the command; return 0 if the pair is healthy, 1 for a fault, 2 for unreadable input.
+
+    3 if the dump cannot tell.
+    """
     given = arguments(argv)
     try:
         if given.watch:
@@ -48,13 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return 2
     guilty = rescored is not None and rescored.guilty != "none"
-    return int(report.faulty or guilty)
+    return 1 if guilty else report.exit_code
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return what the command line gives; what does not go together is an error."""
+def options() -> argparse.ArgumentParser:
+    """Return the parser; its help ends with the sizes of healthy pairs."""
     parser = argparse.ArgumentParser(
-        prog="three-policies doctor", description="Find why two log-probs differ.")
+        prog="three-policies doctor", description="Find why two log-probs differ.", epilog="Is my "
+        f"number normal?\n{table()}", formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dump", nargs="?", metavar="DUMP", help="JSON lines or parquet, a response "
                         "a row, or a debug file of slime or miles (.pt); without DUMP the engine "
                         "samples from --model. Or a run's log: what the gap grows with")
@@ -73,7 +78,20 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="its older weights, in the same format, newest first")
     parser.add_argument("--engine", default="auto", metavar="NAME",
                         help="what samples if there is no DUMP: auto, vllm or transformers")
+    parser.add_argument("--precision", metavar="P", help="the coarser one of both sides: fp32, "
+                        "fp16, bf16, fp8 …")
+    parser.add_argument("--experts", action=argparse.BooleanOptionalAction, default=None,
+                        help="whether the model is a mixture of experts")
+    parser.add_argument("--config", metavar="FILE", help="the model's config.json, which says both")
+    return parser
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return what the command line gives; what does not go together is an error."""
+    parser = options()
     given = parser.parse_args(argv)
+    if given.precision and not known(given.precision):
+        parser.error(f"--precision {given.precision} is none of {', '.join(PRECISIONS)}")
 
     if given.watch and (given.dump or given.model or given.json):
         parser.error("--watch goes with --figure and --idle alone")
@@ -121,16 +139,28 @@ def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
         rescored, few = rescore_few(given, responses)
         responses = itertools.chain(few, responses)
 
-    report = examine(responses)
+    report = examine(responses, class_of(given))
     if not report.tokens:
         lost = f": {report.lost.line(0, report.responses)}" * bool(report.lost.tokens)
         raise ValueError(f"the dump has no token that counts{lost}")
     if rescored:
-        report = report._replace(causes=explained(rescored, report.causes))
+        report = report._replace(causes=explained(rescored, report.causes),
+                                 rescored=rescored.guilty == "none")
     if given.figure:
         from three_policies.doctor.panels import save
         save(report.examined, given.figure)
     return report, rescored
+
+
+def class_of(given: argparse.Namespace) -> Class:
+    """Return what the command line states of the pair, and what the model's config.json does."""
+    path = given.config or (Path(given.model) / "config.json" if given.model else None)
+    stated = Class.of(given.precision, experts=given.experts)
+    if given.config or (path and path.is_file()):
+        # The files' precision is not that of the sides unless it is said to be.
+        of = Class.of_config(path)
+        stated = stated.over(of if given.config else Class(None, of.experts))
+    return stated
 
 
 def rescore_few(given: argparse.Namespace, responses: Iterator[Response]

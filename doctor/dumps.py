@@ -31,6 +31,7 @@ class Response(NamedTuple):
     entropy: list[float] | None = None      # of π, before each token
     versions: list[int] | None = None       # of the weights that drew each token
     not_finite: int = 0                     # sampled tokens without a finite log-prob; not in mask
+    pair: dict[str, Any] | None = None      # what the trainer states of it: see normal.Class.stated
 
 
 # ------------------------------------------------------------------- what a row may look like
@@ -163,7 +164,7 @@ def response(line: int, row: Any) -> Response:
     tokens, mu, pi, mask, entropy, versions = (
         given[column.name] and given[column.name][first:n] for column in COLUMNS)
     return Response(line, tokens, mu, pi, prompt, [bool(x) for x in mask], entropy or None,
-                    versions or None, not_finite)
+                    versions or None, not_finite, row.get("pair"))
 
 
 def _in_our_names(row: dict[str, Any], of: Format) -> dict[str, Any]:

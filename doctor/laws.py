@@ -30,12 +30,13 @@ SURE = 1.0              # standard errors by which a mean must be nearer to one 
 # Limits that were set by hand, on the dumps of the split `written` and of earlier judged splits.
 # doctor/rates.txt says how far from its limit each value lies, with and without the cause.
 LIMITS = {
-    "eos": 3.5, "tool": 1.0, "retokenised": 3.2, "stale": 1.5, "padding": 4.0,
-    "padding, growing": 1.6, "window": 3.0, "in-flight": 3.0,   # the gap in a part over that of all
-                                                                # other tokens
+    "eos": 3.5, "first-token": 3.5, "rows": 4.5, "tool": 1.0, "retokenised": 3.2,
+    "stale": 1.5, "padding": 4.0, "padding, growing": 1.6, "window": 3.0,
+    "in-flight": 3.0,                   # the gap in a part over that of all other tokens
     "eos, left": 1.03, "retokenised, left": 1.43, "padding, left": 1.05, "window, left": 1.11,
     "in-flight, left": 1.11,            # 1 over the share left
     "shift": 4.0,                       # the mean gap over that to the neighbour's log-prob
+    "order": 0.17,                      # nats that another order saves, over those it leaves
     "penalty": 10.0,                    # standard errors of seen tokens less new ones
     "E[ρ]": 5.0,                        # standard errors from 1
     "cut": 0.6, "raw": 1.2,             # −E[d]/Var[d] and E[d]/Var[d]: a small honest gap has ½, −½
@@ -45,11 +46,14 @@ LIMITS = {
     "slope of pairs": 10.0, "softcap": 5.5,     # nats of a line, and of a bend more
     "calibration": 3.7,                 # standard errors of E[−log π] from the entropy
     "numerics": 1.0,                    # the gap over the largest that two kernels may have
+    "loud": 0.005,                      # k3 without the rarest 3 %: an H100's 0.0045 is below it
     "flips": 12.0,                      # |e| of one token in 33 over that of the median
     "scatter": 0.3,                     # of a token drawn again, over the gap
     "rare scatter": 1.65,               # its mean over its median
     "context": 0.4, "context, nats": 10.0,      # how fast the gap fades, and how surely
-    "step": 5.5}                        # nats of a step more than those of any smooth change
+    "depth": 0.3, "depth, nats": 10.0,  # how fast it grows with the position, and how surely
+    "padding, share": 0.55,             # of what own sizes for each length save, by the length
+    "step": 14.0}                       # nats of a step more than those of any smooth change
 _watching: list[list[tuple[str, float]]] = []
 
 
@@ -141,6 +145,78 @@ def shift(x: Tokens) -> Finding | None:
             return Finding("shift", RECORD * gap / now, f"mean |log π − log μ| {now:.3f}, but "
                            f"{gap:.3f} to log π of the {name} token; log {wrong} is off", rest)
     return None
+
+
+SWITCH = 8.0            # nats of a jump, to one of T places and at one of T: a choice
+SQUARE = 2 ** 24        # at most: T² of all responses whose order is tried
+
+
+def order(x: Tokens) -> Finding | None:
+    """Test whether blocks of log π stand in another order than those of log μ, in a response.
+
+    If log π of token t is log μ of token s(t), then s grows by one a token but for some jumps. A
+    Laplace distribution of scale b has |log π(t) − log μ(s)|/b nats, a jump costs SWITCH, and what
+    any token would be as near to is no evidence. So the likeliest s is a shortest path. A shift is
+    one jump a response.
+    """
+    mu, pi, there = grid(x)                                             # [R, T]
+    now, n = size_of((pi - mu)[there]), int(there.sum())
+    if n <= 20 or now < 0.1 * size_of(mu[there] - mu[there].median()) + FLOOR:
+        return None
+
+    left, jumps, moved = min(shortest_path(mu, pi, there, b) for b in (0.02, 0.1))
+    if not 2.5 * jumps < moved or not beyond("order", 1 / max(left, FLOOR) - 1):
+        return None                                                     # or few tokens are wild
+    return Finding("order", RECORD * left / 100, f"if blocks of log π change places, with "
+                   f"{jumps / len(mu):.1f} jumps a response, {left:.0%} is left of what does not "
+                   "fit", enough=True)
+
+
+def grid(x: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log μ, log π and which tokens are there, of the first responses: [R, T] each."""
+    _, row = x.row.unique_consecutive(return_inverse=True)
+    width = int(x.t.max()) + 1 if len(x.t) else 0
+    some = row < max(1, SQUARE // max(1, width) ** 2)
+    shape = (int(row[some].max()) + 1 if some.any() else 0, width)
+    place = (row[some], x.t[some])
+    mu, pi, there = (torch.zeros(shape, dtype=kind).index_put(place, y[some]) for kind, y in (
+        (x.mu.dtype, x.mu), (x.mu.dtype, x.pi), (torch.bool, torch.ones_like(x.last))))
+    return mu, pi, there
+
+
+def shortest_path(mu: Tensor, pi: Tensor, there: Tensor, b: float) -> tuple[float, int, int]:
+    """Return the share of nats that the likeliest path s leaves, its jumps, and how many s ≠ t.
+
+    b: the scale of what is left. A path begins at token 0, or jumps. A token costs at most −log q
+    nats, where q is the share of all log μ that are within b of its log π.
+    """
+    known, places = mu[there].sort().values, torch.arange(mu.shape[1])
+    near = torch.searchsorted(known, pi + b) - torch.searchsorted(known, pi - b)
+    most = -(near.clamp(min=1) / len(known)).log()                      # [R, T]
+    nats = torch.where(places == 0, 0.0, SWITCH).expand_as(mu)      # of the best path to s
+    jumps, apart = (nats > 0).double(), torch.zeros_like(mu)
+    end = (there * (places + 1)).amax(1, keepdim=True)
+
+    for t in range(mu.shape[1]):
+        before = nats, jumps, apart
+        if t:
+            best = nats.argmin(1, keepdim=True)
+            stay = [torch.cat([y[:, :1], y[:, :-1]], 1) for y in before]        # from s − 1
+            stay[0][:, 0] = math.inf
+            jump = [y.gather(1, best) + more for y, more in zip(before, (SWITCH, 1, 0))]
+            moved = jump[0] < stay[0]
+            nats, jumps, apart = (torch.where(moved, x, y) for x, y in zip(jump, stay))
+
+        cost = (pi[:, t, None] - mu).abs() / b
+        cost = cost.minimum(most[:, t, None]) * there[:, t, None]
+        nats = nats + torch.where(there, cost, math.inf)
+        nats, jumps, apart = (torch.where(t < end, x, y) for x, y in zip(
+            (nats, jumps, apart + (places != t)), before))
+
+    best = nats.argmin(1, keepdim=True)
+    total, count, moved = (y.gather(1, best).sum().item() for y in (nats, jumps, apart))
+    unmoved = ((pi - mu).abs() / b).minimum(most)[there].sum().item()
+    return total / max(unmoved, FLOOR), int(count), int(moved)
 
 
 # ---------------------------------------------------------------- π is no distribution over μ's
@@ -269,7 +345,7 @@ def slope_of(x: Tokens, sure: bool = True) -> Finding | None:
     (slope, middle), _ = least_squares(e[some], odds[some], torch.ones_like(e[some]))
     residual, least = e - slope * odds - middle, floor(e[some])
     left = (size_of(residual[some]) + least) / (size_of(e[some]) + least)
-    fits = size_of(e) > numerics(x) and (beyond("slope", 1 / left) if sure else left < 0.95)
+    fits = size_of(e) > 0.3 * numerics(x) and (beyond("slope", 1 / left) if sure else left < 0.95)
     line = Line(left, fits, size_of(residual) < numerics(x), "log-odds of π are "
                 f"{1 + slope.item():.3f} × those of μ, {left:.0%} of the gap left")
 
@@ -347,6 +423,15 @@ def calibration(x: Tokens) -> Finding | None:
         return None
     return Finding("raw", 0.9, "both sides agree, but neither is what was drawn: E[ρ(−log π − H)] "
                    f"= {excess.mean().item():+.3f}, {abs(z):.1f} standard errors from 0")
+
+
+def confident(x: Tokens) -> int:
+    """Count tokens that μ gave one half or more, and π two nats less, under one set of weights.
+
+    (eq:confident) No noise of kernels does that: see chapter 16.
+    """
+    one = x.version == x.version[:1].expand_as(x.version) if len(x.t) else x.last
+    return int((one.all() & (x.mu >= math.log(0.5)) & (x.d() < -2)).sum())
 
 
 def is_broken(x: Tokens) -> bool:

@@ -37,7 +37,9 @@ def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
         if dirty.sum() < 3 or (~dirty).sum() < 10:
             continue
         size, rest = size_of(e[dirty]), size_of(e[~dirty])
-        cost = {"retokenised": 4 * len(x.row[part].unique()), "in-flight": 3}.get(cause, 0)
+        chosen, rows = len(x.row[part].unique()), len(x.row.unique())
+        cost = {"retokenised": 4 * chosen, "in-flight": 3,
+                "context": log_choices(rows, chosen)}.get(cause, 0)
         share = gap_left(e, dirty, ~dirty, least=least) * math.exp(cost / len(e))   # nats: a choice
 
         if cause not in ("tool", "retokenised"):            # one bad token is not enough
@@ -62,12 +64,49 @@ def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
 def parts_of(x: Tokens) -> Iterator[Part]:
     """Yield (cause, name in LIMITS, where, dirty tokens, tokens to drop)."""
     yield "eos", "eos", "of end tokens", x.last, x.last
+    yield "first-token", "first-token", "of the first tokens alone", x.t == 0, x.t == 0
+    yield from _whole_rows(x)
     yield from _written_by_a_tool(x)
     yield from _retokenised(x)
     old = x.version < x.version.max()
     yield "stale", "stale", "of tokens of older versions", old, old
     yield from _padded(x)
     yield from _from_a_place_on(x)
+
+
+def log_choices(n: int, k: int) -> float:
+    """Return the nats of a choice of k of n, log C(n, k)."""
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+
+
+def _whole_rows(x: Tokens) -> Iterator[Part]:
+    """Yield the rows whose gap is large, if it begins at their first token.
+
+    They are the k rows of the largest mean gap, where k saves most nats.
+    """
+    _, row = x.row.unique_consecutive(return_inverse=True)
+    e, n = x.e().abs() + floor(x.e()), row.bincount()
+    mean = torch.zeros(len(n), dtype=e.dtype).index_add(0, row, e) / n
+    at = mean.argsort(descending=True)
+    if len(at) < 4 or (x.version != x.version[0]).any():
+        return
+
+    total, count = (mean * n)[at].cumsum(0), n[at].cumsum(0).double()
+    nats = (count * (total / count).log() + (count[-1] - count) * (
+        (total[-1] - total) / (count[-1] - count)).log())[:-1]
+    k = int((nats + torch.tensor([log_choices(len(at), j) for j in range(1, len(at))])).argmin())
+    dirty = torch.isin(row, at[:k + 1])
+    early, padded = e[dirty & (x.t < 3)], by_length(x, dirty)
+    if k and len(early) and early.median() > e[dirty].median() / 3 and not padded:
+        yield ("context", "rows", f"of {k + 1} whole responses of {len(at)}, from their first token"
+               " on, as after another prompt", dirty, dirty)
+
+
+def by_length(x: Tokens, dirty: Tensor) -> bool:
+    """True if the prompt's length tells which tokens are dirty: those after the shorter ones."""
+    lengths = x.start.unique().tolist()
+    return len(lengths) > 1 and max(
+        share_of(dirty == (x.start < length)) for length in lengths[1:]) > 0.95
 
 
 def _written_by_a_tool(x: Tokens) -> Iterator[Part]:
@@ -237,8 +276,11 @@ def within(x: Tokens) -> float:
     return max(nats(k / 20) for k in range(61)) - nats(0)
 
 
-def lacking(x: Tokens) -> tuple[float, float]:
+def lacking(x: Tokens) -> tuple[float, float, float]:
     """Return by how many nats a gap is one of padding, not of context, and how it grows by length.
+
+    The third is the share of the nats that a size of its own for each length would save: prompts
+    differ in size by chance, and a line through a few of them saves some of that.
 
     Before token t there are start + t tokens. So a gap of context falls with both alike, or with t
     alone. Padding is what a prompt lacks to the longest, so it falls with the prompt's length, too,
@@ -248,11 +290,17 @@ def lacking(x: Tokens) -> tuple[float, float]:
         padding    log E|e| = a + b log(t + 8) + c start, with c < 0
     """
     if x.start.min() < 0 or x.start.min() == x.start.max():
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     e, each = x.e().abs() + FLOOR, torch.ones_like(x.mu)
     start, age = (x.start - x.start.min()).double(), x.t.double() + 8
-    nats, (_, _, grows) = fit_sizes(e, each, age.log(), start)
-    return nats - max(fit_sizes(e, each, y.log())[0] for y in (age, age + x.start)), grows
+    nats, (_, slope, grows) = fit_sizes(e, each, age.log(), start)
+    nats -= (context := max(fit_sizes(e, each, y.log())[0] for y in (age, age + x.start)))
+
+    _, length = x.start.unique(return_inverse=True)
+    count, ratio = length.bincount().double(), e * (-slope * age.log()).exp()
+    total = torch.zeros_like(count).index_add(0, length, ratio)
+    own = -slope * age.log().sum() - count @ (total / count).log() - len(e) - context
+    return nats, grows, nats / max(own.item(), FLOOR)
 
 
 def over_time(x: Tokens) -> tuple[Finding | None, Finding | None]:
@@ -288,12 +336,36 @@ def over_time(x: Tokens) -> tuple[Finding | None, Finding | None]:
                       f"gap falls: {ahead:.0f} nats better than any smooth change")
     fading = Finding("context", math.exp(-ages / len(x.t)), "from the first token on the gap falls "
                      f"as (t + 8)^{slope:.2f}: {ages:.0f} nats better than one size")
-    if beyond("step", ahead) or (ahead > 0 and slope < -0.25 and curve < -0.4 and (
-            bends - straight > 6)):
+    bent = ahead > 0 and slope < -0.25 and curve < -0.4 and bends - straight > 6
+    if bent or (beyond("step", ahead) and ahead > 0.1 * ages):
         return falling, fading if slope < 0 else None
     if beyond("context, nats", min(ages, within(x))) and beyond("context", -slope):
         return _padding_or_context(x, fading, falling if ahead > -math.inf else None)
     return None, falling if ahead > 1 else fading if ages > 3 and slope < -0.12 else None
+
+
+def deeper(x: Tokens) -> Finding | None:
+    """Test whether the gap grows with the position, in prompts of each length.
+
+        depth      log E|e| = a + b log(s + t + 8), where s is the prompt's length, or 0; b > 0
+
+    A rotary factor, a cache in 8 bits or positions in 16 err ever more with the position.
+    """
+    x = x.take(x.unsure() & (x.t > 0))
+    if len(x.t) < 20:
+        return None
+    position, e = x.t + x.start.clamp(min=0), x.e().abs() + FLOOR
+    each = torch.ones_like(e)
+    (flat, _), (grows, (_, slope)) = (fit_sizes(e, each, *y) for y in (
+        (), ((position + 8.0).double().log(),)))
+    low, high = (position <= position.double().quantile(0.25),
+                 position >= position.double().quantile(0.75))
+    if not (beyond("depth", slope) and beyond("depth, nats", grows - flat)):
+        return None
+    return Finding("depth", 1.0, f"the gap grows with the position: {size_of(x.e()[low]):.3f} "
+                   f"logits up to token {int(position[low].max())}, {size_of(x.e()[high]):.3f} from"
+                   f" token {int(position[high].min())} on, {grows - flat:.0f} nats better than "
+                   "one size")
 
 
 def _best_step(total: Tensor, count: Tensor, age: Tensor, late: Tensor, places: list[int]
@@ -314,10 +386,10 @@ def _best_step(total: Tensor, count: Tensor, age: Tensor, late: Tensor, places: 
 def _padding_or_context(x: Tokens, fading: Finding, falling: Finding | None
                         ) -> tuple[Finding, Finding | None]:
     """Return which of both a gap that fades is, and what else it may be."""
-    nats, grows = lacking(x)
+    nats, grows, share = lacking(x)
     padded = Finding("padding", fading.left, f"{fading.evidence}; and with the prompt's length by "
                      f"{1 - math.exp(grows):.1%} a token, {nats:.0f} nats better than with any "
                      "context")
-    if grows < 0 and beyond("context, nats", nats):
+    if grows < 0 and beyond("context, nats", nats) and beyond("padding, share", share):
         return padded, fading
     return fading, padded if grows < 0 and nats > 3 else falling

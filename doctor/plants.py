@@ -50,20 +50,22 @@ def lora(g: torch.Generator, size: float) -> Callable[[str, Tensor], Tensor]:
     return change
 
 
-WEIGHTS = ("stale", "layer", "embedding", "head", "int4", "fp8", "lora", "int5")
+WEIGHTS = ("stale", "layer", "embedding", "head", "int4", "fp8", "lora", "int5", "rotary")
 VARIANTS = {
     "temperature": ("sampler", "trainer", "after"), "raw": ("tau", "top-p", "both"),
     "cut": ("top-p", "top-k", "min-p"), "shift": ("trainer+1", "trainer-1", "sampler+1",
                                                   "sampler-1"),
     "eos": ("zero", "bias", "pad"), "tool": ("zero",),
     "retokenised": ("swap", "split"), "padding": ("trainer", "sampler"),
-    "window": ("window", "cut"), "context": ("bos", "template", "dropped", "prefix"),
+    "window": ("window", "cut"), "context": ("bos", "template", "dropped", "prefix", "rows"),
+    "first-token": ("packed", "raised"), "order": ("blocks", "zigzag"),
     "in-flight": ("kept", "anew"), "penalty": ("repetition", "presence", "frequency"),
-    "softcap": ("sampler", "trainer"), "dropout": ("trainer",), "flips": ("trainer",),
+    "softcap": ("sampler", "trainer"), "scatter": ("dropout", "packed"), "flips": ("trainer",),
     "bf16-log-softmax": ("trainer", "sampler"), "stale": ("two", "three"), "weights": WEIGHTS,
     "healthy": ("same", "bf16-sampler", "bf16-trainer", "bf16-both", "order", "peaked")}
 PENALTIES = {"repetition": (1.05, 1.6), "presence": (0.2, 2), "frequency": (0.1, 1)}
-EDITED = ("shift", "eos", "tool", "retokenised")    # of columns, when both sides have done theirs
+EDITED = ("shift", "eos", "tool", "retokenised", "first-token", "order")  # of columns, at the end
+OF_THE_TRAINER = ("trainer", "rows", "dropout", "packed")    # kinds that its side alone has
 Row = dict[str, Any]
 SAMPLES = 8                             # responses to a prompt
 
@@ -194,7 +196,7 @@ def sides(of: Subject, cause: str, kind: str, severity: float, g: torch.Generato
     if cause == "raw":
         right = trainer if kind == "both" else replace(trainer, **changes)
         return replace(drawn, **changes), right, drawn
-    if kind == "trainer":
+    if kind in OF_THE_TRAINER:
         return drawn, replace(trainer, **changes), record
     if cause == "bf16-log-softmax":
         return drawn, trainer, replace(drawn, **changes)
@@ -225,8 +227,7 @@ def changes_of(of: Subject, cause: str, kind: str, severity: float, g: torch.Gen
     keep, older = 1 - size(0.03, 0.3), of.older[min(5, int(6 * severity))]
     of_any_kind: dict[str, dict[str, Any]] = {
         "temperature": {"tau": tau}, "padding": {"pads": True},
-        "dropout": {"dropout": size(0.01, 0.1)}, "flips": {"flips": size(0.01, 0.08)},
-        "bf16-log-softmax": {"grid": torch.bfloat16}}
+        "flips": {"flips": size(0.01, 0.08)}, "bf16-log-softmax": {"grid": torch.bfloat16}}
     if cause in of_any_kind:
         return of_any_kind[cause]
 
@@ -239,8 +240,12 @@ def changes_of(of: Subject, cause: str, kind: str, severity: float, g: torch.Gen
             return {"top_k": largest(of, 1 - keep)}
         case "cut", "min-p":
             return {"min_p": size(0.1, 0.4)}
+        case "scatter", _:
+            return {"packed": True} if kind == "packed" else {"dropout": size(0.01, 0.1)}
         case "window", _:
             return {"window" if kind == "window" else "head_cut": int(36 - 20 * severity)}
+        case "context", "rows":
+            return {"swapped": size(0.06, 1)}
         case "context", _:
             return other_context(of, kind, severity, g, older)
         case "in-flight", _:
@@ -251,6 +256,8 @@ def changes_of(of: Subject, cause: str, kind: str, severity: float, g: torch.Gen
             return {kind: size(*PENALTIES[kind]), "seen_prompt": kind == "repetition"}
         case "softcap", _:
             return {"softcap": logits_size(of) * size(1.5, 0.4)}
+        case "weights", "rotary":
+            return {"stretch": size(0.1, 1)}
         case "weights", _:
             return {"model": other_weights(of, model, kind, severity, g)}
     return {}
@@ -325,10 +332,36 @@ def edited(cause: str, kind: str, severity: float, g: torch.Generator, of: Subje
                 if t < len(mu[i]):
                     mu[i][t] = 0.0
 
+    if cause == "first-token":
+        for i, y in enumerate(rows):                # of a packed batch: what ends the row before
+            of_other = lps[i - 1][len(rows[i - 1]) - 1, y[0]]
+            pi[i][0] = of_other if kind == "packed" else pi[i][0] - scaled(0.3, 3, severity)
+
+    if cause == "order":
+        pi = [of_blocks(kind, severity, len(x[i]), column) for i, column in enumerate(pi)]
+
     if cause == "retokenised":
         rows = retokenised(kind, severity, g, of.vocabulary, rows)
         pi = of_tokens(log_probs(trainer, x, rows), rows)
     return Columns(rows, mu, pi)
+
+
+def of_blocks(kind: str, severity: float, start: int, column: Tensor) -> Tensor:
+    """Return a column whose blocks stand in another order, as of a context split over devices.
+
+    `zigzag`: the rank k of n has the chunks k and 2n − 1 − k of the whole sequence, prompt too, and
+    the chunks are joined as the ranks have them. `blocks`: neighbours of one length change places.
+    """
+    whole = torch.cat([column.new_full((start,), -3.0), column])
+    ranks, width = (2, 4)[severity > 0.5], 3 + int(8 * (1 - severity))
+    if kind == "zigzag":
+        chunks = whole.tensor_split(2 * ranks)
+        order = [k for rank in range(ranks) for k in (rank, 2 * ranks - 1 - rank)]
+        return torch.cat([chunks[k] for k in order])[start:]
+    chunks = column.split(width)
+    pairs = [chunks[k:k + 2] for k in range(0, len(chunks), 2)]
+    return torch.cat([part for pair in pairs for part in (
+        pair[::-1] if len(pair[-1]) == width else pair)])
 
 
 def retokenised(kind: str, severity: float, g: torch.Generator, vocabulary: int,

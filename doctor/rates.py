@@ -46,13 +46,14 @@ MIXTURES = ("Mixtral", "Qwen2Moe")
 ROWS = (128, 64, 32, 16, 8)
 VISIBLE, STEP = 2.0, 0.15               # a planted gap over that of two kernels; of a severity
 BELOW = "-below"                        # names a dump with the severity before it was raised
-ALWAYS = ("shift", "tool", "retokenised", "bf16-log-softmax")   # their mark is not a gap's size
+ALWAYS = ("shift", "order", "tool", "retokenised", "bf16-log-softmax")   # not by a size
 EACH, HEALTHY = 8, 40                   # dumps of each cause, and of no cause, in each split
 PAIRS = (("temperature", "eos"), ("temperature", "weights"), ("shift", "temperature"),
          ("cut", "eos"), ("cut", "weights"), ("eos", "weights"), ("padding", "eos"),
          ("tool", "temperature"), ("retokenised", "weights"), ("window", "temperature"),
          ("penalty", "eos"), ("raw", "weights"), ("in-flight", "temperature"),
-         ("tool", "weights"), ("shift", "weights"), ("temperature", "retokenised"))
+         ("tool", "weights"), ("shift", "weights"), ("temperature", "retokenised"),
+         ("shift", "raw"))
 
 
 class Case(NamedTuple):
@@ -157,7 +158,10 @@ def size(rows: list[plants.Row]) -> float:
 
 
 def judge(split: str, cache: Path, rows: int) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """Count, for each cause, the dumps and the answers that name it first or among two."""
+    """Count, for each cause, the dumps and the answers that name it first or among two.
+
+    And of those that do not name it first, the verdicts.
+    """
     count: Counter[tuple[str, str]] = Counter()
     missed: list[tuple[Case, float, str]] = []
     noise: dict[tuple[str, int], float] = {}            # of a model's healthy pairs the largest gap
@@ -178,13 +182,14 @@ def judge(split: str, cache: Path, rows: int) -> tuple[Counter[tuple[str, str]],
             cause, first = "pairs of causes", found[:1] and found[0] in both
             two = both <= set(found)
         elif case.cause == "healthy":
-            cause, first, two = case.cause, not found, not found
+            cause, first, two = case.cause, not report.faulty, not report.faulty
         else:
             cause, first, two = case.cause, found[:1] == [case.cause], case.cause in found[:2]
 
         count[cause, "n"] += 1
         count[cause, "first"] += bool(first)
         count[cause, "two"] += bool(two)
+        count[cause, report.verdict] += not first or case.cause == "healthy"
         if not first:
             missed.append((case, gap, " > ".join(found) or "healthy"))
     return count, [
@@ -204,24 +209,28 @@ def dump_rows(path: Path, rows: int) -> Iterator[Any]:
 def table(split: str, cache: Path) -> str:
     """Return the rates as markdown: by cause at 128 rows, and of all causes by number of rows."""
     lines = [f"Dumps of {', '.join(SPLITS[split])}: 16 prompts × 8 responses × at most 40 tokens.",
-             "", "| cause | dumps | first | among two |", "|---|---|---|---|"]
+             "", "| cause | dumps | first | among two | undecided | healthy |",
+             "|---|---|---|---|---|---|"]
 
     count, missed = judge(split, cache, 128)
     for cause in [*plants.VARIANTS, "pairs of causes"]:
         n, first, two = (count[cause, x] for x in ("n", "first", "two"))
         second = f"{two} both" if cause.startswith("pairs") else two
+        undecided, healthy = (count[cause, x] for x in ("cannot tell", "healthy"))
         lines.append(f"| {'no alarm on healthy' if cause == 'healthy' else cause} | {n} | {first} "
-                     f"| {second} |")
+                     f"| {second} | {undecided} | {healthy} |")
 
-    lines += ["", "| rows | first | among two | false alarms | pairs: one first | both |",
-              "|---|---|---|---|---|---|"]
+    lines += ["", "| rows | first | among two | false alarms | undecided | called healthy | pairs: "
+              "one first | both |", "|---|---|---|---|---|---|---|---|"]
     for rows in ROWS:
         got = count if rows == 128 else judge(split, cache, rows)[0]
         single = [c for c in plants.VARIANTS if c != "healthy"]
         n, first, two = (sum(got[c, x] for c in single) for x in ("n", "first", "two"))
         pairs, one, both = (got["pairs of causes", x] for x in ("n", "first", "two"))
+        undecided, healthy = (sum(got[c, x] for c in single) for x in ("cannot tell", "healthy"))
         lines.append(f"| {rows} | {first / n:.1%} | {two / n:.1%} | "
-                     f"{got['healthy', 'n'] - got['healthy', 'first']} of {got['healthy', 'n']} | "
+                     f"{got['healthy', 'fault']} of {got['healthy', 'n']} | "
+                     f"{undecided / n:.1%} | {healthy / n:.1%} | "
                      f"{one / pairs:.0%} | {both / pairs:.0%} |")
 
     changed = [f"{case.name} ({before.architecture} {before.model}, {before.variant}) from "
@@ -241,8 +250,9 @@ def table(split: str, cache: Path) -> str:
 # The causes that the limits are for, where the limit's name is not the cause's.
 FOR = {"E[ρ]": ("cut", "raw"), "tail": ("cut",), "division": ("temperature",),
        "slope": ("temperature", "raw", "softcap"), "slope of pairs": ("temperature", "softcap"),
-       "calibration": ("raw",), "numerics": ("weights", "dropout"), "scatter": ("flips", "dropout"),
-       "rare scatter": ("flips",), "step": ("in-flight",)}
+       "calibration": ("raw",), "numerics": ("weights", "scatter"), "loud": ("weights", "scatter"),
+       "scatter": ("flips", "scatter"), "rare scatter": ("flips",), "step": ("in-flight",),
+       "rows": ("context",), "depth": ("weights",)}
 
 
 def met(x: Tokens) -> dict[str, float]:

@@ -8,15 +8,21 @@ import zlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from three_policies.doctor.causes import CAUSES, find_causes
-from three_policies.doctor.laws import Finding
-from three_policies.doctor.tokens import ROUNDING, Tokens, one_sided, undrawn
+from three_policies.doctor.causes import BY_SIZE, CAUSES, find_causes
+from three_policies.doctor.laws import Finding, confident
+from three_policies.doctor.normal import Class, like
+from three_policies.doctor.tokens import LOWEST, ROUNDING, Tokens, one_sided, undrawn
 
 LIMIT = 300_000         # most tokens, masked ones too, that are searched for causes
+EXACT = 1e-4            # logits: two kernels in float32 leave less in most tokens
 TELLS = 0.05            # E[ρ] is affirmed if its doubt is at most this: see `Report.proper`
 COSTS = (("prompt_ids", "temperature, penalty, padding and window are found less well or never"),
          ("entropy", "a mistake that both sides make cannot be found, nor a division after the "
           "softmax told from a cut"))
+
+
+UNKNOWN = Class()
+VERDICTS = {"fault": "A fault:", "healthy": "Healthy:", "cannot tell": "Cannot tell:"}
 
 
 class Lost(NamedTuple):
@@ -46,6 +52,45 @@ class Report(NamedTuple):
     causes: list[Finding]
     examined: Tokens                   # those that were searched for causes
     lost: Lost = Lost()
+    k3: float = 0.0                     # E[ρ − 1 − log ρ] per token
+    square: float = 0.0                 # E[(log ρ)²]
+    of: Class = Class()                 # what is known of the pair
+    rescored: bool = False              # whether the model found no fault in either column
+
+    @property
+    def verdict(self) -> str:
+        """One of "fault", "healthy" and "cannot tell".
+
+        A law that is broken is a fault of any size, and so is a token of which the engine is sure
+        and the trainer is not (eq:confident). What is found by its size alone is a fault above what
+        any healthy pair of its class left (normal.py). A pair is healthy below what is usual in its
+        class; one class more than another leaves room for doubt.
+        """
+        law = any(f.cause not in BY_SIZE or f.confidence != "suggested" for f in self.causes)
+        sure = bool(confident(self.examined)) and not self.rescored
+        if law or sure or self.proper is False or self.lost.tokens:
+            return "fault"
+        if self.rescored:
+            return "healthy"
+        if self.k3 > self.of.fault:
+            return "fault"
+        doubt = self.causes or self.copied or self.tokens < 100 or self.k3 > self.of.healthy
+        return "cannot tell" if doubt else "healthy"
+
+    @property
+    def exit_code(self) -> int:
+        """0 for healthy, 1 for a fault, 3 if the dump cannot tell.
+
+        2 is for what cannot be read. A script that stops at 1 goes on where nothing is known, and
+        one that wants to be sure asks for 0.
+        """
+        return {"healthy": 0, "fault": 1, "cannot tell": 3}[self.verdict]
+
+    @property
+    def copied(self) -> bool:
+        """True if all log-probs agree to the last digit, where that is not known to be so."""
+        return self.of.precision != "fp32" and len(self.examined.mu) > 0 and (
+            not self.examined.d().any())
 
     @property
     def proper(self) -> bool | None:
@@ -69,14 +114,15 @@ class Report(NamedTuple):
 
     @property
     def faulty(self) -> bool:
-        """True if there is a cause, an E[ρ] that no pair of distributions has, or a lost token."""
-        return bool(self.causes or self.proper is False or self.lost.tokens)
+        """True if the verdict is a fault."""
+        return self.verdict == "fault"
 
     def as_json(self) -> dict[str, Any]:
         """Return what --json prints; `not_finite` is there if such tokens are."""
         lost = {"not_finite": self.lost._asdict()} if self.lost.tokens else {}
-        return {"proper": self.proper, "e_rho": [self.mean, self.error], "tokens": self.tokens,
-                **lost,
+        return {"verdict": self.verdict, "proper": self.proper, "e_rho": [self.mean, self.error],
+                "tokens": self.tokens, "k3": self.k3, "rms": math.sqrt(self.square),
+                "pair": self.of._asdict(), **lost,
                 "causes": [{"cause": f.cause, "confidence": f.confidence, "evidence": f.evidence,
                             "remedy": CAUSES[f.cause][1]} for f in self.causes]}
 
@@ -85,18 +131,35 @@ class Report(NamedTuple):
         first = self.causes[0] if self.causes else None
         undecided = " (undecided)" * (self.proper is None)
         lost = f"; {self.lost.line(self.tokens, self.responses)}" * bool(self.lost.tokens)
-        return f"E[ρ] = {self.mean:.4f} ± {self.error:.4f}{undecided}; " + (
+        unsure = "cannot tell: " * (self.verdict == "cannot tell")
+        return f"E[ρ] = {self.mean:.4f} ± {self.error:.4f}{undecided}; {unsure}" + (
             f"{first.cause} ({first.confidence}): {first.evidence}" if first else
             f"no cause found: {self.without_cause()}") + lost
 
     def without_cause(self) -> str:
         """Say what is known without a cause: the noise of two kernels explains no E[ρ] but 1."""
-        if self.proper is not False:
+        if self.proper is False:
+            return "E[ρ] says only that log μ is not of what was drawn, or that π " + (
+                "lacks a cut that μ had" if self.mean < 1 else "adds up to more than 1")
+        if self.copied:
+            return ("both columns are equal to the last digit, as if one were a copy of the other, "
+                    "or two kernels agreed in every bit")
+        if self.verdict == "healthy":
             return "what differs is within the noise of two kernels"
-        return "E[ρ] says only that log μ is not of what was drawn, or that π " + (
-            "lacks a cut that μ had" if self.mean < 1 else "adds up to more than 1")
+        return f"the gap is {'more than' if self.faulty else 'not clearly'} noise of two kernels"
 
-    def verdict(self) -> str:
+    def normal(self) -> str:
+        """Say where the reader's k3 lies, what else looks like that, and what to give."""
+        line = f"{self.of.place(self.k3)} (r.m.s. of log ρ {math.sqrt(self.square):.2g})."
+        if self.verdict == "healthy" or self.copied:
+            return line
+        lacks = [flag for flag, known in (("--precision", self.of.precision),
+                                          ("--experts or --no-experts", self.of.experts))
+                 if known is None]
+        say = f"Say {' and '.join(lacks)}, or give --model." if lacks else "Give --model."
+        return f"{line} By its size alone, {like(self.k3)}. {say}"
+
+    def on_rho(self) -> str:
         """Say whether π is a distribution, or what leaves that undecided."""
         found = f"E[ρ] = {self.mean:.4f} ± {self.error:.4f} (expected 1)"
         if self.proper is None:
@@ -118,7 +181,8 @@ class Report(NamedTuple):
             lines.append(f"{self.lost.line(self.tokens, self.responses)}. Look at the engine's "
                          "output first.")
         lines += [f"Without {name}: {cost}." for name, cost in COSTS if name in self.missing]
-        lines.append(self.verdict())
+        lines.append(self.on_rho())
+        lines.append(f"{VERDICTS[self.verdict]} {self.normal()}")
 
         others = {f.other.cause for f in self.causes if f.other}
         for f in self.causes:
@@ -128,15 +192,14 @@ class Report(NamedTuple):
                       f"{f.confidence}", f"        {f.evidence}", f"Do      {remedy}"]
 
         if not self.causes:
-            copied = len(self.examined.mu) and not self.examined.d().any()
-            lines.append("No cause found: " + (
-                "both columns are equal to the last digit, as if one were a copy of the other."
-                if copied else f"{self.without_cause()}."))
+            lines.append(f"No cause found: {self.without_cause()}.")
         return "\n".join(lines)
 
 
-def examine(dump: Iterable[Any]) -> Report:
+def examine(dump: Iterable[Any], of: Class = UNKNOWN) -> Report:
     """Read responses (doctor.dumps.Response) once: E[ρ] is of all, the causes of a part.
+
+    of: what is known of the pair; what it leaves open the dump may state, or show.
 
     (eq:affirmed)
     The part has at most LIMIT tokens, in whole groups of equal prompts, chosen by a hash of the
@@ -144,12 +207,17 @@ def examine(dump: Iterable[Any]) -> Report:
     larger by itself, only a part stays.
     """
     kept: list[tuple[float, Any]] = []
-    share, held, responses, tokens, total, squares = 1.0, 0, 0, 0, 0.0, 0.0
+    share, held, responses, tokens = 1.0, 0, 0, 0
+    total, squares, k3, square = 0.0, 0.0, 0.0, 0.0
     lacking, lost = set[str](), Lost()
 
     for r in dump:
         columns = zip(r.rollout_log_probs, r.train_log_probs, r.mask)
         over = [math.expm1(min(20.0, pi - mu)) for mu, pi, counts in columns if counts]   # ρ − 1
+        sizes = [min(max(pi - mu, LOWEST), 20.0) for mu, pi, counts in zip(
+            r.rollout_log_probs, r.train_log_probs, r.mask) if counts]
+        k3, square = k3 + sum(over) - sum(sizes), square + sum(x * x for x in sizes)
+        of = of.over(Class.stated(r.pair))
         responses, tokens = responses + 1, tokens + len(over)
         total, squares = total + sum(over), squares + sum(x * x for x in over)
         lost = Lost(lost.tokens + r.not_finite, lost.responses + (r.not_finite > 0),
@@ -165,9 +233,16 @@ def examine(dump: Iterable[Any]) -> Report:
             kept = [(p, one) for p, one in kept if p < share] or kept[:len(kept) // 2]
             held = sum(len(one.token_ids) for _, one in kept)
 
-    mean, part = 1 + total / max(1, tokens), Tokens.of([r for _, r in kept])
-    return Report(responses, tokens, mean, math.sqrt(squares) / max(1, tokens),
-                  tuple(sorted(lacking)), find_causes(part), part, lost)
+    mean, part, n = 1 + total / max(1, tokens), Tokens.of([r for _, r in kept]), max(1, tokens)
+    of = of.over(Class("fp32" if is_exact(part) else None))
+    return Report(responses, tokens, mean, math.sqrt(squares) / n, tuple(sorted(lacking)),
+                  find_causes(part, of.experts), part, lost, k3 / n, square / n, of)
+
+
+def is_exact(x: Tokens) -> bool:
+    """True if half of the tokens differ by what float32 leaves, and some do."""
+    e = x.take(x.unsure()).e().abs()
+    return len(e) >= 100 and 0 < e.median().item() < EXACT
 
 
 def _place(r: Any) -> float:

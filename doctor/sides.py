@@ -38,8 +38,11 @@ class Side:
     seen_prompt: bool = True            # the penalty counts the prompt's tokens too
     window: int = 0                     # only so many last tokens are seen
     head_cut: int = 0                   # or: positions beyond it lose the prompt
+    stretch: float = 0.0                # positions are further apart, ever more, by it at 40
     pads: bool = False                  # the padding on the left is attended to, and counts
     template: tuple[int, ...] = ()      # stands before every prompt
+    swapped: float = 0.0                # share of the rows that follow another row's prompt
+    packed: bool = False                # a row sees the one before it
     dropped: int = 0                    # so many first tokens of the prompt are missing
     before: "Any | None" = None         # weights that computed keys and values up to `until`
     until: int = 0                      # a token of the response; 0: the prompt alone
@@ -168,6 +171,7 @@ def logits(side: Side, x: list[list[int]], rows: list[list[int]], width: int) ->
     ids, mask, longest = padded(side, x, rows, width)
     places = (mask.cumsum(-1) - 1).clamp(min=0)
     allowed = attention(side, mask, places)
+    places = places * (1 + side.stretch * places / 40) if side.stretch else places
     model = in_half(side.model) if side.half else side.model
     kind = torch.bfloat16 if side.half else torch.float32
     bias = torch.where(allowed, 0.0, torch.finfo(kind).min).to(kind)[:, None]
@@ -196,6 +200,13 @@ def padded(side: Side, x: list[list[int]], rows: list[list[int]],
     The last token of a response of `width` is left out: nothing is asked behind it.
     """
     x = [list(side.template) + p[side.dropped:] for p in x]
+    if side.swapped:
+        n = max(2, int(side.swapped * len(x)))
+        moved = torch.randperm(len(x), generator=torch.Generator().manual_seed(3))[:n].tolist()
+        given = {i: x[j] for i, j in zip(moved, moved[1:] + moved[:1])}
+        x = [given.get(i, p) for i, p in enumerate(x)]
+    if side.packed:
+        x = [[*x[i - 1], *rows[i - 1], *p] for i, p in enumerate(x)]
     longest = max(map(len, x))
     ids = torch.full((len(x), longest + width - 1), PAD)
     mask = torch.zeros_like(ids)

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from three_policies.checks import UserError
 from three_policies.doctor import diagnose, examine
 from three_policies.doctor.dumps import append, responses_of, rows_of
+from three_policies.doctor.normal import Class
 from three_policies.metrics import to_host
 from three_policies.rollout import Engine
 from three_policies.training.capacity import gpu_peak, memory_metrics
@@ -36,9 +37,12 @@ class Record:
     """Record one run in its directory. Of several ranks the first one writes and speaks."""
 
     def __init__(self, config: Config, directory: Path, done: int, device: torch.device,
-                 engine: Engine):
+                 engine: Engine, experts: bool = False):
         self.config, self.directory, self.done, self.device = config, directory, done, device
         self.engine = engine                       # a GPU's peak leaves out what it gave back
+        # What is known of both sides of a dump; a reader that does not know `pair` ignores it.
+        self.pair = {"engine": config.rollout.dtype, "trainer": config.policy.dtype,
+                     "quantize": config.rollout.quantize, "experts": experts}
         self.main = dist.get_rank() == 0
         self.metrics = directory / "metrics.jsonl"
         self.step, self.began = done, time.perf_counter()
@@ -171,12 +175,13 @@ class Record:
                 place = self.directory / "dumps" / f"step-{self.step:06d}.jsonl"
                 place.parent.mkdir(exist_ok=True)
                 place.unlink(missing_ok=True)          # of a start that was killed in this step
-                append(place, [row for part in parts for row in part])
+                append(place, [row | {"pair": self.pair} for part in parts for row in part])
         if not self.consulted and self.main:
             responses = responses_of(**batch)
             sizes = itertools.accumulate(len(r.token_ids) for r in responses)
             few = [r for r, size in zip(responses, sizes) if size <= EXAMINED] or responses[:1]
-            say(f"the first batch, as the doctor sees it: {examine(few).in_short()}")
+            report = examine(few, Class.stated(self.pair))
+            say(f"the first batch, as the doctor sees it: {report.in_short()}")
         self.consulted = True
 
 

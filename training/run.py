@@ -21,6 +21,7 @@ import torch.distributed as dist
 import transformers
 
 from three_policies.checks import UserError
+from three_policies.doctor.normal import has_experts
 from three_policies.policy import full_weights
 from three_policies.rollout import Engine, NamedTensor, Sample
 from three_policies.training import signals
@@ -67,8 +68,9 @@ def open_run(config: Config) -> Iterator["Run | None"]:
                 rate = matrix_rate(device, config.policy.dtype)
                 introduce(config, loaded, device)
                 restore(config, loaded, checkpoints)
+                experts = has_experts(loaded.policy.model.config.get_text_config().to_dict())
                 with contextlib.closing(Record(config, directory, checkpoints.step, device,
-                                               loaded.engine)) as record, unwatched():
+                                               loaded.engine, experts)) as record, unwatched():
                     yield Run(config, device, checkpoints, loaded, record, rate)
 
 

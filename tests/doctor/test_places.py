@@ -1,0 +1,172 @@
+"""Places of a gap: whole rows, the first token alone, blocks in another order, and depth."""
+
+import pytest
+import torch
+
+from three_policies import doctor
+from three_policies.doctor import causes, laws, places
+from three_policies.tests.support.margins import stands_clear
+from three_policies.tests.support.planted import MODELS, names, planted, shifted, tokens
+
+
+def examined(rows):
+    report = stands_clear(lambda: doctor.examine(rows), lambda report: names(report)[:1])
+    assert report.verdict == "fault", str(report)
+    return report
+
+
+def grid(rows=60, length=20):
+    return {"t": torch.arange(rows * length) % length, "row": torch.arange(rows * length) // length}
+
+
+def noise(n=1200):
+    g = torch.Generator().manual_seed(0)
+    return (2 * torch.randn(n, generator=g, dtype=torch.float64),
+            torch.randn(n, generator=g, dtype=torch.float64))
+
+
+# ----------------------------------------------------------------- on models of three architectures
+
+@pytest.mark.made_here
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("cause, variant, severity, words", [
+    ("context", "rows", 0.5, "whole responses of 80, from their first token on, as after another"),
+    ("first-token", "packed", 0.7, "of the first tokens alone"),
+    ("order", "blocks", 0.1, "blocks of log π change places"),
+    ("order", "zigzag", 0.3, "blocks of log π change places")])
+def test_a_place_is_named_on_three_architectures(cause, variant, severity, words, architecture):
+    report = examined(planted(cause, architecture, variant, severity=severity))
+    assert names(report)[0] == cause and words in report.causes[0].evidence, str(report)
+
+
+@pytest.mark.made_here
+def test_positions_that_err_ever_more_are_called_weights_with_the_depth():
+    report = doctor.examine(planted("weights", "Llama", "rotary", severity=1.0))
+    assert names(report)[:2] == ["weights", "depth"], str(report)
+    assert "the gap grows with the position" in report.causes[0].evidence
+
+
+@pytest.mark.made_here
+@pytest.mark.parametrize("architecture", MODELS)
+def test_rows_that_see_their_neighbour_are_of_context_or_scatter_before_dropout(architecture):
+    report = doctor.examine(planted("scatter", architecture, "packed"))
+    assert names(report)[0] in ("context", "scatter"), str(report)
+
+
+@pytest.mark.made_here
+def test_a_shift_and_a_raw_record_are_both_named():
+    report = doctor.examine(planted("shift", "Qwen2", "trainer+1", "raw"))
+    assert names(report)[:2] == ["shift", "raw"], str(report)
+
+
+# ------------------------------------------------------------------------------------- the laws
+
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.5])
+@pytest.mark.parametrize("gap, named", [(0.6, True), (0.2, False)])
+def test_whole_rows_are_named_if_their_gap_is_far_above_the_others(share, gap, named):
+    """eq:gap-left, less log C(n, k) nats for the choice of k rows."""
+    odds, by = noise()
+    of = grid()
+    dirty = of["row"] < share * 60
+    x = tokens(*shifted(odds, by * torch.where(dirty, gap, 0.1)), **of)
+    found = [f.cause for f in places.places(x)]
+    assert found == ["context"] * named
+
+
+def test_rows_whose_gap_begins_later_are_not_whole():
+    """They were tokenised again: their first tokens are right."""
+    odds, by = noise()
+    of = grid()
+    dirty = (of["row"] < 6) & (of["t"] > 8)
+    x = tokens(*shifted(odds, torch.where(dirty, -6.0, 0.02 * by)), **of)
+    assert [f.cause for f in causes.find_causes(x)][:1] == ["retokenised"]
+
+
+def test_rows_of_older_weights_are_not_another_prompt():
+    odds, by = noise()
+    of = grid()
+    dirty = of["row"] < 15
+    x = tokens(*shifted(odds, by * torch.where(dirty, 0.6, 0.05)), version=(~dirty).long(), **of)
+    assert [f.cause for f in places.places(x)] == ["stale"]
+
+
+def moved(block, quiet=0.02):
+    """Return rows of 24 tokens whose blocks of log π stand in reverse order."""
+    odds, by = noise(60 * 24)
+    mu, pi = (x.view(60, 24) for x in shifted(odds, quiet * by))
+    order = torch.cat([*torch.arange(24).split(block)][::-1])
+    return tokens(mu.flatten(), pi[:, order].flatten(), **grid(60, 24))
+
+
+@pytest.mark.parametrize("block", [3, 6, 12])
+def test_blocks_of_any_size_are_put_in_their_order(block):
+    """A jump costs SWITCH nats, so a block of three saves more than that."""
+    found = laws.order(moved(block))
+    assert found and found.cause == "order"
+    print(found.evidence)
+    assert abs(float(found.evidence.split("with ")[1].split(" ")[0]) - 24 / block) < 1.5
+
+
+def test_a_gap_without_an_order_has_none():
+    """However large it is, and though each token is near to some other one."""
+    odds, by = noise(60 * 24)
+    for size in (0.1, 1.0, 4.0):
+        assert laws.order(tokens(*shifted(odds, size * by), **grid(60, 24))) is None
+
+
+def test_a_shift_is_the_order_of_one_jump():
+    odds, by = noise(60 * 24)
+    mu, pi = (x.view(60, 24) for x in shifted(odds, 0.02 * by))
+    x = tokens(mu.flatten(), pi.roll(1, 1).flatten(), **grid(60, 24))
+    found = laws.order(x)
+    assert found and [f.cause for f in causes.find_causes(x)][:1] == ["shift"]
+
+
+def test_the_shortest_path_is_the_best_of_all():
+    """The path is the best of 256 over four tokens; a jump costs SWITCH, a token at most −log q."""
+    g, b = torch.Generator().manual_seed(0), 0.1
+    mu = -5 * torch.rand(60, 4, generator=g, dtype=torch.float64)
+    pi = mu.roll(1, 1)
+    there = torch.ones_like(mu, dtype=torch.bool)
+    near = ((mu.flatten() - pi[..., None]).abs() <= b).sum(-1)
+    most = -(near.clamp(min=1) / mu.numel()).log()                          # [R, t]
+    cost = ((pi[:, :, None] - mu[:, None]).abs() / b).minimum(most[..., None])      # [R, t, s]
+    paths = torch.cartesian_prod(*[torch.arange(4)] * 4)
+    jumps = (paths[:, 0] != 0).int() + (paths.diff() != 1).sum(1)
+    total = cost[:, torch.arange(4), paths].sum(-1) + laws.SWITCH * jumps   # [R, paths]
+    left, count, _ = laws.shortest_path(mu, pi, there, b)
+    unmoved = cost.diagonal(dim1=1, dim2=2).sum()
+    assert left == pytest.approx((total.min(1).values.sum() / unmoved).item(), rel=1e-9)
+    assert count == jumps[total.argmin(1)].sum() > 0
+
+
+def test_depth_is_a_gap_that_grows_in_prompts_of_each_length():
+    odds, by = noise(1200)
+    of = grid(30, 40)
+    for size, named in ((0.02 * (of["t"] + 8.0) ** 0.6, True), (torch.ones(1200) * 0.1, False)):
+        found = places.deeper(tokens(*shifted(odds, by * size), **of))
+        assert bool(found) == named
+    assert "the gap grows with the position" in places.deeper(
+        tokens(*shifted(odds, by * (of["t"] + 8.0)), **of)).evidence
+
+
+# ------------------------------------------------------------------------- what changes no verdict
+
+@pytest.mark.made_here
+@pytest.mark.parametrize("cause, variant", [("context", "rows"), ("order", "zigzag"),
+                                            ("first-token", "packed"), ("scatter", "packed")])
+def test_rows_names_and_masked_tokens_change_no_verdict(cause, variant):
+    """Rows in another order, ids renamed, and a masked token after each response."""
+    rows = planted(cause, "Qwen2", variant)
+    size = 1 + max(v for r in rows for v in (*r.token_ids, *r.prompt_ids))
+    names = torch.randperm(size, generator=torch.Generator().manual_seed(0)).tolist()
+    renamed = [r._replace(token_ids=[names[v] for v in r.token_ids],
+                          prompt_ids=[names[v] for v in r.prompt_ids]) for r in rows]
+    longer = [r._replace(token_ids=[*r.token_ids, 0], mask=[*r.mask, False], entropy=None,
+                         rollout_log_probs=[*r.rollout_log_probs, -1.0],
+                         train_log_probs=[*r.train_log_probs, -9.0]) for r in rows]
+    bare = [r._replace(entropy=None) for r in rows]
+    def said(of):
+        report = doctor.examine(of)
+        return report.verdict, [(f.cause, f.confidence) for f in report.causes]
+    assert said(rows) == said(rows[::-1]) == said(renamed) and said(bare) == said(longer)
