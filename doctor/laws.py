@@ -147,7 +147,7 @@ def shift(x: Tokens) -> Finding | None:
     return None
 
 
-SWITCH = 8.0            # nats of a jump, to one of T places and at one of T: a choice
+SWITCH = 8.0            # nats of a jump at least; of T places, it is at one and to one: 2 log T
 SQUARE = 2 ** 24        # at most: T² of all responses whose order is tried
 
 
@@ -193,7 +193,8 @@ def shortest_path(mu: Tensor, pi: Tensor, there: Tensor, b: float) -> tuple[floa
     known, places = mu[there].sort().values, torch.arange(mu.shape[1])
     near = torch.searchsorted(known, pi + b) - torch.searchsorted(known, pi - b)
     most = -(near.clamp(min=1) / len(known)).log()                      # [R, T]
-    nats = torch.where(places == 0, 0.0, SWITCH).expand_as(mu)      # of the best path to s
+    switch = max(SWITCH, 2 * math.log(len(places)))
+    nats = torch.where(places == 0, 0.0, switch).expand_as(mu)      # of the best path to s
     jumps, apart = (nats > 0).double(), torch.zeros_like(mu)
     end = (there * (places + 1)).amax(1, keepdim=True)
 
@@ -203,7 +204,7 @@ def shortest_path(mu: Tensor, pi: Tensor, there: Tensor, b: float) -> tuple[floa
             best = nats.argmin(1, keepdim=True)
             stay = [torch.cat([y[:, :1], y[:, :-1]], 1) for y in before]        # from s − 1
             stay[0][:, 0] = math.inf
-            jump = [y.gather(1, best) + more for y, more in zip(before, (SWITCH, 1, 0))]
+            jump = [y.gather(1, best) + more for y, more in zip(before, (switch, 1, 0))]
             moved = jump[0] < stay[0]
             nats, jumps, apart = (torch.where(moved, x, y) for x, y in zip(jump, stay))
 
