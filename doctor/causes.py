@@ -133,15 +133,15 @@ def texture(x: Tokens, alone: bool = False, experts: bool | None = None) -> Find
     Unless it is asked `alone`, a gap without a mark gets the likeliest other cause as its second.
     """
     limit, whole, z, lean = numerics(x), size_of(x.e()), z_of_rho(x.d()), x.d().mean().item()
-    sure = confident(x)
+    sure = 0 if experts else confident(x)       # another expert moves logits by more than rounding
     x = x.take(x.unsure())
     e = x.e()
     middle = e.abs().median().item()
     d = x.d().abs()
     loud = d[d <= d.quantile(0.97)].square().mean().item() / 2      # k3 without the rarest tokens
     quiet = not beyond("numerics", min(whole, 1.3 * middle) / limit) and not beyond("loud", loud)
-    evidence = f"of {sure} tokens μ is above ½ and π over 2 nats less, as no noise is; " * (
-        sure > 0) + f"mean gap {size_of(e):.3f} logits"
+    evidence = (f"of {sure} tokens μ is above ½ and π over 2 nats less, as no noise is without "
+                "experts; ") * (sure > 0) + f"mean gap {size_of(e):.3f} logits"
 
     if random := random_gap(x, e, limit, quiet, evidence, experts):
         return random

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = arguments(argv)
     try:
         if given.watch:
-            return follow(given.watch, show, given.figure, given.idle)
+            return follow(given.watch, show, given.figure, given.idle, class_of(given))
         if given.more or (given.dump and (is_log(given.dump) or Path(given.dump).is_dir())):
             return over_steps(given)
         report, rescored = consult(given)
@@ -94,7 +94,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--precision {given.precision} is none of {', '.join(PRECISIONS)}")
 
     if given.watch and (given.dump or given.model or given.json):
-        parser.error("--watch goes with --figure and --idle alone")
+        parser.error("--watch goes with --figure, --idle and what is known of the pair alone")
     if given.idle is not None and not (given.watch and given.idle >= 0):
         parser.error("--idle MINUTES goes with --watch, and is 0 or more")
     if not (given.watch or given.dump or given.model):
@@ -112,9 +112,9 @@ def over_steps(given: argparse.Namespace) -> int:
     """Say what the gap grows with, from a log or several dumps; return the command's exit code."""
     if given.model or given.figure:
         raise UserError("--model and --figure go with one DUMP, not with a log or several")
-    trend = trend_of([given.dump, *given.more])
+    trend = trend_of([given.dump, *given.more], class_of(given))
     show(json.dumps(trend.as_json(), ensure_ascii=False) if given.json else str(trend))
-    return int(trend.faulty)
+    return trend.exit_code
 
 
 def answer(report: Report, rescored: "Rescored | None", as_json: bool) -> str:

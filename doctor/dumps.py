@@ -256,11 +256,12 @@ def rows_of(prompts: Tensor, prompt_mask: Tensor, tokens: Tensor, token_mask: Te
 
 
 def rows_of_sequences(sequences: Tensor, attention_mask: Tensor, response_mask: Tensor,
-                      rollout_log_prob: Tensor, train_log_prob: Tensor) -> list[dict[str, Any]]:
+                      rollout_log_prob: Tensor, train_log_prob: Tensor,
+                      pair: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     """Return sequences [B, P + T] with log-probs of the last T tokens, [B, T], as rows of a dump.
 
     So SkyRL, OpenRLHF and AReaL keep them. Where T includes the prompt, it ends where the mask
-    begins.
+    begins. pair: the two precisions, and whether there are experts (normal.Class.stated).
     """
     late = response_mask.shape[1]
     halves = [x.split([x.shape[1] - late, late], 1) for x in (sequences, attention_mask)]
@@ -270,7 +271,7 @@ def rows_of_sequences(sequences: Tensor, attention_mask: Tensor, response_mask: 
         first = row["response_mask"].index(1) if 1 in row["response_mask"] else 0
         row["prompt_ids"] += row["token_ids"][:first]
         row |= {name: x[first:] for name, x in row.items() if name != "prompt_ids"}
-    return rows
+    return rows if pair is None else [row | {"pair": pair} for row in rows]
 
 
 def responses_of(prompts: Tensor, prompt_mask: Tensor, tokens: Tensor, token_mask: Tensor,

@@ -17,6 +17,8 @@ from typing import Any
 
 from three_policies.doctor.dumps import Response, read, response
 from three_policies.doctor.health import diagnose
+from three_policies.doctor.normal import Class
+from three_policies.doctor.report import UNKNOWN
 from three_policies.doctor.watch import Judge, Verdict
 
 LOOK = 1.0                                  # seconds from one look to the next
@@ -60,9 +62,10 @@ class Grown:
 class Follower:
     """Follow one place, and count its alarms."""
 
-    def __init__(self, place: Path, say: Callable[[str], None], figure: str | None = None):
+    def __init__(self, place: Path, say: Callable[[str], None], figure: str | None = None,
+                 pair: Class = UNKNOWN):
         self.place, self.say, self.figure = place, say, figure
-        self.judge, self.files = Judge(), dict[Path, Grown]()
+        self.judge, self.files = Judge(pair), dict[Path, Grown]()
         self.named, self.steps, self.alarms = set[str](), 0, 0
 
     def look(self, at_once: bool = False) -> int:
@@ -136,12 +139,13 @@ def place_of(name: str) -> Path:
 
 
 def follow(name: str, say: Callable[[str], None], figure: str | None = None,
-           idle: float | None = None) -> int:
-    """Follow a place until Ctrl-C, the run's end, or `idle` minutes without news; 1 after an alarm.
+           idle: float | None = None, pair: Class = UNKNOWN) -> int:
+    """Follow a place until Ctrl-C, the run's end, or `idle` minutes without news.
 
+    Return 1 after an alarm; else 3 if the last dump is not healthy, which may be by chance, or 0.
     idle 0: say what is there, and end. Raises ValueError if there is nothing to read then.
     """
-    follower = Follower(place_of(name), say, figure)
+    follower = Follower(place_of(name), say, figure, pair)
     seen, last = 0, time.monotonic()
     try:
         while True:
@@ -157,4 +161,4 @@ def follow(name: str, say: Callable[[str], None], figure: str | None = None,
     if not seen:
         raise ValueError(f"{name} has no step and no dump so far: a folder of {', '.join(KINDS)}, "
                          "such a file, or a run's directory is followed")
-    return int(follower.alarms > 0)
+    return 1 if follower.alarms else 0 if follower.judge.verdict == "healthy" else 3

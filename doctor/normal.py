@@ -4,7 +4,7 @@ This file decides from which k3 on a gap is a fault, and up to which it is healt
 In between the doctor cannot tell, and says what would help. A pair's class is the coarser precision
 of its two sides and whether the model has experts; from the user, or as the dump or a config.json
 states it. k3 is E[ρ − 1 − log ρ] per token, in nats; the r.m.s. of log ρ is about √(2 k3).
-Derivation: math/16-what-is-wrong.md.
+Derivation: math/8-what-is-wrong.md.
 
     print(table())
     print(Class.of("bf16", experts=False).place(0.0045))
@@ -72,9 +72,10 @@ class Class(NamedTuple):
         """Return the class that a dump's `pair` states; what is no table states nothing."""
         if not isinstance(row, Mapping):
             return cls()
-        texts = [x if isinstance(x, str) else None for x in (row.get("engine"), row.get("trainer"))]
+        texts = [x for x in (row.get("engine"), row.get("trainer")) if isinstance(x, str)]
+        both = len(texts) == 2 and all(map(known, texts))       # else the coarser is not known
         experts = row.get("experts")
-        return cls.of(*texts, experts=experts if isinstance(experts, bool) else None,
+        return cls.of(*texts * both, experts=experts if isinstance(experts, bool) else None,
                       quantize=row.get("quantize"))
 
     @classmethod

@@ -1,20 +1,17 @@
 """Count how often the doctor names the planted cause, on models that its rules never saw.
 
-The rules of laws.py, places.py and causes.py were written while looking at the dumps of the split
-`written` and at those of earlier judgements: seeds from 5000, 9000, 13000, 17000, 21000 and 27000.
-They are judged on the split `judged`: other architectures, seeds from 31000. These were judged
-once, after the rules had been committed. doctor/rates.txt is the output.
+The rules of laws.py, places.py and causes.py were written while looking at dumps of other models,
+and at those of earlier judgements: seeds below 42000. They are judged on models with seeds from
+71000, whose dumps no rule was written on. doctor/rates.txt is the output.
 
     python doctor/rates.py --cache DIR [--split judged] [--write doctor/rates.txt]
 
-A plant must be seen to count: see `visible`. Where the cache has both splits, both are held against
-the limits that were set by hand.
+A model has one dump of each variant of each cause, at severities from 0 to 1, every other one with
+an engine in bfloat16. The weakest plants are no larger than that engine's noise.
 """
 
 import argparse
 import functools
-import itertools
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -26,28 +23,25 @@ import torch
 from three_policies import doctor
 from three_policies.doctor import causes, laws, plants, sides
 from three_policies.doctor.dumps import read
+from three_policies.doctor.normal import Class
 from three_policies.doctor.places import places
-from three_policies.doctor.tokens import Tokens, log_odds
+from three_policies.doctor.tokens import Tokens
 
-SPLITS = {"written": ("Qwen2", "Llama", "Mixtral", "Olmo2"),
-          "judged": ("Gemma2", "Qwen2Moe", "Mistral", "Qwen3")}
-FIRST_SEED = {"written": 0, "judged": 31000}
+SPLITS = {"written": ("Llama", "Qwen2", "Mixtral"), "judged": ("Qwen3", "Gemma2", "Qwen2Moe")}
+FIRST_SEED = {"written": 41000, "judged": 71000}
 JUDGED = """\
-Judged once, on dumps with seeds from 31000, made by models that the rules had not seen. The rules
-were committed before. They were written on the split `written` and on the misses of six earlier
-judgements. Chapter 8 has the last two of these, with seeds from 21000 and 27000, and what one rule
-that followed from this judgement changes.
+Judged on dumps of three models, with seeds from 71000, on which no rule was written. The rules were
+committed before. The dumps of Qwen3 had been judged once before two of them, which came of a test
+and of a real model: that a jump of the order costs 2 log T, and that a slope must explain more than
+a constant does.
 """
 LIMITED = """\
 How far values lie from the limits of laws.py that were set by hand, at 128 rows. A cause may be
 found beyond its limit and still not be named, if another explains more.
 """
 MIXTURES = ("Mixtral", "Qwen2Moe")
-ROWS = (128, 64, 32, 16, 8)
-VISIBLE, STEP = 2.0, 0.15               # a planted gap over that of two kernels; of a severity
-BELOW = "-below"                        # names a dump with the severity before it was raised
-ALWAYS = ("shift", "order", "tool", "retokenised", "bf16-log-softmax")   # not by a size
-EACH, HEALTHY = 8, 40                   # dumps of each cause, and of no cause, in each split
+PAIR, VERDICTS = "two causes", ("fault", "cannot tell", "healthy")
+ROWS = (128, 32, 8)
 PAIRS = (("temperature", "eos"), ("temperature", "weights"), ("shift", "temperature"),
          ("cut", "eos"), ("cut", "weights"), ("eos", "weights"), ("padding", "eos"),
          ("tool", "temperature"), ("retokenised", "weights"), ("window", "temperature"),
@@ -64,55 +58,37 @@ class Case(NamedTuple):
     model: int
     cause: str
     seed: int
-    severity: float
-    variant: str | None
-    noise: bool
-    second: str | None
+    severity: float = 0.6
+    variant: str | None = None
+    noise: bool = False
+    second: str | None = None
 
 
 def cases(split: str) -> Iterator[Case]:
-    """Yield every dump of a split: causes, healthy pairs, pairs of causes."""
-    names = SPLITS[split]
-    mixtures = [name for name in names if name in MIXTURES]
-    for c, (cause, variants) in enumerate(plants.VARIANTS.items()):
-        count = HEALTHY if cause == "healthy" else 3 * EACH // 2 if cause == "weights" else EACH
-        for i in range(count):
-            among = mixtures if cause == "flips" else names
-            architecture = among[(i + c) % len(among)]
-            model = FIRST_SEED[split] + (i * 7 + c) % (6 if cause == "flips" else 4)
-            yield Case(f"{cause}-{i}", architecture, model, cause,
-                       FIRST_SEED[split] + 100 * c + i, (i * 5 % count) / (count - 1),
-                       variants[(i // 2 if len(variants) % 2 == 0 else i) % len(variants)],
-                       i % 2 == 1, None)
-    for c, (first, second) in enumerate(PAIRS):
-        for i in range(2):
-            seed = FIRST_SEED[split]
-            yield Case(f"{first}+{second}-{i}", names[(c + i) % len(names)], seed + (c + i) % 4,
-                       first, seed + 7000 + 10 * c + i, 0.4 + 0.4 * i, None, i == 1, second)
+    """Yield every dump of a split: each variant of each cause and of a healthy pair, two causes."""
+    first = FIRST_SEED[split]
+    for a, architecture in enumerate(SPLITS[split]):
+        variants = [(c, cause, k, kind) for c, (cause, kinds) in enumerate(plants.VARIANTS.items())
+                    for k, kind in enumerate(kinds)
+                    if cause != "flips" or architecture in MIXTURES]
+        for n, (c, cause, k, kind) in enumerate(variants, 1):
+            yield Case(f"{cause}__{kind}__{architecture}{first + a}-{n % 2}", architecture,
+                       first + a, cause, first + 100 * c + 10 * a + k,
+                       (37 * n + 13 * a) % 100 / 100, kind, n % 2 == 1)
+    for c, (cause, second) in enumerate(PAIRS):
+        yield Case(f"{cause}+{second}", SPLITS[split][0], first, cause, first + 9000 + 10 * c,
+                   noise=c % 2 == 1, second=second)
 
 
 def dumps(split: str, cache: Path) -> Iterator[tuple[Case, Path]]:
-    """Yield each case and its file; make what is missing.
-
-    Where a case was raised, the dump before that comes as well, with BELOW in its name.
-    """
+    """Yield each case and its file; make what is missing."""
     folder = cache / split
     folder.mkdir(parents=True, exist_ok=True)
-    raised = folder / "raised.json"             # by name: its model's seed and its severity
-    known = json.loads(raised.read_text()) if raised.exists() else {}
-    for case in sorted(cases(split), key=lambda case: (case.architecture, case.model)):
-        if case.name not in known:
-            shown = visible(case)
-            known[case.name] = [shown.model, shown.severity]
-        model, severity = known[case.name]
-        shown = case._replace(model=model, severity=severity)
-        below = [case._replace(name=case.name + BELOW)] if shown != case else []
-        for one in [*below, shown]:
-            path = folder / f"{one.name}.jsonl"
-            if not path.exists():
-                plants.write(planted(one), path)
-                raised.write_text(json.dumps(known))
-            yield one, path
+    for case in cases(split):
+        path = folder / f"{case.name}.jsonl"
+        if not path.exists():
+            plants.write(planted(case), path)
+        yield case, path
 
 
 def planted(case: Case) -> list[plants.Row]:
@@ -125,78 +101,36 @@ def subject(model: int, architecture: str) -> sides.Subject:
     return sides.subject(model, architecture)
 
 
-def visible(case: Case) -> Case:
-    """Return the case, with its severity raised until its plant can be seen.
-
-    It can be seen if what is planted alone, without noise, makes a gap at least VISIBLE times as
-    large as bfloat16 makes between two kernels of the same model. If not even the largest severity
-    does, the next model of the architecture is taken, three times at most. The doctor has no part
-    in this.
-    """
-    if case.cause in ("healthy", *ALWAYS) or case.second:
-        return case
-    # Two sides with the same mistake have no gap: what is seen is the gap to what was drawn.
-    variant = "tau" if (case.cause, case.variant) == ("raw", "both") else case.variant
-    for model in range(case.model, case.model + 4):
-        of, severity = subject(model, case.architecture), case.severity
-        noise = size(plants.plant(of, "healthy", model, variant="bf16-sampler", groups=8))
-        while severity <= 1:
-            if VISIBLE * noise <= size(plants.plant(of, case.cause, case.seed, severity, variant,
-                                                    groups=8)):
-                return case._replace(model=model, severity=severity)
-            severity = min(1.0, severity + STEP) if severity < 1 else math.inf
-    return case._replace(severity=1.0)          # at any severity two kernels hide it
-
-
-def size(rows: list[plants.Row]) -> float:
-    """Return the mean gap, in log-odds, of the tokens that a plant touches."""
-    mu, pi = (torch.tensor([x for row in rows for x in row[name]]).double().clamp(-40, 0)
-              for name in ("rollout_log_probs", "train_log_probs"))
-    gap = (log_odds(pi) - log_odds(mu)).abs()
-    touched = gap[gap > 1e-3]
-    return touched.mean().item() if len(touched) else 0.0
-
-
 def judge(split: str, cache: Path, rows: int) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """Count, for each cause, the dumps and the answers that name it first or among two.
+    """Count, for each cause, the dumps, the names first and second, and the three verdicts.
 
-    And of those that do not name it first, the verdicts.
+    And the verdicts (`stated …`) if the pair is said to be of bf16, with experts or without.
     """
     count: Counter[tuple[str, str]] = Counter()
-    missed: list[tuple[Case, float, str]] = []
-    noise: dict[tuple[str, int], float] = {}            # of a model's healthy pairs the largest gap
+    missed: list[tuple[Case, doctor.Report, str]] = []
+    noise: dict[tuple[str, int], float] = {}            # of a model's healthy pairs the largest k3
 
     for case, path in dumps(split, cache):
         report = doctor.examine(dump_rows(path, rows))
-        found = [finding.cause for finding in report.causes]
-        gap, model = report.examined.e().abs().mean().item(), (case.architecture, case.model)
+        stated = report._replace(of=Class("bf16", case.architecture in MIXTURES))
+        found, model = [f.cause for f in report.causes], (case.architecture, case.model)
         if case.cause == "healthy":
-            noise[model] = max(gap, noise.get(model, 0.0))
-        if case.name.endswith(BELOW):
-            count["below", "n"] += 1
-            count["below", "first"] += found[:1] == [case.cause]
-            continue
+            noise[model] = max(report.k3, noise.get(model, 0.0))
 
-        if case.second:
-            both = {case.cause, case.second}
-            cause, first = "pairs of causes", found[:1] and found[0] in both
-            two = both <= set(found)
-        elif case.cause == "healthy":
-            cause, first, two = case.cause, not report.faulty, not report.faulty
-        else:
-            cause, first, two = case.cause, found[:1] == [case.cause], case.cause in found[:2]
-
-        count[cause, "n"] += 1
-        count[cause, "first"] += bool(first)
-        count[cause, "two"] += bool(two)
-        count[cause, report.verdict] += not first or case.cause == "healthy"
-        if not first:
-            missed.append((case, gap, " > ".join(found) or "healthy"))
+        cause, planted = (PAIR if case.second else case.cause), {case.cause, case.second}
+        first = found[:1] == [case.cause] or bool(case.second and found and found[0] in planted)
+        second = planted <= set(found) if case.second else case.cause in found[1:2]
+        for name, here in (("n", True), ("first", first), ("second", second),
+                           (report.verdict, True), (f"stated {stated.verdict}", True)):
+            count[cause, name] += here
+        if report.faulty if case.cause == "healthy" else not first:
+            missed.append((case, report, stated.verdict))
     return count, [
         f"{case.name} ({case.architecture}, {case.variant}, severity {case.severity:.2f}"
-        f"{', bf16' if case.noise else ''}; gap {gap:.3f}, healthy up to "
-        f"{noise.get((case.architecture, case.model), math.nan):.3f}): {found}"
-        for case, gap, found in missed]
+        f"{', bf16' if case.noise else ''}; k3 {report.k3:.2g}, of its healthy pairs up to "
+        f"{noise.get((case.architecture, case.model), math.nan):.2g}): "
+        f"{' > '.join(f.cause for f in report.causes) or 'no cause'}; {report.verdict}, with its "
+        f"class {stated}" for case, report, stated in missed]
 
 
 def dump_rows(path: Path, rows: int) -> Iterator[Any]:
@@ -209,47 +143,50 @@ def dump_rows(path: Path, rows: int) -> Iterator[Any]:
 def table(split: str, cache: Path) -> str:
     """Return the rates as markdown: by cause at 128 rows, and of all causes by number of rows."""
     lines = [f"Dumps of {', '.join(SPLITS[split])}: 16 prompts × 8 responses × at most 40 tokens.",
-             "", "| cause | dumps | first | among two | undecided | healthy |",
-             "|---|---|---|---|---|---|"]
+             "", "| cause | dumps | first | second | fault | cannot tell | healthy |",
+             "|---|---|---|---|---|---|---|"]
 
     count, missed = judge(split, cache, 128)
-    for cause in [*plants.VARIANTS, "pairs of causes"]:
-        n, first, two = (count[cause, x] for x in ("n", "first", "two"))
-        second = f"{two} both" if cause.startswith("pairs") else two
-        undecided, healthy = (count[cause, x] for x in ("cannot tell", "healthy"))
-        lines.append(f"| {'no alarm on healthy' if cause == 'healthy' else cause} | {n} | {first} "
-                     f"| {second} | {undecided} | {healthy} |")
+    for cause in [*plants.VARIANTS, PAIR]:
+        cells = [str(count[cause, x]) for x in ("n", "first", "second", *VERDICTS)]
+        if cause == "healthy":
+            cells[1:3] = "", ""
+        elif cause == PAIR:
+            cells[2] += " both"
+        lines.append(f"| {' | '.join(['no cause' if cause == 'healthy' else cause, *cells])} |")
 
-    lines += ["", "| rows | first | among two | false alarms | undecided | called healthy | pairs: "
-              "one first | both |", "|---|---|---|---|---|---|---|---|"]
+    lines += ["", "| rows | first | among two | false alarms | cannot tell | healthy | class "
+              "stated: cannot tell | healthy | false alarms | healthy pairs called so | two causes:"
+              " one first | both |", f"|{12 * '---|'}"]
     for rows in ROWS:
         got = count if rows == 128 else judge(split, cache, rows)[0]
-        single = [c for c in plants.VARIANTS if c != "healthy"]
-        n, first, two = (sum(got[c, x] for c in single) for x in ("n", "first", "two"))
-        pairs, one, both = (got["pairs of causes", x] for x in ("n", "first", "two"))
-        undecided, healthy = (sum(got[c, x] for c in single) for x in ("cannot tell", "healthy"))
-        lines.append(f"| {rows} | {first / n:.1%} | {two / n:.1%} | "
-                     f"{got['healthy', 'fault']} of {got['healthy', 'n']} | "
-                     f"{undecided / n:.1%} | {healthy / n:.1%} | "
-                     f"{one / pairs:.0%} | {both / pairs:.0%} |")
+        lines.append(f"| {rows} | {of_size(got)} |")
 
-    changed = [f"{case.name} ({before.architecture} {before.model}, {before.variant}) from "
-               f"{before.severity:.2f} to {case.severity:.2f}"
-               + f", model {case.model}" * (case.model != before.model)
-               for (before, _), (case, _) in itertools.pairwise(dumps(split, cache))
-               if before.name == case.name + BELOW]
-    lines += ["", "Not named first, at 128 rows, with the mean gap in logits and the largest of a "
-              "healthy pair of that model:", "", *(f"* {x}" for x in missed), "",
-              f"{len(changed)} severities were raised, until the planted gap alone was {VISIBLE:g} "
-              "times that of two kernels, or to 1. As they were before, "
-              f"{count['below', 'first']} of them are named first:", "",
-              *(f"* {x}" for x in changed), ""]
+    lines += ["", "Not named first, or alarmed though healthy, at 128 rows:", "",
+              *(f"* {x}" for x in missed), ""]
     return "\n".join(lines)
+
+
+def of_size(got: Counter[tuple[str, str]]) -> str:
+    """Return the cells of a number of rows: names, and verdicts without and with the class."""
+    single = [c for c in plants.VARIANTS if c != "healthy"]
+    n, first, second, unsure, silent, stated_unsure, stated_silent = (
+        sum(got[c, x] for c in single) for x in (
+            "n", "first", "second", *VERDICTS[1:], *(f"stated {x}" for x in VERDICTS[1:])))
+    healthy, pairs = got["healthy", "n"], got[PAIR, "n"]
+    return " | ".join([
+        *(f"{x / n:.1%}" for x in (first, first + second)),
+        f"{got['healthy', 'fault']} of {healthy}",
+        *(f"{x / n:.1%}" for x in (unsure, silent, stated_unsure, stated_silent)),
+        *(f"{got['healthy', f'stated {x}']} of {healthy}" for x in ("fault", "healthy")),
+        *(f"{got[PAIR, x] / max(1, pairs):.0%}" for x in ("first", "second"))])
 
 
 # The causes that the limits are for, where the limit's name is not the cause's.
 FOR = {"E[ρ]": ("cut", "raw"), "tail": ("cut",), "division": ("temperature",),
-       "slope": ("temperature", "raw", "softcap"), "slope of pairs": ("temperature", "softcap"),
+       "slope": ("temperature", "raw", "softcap"),
+       "slope, alone": ("temperature", "raw", "softcap"),
+       "slope of pairs": ("temperature", "softcap"),
        "calibration": ("raw",), "numerics": ("weights", "scatter"), "loud": ("weights", "scatter"),
        "scatter": ("flips", "scatter"), "rare scatter": ("flips",), "step": ("in-flight",),
        "rows": ("context",), "depth": ("weights",)}
@@ -279,7 +216,7 @@ def limits(split: str, cache: Path) -> str:
     with_cause: dict[str, list[float]] = {name: [] for name in laws.LIMITS}
     without: dict[str, list[tuple[float, str]]] = {name: [] for name in laws.LIMITS}
     for case, path in dumps(split, cache):
-        if case.second or case.name.endswith(BELOW):
+        if case.second:
             continue
         for name, value in met(Tokens.of(list(read(path)))).items():
             if case.cause in FOR.get(name, (name.split(",")[0],)):

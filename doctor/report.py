@@ -62,19 +62,21 @@ class Report(NamedTuple):
         """One of "fault", "healthy" and "cannot tell".
 
         A law that is broken is a fault of any size, and so is a token of which the engine is sure
-        and the trainer is not (eq:confident). What is found by its size alone is a fault above what
-        any healthy pair of its class left (normal.py). A pair is healthy below what is usual in its
-        class; one class more than another leaves room for doubt.
+        and the trainer is not (eq:confident), if there are no experts: in 16 bits a token may go to
+        another one, which moves logits by more than rounding. What is found by its size alone is a
+        fault above what any healthy pair of its class left (normal.py). A pair is healthy below
+        what is usual in its class; one class more than another leaves room for doubt.
         """
         law = any(f.cause not in BY_SIZE or f.confidence != "suggested" for f in self.causes)
         sure = bool(confident(self.examined)) and not self.rescored
-        if law or sure or self.proper is False or self.lost.tokens:
+        if law or (sure and self.of.experts is False) or self.proper is False or self.lost.tokens:
             return "fault"
         if self.rescored:
             return "healthy"
         if self.k3 > self.of.fault:
             return "fault"
-        doubt = self.causes or self.copied or self.tokens < 100 or self.k3 > self.of.healthy
+        doubt = self.causes or self.copied or self.tokens < 100 or self.k3 > self.of.healthy or (
+            sure and self.of.experts is None)
         return "cannot tell" if doubt else "healthy"
 
     @property

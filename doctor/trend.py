@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from three_policies.doctor import dumps
 from three_policies.doctor.growth import Law, Series, fitted, lag_of, room
 from three_policies.doctor.logs import OF_DUMPS, Lag, Log, Row, in_folder, is_log, of_dumps, read
-from three_policies.doctor.report import examine
+from three_policies.doctor.normal import Class
+from three_policies.doctor.report import Report, examine
 
 FEWEST = 5              # rows that a trend needs
 SEEN = 6.0              # nats that a hypothesis must save
@@ -47,6 +48,7 @@ VERDICTS = {            # what each means, and what to do
     "floor": ("no trend: the gap is the engine's floor, or that of one fixed delay",
               "whether its size is healthy, one dump says"),
     "undecided": ("undecided", "")}
+UNKNOWN = Class()
 FAULTS = ("order", "never-synced", "failed-sync", "below-grid")
 # What a log may lack, and how it comes into the next one.
 RECORD = {
@@ -68,10 +70,33 @@ class Trend(NamedTuple):
     evidence: Sequence[str] = ()
     record: Sequence[str] = ()          # of RECORD
     lags: Sequence[Lag] = ()
+    of: Class = Class()                 # what is known of the pair
+    last: Report | None = None          # of the last dump alone
 
     @property
     def faulty(self) -> bool:
         return self.verdict in FAULTS
+
+    @property
+    def k3(self) -> float | None:
+        """The last k3 of the log."""
+        gap = ends(self.log)
+        return gap["last"] if gap and gap["name"] == "k3" else None
+
+    @property
+    def exit_code(self) -> int:
+        """0 if nothing is broken, 1 for a fault, 3 if this cannot tell.
+
+        A gap without a trend is judged by its size, that of the last dump by all that it shows.
+        """
+        if self.faulty or self.verdict == "stale":
+            return int(self.faulty)
+        if self.last and (self.last.faulty or self.verdict != "undecided"):
+            return self.last.exit_code
+        if self.verdict == "undecided" or self.k3 is None or self.of.healthy < self.k3 <= (
+                self.of.fault):
+            return 3
+        return int(self.k3 > self.of.fault)
 
     @property
     def room(self) -> str:
@@ -104,12 +129,14 @@ class Trend(NamedTuple):
         lines.append(f"Verdict {what}" + f" ({self.verdict}): {self.confidence}" * bool(
             self.confidence))
         lines += [f"        {sentence}" for sentence in self.evidence]
+        if self.k3 is not None and self.last is None:
+            lines.append(f"Size    {self.of.place(self.k3)}.")
         lines += [f"Do      {remedy}"] * bool(remedy)
         lines += [f"ESS     {self.room}"] * bool(self.room)
         return "\n".join(lines + [f"Next    record {RECORD[name]}" for name in self.record])
 
 
-def of(paths: Sequence[str | Path]) -> Trend:
+def of(paths: Sequence[str | Path], pair: Class = UNKNOWN) -> Trend:
     """Judge one log, or several dumps in the order of their steps; a folder stands for its files.
 
     Of the first and of the last dump it says what the doctor finds in that dump alone.
@@ -119,15 +146,17 @@ def of(paths: Sequence[str | Path]) -> Trend:
     if not files:
         raise ValueError(f"{paths[0]} is a folder without a log and without a dump")
     if len(paths) == 1 and is_log(paths[0]):
-        return judge(read(paths[0]))
+        return judge(read(paths[0]))._replace(of=pair)
     if logs := [str(file) for file in files if is_log(file)]:
         raise ValueError(f"{logs[0]} is a log: give one log, or dumps alone")
     log, lags = of_dumps(files)
     steps = log.column("step")
-    alone = [f"the dump of step {step:g} alone: {examine(dumps.read(file)).in_short()}"
-             for step, file in dict(zip((steps[0], steps[-1]), (files[0], files[-1]))).items()]
-    trend = judge(log, lags)
-    return trend._replace(evidence=[*trend.evidence, *alone])
+    alone = {step: examine(dumps.read(file), pair)
+             for step, file in dict(zip((steps[0], steps[-1]), (files[0], files[-1]))).items()}
+    trend, last = judge(log, lags), alone[steps[-1]]
+    evidence = [f"the dump of step {step:g} alone: {report.in_short()}"
+                for step, report in alone.items()]
+    return trend._replace(evidence=[*trend.evidence, *evidence], of=last.of, last=last)
 
 
 def ends(log: Log) -> dict[str, Any] | None:

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from three_policies.doctor.dumps import Response, append, response
-from three_policies.doctor.report import Report, examine
+from three_policies.doctor.normal import Class
+from three_policies.doctor.report import UNKNOWN, Report, examine
 
 EXAMINED = 2 ** 13      # most tokens of a batch
 FREE = 8                # batches that are examined whatever that costs
@@ -45,19 +46,20 @@ class Verdict(NamedTuple):
     def metrics(self) -> dict[str, float]:
         """Return what a trainer logs."""
         return {"doctor/alarm": float(self.alarm), "doctor/fault": float(self.report.faulty),
+                "doctor/unsure": float(self.report.verdict == "cannot tell"),
                 "doctor/e_rho": self.report.mean, "doctor/k3": self.k3}
 
 
 class Judge:
-    """A Judge remembers what was said of the last batch."""
+    """A Judge remembers what was said of the last batch. `pair`: what is known of both sides."""
 
-    def __init__(self) -> None:
+    def __init__(self, pair: Class = UNKNOWN) -> None:
+        self.pair, self.verdict, self.alarms = pair, "healthy", 0
         self.last: str | None = None
-        self.alarms = 0
 
     def of(self, responses: Iterable[Response]) -> Verdict:
         """Examine a batch, and compare it with the one before."""
-        report = examine(responses)
+        report = examine(responses, self.pair)
         if not report.tokens and not report.lost.tokens:            # all masked, or all empty
             return Verdict(report, 0.0, False, False)
         d = report.examined.d()
@@ -66,7 +68,7 @@ class Judge:
         sure = first is not None and first.confidence == "certain"
         changed, again = found != self.last, found == self.last
         alarm = report.faulty and (sure or again)
-        self.last, self.alarms = found, self.alarms + alarm
+        self.last, self.alarms, self.verdict = found, self.alarms + alarm, report.verdict
         k3 = (d.clamp(max=20).expm1() - d).mean().item() if len(d) else 0.0
         return Verdict(report, k3, changed, alarm)
 

@@ -29,6 +29,7 @@ from trl import GRPOTrainer
 
 from three_policies.correction import Correction, correct
 from three_policies.doctor.dumps import append, rows_of
+from three_policies.doctor.normal import has_experts
 from three_policies.doctor.watch import Watch, leading
 from three_policies.losses import Counts, LossConfig, loss_means, policy_loss
 from three_policies.metrics import merge, to_host
@@ -48,34 +49,50 @@ def _refuse(trainer: Any, found: dict[str, bool]) -> None:
         raise ValueError(f"{type(trainer).__name__} does not carry {', '.join(names)}")
 
 
-def _rows(batch: dict[str, Any], which: slice = slice(None)) -> list[dict[str, Any]]:
+def pair(trainer: Any) -> dict[str, Any]:
+    """Return what is known of both sides, for a dump; vLLM's dtype where it is in this process."""
+    model, mixed = trainer.model, trainer.accelerator.mixed_precision
+    engine = getattr(getattr(trainer, "vllm_generation", None), "llm", None)
+    engine = getattr(getattr(engine, "llm_engine", None), "model_config", None)
+    dtype, config = getattr(engine, "dtype", None), model.config
+    return {"engine": dtype and str(dtype), "quantize": getattr(engine, "quantization", None),
+            "trainer": str(model.dtype) if mixed in (None, "no") else mixed,
+            "experts": has_experts(getattr(config, "text_config", config).to_dict())}
+
+
+def _rows(batch: dict[str, Any], which: slice = slice(None), trainer: Any = None
+          ) -> list[dict[str, Any]]:
     if missing := {"sampling_per_token_logps", "old_per_token_logps"} - set(batch):
         raise ValueError(f"this batch has no {' and no '.join(sorted(missing))}: a dump needs "
                          "use_vllm=True and vllm_importance_sampling_correction=True, or a "
                          "rollout_func with log-probs and num_iterations above 1")
     mask = batch["completion_mask"] * batch.get("tool_mask", 1)
-    return rows_of(*(x[which] for x in (
+    of = {} if trainer is None else {"pair": pair(trainer)}
+    return [row | of for row in rows_of(*(x[which] for x in (
         batch["prompt_ids"], batch["prompt_mask"], batch["completion_ids"],
         batch["completion_mask"], mask, batch["sampling_per_token_logps"],
-        batch["old_per_token_logps"])))
+        batch["old_per_token_logps"])))]
 
 
-def dump(batch: dict[str, Any], path: str) -> None:
+def dump(batch: dict[str, Any], path: str, trainer: Any = None) -> None:
     """Append what `_generate_and_score_completions` returned to a dump for the doctor.
 
+    With the trainer the dump also says what precision both sides have, and whether there are
+    experts.
     Call it there in a subclass of the trainer. Log-probs of both sides are there with use_vllm and
     vllm_importance_sampling_correction, or with a rollout_func and num_iterations above 1; else it
     raises ValueError. A token of which vLLM gave no log-prob has null in the dump, and the doctor
     counts it. Of rows that mask_truncated_completions masks no token is written.
     """
-    append(path, _rows(batch))
+    append(path, _rows(batch, trainer=trainer))
 
 
 class DoctorCallback(TrainerCallback):
     """Print the doctor's line on a GRPOTrainer's first batch, and whenever it changes.
 
     It examines the first process' batches, as TRL made them, and logs doctor/alarm, doctor/fault,
-    doctor/e_rho and doctor/k3 with TRL's own metrics. dump: a directory for what was examined.
+    doctor/unsure, doctor/e_rho and doctor/k3 with TRL's own metrics. dump: a directory for what was
+    examined.
     """
 
     def __init__(self, dump: str | None = None) -> None:
@@ -85,7 +102,7 @@ class DoctorCallback(TrainerCallback):
     def see(self, trainer: Any, batch: dict[str, Any]) -> None:
         self.watch.see(
             trainer.state.global_step + 1,
-            lambda: _rows(batch, leading(batch["completion_mask"])),
+            lambda: _rows(batch, leading(batch["completion_mask"]), trainer),
             lambda name, value: trainer._metrics["train"][name].append(value))
 
 

@@ -108,13 +108,14 @@ def test_exit_statuses_and_json(tmp_path, capsys):
     """Prompts and entropy may be missing; the report says what that costs."""
     path = tmp_path / "dump.jsonl"
     dump(path, planted("healthy", "Qwen2", "same"))
-    assert main([str(path)]) == 0
+    assert main([str(path), "--precision", "fp32"]) == 0 and main([str(path)]) == 3   # a copy?
     out = capsys.readouterr().out
     assert "No cause found" in out and "Without prompt_ids" in out and "Without entropy" in out
     dump(path, planted("shift", "Qwen2", "sampler-1"))
     assert main([str(path), "--json"]) == 1
     said = json.loads(capsys.readouterr().out)
-    assert list(said) == ["proper", "e_rho", "tokens", "causes"]
+    assert list(said) == ["verdict", "proper", "e_rho", "tokens", "k3", "rms", "pair",
+                          "causes"]
     assert said["causes"][0]["cause"] == "shift"
     assert main([str(tmp_path / "none.jsonl")]) == 2
     path.write_text("")
@@ -196,7 +197,7 @@ def test_the_report_counts_them_in_words_in_json_and_in_the_exit_code(lost, says
 
 def test_a_dump_that_has_them_all_says_so_and_one_that_has_none_does_not(tmp_path, capsys):
     dump_without(tmp_path / "dump.jsonl", {})
-    assert main([str(tmp_path / "dump.jsonl"), "--json"]) == 0
+    assert main([str(tmp_path / "dump.jsonl"), "--json"]) == 3      # as if π were a copy of μ
     assert "not_finite" not in json.loads(capsys.readouterr().out)
     assert examine(read(tmp_path / "dump.jsonl")).lost == Lost()
     (tmp_path / "dump.jsonl").unlink()

@@ -37,7 +37,6 @@ def k3(of):
     return (d := of.examined.d()).expm1().sub(d).mean().item()
 
 
-@certifies("float64")
 @pytest.mark.parametrize("size, of, verdict", [
     (0.015, Class(), "healthy"), (0.05, Class(), "cannot tell"), (0.05, DENSE, "healthy"),
     (0.097, Class(), "cannot tell"), (0.097, DENSE, "cannot tell"),     # an H100's, and eight bits
@@ -98,6 +97,9 @@ def test_one_sure_token_that_the_trainer_denies_is_a_fault_of_one_set_of_weights
     rows = pair(0.01)
     mu, pi = [-0.5, *rows[0].rollout_log_probs[1:]], [-2.6, *rows[0].train_log_probs[1:]]
     denied = rows[0]._replace(rollout_log_probs=mu, train_log_probs=pi)
+    verdicts = [doctor.examine([denied, *rows[1:]], Class("bf16", experts)).verdict
+                for experts in (False, None, True)]
+    assert verdicts == ["fault", "cannot tell", "healthy"]     # a token may go to another expert
     report = doctor.examine([denied, *rows[1:]], DENSE)
     assert report.verdict == "fault" and report.causes[0].evidence.startswith("of 1 tokens μ is")
     assert laws.confident(report.examined) == 1
@@ -127,6 +129,13 @@ def test_the_dump_states_its_pair_and_the_command_has_the_last_word(tmp_path, ca
     assert main([str(path), "--config", str(config)]) == 2
     with pytest.raises(SystemExit):
         main([str(path), "--precision", "bg"])
+
+
+@pytest.mark.parametrize("lacks", [{"engine": None}, {"trainer": None}, {"engine": "auto"}])
+def test_a_pair_of_which_one_side_is_unknown_has_no_precision(lacks):
+    """The coarser one counts, and that may be the other."""
+    row = {"engine": "float32", "trainer": "float32", "experts": True} | lacks
+    assert Class.stated(row) == Class(None, True)
 
 
 def test_a_model_that_knows_both_columns_overrules_the_size():

@@ -15,6 +15,7 @@ import torch
 from three_policies.doctor.command import main
 from three_policies.doctor.growth import room
 from three_policies.doctor.logs import Log, Row, of_dumps
+from three_policies.doctor.normal import Class
 from three_policies.doctor.trend import judge
 from three_policies.oracle import Policy, grad_J, kl, rewards
 from three_policies.tests.support.certified import certifies
@@ -238,6 +239,18 @@ def test_lags_of_dumps_give_the_engines_floor(tmp_path):
     assert [x.lag for x in lags] == [0, 1, 2] and lags[0].denied == 1
     assert lags[2].k3 == pytest.approx(1.7e-3, rel=0.3)
     assert "of it the engine's floor" in room(log, [lags[0]._replace(k3=1e-4), *lags[1:]])
+
+
+def test_a_gap_without_a_trend_is_judged_by_its_size_in_its_class():
+    """A floor is no acquittal: 0.005 may be two kernels' of 16 bits, or that of a fault."""
+    def of_floor(size):
+        return judge(log_of(lambda logits, t: logits[t], rates=(0.0,) * STEPS, floor=size))
+    floor, quiet = of_floor(0.1), of_floor(0.005)
+    assert floor.verdict == "floor" and 0.002 < floor.k3 < 0.016
+    codes = [floor._replace(of=Class.of(*of, experts=False)).exit_code for of in (
+        (), ("bf16",), ("fp16",), ("fp32",))]
+    assert codes == [3, 3, 1, 1] and "Size    k3 0.0" in str(floor)
+    assert quiet.exit_code == 0 and quiet._replace(verdict="undecided").exit_code == 3
 
 
 # ----------------------------------------------------------------------- this trainer, and a plant

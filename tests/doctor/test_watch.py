@@ -65,13 +65,37 @@ def test_a_fault_that_is_not_certain_is_an_alarm_when_two_batches_show_it(watch,
     from three_policies.doctor.laws import Finding
     found = iter([["weights"], [], ["weights"], ["weights"], ["flips"]])
     true = watching.examine
-    monkeypatch.setattr(watching, "examine", lambda batch: true(batch)._replace(
+    monkeypatch.setattr(watching, "examine", lambda batch, _: true(batch)._replace(
         causes=[Finding(name, 0.9, "a size") for name in next(found)]))
     see(watch, *[HEALTHY] * 5)
     assert [x["doctor/fault"] for x in watch.logged] == [1, 0, 1, 1, 1]
     assert [x["doctor/alarm"] for x in watch.logged] == [0, 0, 0, 1, 0]
     assert [line.startswith("ALARM") for line in watch.lines] == [
         False, False, False, True, False]
+
+
+def noisy(n=800, **more):
+    """Return rows whose log ρ is noise of two kernels: k3 0.001."""
+    g = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(2 * n, 40, generator=g, dtype=torch.float64)
+    other = logits + 0.05 * torch.randn(logits.shape, generator=g, dtype=torch.float64)
+    y = torch.multinomial(logits.softmax(-1), 1, generator=g)
+    mu, pi = (x.log_softmax(-1).gather(-1, y).view(-1, 2).tolist() for x in (logits, other))
+    return [{"prompt_ids": [i], "token_ids": ids, "rollout_log_probs": a, "train_log_probs": b}
+            | more for i, (ids, a, b) in enumerate(zip(y.view(-1, 2).tolist(), mu, pi))]
+
+
+def test_what_cannot_be_told_is_a_metric_and_an_exit_code(watch, tmp_path, capsys):
+    bf16 = {"engine": "bfloat16", "trainer": "bfloat16", "experts": False}
+    see(watch, noisy(), noisy(pair=bf16))
+    assert [x["doctor/unsure"] for x in watch.logged] == [1, 0]
+    assert "cannot tell: " in watch.lines[0] and watch.judge.alarms == 0
+    append(tmp_path / "step-1.jsonl", noisy())
+    follow = ["--watch", str(tmp_path), "--idle", "0"]
+    assert main(follow) == 3 and main([*follow, "--precision", "bf16", "--no-experts"]) == 0
+    assert main([str(tmp_path)]) == main([str(tmp_path / "step-1.jsonl")]) == 3
+    with pytest.raises(SystemExit):
+        main([*follow, "--json"])
 
 
 def test_a_batch_without_a_token_that_counts_changes_nothing(watch):
@@ -218,8 +242,8 @@ def test_what_cannot_be_followed_is_one_sentence(given, sentence, tmp_path, monk
 
 
 @pytest.mark.parametrize("given, sentence", [
-    (["--watch", "x", "--model", "y"], "--watch goes with --figure and --idle alone"),
-    (["--watch", "x", "--json"], "--watch goes with --figure and --idle alone"),
+    (["--watch", "x", "--model", "y"], "--watch goes with --figure, --idle and what is"),
+    (["--watch", "x", "--json"], "--watch goes with --figure, --idle and what is"),
     (["x", "--idle", "1"], "--idle MINUTES goes with --watch"),
     (["--watch", "x", "--idle", "-1"], "--idle MINUTES goes with --watch, and is 0 or more")])
 def test_what_does_not_go_together_is_refused(given, sentence, capsys):

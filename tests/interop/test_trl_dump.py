@@ -52,6 +52,27 @@ def test_a_tools_tokens_are_dumped_and_do_not_count(tmp_path):
     assert response.token_ids == [5, 6, 7] and response.mask == [True, False, True]
 
 
+def test_the_trainer_says_what_its_pair_is(tiny_model, tmp_path):
+    """vLLM's dtype is known where it is in this process; autocast is the trainer's precision."""
+    from transformers import AutoModelForCausalLM
+
+    from three_policies.interop.trl import dump, pair
+    of = types.SimpleNamespace
+    engine = of(llm_engine=of(model_config=of(dtype=torch.bfloat16, quantization=None)))
+    trainer = of(model=AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32),
+                 accelerator=of(mixed_precision="no"), vllm_generation=of(llm=engine))
+    assert pair(trainer) == {"engine": "torch.bfloat16", "quantize": None,
+                             "trainer": "torch.float32", "experts": False}
+    trainer.accelerator.mixed_precision, trainer.vllm_generation = "bf16", of()
+    assert pair(trainer)["trainer"] == "bf16" and pair(trainer)["engine"] is None
+    one, minus = torch.ones(1, 1, dtype=torch.int64), -torch.ones(1, 1)
+    names = "prompt_ids", "prompt_mask", "completion_ids", "completion_mask"
+    dump(dict.fromkeys(names, one) | {"sampling_per_token_logps": minus,
+                                      "old_per_token_logps": minus}, tmp_path / "one", trainer)
+    [response] = read(tmp_path / "one")
+    assert response.pair == pair(trainer)
+
+
 @pytest.mark.parametrize("how, cause", [({}, None), ({"temperature": 0.6}, "temperature"),
                                         ({"top_p": 0.8}, "cut")])
 def test_the_doctor_finds_what_trls_sampler_does_otherwise(
