@@ -1363,28 +1363,35 @@ def mean_final(regime, arm):
     return f"{mean_of(rows):.2f}" if rows else ""
 
 
+def two_k3(arms, names=("naive", "decoupled_token_is")):
+    """Write k3 per token of two arms: the median over the seeds of a run's mean."""
+    return " → ".join(f"{statistics.median(float(row['k3']) for row in arms[name].values()):.2g}"
+                      for name in names)
+
+
 def advice():
-    """Tabulate the means behind what the two studies recommend."""
+    """Tabulate the means behind what the two studies recommend, and the k3 of each regime."""
     arms = ("naive", *CORRECTIONS, "bypass_pg_is")
     regimes = {
         "four bits, larger learning rate": "int4_fast",
         "four bits, a third of that rate": "int4_slow", "five bits": "int5", "six bits": "int6",
         "four bits, 128 tokens": "int4_fast_length_128", "four steps stale": "staleness_4",
         "four bits and four steps stale": "int4_staleness_4"}
-    lines = [[name, f"`{regime}`", *(mean_area(regime, arm) for arm in arms)]
-             for name, regime in regimes.items()]
+    lines = [[name, f"`{regime}`", two_k3(runs("sixty-four")[regime]),
+              *(mean_area(regime, arm) for arm in arms)] for name, regime in regimes.items()]
     nine = {"eight steps stale": "staleness_8", "four bits and four steps stale":
             "int4_staleness_4", "six bits, on time": "matched"}
     for name, regime in nine.items():
-        lines.append([f"nine tokens: {name}", f"`{called(regime)}`",
+        lines.append([f"nine tokens: {name}", f"`{called(regime)}`", two_k3(runs()[regime]),
                       *(mean_final(regime, arm) if len(runs()[regime].get(arm, ())) > 2 else ""
                         for arm in arms)])
         if regime == "staleness_8":
             lines.append(["nine tokens: the same at 3/10 of the learning rate", f"`{regime}`",
+                          two_k3(runs()[regime], ("small_steps", "small_steps_token_is")),
                           mean_final(regime, "small_steps"),
                           *(mean_final(regime, f"small_steps_{name}")
                             for name in ("token_is", "seq_is", "bypass_ppo_clip")), ""])
-    return markdown(["situation", "regime", *(f"`{arm}`" for arm in arms)], lines)
+    return markdown(["situation", "regime", "k3 per token", *(f"`{arm}`" for arm in arms)], lines)
 
 
 def advice_rows():
