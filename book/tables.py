@@ -202,7 +202,7 @@ def kl_table():
                          for target in (full, *per_token)]
             line += [value, *map(number, distances)]
         lines.append(line)
-    gradients = ["∇KL", "per-token ∇KL", "per-token ∇KL(π_ref‖π)"]
+    gradients = ["distance from ∇KL", "from per-token ∇KL", "from per-token ∇KL(π_ref‖π)"]
     header = ["estimator", "in the", "on-policy: value", *gradients,
               "off-policy: value", *gradients]
     return markdown(header, lines)
