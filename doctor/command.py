@@ -156,7 +156,7 @@ def class_of(given: argparse.Namespace) -> Class:
     """Return what the command line states of the pair, and what the model's config.json does."""
     path = given.config or (Path(given.model) / "config.json" if given.model else None)
     stated = Class.of(given.precision, experts=given.experts)
-    if given.config or (path and path.is_file()):
+    if path is not None and (given.config or Path(path).is_file()):
         # The files' precision is not that of the sides unless it is said to be.
         of = Class.of_config(path)
         stated = stated.over(of if given.config else Class(None, of.experts))

@@ -92,7 +92,7 @@ class Class(NamedTuple):
 
     def over(self, other: "Class") -> "Class":
         """Return what this one knows, and where it does not know, what the other does."""
-        return Class(*(mine if mine is not None else theirs for mine, theirs in zip(self, other)))
+        return other._replace(**{name: x for name, x in self._asdict().items() if x is not None})
 
     def pairs(self) -> list[Pair]:
         """Return the rows of PAIRS that this may be; those of 16 bits if nothing is known."""
@@ -154,8 +154,8 @@ def known(precision: str) -> bool:
 def named(rows: list[Pair]) -> str:
     """Name a few rows of PAIRS in words."""
     kinds = {row.experts for row in rows}
-    model = {True: "experts", False: "dense models"}.get(kinds.pop(), "models") if len(
-        kinds) == 1 else "models"
+    model = ("models" if len(kinds) > 1 or None in kinds else
+             "experts" if True in kinds else "dense models")
     return f"{model} in {rows[0].precision}"
 
 

@@ -158,10 +158,10 @@ def test_depth_is_a_gap_that_grows_in_prompts_of_each_length():
 def test_rows_names_and_masked_tokens_change_no_verdict(cause, variant):
     """Rows in another order, ids renamed, and a masked token after each response."""
     rows = planted(cause, "Qwen2", variant)
-    size = 1 + max(v for r in rows for v in (*r.token_ids, *r.prompt_ids))
+    size = 1 + max(v for r in rows for v in (*r.token_ids, *(r.prompt_ids or ())))
     names = torch.randperm(size, generator=torch.Generator().manual_seed(0)).tolist()
     renamed = [r._replace(token_ids=[names[v] for v in r.token_ids],
-                          prompt_ids=[names[v] for v in r.prompt_ids]) for r in rows]
+                          prompt_ids=[names[v] for v in r.prompt_ids or ()]) for r in rows]
     longer = [r._replace(token_ids=[*r.token_ids, 0], mask=[*r.mask, False], entropy=None,
                          rollout_log_probs=[*r.rollout_log_probs, -1.0],
                          train_log_probs=[*r.train_log_probs, -9.0]) for r in rows]

@@ -246,7 +246,7 @@ def test_a_gap_without_a_trend_is_judged_by_its_size_in_its_class():
     def of_floor(size):
         return judge(log_of(lambda logits, t: logits[t], rates=(0.0,) * STEPS, floor=size))
     floor, quiet = of_floor(0.1), of_floor(0.005)
-    assert floor.verdict == "floor" and 0.002 < floor.k3 < 0.016
+    assert floor.verdict == "floor" and floor.k3 is not None and 0.002 < floor.k3 < 0.016
     codes = [floor._replace(of=Class.of(*of, experts=False)).exit_code for of in (
         (), ("bf16",), ("fp16",), ("fp32",))]
     assert codes == [3, 3, 1, 1] and "Size    k3 0.0" in str(floor)

@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "engines": ("checks", "rollout"),
     "doctor": (*METHOD, "policy", "rollout", "engines.choice", *KERNELS, "training.models",
                "training.signals"),
-    "interop": (*METHOD, "doctor.dumps", "doctor.watch"),
+    "interop": (*METHOD, "doctor.dumps", "doctor.normal", "doctor.watch"),
     "trainer": (*METHOD, "policy", "rollout", "training"),
     "oracle": (*METHOD, "interop.dialects", "training.tasks"),
     "studies": (*BOOK, "training", "engines", "doctor", "interop", "oracle", "book"),
