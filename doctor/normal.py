@@ -162,10 +162,10 @@ def named(rows: list[Pair]) -> str:
 def like(k3: float) -> str:
     """Say which faults are of this size, as they were on a real model of 135M."""
     near = [f"{words} ({size:g})" for size, words in LIKE if k3 / 3 <= size <= 3 * k3]
-    size = " or ".join(near) or f"less than {LIKE[0][1]} ({LIKE[0][0]:g})"
-    if k3 > LIKE[-1][0]:
-        size = f"more than {LIKE[-1][1]} ({LIKE[-1][0]:g})"
-    return f"such sizes come of {size} on a model of 135M, and of stale weights or another prompt"
+    (least, smallest), (most, largest) = LIKE[0], LIKE[-1]
+    size = (f"as much as {' or '.join(near)}" if near else
+            f"more than {largest} ({most:g})" if k3 > most else f"less than {smallest} ({least:g})")
+    return f"it is {size} on a model of 135M; stale weights or another prompt can leave any gap"
 
 
 def table() -> str:

@@ -159,7 +159,7 @@ class Report(NamedTuple):
                                           ("--experts or --no-experts", self.of.experts))
                  if known is None]
         say = f"Say {' and '.join(lacks)}, or give --model." if lacks else "Give --model."
-        return f"{line} By its size alone, {like(self.k3)}. {say}"
+        return f"{line} By size {like(self.k3)}. {say}"
 
     def on_rho(self) -> str:
         """Say whether π is a distribution, or what leaves that undecided."""

@@ -56,7 +56,7 @@ def test_a_gap_is_judged_by_what_healthy_pairs_of_its_class_left(size, of, verdi
 def test_noise_of_two_kernels_is_said_of_what_is_healthy_alone():
     for size, of in ((0.05, Class()), (0.097, DENSE), (0.35, DENSE)):
         text = str(doctor.examine(pair(size), of))
-        assert "within the noise" not in text and "such sizes come of" in text
+        assert "within the noise" not in text and "on a model of 135M" in text
     unknown = str(doctor.examine(pair(0.05)))
     assert "Say --precision and --experts or --no-experts, or give --model." in unknown
     assert "within the noise" in str(doctor.examine(pair(0.05), DENSE))
