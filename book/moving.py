@@ -3,13 +3,14 @@
 A function returns what one figure of book/assets/figures.js shows, as JSON. Nothing is typed here.
 """
 
+import html
 import json
 from pathlib import Path
 
 import torch
 
 from three_policies.book import moving_exact
-from three_policies.book.record_response import ARMS
+from three_policies.book.record_response import SIZES
 from three_policies.book.tables import (POLICIES, RolloutCorrectionConfig, bias_and_std, mean_of,
                                         priced, runs)
 from three_policies.correction import correct
@@ -118,7 +119,7 @@ def batch_data():
 
 
 def sampler_data():
-    """Return a recorded response and the second study's curves at each width of the weights.
+    """Return a real model's response, and the second study's curves, by k3 per token.
 
     All of these arms have one learning rate.
     """
@@ -131,18 +132,18 @@ def sampler_data():
         return {"seeds": seeds, "area": mean_of(rows, "area"),
                 "mean": [round(sum(at) / len(seeds), 4) for at in zip(*seeds, strict=True)]}
 
-    def of_width(width, regime, arm):
-        response = recorded["widths"][width]
+    def of_size(size, regime, arm):
+        response = recorded["sizes"][size]
         log_ratio = torch.tensor(response["old"]).double() - torch.tensor(response["rollout"])
         arms = [arm] if arm == "matched" else [arm, "decoupled_seq_is", "bypass_ppo_clip"]
-        return {**response, "regime": regime, "k3": f"{mean_of(study[regime][arm], 'k3'):.1g}",
+        return {**response, "regime": regime, "tokens": [*map(html.escape, response["tokens"])],
                 "rho": [round(x, 3) for x in exp_ratio(log_ratio).tolist()],
                 "weight": round(exp_ratio(log_ratio.sum()).item(), 3),
                 "arms": {name: of_arm(study[regime][name]) for name in arms
                          if name in study[regime]}}
 
-    return {"how": recorded["how"], "seed": recorded["seed"], "widths": {
-        width: of_width(width, *of) for width, of in ARMS.items()}}
+    return {"how": recorded["how"], "sizes": {
+        size: of_size(size, regime, arm) for size, (regime, arm, *_) in SIZES.items()}}
 
 
 DATA = {"sampler": sampler_data, "cap": cap_data, "trap": trap_data, "curves": curves_data,

@@ -576,9 +576,9 @@ def index_page(chapters, bodies):
                     for f in [*FILES, *proving_files()])
     two_sentences = " ".join(re.split(r"(?<=\.)\s+(?=[A-Z])", intro)[:2])
     return (f'<div class="first"><h1>{SAMPLER}.</h1><p>The engine that samples and the trainer '
-            "that learns give the same token different probabilities. With fewer bits in the "
-            "engine, training without correction learns less. Weights ρ = π_old/μ repair most of "
-            "it. Taking the engine's log μ for log π_old saves a forward pass and can ruin the "
+            "that learns give the same token different probabilities. The further they are "
+            "apart, the less training learns without a correction. Weights ρ = π_old/μ repair most "
+            "of it. Taking the engine's log μ for log π_old saves a forward pass and can ruin the "
             f'policy.</p>{widget("sampler")}<div class="doors">{opened}</div></div>'
             f'<div class="index"><h2>Chapters</h2>{markdown(".").render(two_sentences)}'
             f'{markdown("math").render(paths.doors())}'

@@ -1,72 +1,51 @@
-"""Record one response of the second study's first step, at each width of the engine's weights.
+"""Record a response of SmolLM2-135M by both sides, at four sizes of the mismatch.
 
-The warm start is that of seed 101. A width keeps the prompts and the samples' seeds. Of the 256
-responses it shows the typical one: that whose Σ (log ρ)² is the median. About five minutes:
+The responses are those of studies/sizes.py. Of a row's sixteen it takes the typical one: that whose
+Σ (log ρ)² over the first 64 tokens is the median.
 
-    python book/record_response.py       # writes book/assets/response.json
+    python studies/sizes.py --model smollm2 --out runs/sizes
+    python book/record_response.py smollm2 runs/sizes         # writes book/assets/response.json
 """
 
 import json
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The arm at each width, all of one learning rate; `matched` has no rounding.
-ARMS = {"float32": ("int4_slow", "matched"), "6": ("int6", "naive"), "5": ("int5", "naive"),
-        "4": ("int4_slow", "naive")}
-SEED, OUT = 101, ROOT / "book" / "assets" / "response.json"
+# By the k3 per token of the second study's runs beside it: their regime and arm, the row of
+# studies/sizes.py whose k3 is nearest, and what its engine does.
+SIZES = {"0": ("int4_slow", "matched", "float32", "in float32"),
+         "0.0006": ("int6", "naive", "bf16", "in bfloat16"),
+         "0.005": ("int5", "naive", "int8", "with weights in 8 bits"),
+         "0.013": ("int4_slow", "naive", "int7", "with weights in 7 bits")}
+LENGTH, OUT = 64, ROOT / "book" / "assets" / "response.json"
 
 
-def respond(config, task):
-    """Return one response of step 1: of its batch's it has the median Σ (log ρ)²."""
-    import torch
+def typical(path: Path) -> dict:
+    """Return the first tokens of a dump's response with the median Σ (log ρ)²."""
+    with path.open() as file:
+        rows = [row for row in map(json.loads, file) if len(row["token_ids"]) >= LENGTH]
+    sides = [[row[name][:LENGTH] for name in ("rollout_log_probs", "train_log_probs")]
+             for row in rows]
+    apart = [sum((pi - mu) ** 2 for mu, pi in zip(*both, strict=True)) for both in sides]
+    at = sorted(range(len(rows)), key=apart.__getitem__)[len(rows) // 2]
+    mu, pi = ([round(x, 4) for x in column] for column in sides[at])
+    return {"of": len(rows), "ids": rows[at]["token_ids"][:LENGTH], "rollout": mu, "old": pi}
+
+
+def main(model: str, dumps: str) -> None:
     from transformers import AutoTokenizer
-
-    from three_policies import trainer
-    from three_policies.engines.choice import make_engine
-    from three_policies.training.demo import make_demo_model
-    from three_policies.training.tasks import seed_of
-    from three_policies.policy import full_weights, load_policy
-    from three_policies.rollout import WeightSync
-    path, rollout, device = make_demo_model(config, task), config.rollout, torch.device("cpu")
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    policy = load_policy(path, rollout.temperature, config.policy.dtype, device)
-    engine = make_engine("transformers", path, dtype=rollout.dtype, max_model_len=1024)
-    WeightSync(engine, 0, rollout.quantize).push(full_weights(policy))
-    chosen = task.order(SEED, 0, rollout.prompts)
-    rows = [(p, j) for p in range(rollout.prompts) for j in range(rollout.samples)]
-    problems = [task.train[chosen[p]] for p, _ in rows]
-    prompts = tokenizer([problem.question for problem in problems]).input_ids
-    samples = engine.generate(
-        prompts, [seed_of(SEED, "sample", 1, *row) for row in rows],
-        temperature=rollout.temperature, max_tokens=rollout.max_tokens,
-        eos_ids=[tokenizer.eos_token_id])
-    batch = trainer.pad(prompts, samples, torch.zeros(len(rows)), device)
-    old = trainer.score(policy, batch, config)
-    apart = torch.where(batch.response_mask, old - batch.rollout_log_prob, 0.0).square().sum(-1)
-    at = int(apart.argsort(stable=True)[len(rows) // 2])
-    tokens = samples[at].tokens
-    text = tokenizer.decode(tokens, skip_special_tokens=True)
-    return {"prompt": problems[at].question, "of": len(rows), "row": at,
-            "tokens": tokenizer.convert_ids_to_tokens(tokens),
-            "rollout": [round(x, 4) for x in samples[at].rollout_log_prob],
-            "old": [round(x, 4) for x in old[at, :len(tokens)].tolist()],
-            "reward": task.reward(problems[at], text)}
-
-
-def main():
-    from three_policies.studies import study
-    from three_policies.training.faults import process_group
-    from three_policies.training.tasks import make_task
-    declared, found = study.declared("sixty-four"), {}
-    for width, (regime, arm) in ARMS.items():
-        config = study.config_of(declared, regime, arm, SEED)
-        with process_group():
-            found[width] = respond(config, make_task(config.task, config.seed))
-    OUT.write_text(json.dumps({"how": "python book/record_response.py", "seed": SEED,
-                               "widths": found}) + "\n")
+    tokenizer, found = AutoTokenizer.from_pretrained(model), {}
+    for size, (_, _, row, engine) in SIZES.items():
+        one = typical(Path(dumps) / f"{row}.jsonl")
+        words = [tokenizer.decode([token]) for token in one.pop("ids")]
+        found[size] = {"engine": engine, "row": row, **one,
+                       "tokens": [word.replace("\n", "⏎").strip() or "␣" for word in words]}
+    OUT.write_text(json.dumps({"how": "python book/record_response.py", "sizes": found},
+                              ensure_ascii=False) + "\n")
     print(OUT.relative_to(ROOT))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

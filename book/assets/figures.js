@@ -84,7 +84,7 @@ const LABELS = {
   noise: "Δ",
   ratio: "ρ",
   n: "|y|",
-  bits: "bits of the engine's weights",
+  k3: "k3 a token",
   bypass: "save a forward pass (bypass)",
 }; // of a control whose key in the address is plain
 const nearest = (values, v) => values.reduce((best, w) => (Math.abs(w - v) < Math.abs(best - v) ? w : best));
@@ -249,39 +249,31 @@ const NAMED = {
   bypass_ppo_clip: ["bypass", "c5"],
 };
 const sampler = {
-  title: "The same policy in the engine and in the trainer, the engine's weights rounded",
-  controls: (d) => ({
-    bits: [
-      "float32",
-      ...Object.keys(d.widths)
-        .filter((w) => w !== "float32")
-        .reverse(),
-    ],
-    bypass: [false, true],
-  }),
-  start: { bits: "4", bypass: false },
+  title: "The same policy in the engine and in the trainer: k3 says how far they are apart",
+  controls: (d) => ({ k3: Object.keys(d.sizes), bypass: [false, true] }),
+  start: { k3: "0.013", bypass: false },
   draw(d, s) {
-    const w = d.widths[s.bits],
+    const w = d.sizes[s.k3],
       two = (v) =>
         v
           .toFixed(2)
           .replace(/^-0\.00$/, "0.00")
           .replace("-", "−");
     const tile = (token, i) =>
-      `<span class="tile ${w.rho[i] < 1 ? "less" : "more"}" style="--a:${Math.min(Math.abs(Math.log(w.rho[i])), 1).toFixed(2)}" title="ρ = ${w.rho[i]}"><b>${token[0] === "<" ? "end" : token}</b><i>${two(w.rollout[i])}</i><i>${two(w.old[i])}</i></span>`;
+      `<span class="tile ${w.rho[i] < 1 ? "less" : "more"}" style="--a:${Math.min(Math.abs(Math.log(w.rho[i])), 1).toFixed(2)}" title="ρ = ${w.rho[i]}"><b>${token}</b><i>${two(w.rollout[i])}</i><i>${two(w.old[i])}</i></span>`;
     const arms = Object.entries(w.arms).filter(([name]) => s.bypass || name !== "bypass_ppo_clip"),
       points = (y) => y.map((v, i) => [5 * i, v]);
     const missing =
       s.bypass && !w.arms.bypass_ppo_clip
-        ? `<p class="note">Bypass was not run at this width: try ${Object.keys(d.widths).filter((v) => d.widths[v].arms.bypass_ppo_clip)} bits.</p>`
+        ? `<p class="note">Bypass was not run at this size: try k3 ${Object.keys(d.sizes).filter((v) => d.sizes[v].arms.bypass_ppo_clip)}.</p>`
         : "";
     return (
-      `<div><p class="head">One response to <code>${w.prompt.replace(">", "")}</code>: ${w.tokens.length} tokens, ${w.reward ? "right" : "wrong"}</p>
+      `<div><p class="head">SmolLM2-135M ${w.engine}: ${w.tokens.length} tokens of a response</p>
       <p class="note">A token, its log μ (engine), its log π_old (trainer). ρ = π_old/μ: <span class="tile more">drawn too seldom</span> <span class="tile less">too often</span></p>
-      <div class="tiles" role="img" aria-label="${w.tokens.length} tokens, ρ from ${Math.min(...w.rho)} to ${Math.max(...w.rho)}">${w.tokens.map(tile).join("")}</div><p class="value">ρ of the whole response, the product: <b>${w.weight}</b></p></div>
+      <div class="tiles" role="img" aria-label="${w.tokens.length} tokens, ρ from ${Math.min(...w.rho)} to ${Math.max(...w.rho)}">${w.tokens.map(tile).join("")}</div><p class="value">ρ of these tokens, the product: <b>${w.weight}</b></p></div>
       <div><p class="head">Training on such responses: held-out accuracy</p><div class="plots">` +
       plot({
-        title: s.bits === "float32" ? "engine in float32" : `engine at ${s.bits} bits, k3 ${d.widths[s.bits].k3} a token`,
+        title: `small models at this k3`,
         x: [0, 40],
         y: [0, 1],
         xTicks: [0, 10, 20, 30, 40],
@@ -301,7 +293,7 @@ const sampler = {
         })),
       }) +
       `</div>${missing}<p class="note">Thin: one of ${arms[0][1].seeds.length} seeds. Thick: their mean. The number: its average over steps 5 to 40.</p></div>
-      <figcaption>Tiles: <code>${d.how}</code>, of the ${w.of} responses of the first step of seed ${d.seed} the one whose Σ (log ρ)² is the median. Curves: regime <code>${w.regime}</code> of <a href="11-evidence.html">chapter 11</a>, arms ${arms.map(([name]) => `<code>${name}</code>`).join(", ")}; all widths have one learning rate.</figcaption>`
+      <figcaption>Tiles: <code>${d.how}</code>, row <code>${w.row}</code>; of its ${w.of} responses the one whose Σ (log ρ)² is the median. Curves: regime <code>${w.regime}</code> of <a href="11-evidence.html">chapter 11</a>, arms ${arms.map(([name]) => `<code>${name}</code>`).join(", ")}, with nearly the same k3; all have one learning rate.</figcaption>`
     );
   },
 };

@@ -13,21 +13,21 @@ import struct
 import pytest
 import yaml
 
+from three_policies.book.record_response import SIZES
 from three_policies.tests.support.book_pages import OUT, ROOT
-from three_policies.training.tasks import balanced
 
-RECORDED = json.loads((ROOT / "book/assets/response.json").read_text())["widths"]
-REGIMES = {"float32": "int4_slow", "6": "int6", "5": "int5", "4": "int4_slow"}
+RECORDED = json.loads((ROOT / "book/assets/response.json").read_text())["sizes"]
+REGIMES = {size: regime for size, (regime, *_) in SIZES.items()}
 NAMED = {"matched": "equal weights", "decoupled_seq_is": "sequence weights",
          "naive": "no correction", "bypass_ppo_clip": "bypass"}
 H, T, B = 230, 26, 34                  # of a picture: its height, and what its axis leaves free
 
 
-def rows(width):
-    """Return {arm: its rows of the table} at a width: where weights are equal, that arm alone."""
+def rows(size):
+    """Return {arm: its rows of the table} at a k3: where weights are equal, that arm alone."""
     with (ROOT / "studies/sixty-four/results.csv").open() as file:
-        found = [row for row in csv.DictReader(file) if row["regime"] == REGIMES[width]]
-    arms = ["matched"] if width == "float32" else [arm for arm in NAMED if arm != "matched"]
+        found = [row for row in csv.DictReader(file) if row["regime"] == REGIMES[size]]
+    arms = ["matched"] if size == "0" else [arm for arm in NAMED if arm != "matched"]
     return {arm: of for arm in arms if (of := [row for row in found if row["method"] == arm])}
 
 
@@ -46,9 +46,9 @@ def look(page):
     return dict(beside), list(map(accuracies, thin)), list(map(accuracies, thick))
 
 
-def check(page, width, bypass):
+def check(page, size, bypass):
     """Compare names, numbers, each seed's curve and each mean with the table."""
-    arms = {arm: of for arm, of in rows(width).items() if bypass or arm != "bypass_ppo_clip"}
+    arms = {arm: of for arm, of in rows(size).items() if bypass or arm != "bypass_ppo_clip"}
     numbers, thin, thick = look(page)
     assert numbers == {NAMED[arm]: f"{statistics.mean(float(row['area']) for row in of):.2f}"
                        for arm, of in arms.items()}
@@ -64,39 +64,44 @@ def check(page, width, bypass):
 
 def test_each_control_moved_shows_the_tables_numbers(book, open_page):
     page, shown = open_page("index.html"), {}
-    for width in REGIMES:
-        page.locator(f"[name=bits][value='{width}']").check(force=True)
+    for size in REGIMES:
+        page.locator(f"[name=k3][value='{size}']").check(force=True)
         for bypass in (False, True):
             page.locator("[name=bypass]").set_checked(bypass)
-            shown[width, bypass] = check(page, width, bypass)
-            note = page.get_by_text("Bypass was not run at this width")
-            assert note.count() == (bypass and width != "4")
-    assert [shown[width, False]["no correction"] for width in "654"] == ["0.76", "0.70", "0.63"]
-    assert shown["4", True]["bypass"] == "0.28" and not page.complaints
-    page.locator("[name=bits][value='5']").focus()
+            shown[size, bypass] = check(page, size, bypass)
+            note = page.get_by_text("Bypass was not run at this size")
+            assert note.count() == (bypass and size != "0.013")
+    assert [shown[size, False]["no correction"] for size in [*REGIMES][1:]] == [
+        "0.76", "0.70", "0.63"]
+    assert shown["0.013", True]["bypass"] == "0.28" and not page.complaints
+    page.locator("[name=k3][value='0.005']").focus()
     page.keyboard.press("ArrowRight")
-    assert "bits=4" in page.url and "bypass=true" in page.url
-    check(open_page("index.html#bits=5&bypass=true"), "5", True)
+    assert "k3=0.013" in page.url and "bypass=true" in page.url
+    check(open_page("index.html#k3=0.005&bypass=true"), "0.005", True)
 
 
-def test_all_widths_have_one_learning_rate_and_their_bits():
+def test_a_size_is_the_k3_of_its_runs_and_nearly_that_of_its_response():
+    """Both sides have the same k3 within a quarter, and all runs one learning rate."""
+    with (ROOT / "studies/sizes/results.csv").open() as file:
+        measured = {row["row"]: float(row["k3_exact"]) for row in csv.DictReader(file)}
     study = yaml.safe_load((ROOT / "studies/sixty-four/declared.yaml").read_text())
-    regimes = [study["regimes"][regime] for regime in REGIMES.values()]
-    assert len({regime["train.lr"] for regime in regimes}) == 1
-    assert all(regime["rollout.quantize_bits"] == int(width)
-               for width, regime in zip(REGIMES, regimes, strict=True) if width != "float32")
+    assert len({study["regimes"][regime]["train.lr"] for regime in REGIMES.values()}) == 1
+    for size, (_, arm, row, _) in [*SIZES.items()][1:]:
+        of_runs = statistics.mean(float(x["k3"]) for x in rows(size)[arm])
+        assert float(f"{of_runs:.1g}") == float(size) or f"{of_runs:.2g}" == size
+        assert measured[row] == pytest.approx(float(size), rel=0.3)
 
 
 def test_the_tiles_are_the_recorded_response(book, open_page):
     page = open_page("index.html")
-    for width, of in RECORDED.items():
-        page.locator(f"[name=bits][value='{width}']").check(force=True)
+    for size, of in RECORDED.items():
+        page.locator(f"[name=k3][value='{size}']").check(force=True)
         tiles = page.locator(".tiles .tile").evaluate_all(
             "(all) => all.map((x) => [...x.children].map((part) => part.textContent))")
-        assert len(tiles) == len(of["tokens"]) == 65
+        assert len(tiles) == len(of["tokens"]) == 64
         for (token, *shown), *known in zip(tiles, of["tokens"], of["rollout"], of["old"],
                                            strict=True):
-            assert token == known[0].replace("<eos>", "end")
+            assert token == known[0]
             assert [float(x.replace("−", "-")) for x in shown] == pytest.approx(
                 known[1:], abs=0.00501)
         weight = page.locator("[data-widget=sampler] p.value b").text_content()
@@ -104,21 +109,16 @@ def test_the_tiles_are_the_recorded_response(book, open_page):
             math.exp(sum(of["old"]) - sum(of["rollout"])), abs=6e-4)
 
 
-@pytest.mark.parametrize("width", RECORDED)
-def test_what_was_recorded_is_a_response(width):
-    """Its reward is the task's; in float32 both sides agree, and fewer bits are further apart."""
-    of = RECORDED[width]
-    word = of["prompt"].removesuffix(">") + "".join(of["tokens"][:-1])
-    assert of["tokens"][-1] == "<eos>" and of["reward"] == balanced(word, 3)
-    assert all(x <= 0 for x in of["rollout"] + of["old"])
-    apart = {bits: sum((a - b) ** 2 for a, b in zip(one["old"], one["rollout"], strict=True))
-             for bits, one in RECORDED.items()}
-    assert apart["float32"] < 1e-6 < apart["6"] < apart["5"] < apart["4"]
+def test_what_was_recorded_is_further_apart_at_a_larger_k3():
+    apart = [sum((a - b) ** 2 for a, b in zip(of["old"], of["rollout"], strict=True))
+             for of in RECORDED.values()]
+    assert apart == sorted(apart) and apart[0] < 1e-6
+    assert all(x <= 0 for of in RECORDED.values() for x in of["rollout"] + of["old"])
 
 
 def test_without_javascript_the_picture_and_the_doors_are_there(book, open_page):
     page = open_page("index.html", java_script_enabled=False)
-    assert check(page, "4", False) and page.locator(".tiles .tile").count() == 65
+    assert check(page, "0.013", False) and page.locator(".tiles .tile").count() == 64
     doors = page.locator(".door").evaluate_all("(all) => all.map((x) => x.getAttribute('href'))")
     assert doors[-2:] == ["museum.html", book.CHAPTERS[0].stem + ".html"]
     assert all((OUT / door).is_file() for door in doors)
