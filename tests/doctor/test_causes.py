@@ -23,8 +23,8 @@ CASES = [
     ("shift", "sampler-1"), ("eos", "zero"), ("tool", "zero"), ("retokenised", "swap"),
     ("padding", "trainer"), ("window", "window"), ("context", "template"), ("in-flight", "anew"),
     ("penalty", "presence"), ("softcap", "sampler"), ("scatter", "dropout"), ("flips", "trainer"),
-    ("first-token", "packed"), ("order", "blocks"),
-    ("bf16-log-softmax", "trainer"), ("stale", "two"), ("weights", "int4")]
+    ("bf16-log-softmax", "trainer"), ("stale", "two"), ("weights", "int4"),
+    ("first-token", "packed"), ("order", "blocks")]
 
 
 @pytest.mark.made_here

@@ -165,7 +165,8 @@ def test_the_pages_lines_for_skyrl(tmp_path, monkeypatch):
         "sequences": b.sequences, "attention_mask": b.attention_mask,
         "loss_mask": b.response_mask, "rollout_logprobs": b.rollout_log_probs,
         "action_log_probs": b.train_log_probs}})
-    assert [*read("dump.jsonl")] == EXPECTED
+    stated = {"engine": "bfloat16", "trainer": "bfloat16", "experts": False}
+    assert [*read("dump.jsonl")] == [row._replace(pair=stated) for row in EXPECTED]
 
 
 def test_the_pages_lines_for_openrlhf(tmp_path, monkeypatch):
