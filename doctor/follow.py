@@ -47,9 +47,12 @@ class Grown:
                     break
                 self.at, self.line = self.at + len(text), self.line + 1
                 try:
-                    yield self.line, json.loads(text)
+                    row = json.loads(text)
                 except ValueError:
                     raise ValueError(f"{self.path}, line {self.line}: this is not JSON") from None
+                if not isinstance(row, dict):
+                    raise ValueError(f"{self.path}, line {self.line}: this is no table")
+                yield self.line, row
 
     def whole(self, at_once: bool) -> Iterator[Response]:
         """Yield the responses of a file that is no lines, once, when it has stopped growing."""
@@ -111,7 +114,8 @@ class Follower:
         sentences = {x.split()[0]: x for x in diagnose(metrics)}
         again = self.named & sentences.keys()
         self.named, self.alarms = {*sentences}, self.alarms + bool(again)
-        numbers = [f"{name} {metrics[key]:.3g}" for key, name in SHOWN if key in metrics]
+        numbers = [f"{name} {metrics[key]:.3g}" for key, name in SHOWN
+                   if isinstance(metrics.get(key), int | float)]
         self.say("; ".join([f"{'ALARM ' * bool(again)}step {self.steps}: {', '.join(numbers)}",
                             *sentences.values()]))
 

@@ -37,7 +37,7 @@ class Pair(NamedTuple):
 
 
 PAIRS = (
-    Pair("fp32", None, NOTHING, 2.5e-9, "SmolLM2-135M, CPU: 1.3e-11; 0.5B on an H100, padded or "
+    Pair("fp32", None, 1e-8, 2.5e-9, "SmolLM2-135M, CPU: 1.3e-11; 0.5B on an H100, padded or "
          "not: log ρ at most 7e-5"),
     Pair("fp16", False, 3e-5, 2.5e-4, "SmolLM2-135M against float32 1.5e-5; the largest is bf16's "
          "over 64, since three bits more round eight times as finely"),
@@ -81,24 +81,33 @@ class Class(NamedTuple):
     @classmethod
     def of_config(cls, path: str | Path) -> "Class":
         """Return the class that a model's config.json states."""
-        config = json.loads(Path(path).read_text())
+        try:
+            config = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError:
+            raise ValueError(f"{path} is no model's config.json: it is no JSON") from None
         if not isinstance(config, dict):
             raise ValueError(f"{path} is no model's config.json: it holds no table")
-        config = config.get("text_config", config)
+        text = config.get("text_config")
+        config = text if isinstance(text, dict) else config
         dtype = config.get("dtype") or config.get("torch_dtype")
-        rounded = config.get("quantization_config") or {}
+        how = config.get("quantization_config")
+        how = how.get("quant_method") if isinstance(how, dict) else how
         return cls.of(dtype if isinstance(dtype, str) else None, experts=has_experts(config),
-                      quantize=rounded.get("quant_method"))
+                      quantize=how)
 
     def over(self, other: "Class") -> "Class":
         """Return what this one knows, and where it does not know, what the other does."""
         return other._replace(**{name: x for name, x in self._asdict().items() if x is not None})
 
+    @property
+    def coarse(self) -> bool:
+        """True if weights were rounded on purpose, to what no row of PAIRS has."""
+        return bool(self.quantize) or self.precision not in {None, *(p.precision for p in PAIRS)}
+
     def pairs(self) -> list[Pair]:
         """Return the rows of PAIRS that this may be; those of 16 bits if nothing is known."""
-        coarse = self.precision not in {None, *(p.precision for p in PAIRS)}
         of = [p for p in PAIRS if p.precision == (self.precision or "bf16")]
-        return [] if coarse or self.quantize else [
+        return [] if self.coarse else [
             p for p in of if None in (p.experts, self.experts) or p.experts == self.experts]
 
     @property
@@ -132,10 +141,18 @@ class Class(NamedTuple):
             else f"ordinary for {named([p])} (up to {p.most:g})" for p in rows)
 
 
+EXPERTS = {"num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"}
+
+
 def has_experts(config: Mapping[str, Any]) -> bool:
-    """True if a model's configuration, as a table, has more than one expert."""
-    return any((config.get(name) or 0) > 1 for name in (
-        "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"))
+    """True if a model's configuration, as a table, or a table in it has more than one expert."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and has_experts(value):
+            return True
+        counts = value if isinstance(value, list) else [value]
+        if name in EXPERTS and any(str(n).isdigit() and int(n) > 1 for n in counts):
+            return True
+    return False
 
 
 BEST = 0.0002           # k3 of the best pair of 16 bits: a dense 27B, as tinker measured it

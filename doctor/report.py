@@ -68,7 +68,7 @@ class Report(NamedTuple):
         what is usual in its class; one class more than another leaves room for doubt.
         """
         law = any(f.cause not in BY_SIZE or f.confidence != "suggested" for f in self.causes)
-        sure = bool(confident(self.examined)) and not self.rescored
+        sure = bool(confident(self.examined)) and not self.rescored and not self.of.coarse
         if law or (sure and self.of.experts is False) or self.proper is False or self.lost.tokens:
             return "fault"
         if self.rescored:

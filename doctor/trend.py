@@ -79,9 +79,9 @@ class Trend(NamedTuple):
 
     @property
     def k3(self) -> float | None:
-        """The last k3 of the log."""
+        """The largest k3 of the log; NaN counts as ∞."""
         gap = ends(self.log)
-        return gap["last"] if gap and gap["name"] == "k3" else None
+        return gap["largest"] if gap and gap["name"] == "k3" else None
 
     @property
     def exit_code(self) -> int:
@@ -89,14 +89,15 @@ class Trend(NamedTuple):
 
         A gap without a trend is judged by its size, that of the last dump by all that it shows.
         """
-        if self.faulty or self.verdict == "stale":
-            return int(self.faulty)
-        if self.last and (self.last.faulty or self.verdict != "undecided"):
+        if self.faulty or (self.last and self.last.faulty):
+            return 1
+        if self.verdict == "stale":
+            return 0
+        if self.last and self.verdict != "undecided":
             return self.last.exit_code
-        if self.verdict == "undecided" or self.k3 is None or self.of.healthy < self.k3 <= (
-                self.of.fault):
-            return 3
-        return int(self.k3 > self.of.fault)
+        if self.verdict == "undecided" or self.k3 is None or self.of.healthy < self.k3:
+            return 1 if self.k3 is not None and self.k3 > self.of.fault else 3
+        return 0
 
     @property
     def room(self) -> str:
@@ -120,7 +121,8 @@ class Trend(NamedTuple):
                 f"{name} = {theirs}" for name, theirs in self.log.names.items()))
         if gap := ends(self.log):
             lines.append(f"Gap     {gap['name']} {gap['first']:.3g} at step {gap['at'][0]:g}, "
-                         f"{gap['last']:.3g} at step {gap['at'][1]:g}")
+                         f"{gap['last']:.3g} at step {gap['at'][1]:g}; the largest is "
+                         f"{gap['largest']:.3g}, at step {gap['at'][2]:g}")
         for lag in self.lags:
             denied = (f"; {lag.denied} of them have p ≥ 0.5 in the engine and 2 nats less in the "
                       "trainer" + ", which no staleness explains" * (lag.lag == 0)) * (
@@ -160,10 +162,14 @@ def of(paths: Sequence[str | Path], pair: Class = UNKNOWN) -> Trend:
 
 
 def ends(log: Log) -> dict[str, Any] | None:
-    """Return the gap at the first and at the last step that has one."""
+    """Return the gap at the first and at the last step that has one, and where it is largest."""
+    if not log.size:
+        return None
     rows = [row for row in log.rows if log.size in row]
+    most = max(rows, key=lambda row: math.inf if math.isnan(row[log.size]) else row[log.size])
+    largest = math.inf if math.isnan(most[log.size]) else most[log.size]
     return {"name": log.size, "first": rows[0][log.size], "last": rows[-1][log.size],
-            "at": [rows[0]["step"], rows[-1]["step"]]} if log.size else None
+            "largest": largest, "at": [rows[0]["step"], rows[-1]["step"], most["step"]]}
 
 
 def judge(log: Log, lags: Sequence[Lag] = ()) -> Trend:
