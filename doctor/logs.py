@@ -61,6 +61,7 @@ class Log(NamedTuple):
     source: str                         # whose it is, in words
     rows: list[Row]                     # by our names
     names: dict[str, str]               # our names, and the column that was read for each
+    lost: Sequence[float] = ()          # the steps whose gap is NaN or ∞
 
     def column(self, name: str) -> list[float]:
         """Return a column by our name; NaN where a row lacks it."""
@@ -145,7 +146,10 @@ def named(rows: Sequence[dict[str, Any]], path: Path) -> Log:
             names[ours] = name
 
     by_step: dict[float, Row] = {}
+    lost = set[float]()
     for row in rows:
+        if any(_broken(row.get(names[ours])) for ours in SIZES if ours in names):
+            lost.add(_value(row.get(names.get("step", ""))) or 0.0)
         values = {ours: x for ours, name in names.items()
                   if (x := _value(row.get(name))) is not None}
         if "step" in values and len(values) > 1:
@@ -155,12 +159,17 @@ def named(rows: Sequence[dict[str, Any]], path: Path) -> Log:
                          "another that is known: is it a log of a run?")
     kept = set(plain.values())
     source = next((who for mark, who in SYSTEMS if any(x.startswith(mark) for x in kept)), "a run")
-    return Log(f"metrics of {source}", [by_step[step] for step in sorted(by_step)], names)
+    return Log(f"metrics of {source}", [by_step[step] for step in sorted(by_step)], names,
+               sorted(lost))
 
 
 def _plain(name: str) -> str:
     """Return a column's name without the run's that wandb puts before it, and without train/."""
     return name.split(" - ")[-1].removeprefix("train/")
+
+
+def _broken(x: Any) -> bool:
+    return isinstance(x, float) and not math.isfinite(x)
 
 
 def _value(x: Any) -> float | None:

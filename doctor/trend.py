@@ -89,7 +89,7 @@ class Trend(NamedTuple):
 
         A gap without a trend is judged by its size, that of the last dump by all that it shows.
         """
-        if self.faulty or (self.last and self.last.faulty):
+        if self.faulty or self.log.lost or (self.last and self.last.faulty):
             return 1
         if self.verdict == "stale":
             return 0
@@ -108,7 +108,8 @@ class Trend(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         steps = self.log.column("step")
         return {"source": self.log.source, "columns": self.log.names, "rows": len(steps),
-                "steps": [steps[0], steps[-1]], "gap": ends(self.log), "verdict": self.verdict,
+                "lost": [*self.log.lost], "steps": [steps[0], steps[-1]], "gap": ends(self.log),
+                "verdict": self.verdict,
                 "confidence": self.confidence, "evidence": [*self.evidence],
                 "remedy": VERDICTS[self.verdict][1], "record": [RECORD[x] for x in self.record],
                 "lags": [lag._asdict() for lag in self.lags], "ess": self.room}
@@ -123,6 +124,9 @@ class Trend(NamedTuple):
             lines.append(f"Gap     {gap['name']} {gap['first']:.3g} at step {gap['at'][0]:g}, "
                          f"{gap['last']:.3g} at step {gap['at'][1]:g}; the largest is "
                          f"{gap['largest']:.3g}, at step {gap['at'][2]:g}")
+        if lost := self.log.lost:
+            lines.append(f"A fault: the gap is NaN or ∞ at {len(lost)} steps, the first of them "
+                         f"{lost[0]:g}")
         for lag in self.lags:
             denied = (f"; {lag.denied} of them have p ≥ 0.5 in the engine and 2 nats less in the "
                       "trainer" + ", which no staleness explains" * (lag.lag == 0)) * (

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import sys
 import types
 
@@ -94,3 +95,13 @@ def test_what_is_no_log_is_one_sentence(name, content, words, tmp_path, capsys):
     assert main([str(tmp_path / name), *extra]) == 2
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1
+
+
+def test_a_gap_that_is_no_number_is_a_fault(tmp_path, capsys):
+    """Whatever the finite rows say: a log that turns NaN is not healthy."""
+    rows = [{"step": n, "rollout_corr/k3_kl": 1e-3 if n < 9 else math.nan, "train/lr": 0.0}
+            for n in range(1, 12)]
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert read(path).lost == [9, 10, 11] and main([str(path)]) == 1
+    assert "NaN or ∞ at 3 steps, the first of them 9" in capsys.readouterr().out
