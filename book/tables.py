@@ -1348,7 +1348,7 @@ def real_run_summary():
     return f"""\
 *SmolLM2-135M learns to add; its engine has six bits (k3 {mean_of(arms["disabled"], "k3"):.2f} a token). In the first step the engine's answers
 earn {first:.2f} on average, over the last five steps of twenty {ends["disabled"]} without a correction and {ends["decoupled_token_is"]} with token weights, but
-{ends["bypass_ppo_clip"]} with `bypass_ppo_clip`, verl's default in bypass mode. {min(map(len, arms.values()))} to {max(map(len, arms.values()))} of ten seeds so far ([chapter 12][12]).*"""  # noqa: E501
+{ends["bypass_ppo_clip"]} with `bypass_ppo_clip`, verl's default in bypass mode. At least {min(map(len, arms.values()))} of ten seeds so far ([chapter 12][12]).*"""  # noqa: E501
 
 
 def mean_area(regime, arm):
