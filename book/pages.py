@@ -596,12 +596,13 @@ def differ_page():
     section = readme.split("## My log-probs differ\n")[1].split("\n## ")[0]
     links = "\n".join(re.findall(r"^\[\d+\]: .*", readme, re.MULTILINE))
     example = json.loads((HERE / "quiz.json").read_text())[0]
-    return markdown(".").render(
+    page = markdown(".").render(
         f"# My log-probs differ\n{section}\n\n"
         f"**What the doctor says**, for example, of a dump in which {example['what']}:\n\n"
         f"```text\n{textwrap.fill(example['said'], 90)}\n```\n\n"
         "[How it finds a cause](math/8-what-is-wrong.md), and [what each repair removes]"
         f"(math/9-fix-it-first.md).\n\n{links}\n")
+    return re.sub("<pre><code[^>]*>", '<pre class="listing"><code>', page)
 
 
 def museum_page():
