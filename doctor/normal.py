@@ -150,7 +150,7 @@ def has_experts(config: Mapping[str, Any]) -> bool:
         if isinstance(value, Mapping) and has_experts(value):
             return True
         counts = value if isinstance(value, list) else [value]
-        if name in EXPERTS and any(str(n).isdigit() and int(n) > 1 for n in counts):
+        if name in EXPERTS and any(str(n).isdigit() and int(str(n)) > 1 for n in counts):
             return True
     return False
 

@@ -79,7 +79,7 @@ class Trend(NamedTuple):
 
     @property
     def k3(self) -> float | None:
-        """The largest k3 of the log; NaN counts as ∞."""
+        """The largest k3 of the log."""
         gap = ends(self.log)
         return gap["largest"] if gap and gap["name"] == "k3" else None
 
@@ -167,13 +167,13 @@ def of(paths: Sequence[str | Path], pair: Class = UNKNOWN) -> Trend:
 
 def ends(log: Log) -> dict[str, Any] | None:
     """Return the gap at the first and at the last step that has one, and where it is largest."""
-    if not log.size:
+    name = log.size
+    if not name:
         return None
-    rows = [row for row in log.rows if log.size in row]
-    most = max(rows, key=lambda row: math.inf if math.isnan(row[log.size]) else row[log.size])
-    largest = math.inf if math.isnan(most[log.size]) else most[log.size]
-    return {"name": log.size, "first": rows[0][log.size], "last": rows[-1][log.size],
-            "largest": largest, "at": [rows[0]["step"], rows[-1]["step"], most["step"]]}
+    rows = [row for row in log.rows if name in row]
+    most = max(rows, key=lambda row: row[name])
+    return {"name": name, "first": rows[0][name], "last": rows[-1][name], "largest": most[name],
+            "at": [rows[0]["step"], rows[-1]["step"], most["step"]]}
 
 
 def judge(log: Log, lags: Sequence[Lag] = ()) -> Trend:
