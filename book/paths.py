@@ -1,4 +1,4 @@
-"""Three readers, and the five chapters in which each finds what he came for.
+"""Three readers, and the five chapters in which each finds an answer.
 
 README.md and the book's first page list them; the foot of each chapter says what comes next.
 """
@@ -11,12 +11,12 @@ PATHS = {"A run diverges today": (8, 7, 9, 10, 12),
          "I build a framework": (6, 13, 14, 16, 17)}
 
 
-def link(number: int, title: str = "") -> str:
-    """Return a link from one chapter to another, by its whole title unless one is given."""
+def link(number: int) -> str:
+    """Return a link from one chapter to another, by its title."""
     [path] = MATH.glob(f"{number}-*.md")
     with path.open() as file:
         heading = file.readline().removeprefix("# ").strip()
-    return f"[{title or heading}]({path.name})"
+    return f"[{heading}]({path.name})"
 
 
 def foot(number: int) -> str:

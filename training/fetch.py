@@ -118,7 +118,7 @@ def convert(gguf: Path, into: Path, chat_template: bool) -> None:
 
 
 def differs(path: Path, model: Model) -> str:
-    """Warn if weights are not those of this project's studies; another transformers may round."""
+    """Return a remark on weights that are not the studies'; another transformers may round."""
     return "" if digest(path) == model.written else (
         f"; {path.name} is not byte for byte that of the studies, {model.written[:12]}…")
 

@@ -41,7 +41,7 @@ def summarize(config: Config) -> str:
 
 
 def judge_accuracy(before: float, after: float, n: int) -> str:
-    """Return whether the accuracy on n problems rose or fell by more than two standard errors.
+    """Return in words if the accuracy on n problems moved by more than two standard errors.
 
     The standard error is that of a difference, √(p(1 − p)/n + q(1 − q)/n). For p and q it takes
     (right + 1)/(n + 2), so that accuracies of 0 and 1 have an error, too.

@@ -105,3 +105,14 @@ def test_a_gap_that_is_no_number_is_a_fault(tmp_path, capsys):
     path.write_text("\n".join(map(json.dumps, rows)))
     assert read(path).lost == [9, 10, 11] and main([str(path)]) == 1
     assert "NaN or ∞ at 3 steps, the first of them 9" in capsys.readouterr().out
+
+
+def test_a_log_is_judged_by_its_largest_gap(tmp_path, capsys):
+    """Five rows far above all healthy pairs, in the middle of a quiet log, are a fault."""
+    path = tmp_path / "log.jsonl"
+    for spike, code in ((1e-4, 0), (5.0, 1)):
+        path.write_text("\n".join(json.dumps(
+            {"step": n, "rollout_corr/k3_kl": spike if 8 <= n <= 12 else 1e-4, "train/lr": 0.0})
+            for n in range(1, 31)))
+        assert main([str(path), "--precision", "bf16", "--no-experts"]) == code
+    assert "the largest is 5, at step 8" in capsys.readouterr().out
