@@ -9,6 +9,8 @@ out, whichever they are.
 import json
 import math
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -278,3 +280,11 @@ def test_a_run_whose_engine_gets_no_weights_is_named_from_log_and_dumps(run, mon
     assert found == {"runs/x": (1, "failed-sync"), "runs/x/dumps": (1, "failed-sync"),
                      "runs/y": (0, "floor"), "runs/y/dumps": (0, "floor")}
     assert main(["runs/x"]) == 1 and "learning_rate" in capsys.readouterr().out
+
+
+def test_a_fault_of_the_last_dump_outweighs_staleness():
+    """That the engine is behind explains no broken law of a dump."""
+    stale = judge(log_of(lambda logits, t: logits[t], rates=(0.0,) * STEPS, floor=0.1))._replace(
+        verdict="stale")
+    assert stale.exit_code == 0
+    assert stale._replace(last=SimpleNamespace(faulty=True)).exit_code == 1

@@ -230,11 +230,13 @@ def test_a_picture_is_drawn_when_the_verdict_changes(tmp_path):
     (["--watch", "none"], "there is no such file or folder, and no run runs/none"),
     (["--watch", ".", "--idle", "0"], "has no step and no dump so far"),
     (["--watch", "bad.jsonl", "--idle", "0"], "line 2: this is not JSON"),
+    (["--watch", "text.jsonl", "--idle", "0"], "line 1: this is no table"),
     (["--watch", "short.jsonl", "--idle", "0"], "line 1: rollout_log_probs must be")])
 def test_what_cannot_be_followed_is_one_sentence(given, sentence, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if given[1].endswith("jsonl"):
         (tmp_path / "bad.jsonl").write_text(json.dumps(HEALTHY[0]) + "\n{\n")
+        (tmp_path / "text.jsonl").write_text('"x"\n')
         append(tmp_path / "short.jsonl", [HEALTHY[0] | {"rollout_log_probs": [-1]}])
     assert main(given) == 2
     error = capsys.readouterr().err
