@@ -43,11 +43,13 @@ def draw(model: Any, head: Tensor, prompts: list[list[int]], end: list[int], lim
 
     `head`: the weight [V, hidden] that makes logits, in a dtype of its own.
     """
-    noise = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
-    ids, attention = pad_rows(prompts, "left")
-    places, cache, open_ = (attention.cumsum(-1) - 1).clamp(min=0), None, torch.arange(len(prompts))
-    tokens = torch.full((len(prompts), limit), end[0])
-    table = torch.empty(len(prompts), limit, len(head))
+    device, last = head.device, torch.tensor(end, device=head.device)
+    noise = [torch.Generator(device).manual_seed(i) for i in range(len(prompts))]
+    ids, attention = (x.to(device) for x in pad_rows(prompts, "left"))
+    places, cache = (attention.cumsum(-1) - 1).clamp(min=0), None
+    open_ = torch.arange(len(prompts), device=device)
+    tokens = torch.full((len(prompts), limit), end[0], device=device)
+    table = torch.empty(len(prompts), limit, len(head), device=device)
 
     for t in range(limit):
         found = model.get_decoder()(input_ids=ids, attention_mask=attention, position_ids=places,
@@ -55,31 +57,31 @@ def draw(model: Any, head: Tensor, prompts: list[list[int]], end: list[int], lim
         cache, hidden = found.past_key_values, found.last_hidden_state[:, -1]
         logits = F.linear(hidden.to(head.dtype), head).float()
         log_mu, _ = sampling_log_probs(logits, temperature, top_k, top_p)
-        waits = torch.stack([torch.empty(len(head)).exponential_(generator=noise[i])
+        waits = torch.stack([log_mu.new_empty(len(head)).exponential_(generator=noise[i])
                              for i in open_])
         ids = (log_mu - waits.log()).argmax(-1, keepdim=True)
         table[open_, t], tokens[open_, t] = log_mu, ids[:, 0]
 
-        goes_on = (~torch.isin(ids[:, 0], torch.tensor(end))).nonzero()[:, 0]
+        goes_on = (~torch.isin(ids[:, 0], last)).nonzero()[:, 0]
         if not len(goes_on):
             break
         cache.batch_select_indices(goes_on)
         open_, ids, places = open_[goes_on], ids[goes_on], places[goes_on, -1:] + 1
         attention = F.pad(attention[goes_on], (0, 1), value=1)
-    return [cut(*of, end) for of in zip(tokens, table, strict=True)]
+    return [cut(*of, last) for of in zip(tokens, table, strict=True)]
 
 
-def cut(y: Tensor, table: Tensor, end: list[int]) -> Drawn:
+def cut(y: Tensor, table: Tensor, end: Tensor) -> Drawn:
     """Return a response up to its end token, if it has one."""
-    places = torch.isin(y, torch.tensor(end)).nonzero()[:, 0].tolist()
+    places = torch.isin(y, end).nonzero()[:, 0].tolist()
     n = places[0] + 1 if places else len(y)
     log_mu = table[:n].gather(-1, y[:n, None])[:, 0]
     return Drawn(y[:n].tolist(), log_mu.tolist(), None, table[:n])
 
 
-def draw_with_vllm(path: Path, dtype: str, prompts: list[list[int]], end: list[int], limit: int
-                   ) -> list[Drawn]:
-    engine = make_engine("vllm", path, dtype=dtype, candidates=CANDIDATES,
+def draw_with_vllm(path: Path, dtype: str, prompts: list[list[int]], end: list[int], limit: int,
+                   device: str) -> list[Drawn]:
+    engine = make_engine("vllm", path, dtype=dtype, candidates=CANDIDATES, device=device,
                          max_model_len=max(map(len, prompts)) + limit)
     try:
         samples = engine.generate(prompts, [*range(len(prompts))], temperature=1.0,
@@ -106,28 +108,33 @@ class Compared(NamedTuple):
 @torch.inference_mode()
 def score(model: Any, prompts: list[list[int]], drawn: list[Drawn], rows: int = 8
           ) -> Iterator[Compared]:
-    """Run prompts and responses at once, and compare each token's π with the sampler's μ."""
-    head = model.get_output_embeddings().weight
+    """Run prompts and responses at once, and compare each token's π with the sampler's μ.
+
+    Logits are float32 whatever the layers compute in.
+    """
+    head = model.get_output_embeddings().weight.float()
     for first in range(0, len(drawn), rows):
         part, before = drawn[first:first + rows], prompts[first:first + rows]
         x, here = pad_rows(before, "left")
         y, there = pad_rows([one.tokens for one in part], "right")
-        ids, attention = torch.cat([x, y], 1), torch.cat([here, there], 1)
+        ids, attention = (z.to(head.device) for z in (torch.cat([x, y], 1),
+                                                      torch.cat([here, there], 1)))
         hidden = model.get_decoder()(
             input_ids=ids, attention_mask=attention,
             position_ids=(attention.cumsum(-1) - 1).clamp(min=0)).last_hidden_state
         for one, of in zip(part, hidden[:, x.shape[1] - 1:], strict=True):
-            yield compared(one, F.linear(of[:len(one.tokens)], head))
+            found = compared(one, F.linear(of[:len(one.tokens)].float(), head))
+            yield Compared(*(z.cpu() for z in found))
 
 
 def compared(one: Drawn, logits: Tensor) -> Compared:
-    drawn = torch.tensor(one.tokens)[:, None]
+    drawn = torch.tensor(one.tokens, device=logits.device)[:, None]
     log_pi = logits.log_softmax(-1).gather(-1, drawn)[:, 0]
-    p, m = logits.double().log_softmax(-1), one.table.double()
+    p, m = logits.double().log_softmax(-1), one.table.to(logits.device).double()
     entropy = -(p.exp() * p).sum(-1)
     if one.ids is not None:                            # the rest is one more token
         p, m = (torch.cat([x, (-x.exp().sum(-1, keepdim=True)).clamp(min=-1 + 1e-12).log1p()], -1)
-                for x in (p.gather(-1, one.ids), m))
+                for x in (p.gather(-1, one.ids.to(p.device)), m))
     m = m - m.logsumexp(-1, keepdim=True)              # float32's normalisation is off by 1e-7
     kept = m > -math.inf
     log_rho = torch.where(kept, p - m, 0.0)

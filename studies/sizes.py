@@ -57,6 +57,8 @@ class Row:
     dtype: str = "float32"                             # of the sampler's layers
     head: str = "float32"                              # of its logits
     engine: str = "transformers"
+    trainer: str = "float32"                           # of the trainer's layers
+    on_gpu: bool = False
     sampled: dict[str, Any] = field(default_factory=dict)        # temperature, top_p, top_k
     without: int | None = None                         # a layer that it leaves out
     weights: Callable[[Path, Path], tuple[State, State]] | None = None     # its own, the trainer's
@@ -99,6 +101,11 @@ ROWS = {
     "head-bf16": Row("float32 layers, head in bfloat16", head="bfloat16"),
     "fp16": Row("float16 layers, head in float32", dtype="float16"),
     "vllm-bf16": Row("vLLM on a CPU in bfloat16", dtype="bfloat16", engine="vllm"),
+    "vllm-gpu": Row("vLLM on a GPU in bfloat16", dtype="bfloat16", engine="vllm", on_gpu=True),
+    "vllm-gpu-bf16": Row("vLLM on a GPU and the trainer's layers, both in bfloat16",
+                         dtype="bfloat16", engine="vllm", trainer="bfloat16", on_gpu=True),
+    "bf16-gpu": Row("bfloat16 layers on a GPU, token by token and at once", dtype="bfloat16",
+                    trainer="bfloat16", on_gpu=True),
     "float8-e4m3": Row("weights in float8 e4m3, a scale per channel", "float8-e4m3"),
     "float8-e4m3-tensor": Row("weights in float8 e4m3, a scale per matrix", "float8-e4m3-tensor"),
     "int8": Row("weights in 8 bits per channel", "int8"),
@@ -121,9 +128,10 @@ ROWS = {
 
 # --------------------------------------------------------------------------------- its weights
 
-def load(model: Path, dtype: str = "float32") -> Any:
+def load(model: Path, dtype: str = "float32", device: str = "cpu") -> Any:
     from transformers import AutoModelForCausalLM
-    return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    found = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    return found.to(device).eval()
 
 
 def read(model: Path) -> State:
@@ -188,7 +196,7 @@ def questions(model: Path, count: int = PROMPTS) -> list[list[int]]:
     """Return the prompts: held-out questions of the family that the steps train on."""
     from transformers import AutoTokenizer
     task = make_task(TaskConfig(kind="reasoning_gym", name="gsm_symbolic", questions=400,
-                                eval_size=100), SEED)
+                                eval_size=max(100, count)), SEED)
     tokenizer = AutoTokenizer.from_pretrained(model)
     return [tokenizer(prompt_of(task, one, CHAT)).input_ids for one in task.held_out[:count]]
 
@@ -233,14 +241,15 @@ def numbers(drawn: list[Drawn], found: list[Compared]) -> dict[str, float]:
     return row
 
 
-def measure(name: str, model: Path, out: Path) -> dict[str, Any]:
-    """Measure a row, and write its dump."""
-    began, row, prompts, end = time.perf_counter(), ROWS[name], questions(model), end_of(model)
-    policy = load(model)
+def measure(name: str, model: Path, out: Path, count: int, device: str) -> dict[str, Any]:
+    """Measure a row on `count` prompts, and write its dump."""
+    began, row = time.perf_counter(), ROWS[name]
+    prompts, end = questions(model, count), end_of(model)
+    policy = load(model, row.trainer, device)
     if row.engine == "vllm":
-        drawn = draw_with_vllm(model, row.dtype, prompts, end, TOKENS)
+        drawn = draw_with_vllm(model, row.dtype, prompts, end, TOKENS, device)
     else:
-        sampler = load(model)
+        sampler = load(model, device=device)
         own, ours = row.weights(model, out) if row.weights else ({}, {})
         own = own or dict(quantize_weights(sampler.named_parameters(), row.quantize))
         sampler.load_state_dict(own, strict=False)
@@ -317,15 +326,19 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, required=True, help="a model's directory")
     parser.add_argument("--out", type=Path, default=Path("runs/sizes"), help="of table and dumps")
-    parser.add_argument("--row", action="append", choices=ROWS, help="one row; default: all")
+    parser.add_argument("--row", action="append", choices=ROWS,
+                        help="one row; default: all that this device has")
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     given = parser.parse_args(argv)
     given.out.mkdir(parents=True, exist_ok=True)
     table = given.out / "results.csv"
-    for name in given.row or ROWS:
+    for name in given.row or [name for name, row in ROWS.items()
+                              if given.device == "cuda" or not row.on_gpu]:
         if name in results(table):
             print(f"{name} is in {table} already")
             continue
-        row = measure(name, given.model.resolve(), given.out)
+        row = measure(name, given.model.resolve(), given.out, given.prompts, given.device)
         add(table, row)
         print(*(f"{key}={value}" for key, value in row.items()), flush=True)
 

@@ -303,12 +303,13 @@ def write(path: Path, rows: list[dict]) -> None:
     part.replace(path)
 
 
-def run_all(study: dict, path: Path, workers: int) -> None:
+def run_all(study: dict, path: Path, workers: int, regimes: list[str] | None = None) -> None:
     if sys.version_info < (3, 11):
         sys.exit("a study gives each of its runs a process of its own: that takes Python 3.11")
     rows = read(path)
     done = {(row["regime"], row["method"], int(row["seed"])) for row in rows}
-    todo = [cell for cell in wanted(study) if cell not in done]
+    todo = [cell for cell in wanted(study)
+            if cell not in done and cell[0] in (regimes or study["regimes"])]
     context = get_context("forkserver")            # torch is imported once, and forked
     context.set_forkserver_preload(["three_policies.trainer"])
     with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
@@ -340,12 +341,14 @@ def main() -> None:
                                      formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("study", nargs="?", default="nine", help="a folder beside this file")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at a time")
+    parser.add_argument("--regime", action="append", help="cells of this regime; default: all")
     parser.add_argument("--quick", action="store_true",
                         help="three runs of sixty-four and their picture")
     options = parser.parse_args()
     if options.quick:
         return quick(options.workers)
-    run_all(declared(options.study), HERE / options.study / "results.csv", options.workers)
+    run_all(declared(options.study), HERE / options.study / "results.csv", options.workers,
+            options.regime)
     for script in ("figures.py", "tables.py"):
         subprocess.run([sys.executable, str(ROOT / "book" / script)], check=True)
 
