@@ -10,21 +10,23 @@ TRLS is a folder with what TRL 1.16.0 adds to requirements.txt, and VERLS verl's
     pip download --no-deps verl==0.9.1 && unzip -d VERLS verl-0.9.1-*.whl
 
 This file decides
-* An update is everything from the tokens to new weights: log-probs, loss, backward, norm, AdamW. It
-  has the same rows, micro-batches and float32 weights, and gradient checkpointing. TRL's runs in its
-  own `train()`; only its sampling is replaced, by the fixed batch. Equal norms of the first gradient
-  show that both take the same step. Rates count tokens without padding.
-* TRL gets PyTorch's choice of attention kernels, of which `policy.py` leaves out cuDNN's.
-* verl's file is imported without the package around it, which asks for Ray; a row names the stand-ins.
+* An update is everything from tokens to new weights: log-probs, loss, backward, norm and AdamW.
+  Rows, micro-batches, float32 weights and gradient checkpointing are the same for both. TRL's runs
+  in its own `train()`; only its sampling is replaced, by the fixed batch. The norms of the first
+  gradient show that both compute the same. Rates count tokens without padding.
+* TRL gets PyTorch's choice of attention kernels; `policy.py` leaves out cuDNN's.
+* verl's file is imported without the package around it, which asks for Ray. A row names stand-ins.
 * A part that fails is one row, and the next one runs. Without a GPU the shapes are tiny, and the
-  figures mean nothing.
+  figures mean nothing. TRL would spread a batch over all GPUs that it sees: show it one.
 """
 
 import argparse
 import contextlib
 import gc
+import json
 import math
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -33,6 +35,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import transformers
@@ -44,9 +47,11 @@ from three_policies.presets import PRESETS
 from three_policies.rollout import Sample
 from three_policies.tools import bench, gpu_report
 from three_policies.tools.gpu_report import GIB, ON_GPU, wait
+from three_policies.training.files import read_metrics
+from three_policies.training.settings import load_config
+from three_policies.training.tasks import Task
 
 SAMPLES = 4                                # of each prompt
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 
 def row(*cells: object) -> None:
@@ -95,7 +100,7 @@ class Figures(NamedTuple):
         return rate
 
 
-def make_batch(given: argparse.Namespace, shortest: int) -> trainer.Batch:
+def make_batch(given: argparse.Namespace, shortest: int, device: torch.device) -> trainer.Batch:
     """Draw random tokens: groups of `SAMPLES`, responses of `shortest` to `given.response`."""
     generator = torch.Generator().manual_seed(1)
     vocabulary = AutoConfig.from_pretrained("model").vocab_size
@@ -107,16 +112,16 @@ def make_batch(given: argparse.Namespace, shortest: int) -> trainer.Batch:
     prompts = [p for _ in range(given.rows // SAMPLES) for p in [draw(given.prompt)] * SAMPLES]
     responses = [draw(given.response - 17 * i % span) for i in range(given.rows)]
     samples = [Sample(tokens, [0.0] * len(tokens), True) for tokens in responses]
-    return trainer.pad(prompts, samples, torch.randn(given.rows, generator=generator), DEVICE)
+    return trainer.pad(prompts, samples, torch.randn(given.rows, generator=generator), device)
 
 
 class Ours:
     """As much of a run as `trainer.update` needs, as in tools/gpu_report.py."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
+    def __init__(self, given: argparse.Namespace, device: torch.device) -> None:
         self.held, self.repeats = free(), given.repeats
         self.run = gpu_report.make_run(
-            gpu_report.settings(given.micro, given.dtype, checkpointing=True), DEVICE)
+            gpu_report.settings(given.micro, given.dtype, checkpointing=True), device)
 
     def measure(self, batch: trainer.Batch) -> Figures:
         """Take updates at π_rollout = π_old, where no weight of `correct` changes the gradient."""
@@ -153,8 +158,8 @@ class Clock(TrainerCallback):
             self.seconds.append(wait() - self.began)
 
 
-def make_trl(given: argparse.Namespace, weights: str, clock: Clock, made: Any, reward: Any,
-             **options: Any) -> Any:
+def make_trl(given: argparse.Namespace, weights: str, clock: Clock, made: Any,
+             reward: Callable[..., list[float]]) -> Any:
     """Make TRL's trainer, or a subclass of it that is `made`, with TRL's defaults otherwise."""
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from datasets.table import InMemoryTable  # pyright: ignore[reportMissingImports]
@@ -165,9 +170,8 @@ def make_trl(given: argparse.Namespace, weights: str, clock: Clock, made: Any, r
         max_completion_length=given.response, beta=0.0, loss_type="dapo", temperature=1.0,
         bf16=given.dtype == "bfloat16", gradient_checkpointing=True, lr_scheduler_type="constant",
         model_init_kwargs={"dtype": weights}, use_cpu=not ON_GPU, save_strategy="no", report_to=[],
-        logging_first_step=True, logging_steps=10_000, disable_tqdm=True, **options)
-    questions = [f"{i}+{i + 1}=" for i in range(given.rows)]
-    table = InMemoryTable.from_pydict({"prompt": questions})
+        logging_first_step=True, logging_steps=10_000, disable_tqdm=True)
+    table = InMemoryTable.from_pydict({"prompt": questions(given)})
     return made("model", reward, config, Dataset(table, fingerprint="prompts"), callbacks=[clock],
                 processing_class=AutoTokenizer.from_pretrained("model"))
 
@@ -179,7 +183,7 @@ def measure_trl(given: argparse.Namespace, batch: trainer.Batch, weights: str) -
     class Fixed(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
             (prompts, responses), (prompt_mask, response_mask) = (
-                x.to(DEVICE).tensor_split([given.prompt], 1) for x in batch[:2])
+                x.to(batch.advantages.device).tensor_split([given.prompt], 1) for x in batch[:2])
             return {"prompt_ids": prompts, "prompt_mask": prompt_mask,
                     "completion_ids": responses, "completion_mask": response_mask,
                     "advantages": batch.advantages[:, 0],
@@ -210,12 +214,12 @@ def update(given: argparse.Namespace) -> None:
          "ours over this")
     kinds = {"float32": f"float32 weights, computed in {given.dtype}",
              "bfloat16": "bfloat16 weights and moments"}
-    with gpu_report.group():
+    with gpu_report.group() as device:
         ours = None
         with attempt("ours"):
-            ours = Ours(given)
+            ours = Ours(given, device)
         for shortest in (given.response, max(1, given.response // 2)):
-            batch, rate = make_batch(given, shortest), None
+            batch, rate = make_batch(given, shortest, device), None
             tokens = int(batch.attention.sum())
             shape = (f"{given.rows} × ({given.prompt} + {shortest}"
                      f"{'' if shortest == given.response else f' to {given.response}'})")
@@ -230,6 +234,72 @@ def update(given: argparse.Namespace) -> None:
             if ours and rate:
                 with attempt(f"ours again, {shape}"):
                     ours.measure(batch).show(f"ours again, {shape}", tokens, rate)
+
+
+# --------------------------------------------------------------- a step with sampling, beside TRL's
+
+def step(given: argparse.Namespace) -> None:
+    """Measure whole steps, each trainer with its own loop around Hugging Face's `generate`.
+
+    TRL has no pass for π_old here and no engine to send weights to; ours has both. Rewards are
+    drawn at random, since the answers are noise and equal rewards would give no gradient.
+    """
+    head("step", "sampled tokens/s", "s a step (lowest–highest)", "ours over this")
+    what = (f"{given.rows} × ({given.prompt} + {given.response}), {{}} weights, "
+            f"computed in {given.dtype}")
+    ours = None
+    with attempt("ours"):
+        ours = show_steps(f"ours, {what.format('float32')}", steps_of_ours(given), None)
+    for weights in ["float32"] + ["bfloat16"] * (given.dtype == "bfloat16"):
+        with attempt(f"TRL, {weights} weights"), attention_of_torch():
+            show_steps(f"TRL, {what.format(weights)}", steps_of_trl(given, weights), ours)
+
+
+def show_steps(what: str, steps: list[tuple[float, float]], ours: float | None) -> float:
+    """Print a row of (tokens, seconds) of each step, and return the rate."""
+    rate = sum(tokens for tokens, _ in steps) / sum(seconds for _, seconds in steps)
+    seconds = [seconds for _, seconds in steps]
+    row(what, f"{rate:,.0f}", f"{statistics.median(seconds):.4g} ({min(seconds):.4g}–"
+        f"{max(seconds):.4g})", f"{ours / rate:.2f}" if ours else "1")
+    return rate
+
+
+def questions(given: argparse.Namespace) -> list[str]:
+    """Return questions of `given.prompt` characters, which are tokens of random weights' model."""
+    return [f"{i}+{i}=".rjust(given.prompt, "0") for i in range(10 * given.rows)]
+
+
+def steps_of_ours(given: argparse.Namespace) -> list[tuple[float, float]]:
+    Path("questions.jsonl").write_text("\n".join(
+        json.dumps({"question": question, "answer": "#### 0"}) for question in questions(given)))
+    config = load_config([
+        "run=ours", "policy.path=model", f"policy.dtype={given.dtype}", "rollout.quantize=null",
+        "policy.gradient_checkpointing=true", "rollout.engine=transformers",
+        f"rollout.dtype={given.dtype}", f"rollout.prompts={given.rows // SAMPLES}",
+        f"rollout.samples={SAMPLES}", f"rollout.max_tokens={given.response}", "task.kind=jsonl",
+        "task.path=questions.jsonl", "task.eval_path=null", "task.eval_size=4",
+        "task.instruction=''", "task.chat_template=false", "train.mini_batches=1", "train.lr=1e-6",
+        f"train.micro_batch_size={given.micro}", f"train.steps={given.repeats + 2}",
+        "train.eval_every=1000", "train.save_every=1000"])
+    with (mock.patch.object(Task, "reward", lambda *_: random.random()),
+          contextlib.redirect_stdout(sys.stderr)):
+        trainer.start(config)
+    lines = read_metrics(Path("runs/ours/metrics.jsonl"))[1:-1]      # the last one evaluates too
+    return [(line["response/tokens"], line["time/step"]) for line in lines]
+
+
+def steps_of_trl(given: argparse.Namespace, weights: str) -> list[tuple[float, float]]:
+    from trl import GRPOTrainer  # pyright: ignore[reportMissingImports]
+    tokens, clock = [], Clock()
+
+    def reward(completion_ids, **_):
+        tokens.append(sum(map(len, completion_ids)))
+        return [random.random() for _ in completion_ids]
+
+    free()
+    with contextlib.redirect_stdout(sys.stderr):
+        make_trl(given, weights, clock, GRPOTrainer, reward).train()
+    return list(zip(tokens[1:], clock.seconds, strict=True))
 
 
 # ------------------------------------------------------------------------- `correct`, beside verl's
@@ -288,7 +358,8 @@ def correction(given: argparse.Namespace) -> None:
     head(f"`correct` with metrics, {[*shape]}", "ours, ms", "peak, [B, T] tensors",
          "verl 0.9.1, ms", "verl's peak", "ours/verl (quartiles)",
          "ours, metrics left on the device/verl", "metrics in both")
-    train, rollout, mask = (x.to(DEVICE) for x in bench.batch(*shape))
+    train, rollout, mask = (
+        x.to("cuda" if ON_GPU else "cpu") for x in bench.batch(*shape))
     data, verl = (train, rollout, mask), None
     with attempt("verl's file"):
         if given.verl is None:
@@ -321,14 +392,14 @@ def compare(calls: dict[str, Callable[[], Any]], unit: int) -> list[str]:
             f"{len(both)}, of which apart: {', '.join(apart) or 'none'}"]
 
 
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
-PARTS = {"correct": correction, "update": update}
+PARTS = {"correct": correction, "update": update, "step": step}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["correct", "update"])
     parser.add_argument("--model", help="a folder; otherwise random weights are written")
     parser.add_argument("--verl", help="verl 0.9.1's wheel, unpacked")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
