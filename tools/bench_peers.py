@@ -6,7 +6,7 @@
 TRLS is a folder with what TRL 1.16.0 adds to requirements.txt, and VERLS verl's wheel, unpacked:
 
     pip install --target TRLS --no-deps accelerate==1.15.0 datasets==5.2.0 dill==0.4.1 \\
-        multiprocess==0.70.19 pandas==3.1.1 trl==1.16.0 xxhash==4.1.0
+        multiprocess==0.70.19 pandas==3.1.1 python-dateutil six trl==1.16.0 xxhash==4.1.0
     pip download --no-deps verl==0.9.1 && unzip -d VERLS verl-0.9.1-*.whl
 
 This file decides
@@ -52,6 +52,7 @@ from three_policies.training.settings import load_config
 from three_policies.training.tasks import Task
 
 SAMPLES = 4                                # of each prompt
+failed: list[str] = []
 
 
 def row(*cells: object) -> None:
@@ -70,6 +71,7 @@ def attempt(what: str):
     try:
         yield
     except Exception as error:
+        failed.append(what)
         lines = str(error).strip().splitlines() or ["no word"]
         row(what, f"FAILED: {type(error).__name__}: {lines[0]}")
 
@@ -312,7 +314,6 @@ def load_verl(directory: str) -> tuple[Callable[..., Any], list[str]]:
     """
     if not Path(directory, "verl/trainer/ppo/rollout_corr_helper.py").exists():
         raise FileNotFoundError(f"{directory} is not verl's wheel, unpacked")
-    sys.path.insert(0, directory)
     for name in ("verl", "verl.utils", "verl.trainer", "verl.trainer.config", "verl.trainer.ppo",
                  "verl.workers", "verl.workers.config"):
         sys.modules[name] = ModuleType(name)
@@ -412,7 +413,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return given
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     given = parse(argv)
     for name in ("model", "verl"):
         if getattr(given, name):
@@ -435,8 +436,9 @@ def main(argv: list[str]) -> None:
             with attempt(part):
                 PARTS[part](given)
         os.chdir("/")
-    print(f"\n{time.perf_counter() - began:.0f} s", flush=True)
+    print(f"\n{time.perf_counter() - began:.0f} s, {len(failed)} rows failed", flush=True)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
