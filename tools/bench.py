@@ -9,7 +9,7 @@ the median of the ratios of the turns, with its quartiles. In each turn a candid
 only the second run is timed, so that the caches and the freed memory of the candidate before it do
 not count. Peak memory is what torch allocates beyond its inputs. Peers that do not import say "not
 installed". verl needs `pip install --no-deps verl==0.9.1` and what it imports, TRL `pip install
-trl==1.16.0`.
+trl==1.16.0`. tools/bench_peers.py measures beside both on a GPU.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """This script measures an update beside TRL's, and `correct` beside verl's, on one device.
 
-    PYTHONPATH=TRLS python tools/bench_peers.py --verl VERLS     # a minute on a GPU of 80 GB
-    … --parts step --response 128                                # a step with its sampling
+    PYTHONPATH=TRLS python tools/bench_peers.py --verl VERLS     # without a GPU tiny shapes
+    … --parts step --response 128                                # steps with their sampling
 
 TRLS is a folder with what TRL 1.16.0 adds to requirements.txt, and VERLS verl's wheel, unpacked:
 
@@ -16,8 +16,8 @@ This file decides
   gradient show that both compute the same. Rates count tokens without padding.
 * TRL gets PyTorch's choice of attention kernels; `policy.py` leaves out cuDNN's.
 * verl's file is imported without the package around it, which asks for Ray. A row names stand-ins.
-* A part that fails is one row, and the next one runs. Without a GPU the shapes are tiny, and the
-  figures mean nothing. TRL would spread a batch over all GPUs that it sees: show it one.
+* A part that fails is one row, and the next one runs. Figures of tiny shapes mean nothing.
+  TRL would spread a batch over all GPUs that it sees: show it one.
 """
 
 import argparse
