@@ -50,6 +50,7 @@ def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
     if config.policy.path is None:
         warm_start(config, log.with_name(f"{study['name']}-{seed}.lock"))
     plant(method, trainer)
+    write_no_weights()
     shares = watch(trainer)
     if study.get("evaluator") == "float32":
         trainer.evaluate = in_float32(trainer.evaluate)
@@ -78,6 +79,14 @@ def warm_start(config, lock: Path) -> None:
     with lock.open("w") as file, process_group():
         fcntl.flock(file, fcntl.LOCK_EX)
         make_demo_model(config, make_task(config.task, config.seed))
+
+
+def write_no_weights() -> None:
+    """Let a run write no checkpoint and no model, 2 GB of the real one: metrics are read alone."""
+    from three_policies.training.checkpoints import Checkpoints
+    from three_policies.training.run import Run
+    Checkpoints.save = lambda *_: None
+    Run.write_models = lambda *_: None
 
 
 def in_float32(evaluate):
