@@ -776,7 +776,7 @@ REAL_LOOKS = {"matched": (BLACK, "-"), "disabled": (ORANGE, "--"),
 
 def real_run():
     """Draw the real model's runs: held-out accuracy, and the reward of what the engine drew."""
-    found = {arm: list(rows.values()) for arm, rows in runs("real")["coarse"].items()}
+    found = {arm: list(rows.values()) for arm, rows in runs("real-card")["coarse"].items()}
     shown = [arm for arm in ("matched", "disabled", "decoupled_token_is", "bypass_ppo_clip")
              if arm in found]
     figure, (policy, engine) = plt.subplots(1, 2, figsize=(7.5, 2.9), sharey=True)
