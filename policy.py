@@ -5,7 +5,7 @@ This file decides
   are float32 too where hidden states are bfloat16: a logit of 20 would be rounded by up to 0.06.
   Those of prompts are never computed, those of responses one slice of the vocabulary at a time.
 * Prompts are padded on the left, responses on the right, so every response begins in one column. A
-  prompt that several rows share runs once.
+  prompt that several rows share runs once. Or rows are packed: training/packing.py.
 * Weights are float32 and sharded over the ranks by FSDP2; the computation is in the dtype asked
   for. A rank alone on a CPU, in float32, has nothing to shard, move or cast: it has no FSDP.
 * Nothing waits for the device: what decides a shape is computed on the host.
@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import (CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy,
@@ -35,6 +34,7 @@ from transformers import PreTrainedModel
 
 from three_policies.training.heads import TokenLogProbs
 from three_policies.training.models import empty_model, read_model, use_attention
+from three_policies.training.packing import Packing, require_packable
 from three_policies.training.shapes import Shape, refuse_parts, run_prompts, spread
 
 
@@ -49,30 +49,42 @@ class Policy(nn.Module):
         self.divisor = temperature * (getattr(config, "logits_scaling", None) or 1) / (
             getattr(config, "logit_scale", None) or 1)
 
-    def forward(self, tokens: Tensor, attention: Tensor, width: int, shape: Shape | None = None,
-                kept_ids: Tensor | None = None, candidates: Tensor | None = None
-                ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, attention: Tensor, width: int,
+                shape: Shape | Packing | None = None, kept_ids: Tensor | None = None,
+                candidates: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return log π(y_t | x, y_<t), float32, [B, T]; 0 beyond the rows' longest response.
 
         tokens, attention [B, P + T]: prompts padded left, then responses, T = width, padded right.
+        A `Packing` computes nothing of padding, where the result is 0.
         kept_ids [B, T, K]: the ids over which each token's π is renormalised, itself among them.
         With candidates [B, T, K], ids of the tokens that μ may have drawn there, y_t among them or
         not, the log-probs of these in the place of y_t are returned as well: [B, T, K].
         """
         shape = shape or Shape.of(tokens.cpu(), attention.cpu(), width, tokens.device)
-        start, (p, t) = tokens.shape[1] - width, shape[:2]
-        tokens, attention = (x[:, start - p:start + t] for x in (tokens, attention))    # [B, p + t]
-        hidden = self.hidden_states(tokens, attention, shape)[:, :t].flatten(0, 1)      # [B·t, D]
-        targets = tokens[:, p:, None]
+        start = tokens.shape[1] - width
+        if isinstance(shape, Packing):
+            hidden = self.packed_hidden_states(tokens, shape)                           # [n, D]
+        else:
+            cut = slice(start - shape.p, start + shape.t)
+            hidden = self.hidden_states(tokens[:, cut], attention[:, cut], shape)
+            hidden = shape.take(hidden)                                                 # [n, D]
+        targets = tokens[:, start:, None]
         if candidates is not None:
-            targets = torch.cat([targets, candidates[:, :t]], -1)
-        targets = targets.flatten(0, 1)                                                 # [B·t, M]
-        kept_ids = None if kept_ids is None else kept_ids[:, :t].flatten(0, 1)          # [B·t, K]
-        log_prob = self.log_probs(hidden, targets, kept_ids).unflatten(0, (-1, t))
-        own = F.pad(log_prob[..., 0], (0, width - t))                                   # [B, T]
-        if candidates is None:
-            return own
-        return own, F.pad(log_prob[..., 1:], (0, 0, 0, width - t))                      # [B, T, K]
+            targets = torch.cat([targets, candidates], -1)                              # [B, T, M]
+        kept_ids = None if kept_ids is None else shape.take(kept_ids)                   # [n, K]
+        log_prob = self.log_probs(hidden, shape.take(targets), kept_ids)                # [n, M]
+        own = shape.put(log_prob[:, :1], width)[..., 0]                                 # [B, T]
+        return own if candidates is None else (own, shape.put(log_prob[:, 1:], width))
+
+    def packed_hidden_states(self, tokens: Tensor, packing: Packing) -> Tensor:
+        """Return the hidden state before each token of a response: [B, P + T] → [R, D]."""
+        given = tokens.flatten().index_select(0, packing.read)[None]                    # [1, N]
+        # What has four dimensions is a mask that transformers would not build again; `attend` lets
+        # it be. Without one transformers would look, on the device, for rows in the positions.
+        states = self.model.get_decoder()(
+            input_ids=given, position_ids=packing.positions[None], use_cache=False,
+            attention_mask=given.new_empty(1, 1, 0, 0), packing=packing).last_hidden_state
+        return states[0].index_select(0, packing.before)
 
     def hidden_states(self, tokens: Tensor, attention: Tensor, shape: Shape) -> Tensor:
         """Return the hidden state before each token of the response: [B, p + t] → [B, ≥ t, D]."""
@@ -116,11 +128,12 @@ class Policy(nn.Module):
 
 def load_policy(path: str, temperature: float, dtype: str, device: torch.device, *,
                 gradient_checkpointing: bool = False, frozen: bool = False,
-                cpu_offload: bool = False,
+                cpu_offload: bool = False, packed: bool = False,
                 lora: Callable[[Any], object] | None = None) -> Policy:
     """Load a model in float32, check it, and shard it over the ranks (FSDP2); compute in `dtype`.
 
     lora: freezes the model and adds what learns in its place.
+    packed: the model will be given a `Packing`, so it is checked with one.
     Rank 0 reads the model and sends every rank its shards; the other ranks never hold it whole.
     """
     # cuDNN's attention gives NaN in the backward pass for masked rows (PyTorch issue 196678).
@@ -132,7 +145,7 @@ def load_policy(path: str, temperature: float, dtype: str, device: torch.device,
     if lora is not None:
         lora(model)
     if reads:
-        check(policy)
+        check(policy, packed)
     whole = policy.state_dict() if reads and dist.get_world_size() > 1 else {}
     if gradient_checkpointing:             # π_ref too: the other path would round otherwise
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -188,33 +201,36 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def check(policy: Policy) -> None:
+def check(policy: Policy, packed: bool = False) -> None:
     """Raise ValueError if the model's own logits give other log-probs, or if training is random.
 
     The model runs each row alone, the policy two at once: with one prompt for both, then with
     prompts and responses of other lengths.
     """
     model, name, training = policy.model, type(policy.model).__name__, policy.training
+    runs, goes_on, of = ("prompts first and then responses, from a cache of keys and values",
+                         "continue from its cache by several tokens", Shape.of)
+    if packed:
+        require_packable(model)
+        runs, goes_on, of = "packed rows", "keep packed rows apart", Packing.of
     attention = torch.tensor([[1] * 7, [1] * 5 + [0] * 2, [0, 0] + [1] * 5])        # P = 3, T = 4
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 6, 4, 0, 0], [0, 0, 8, 3, 9, 5, 2]])
     tokens %= model.config.get_text_config().vocab_size
 
     policy.eval()
     for pair in [0, 1], [0, 2]:
-        given = tokens[pair], attention[pair], 4
+        given = tokens[pair], attention[pair], 4, of(tokens[pair], attention[pair], 4, "cpu")
         try:
             ours = policy(*given)
         except Exception as error:         # whatever a model's own code may raise
-            raise ValueError(f"{name} does not run prompts first and then responses, from a cache "
-                             f"of keys and values, as policy.py does: {error}") from error
+            raise ValueError(f"{name} does not run {runs}, as policy.py does: {error}") from error
         for row, on, log_prob in zip(tokens[pair], attention[pair].bool(), ours):
             alone, length = row[on], int(on[3:].sum())
             logits = model(input_ids=alone[None]).logits[0, -length - 1:-1].float()
             right = (logits / policy.temperature).log_softmax(-1).gather(-1, alone[-length:, None])
             if not torch.allclose(log_prob[:length], right[:, 0], atol=1e-3):
                 raise ValueError(f"{name} does more to its logits than policy.py knows of, or does "
-                                 "not continue from its cache by several tokens, so its log-probs "
-                                 "would be wrong")
+                                 f"not {goes_on}, so its log-probs would be wrong")
 
     trained = policy.train()(*given)
     policy.train(training)

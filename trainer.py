@@ -44,6 +44,7 @@ from three_policies.rollout import Sample as Sample      # re-exported
 from three_policies.training import signals
 from three_policies.training.batches import Batch, micro_batches, nonfinite_rows, pad
 from three_policies.training.faults import report_errors
+from three_policies.training.packing import Packing
 from three_policies.training.run import Run, open_run
 from three_policies.training.settings import Config, correction_of, help_text, kl_of, load_config
 from three_policies.training.shapes import Shape, to_device
@@ -198,15 +199,15 @@ def sample_metrics(everyone: Outcomes, advantages: Tensor, config: Config) -> di
         "response/empty_fraction": everyone.empty.mean()}
 
 
-def log_probs(policy: Callable[..., Any], batch: Batch, candidates: Tensor | None = None
-              ) -> tuple[Tensor, Tensor | None]:
+def log_probs(policy: Callable[..., Any], batch: Batch, candidates: Tensor | None = None,
+              packed: bool = False) -> tuple[Tensor, Tensor | None]:
     """Return log π of these rows' tokens, renormalised over what μ kept: [B, T].  (eq:sampling)
 
     The second result is that of the candidates in each token's place, [B, T, K], or None.
     """
     width, device = batch.response_mask.shape[1], batch.response_mask.device
-    given = (*to_device(device, batch.tokens, batch.attention), width,
-             Shape.of(batch.tokens, batch.attention, width, device), batch.kept_ids)
+    shape = (Packing if packed else Shape).of(batch.tokens, batch.attention, width, device)
+    given = *to_device(device, batch.tokens, batch.attention), width, shape, batch.kept_ids
     return (policy(*given), None) if candidates is None else policy(*given, candidates)
 
 
@@ -216,7 +217,7 @@ def score(policy: Callable[..., Any], batch: Batch, config: Config) -> Tensor:
     log_prob = torch.zeros_like(batch.rollout_log_prob)
     for rows in micro_batches(batch, config):
         [there] = to_device(log_prob.device, rows)
-        log_prob[there], _ = log_probs(policy, batch.rows(rows, there))
+        log_prob[there], _ = log_probs(policy, batch.rows(rows, there), packed=config.policy.packed)
     return log_prob
 
 
@@ -300,7 +301,8 @@ def update(run: Run, batch: Batch, options: RolloutCorrectionConfig,
     counts = global_counts(correction.mask) if correction and kept_counts else whole
 
     sums, corrections, gradients = defaultdict[str, Any](float), [], dict[Tensor, Tensor]()
-    for rows in micro_batches(batch, config, together=not config.policy.gradient_checkpointing):
+    shares = not (config.policy.gradient_checkpointing or config.policy.packed)     # its prompts
+    for rows in micro_batches(batch, config, together=shares):
         [there] = to_device(batch.response_mask.device, rows)
         part, decided = batch.rows(rows, there), correction and correction.rows(there)
         loss, metrics, decided = loss_of_part(policy, part, options, config, decided, counts, whole)
@@ -337,7 +339,8 @@ def loss_of_part(policy: Policy, part: Batch, options: RolloutCorrectionConfig, 
 
     `counts` divide the policy's loss, `whole` the KL term, which rejected tokens keep.
     """
-    log_prob, of_candidates = log_probs(policy, part, part.candidates)          # [B, T], [B, T, K]
+    log_prob, of_candidates = log_probs(policy, part, part.candidates,
+                                        config.policy.packed)                   # [B, T], [B, T, K]
     candidates: Any = None if of_candidates is None else (of_candidates, part.candidate_log_prob)
     if correction is None:
         correction = correct(log_prob, part.rollout_log_prob, part.response_mask, options,

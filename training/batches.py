@@ -86,26 +86,29 @@ def micro_batches(batch: Batch, config: Config, together: bool = False) -> list[
         length = lengths.view(-1, n).amax(1).repeat_interleave(n)     # the group's longest: [B]
     order = length.argsort(stable=True)
     parts = order.split(size) if most is None else within_budget(
-        order, batch, most, n if groups else 1)
+        order, batch, most, n if groups else 1, config.policy.packed)
     return [rows[lengths[rows].argsort(stable=True)] for rows in (x.sort().values for x in parts)]
 
 
-def within_budget(order: Tensor, batch: Batch, most: int, together: int) -> list[Tensor]:
+def within_budget(order: Tensor, batch: Batch, most: int, together: int, packed: bool
+                  ) -> list[Tensor]:
     """Split rows into parts of at most `most` tokens, padding included; a longer row runs alone.
+
+    Packed rows have no padding.
 
     FSDP needs equally many forward passes on every rank, so ranks with fewer parts halve their
     largest. Each rank has the same number of rows, and no part is empty.
     """
     start = batch.tokens.shape[1] - batch.response_mask.shape[1]
     spans = torch.stack([x.sum(-1) for x in batch.attention.tensor_split([start], 1)], -1)  # [B, 2]
-    parts: list[Tensor] = []
-    widest, size = torch.zeros(2), 0
+    parts = [order[:0]]
     for rows in order.split(together):
-        wider, size = torch.maximum(widest, spans[rows].amax(0)), size + len(rows)
-        if not parts or size * wider.sum() > most:
-            parts.append(rows[:0])
-            wider, size = spans[rows].amax(0), len(rows)
-        parts[-1], widest = torch.cat([parts[-1], rows]), wider
+        joined = torch.cat([parts[-1], rows])
+        tokens = spans[joined].sum() if packed else len(joined) * spans[joined].amax(0).sum()
+        if len(parts[-1]) and tokens > most:
+            parts.append(rows)
+        else:
+            parts[-1] = joined
     count = torch.tensor(len(parts))
     dist.all_reduce(count, dist.ReduceOp.MAX)
     while len(parts) < count:

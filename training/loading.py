@@ -260,7 +260,7 @@ def load_policies(config: Config, path: str, adapt: Adapt, device: torch.device
     of_path = functools.partial(
         load_policy, path, config.rollout.temperature, config.policy.dtype, device,
         cpu_offload=config.policy.cpu_offload,
-        gradient_checkpointing=config.policy.gradient_checkpointing)
+        gradient_checkpointing=config.policy.gradient_checkpointing, packed=config.policy.packed)
     policy = of_path(lora=adapt)
     if config.loss.kl_coef == 0:
         return policy, None

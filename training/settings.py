@@ -80,6 +80,9 @@ class PolicyConfig:
         "float32", "precision of the computation; weights and moments are float32")
     gradient_checkpointing: bool = setting(
         False, "save memory at the cost of a second forward pass")
+    packed: bool = setting(
+        False, "lay the rows of a forward pass one after the other, without padding; a prompt "
+        "that several rows share then runs for each: for a GPU, and responses of many lengths")
     cpu_offload: bool = setting(
         False, "keep weights, gradients and moments in the host's memory, and update them there")
     lora_rank: int | None = setting(
@@ -203,7 +206,7 @@ class Config:
 # These split the work, and change no more than how sums are rounded. Where a gradient is nothing
 # but rounding, as that of a KL at θ = ref may be, AdamW still makes a whole step of it.
 SPLITS = {"train.micro_batch_size", "train.micro_batch_tokens", "rollout.batch_size",
-          "policy.gradient_checkpointing"}
+          "policy.gradient_checkpointing", "policy.packed"}
 # What may differ when a run is continued.
 CHANGEABLE = {"train.steps", "train.save_every", "train.keep", "train.eval_every", "train.grace",
               "train.dump", "train.on_nonfinite", "rollout.gpu_memory_utilization",

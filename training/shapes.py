@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -55,6 +56,14 @@ class Shape(NamedTuple):
         first, which = to_device(device, first, which)
         return Shape(int(lengths.max()), max(1, t), first, which,
                      bool(lengths.min() < lengths.max()))
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return what is beside the responses' tokens, padding included: [B, T, …] → [B·t, …]."""
+        return x[:, :self.t].flatten(0, 1)
+
+    def put(self, x: Tensor, width: int) -> Tensor:
+        """Return it in its place, and 0 beyond the longest response: [B·t, M] → [B, T, M]."""
+        return F.pad(x.unflatten(0, (-1, self.t)), (0, 0, 0, width - self.t))
 
 
 def to_device(device: torch.device | str, *tensors: Tensor) -> list[Tensor]:

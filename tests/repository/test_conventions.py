@@ -31,7 +31,7 @@ from three_policies.tests.support.modules import EXPLAINED, METHOD, ROOMS, modul
 
 ROOT = Path(__file__).resolve().parents[2]
 BOOK = (*METHOD, "policy", "rollout", "trainer")
-KERNELS = ("training.heads", "training.rounding", "training.shapes")
+KERNELS = ("training.heads", "training.packing", "training.rounding", "training.shapes")
 # What a file of the method, or of a room, may import of the project; a room knows itself.
 MAY_IMPORT = {
     "checks": (), "ratios": ("checks",), "kl": ("checks", "ratios"),

@@ -91,6 +91,6 @@ def in_float64() -> None:
     policy.MixedPrecisionPolicy = lambda *_: precision(torch.float64, torch.float64)
     policy.read_model = lambda path: read(path).double()
     policy.empty_model = lambda path: empty(path).double()
-    policy.check = lambda policy: None                  # it compares with float32
+    policy.check = lambda *_: None                  # it compares with float32
     rollout.DTYPES["float32"], trainer.pad, shards.NAMES[torch.float64] = (
         torch.float64, padded, "F64")

@@ -46,6 +46,9 @@ CASES = {                          # name: overrides
     "opsm": ["correction={rollout_is: token, rollout_is_batch_normalize: true, "
              "rollout_rs: {opsm: 0.1}}"],
     "veto": ["correction.preset=geo_mis", "train.epochs=2"],
+    "packed": ["policy.packed=true", "loss.kl_coef=0.1", "rollout.top_k=8"],
+    "packed checkpoints": ["policy.packed=true", "policy.gradient_checkpointing=true",
+                           "policy.dtype=bfloat16", "train.micro_batch_tokens=20"],
     "lora": ["policy.lora_rank=2", "loss.kl_coef=0.1", *GOES_ON],
     "lora apart": ["policy.lora_rank=2", "rollout.lora=apart", "rollout.quantize=null"],
     "crossing": ["rollout.staleness=1", "rollout.update_every=2", "train.steps=2"],
@@ -180,9 +183,9 @@ def pretended(tiny_model, forks, tmp_path_factory):
 
 
 def test_the_appendix_counts_the_configurations():
-    assert len(CASES) + len(TWO_RANKS) + len(OFFLOADED) == 22 and len(TWO_RANKS) == 1
+    assert len(CASES) + len(TWO_RANKS) + len(OFFLOADED) == 24 and len(TWO_RANKS) == 1
     said = (Path(__file__).resolve().parents[2] / "math/appendix-settings.md").read_text().split()
-    assert "runs in twenty-two configurations, two of them on two ranks" in " ".join(said)
+    assert "runs in twenty-four configurations, two of them on two ranks" in " ".join(said)
 
 
 @pytest.mark.parametrize("case", [*CASES, *TWO_RANKS, *OFFLOADED])
