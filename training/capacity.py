@@ -83,17 +83,20 @@ def memory(model: Sizes, config: Config, ranks: int, length: int, vllm_bytes: fl
     root gathered, and each layer together with the next, in the policy's dtype of d bytes. The root
     and one layer also have gathered gradients, in two copies: d bytes and 4 a number. For the
     backward pass a layer of Llama or Qwen2 keeps, for each token, d bytes times: four MLP widths,
-    four hidden and attention widths, a row of the mask; and two hidden widths in float32. Weights
-    under a LoRA have no gradients and no moments; they are π_ref.
+    four hidden and attention widths, a row of the mask; and two hidden widths in float32. Packed
+    rows have no mask, and a budget of tokens is met to the last. Weights under a LoRA have no
+    gradients and no moments; they are π_ref.
     """
     policy, train, d = config.policy, config.train, DTYPES[config.policy.dtype].itemsize
     own, learns = (0 if policy.cpu_offload else 4 * x / ranks
                    for x in (model.parameters, model.trained))
     backward = model.trained == model.parameters       # else the gathered gradients are few
-    rows = min(max(1, train.micro_batch_tokens // length) if train.micro_batch_tokens else
-               train.micro_batch_size, config.rollout.prompts * config.rollout.samples
-               // (ranks * train.mini_batches))
-    one = d * (4 * (model.inner + model.hidden + model.attended) + length) + 8 * model.hidden
+    rows = config.rollout.prompts * config.rollout.samples // (ranks * train.mini_batches)
+    most = train.micro_batch_tokens or train.micro_batch_size * length
+    most -= 0 if policy.packed else most % length              # padded rows are all as long
+    tokens = min(max(most, length), rows * length)
+    mask = 0 if policy.packed else length
+    one = d * (4 * (model.inner + model.hidden + model.attended) + mask) + 8 * model.hidden
     kept = d * model.hidden * model.layers + one if policy.gradient_checkpointing else (
         one * model.layers)
     reference = config.loss.kl_coef != 0 and policy.lora_rank is None
@@ -101,7 +104,7 @@ def memory(model: Sizes, config: Config, ranks: int, length: int, vllm_bytes: fl
     engine = {"the engine": vllm_bytes or smallest_engine(model, config, length)}
     update = {"gradients": learns, "gathered weights with their gradients":
               (model.root + 2 * model.layer) * d + (model.root + model.layer) * (d + 4) * backward,
-              "slices of logits": LOGITS, "activations": rows * length * kept}
+              "slices of logits": LOGITS, "activations": tokens * kept}
     return stays | update | ({} if vllm_bytes else engine), stays | engine
 
 

@@ -15,12 +15,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2
 
 from three_policies.book import tables
 from three_policies.checks import UserError
+from three_policies.policy import Policy
 from three_policies.tests.support.launching import ROOT
 from three_policies.tests.support.small import steady, weights
 from three_policies.training import capacity, loading
 from three_policies.training.capacity import (GIB, Sizes, host_bytes, judge_host, memory,
                                               require_room, smallest_engine, update_flops)
-from three_policies.training.models import add_lora
+from three_policies.training.models import add_lora, use_attention
+from three_policies.training.packing import Packing
 from three_policies.training.settings import load_config
 
 LENGTH = 768                           # of the longest prompt and response
@@ -69,7 +71,7 @@ def test_weights_gradients_and_moments_are_as_large_as_adamws(ranks):
     assert not any(offloaded[name] for name in total)
 
 
-def saved(model, rows, length):
+def saved(model, rows, length, packed):
     """Return the bytes that a forward pass keeps for the backward pass, weights aside."""
     own, found = {x.untyped_storage().data_ptr() for x in model.parameters()}, {}
 
@@ -80,24 +82,32 @@ def saved(model, rows, length):
     tokens = torch.zeros(rows, length, dtype=torch.long)
     mask = torch.arange(length).expand(rows, -1) >= torch.arange(rows)[:, None]        # padded
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        result = model.get_decoder()(input_ids=tokens, attention_mask=mask.long(), use_cache=False)
-    assert result.last_hidden_state.requires_grad
+        if packed:
+            shape = Packing.of(tokens, torch.ones_like(tokens), 1, "cpu")
+            result = Policy(model, 1.0).packed_hidden_states(tokens, shape)
+        else:
+            result = model.get_decoder()(input_ids=tokens, attention_mask=mask.long(),
+                                         use_cache=False).last_hidden_state
+    assert result.requires_grad
     return sum(len(storage) for storage in found.values())
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [Qwen2Config, LlamaConfig])
-def test_activations_of_a_layer_are_what_a_forward_pass_keeps(kind, dtype, checkpointing):
+def test_activations_of_a_layer_are_what_a_forward_pass_keeps(kind, dtype, checkpointing, packed):
     """The difference of three layers and two is within a fiftieth of the arithmetic."""
     config = settings("gsm8k", f"policy.dtype={dtype}", "train.micro_batch_size=2",
+                      f"policy.packed={packed}".lower(),
                       f"policy.gradient_checkpointing={checkpointing}".lower())
     measured, computed = [], []
     for layers in (2, 3):
         model = small(kind, layers, getattr(torch, dtype)).train()
+        use_attention(model)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        measured.append(saved(model, 2, 64))
+        measured.append(saved(model, 2, 64, packed))
         computed.append(memory(Sizes.of(model), config, 1, 64, 1)[0]["activations"])
     kept, by_arithmetic = measured[1] - measured[0], computed[1] - computed[0]
     print(f"{kind.__name__} {dtype}: {kept / 128:.0f} bytes a token, {by_arithmetic / 128:.0f}")
@@ -134,6 +144,19 @@ def test_a_pass_has_a_row_at_least_and_a_ranks_mini_batch_at_most(given, same):
     found, expected = (memory(model, settings("gsm8k", *of_step, one), 2, LENGTH, 1)[0]
                        for one in (given, same))
     assert found["activations"] == expected["activations"] > 0
+
+
+def test_packed_rows_meet_a_budget_of_tokens_and_have_no_mask():
+    """Padded rows of 768 tokens use 1536 of 2000; a longer row than the budget runs alone."""
+    model, budget = tables.qwen("0.5B"), "train.micro_batch_tokens=2000"
+    padded, packed, alone = (memory(model, settings("gsm8k", *given), 1, LENGTH, 1)[0]
+                             for given in ([budget], [budget, "policy.packed=true"],
+                                           ["train.micro_batch_tokens=1", "policy.packed=true"]))
+    mask = 2 * LENGTH                                      # bytes a token of bfloat16
+    of_token = packed["activations"] / 2000
+    assert padded["activations"] == 2 * LENGTH * (of_token + mask)
+    assert alone["activations"] == LENGTH * of_token
+    assert {**padded, "activations": 0} == {**packed, "activations": 0}
 
 
 @pytest.mark.parametrize("tied", [False, True])
