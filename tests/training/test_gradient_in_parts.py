@@ -55,10 +55,11 @@ with process_group() as device:
              ("bypass_pg_rs", "token-mean", "kept", True),
              ("bypass_pg_is", "seq-mean-token-sum-norm", "fixed", False)]
     policy = load_policy(path, 1.0, "float32", device)           # no step is taken: for all cases
-    splits = [*[1, 2, 4, 8][:4 - world // 2], "tokens", "groups"]
+    splits = [*[1, 2, 4, 8][:4 - world // 2], "tokens", "groups", "packed"]
     for parts, case in itertools.product(splits, cases):
         preset, aggregation, denominator, normalize = case
-        config.train.micro_batch_tokens = {"tokens": 13, "groups": 24}.get(parts)
+        config.train.micro_batch_tokens = {"tokens": 13, "groups": 24, "packed": 13}.get(parts)
+        config.policy.packed = parts == "packed"
         config.rollout.samples = 2 if parts == "groups" else 8
         config.train.micro_batch_size = 1 if isinstance(parts, str) else 8 // world // parts
         rejecting = RolloutCorrectionConfig("token", 2.0, normalize, {"seq_sum_k1": [0.01, 1.0]},
@@ -96,8 +97,8 @@ def gradients(tiny_model, forks, tmp_path_factory):
     """Return gradients and metrics of one update, by (ranks, micro-batches of each).
 
     Some of its 8 rows are rejected. "tokens" and "groups" are budgets of 13 tokens, and of 24 with
-    whole groups of two rows. Of four ranks three need two micro-batches for 13 tokens, and the last
-    one needs one.
+    whole groups of two rows; "packed" is one of 13 tokens of packed rows. Of four ranks three need
+    two micro-batches for 13 padded tokens, and the last one needs one.
     """
     directory, found = tmp_path_factory.mktemp("gradients"), {}
     (directory / "gradient.py").write_text(GRADIENT)
@@ -112,7 +113,7 @@ def gradients(tiny_model, forks, tmp_path_factory):
 
 @pytest.mark.parametrize("split", [
     (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2),
-    *((ranks, budget) for ranks in (1, 2, 4) for budget in ("tokens", "groups"))])
+    *((ranks, budget) for ranks in (1, 2, 4) for budget in ("tokens", "groups", "packed"))])
 def test_ranks_and_micro_batches_change_nothing(gradients, split):
     for case, (expected, metrics) in gradients[1, 1].items():
         gradient, other = gradients[split][case]

@@ -122,6 +122,13 @@ def test_a_run_goes_on_with_fewer_ranks_and_with_more(settings, train, forks):
     assert_same(train.runs / f"{name}-parts", train.runs / f"{name}-whole")
 
 
+def test_a_packed_run_on_two_ranks_ends_as_a_padded_one(train):
+    train(1, "run=padded", "train.steps=2", "loss.kl_coef=0.1", "rollout.top_k=8")
+    train(2, "run=packed", "train.steps=2", "loss.kl_coef=0.1", "rollout.top_k=8",
+          "policy.packed=true", "policy.gradient_checkpointing=true", "train.micro_batch_tokens=20")
+    assert_same(train.runs / "packed", train.runs / "padded")
+
+
 @pytest.mark.long
 def test_two_agents_on_one_machine_train_as_one_node_with_four_ranks(train):
     train(4, "run=node", "train.steps=2")
