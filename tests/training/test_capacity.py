@@ -97,7 +97,10 @@ def saved(model, rows, length, packed):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [Qwen2Config, LlamaConfig])
 def test_activations_of_a_layer_are_what_a_forward_pass_keeps(kind, dtype, checkpointing, packed):
-    """The difference of three layers and two is within a fiftieth of the arithmetic."""
+    """The difference of three layers and two is that of the arithmetic, and 24 bytes a token.
+
+    Left out are two norms' divisors and the log-sums of four heads, in float32.
+    """
     config = settings("gsm8k", f"policy.dtype={dtype}", "train.micro_batch_size=2",
                       f"policy.packed={packed}".lower(),
                       f"policy.gradient_checkpointing={checkpointing}".lower())
@@ -111,7 +114,7 @@ def test_activations_of_a_layer_are_what_a_forward_pass_keeps(kind, dtype, check
         computed.append(memory(Sizes.of(model), config, 1, 64, 1)[0]["activations"])
     kept, by_arithmetic = measured[1] - measured[0], computed[1] - computed[0]
     print(f"{kind.__name__} {dtype}: {kept / 128:.0f} bytes a token, {by_arithmetic / 128:.0f}")
-    assert by_arithmetic == pytest.approx(kept, rel=0.02)
+    assert kept == by_arithmetic + (0 if checkpointing else 24 * 128)
 
 
 def test_the_smallest_engine_has_its_weights_and_one_cache():
