@@ -319,20 +319,20 @@ def effective_samples():
 ELSEWHERE = (*((name, math.sqrt(low * high), None) for name, low, high in REPORTED),
              ("Qwen3.5-4B", 0.03, None), ("GPT-OSS-120B", 0.05, 2000))
 # Colour, name and its place in the figure: tokens, k3. A region lies below its border.
-REGIONS = (("#ffffff", "ignore", 1.3, 1e-4), ("#eef6fb", "token weights", 900, 0.068 / 900),
-           ("#d9ebf7", "sequence weights", 900, 0.18 / 900), ("#fbeeec", "repair first", 6, 0.6))
+REGIONS = (("#ffffff", "ignore", 1.3, 1e-4), ("#eef6fb", "token weights", 2500, 0.068 / 2500),
+           ("#d9ebf7", "sequence weights", 2500, 0.18 / 2500), ("#fbeeec", "repair first", 6, 0.6))
 
 
 def sizes():
     """Draw k3 of a token against the length, with regions, the tiny models and the real one."""
     figure, axis = plt.subplots(figsize=(7.6, 5.6))
     lengths = torch.logspace(0, 4.3, 200, dtype=torch.float64)
-    axis.set(xscale="log", yscale="log", xlim=(1, 2e4), ylim=(1e-7, 2),
+    axis.set(xscale="log", yscale="log", xlim=(1, 2e4), ylim=(1e-6, 2),
              xlabel="tokens in a response", ylabel="k3, nats per token")
     (left, top), (right, bottom) = axis.transData.transform([(1, 1), (10, 0.1)])
     along = math.degrees(math.atan2(bottom - top, right - left))           # the slope of k3 · T
 
-    low = torch.full_like(lengths, 1e-7)
+    low = torch.full_like(lengths, 1e-6)
     for (color, name, *place), high in zip(REGIONS, [*size_borders(lengths), 2 * lengths ** 0],
                                            strict=True):
         axis.fill_between(lengths, low, high, color=color, linewidth=0, zorder=0)
@@ -393,8 +393,8 @@ def real_points(axis):
     heights = apart({name: math.log10(k3) for name, (_, k3) in rows.items()}, 0.19)
     for name, (length, k3) in rows.items():
         axis.plot(length, k3, "o", color=BLUE, markersize=4)
-        axis.plot([length, 420], [k3, 10 ** heights[name]], color=BLUE, linewidth=0.4)
-        axis.text(440, 10 ** heights[name], name, fontsize=7, color=BLUE, va="center")
+        axis.plot([length, 300], [k3, 10 ** heights[name]], color=BLUE, linewidth=0.4)
+        axis.text(312, 10 ** heights[name], name, fontsize=7, color=BLUE, va="center")
 
 
 FIELD = {

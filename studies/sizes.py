@@ -12,6 +12,7 @@ which makes KL and moments lower bounds.
     three-policies fetch smollm2
     python studies/sizes.py --model smollm2 --out runs/sizes --row int8           # one row
     python studies/sizes.py --model smollm2 --out runs/sizes                      # all of them
+    python studies/sizes.py --model smollm2 --out runs/gpu --device cuda --prompts 128
 
 OUT/results.csv gets a line for each row, and a row that stands there is not measured again;
 OUT/ROW.jsonl is the row's dump: `three-policies doctor OUT/ROW.jsonl`. The published table is
@@ -241,7 +242,8 @@ def numbers(drawn: list[Drawn], found: list[Compared]) -> dict[str, float]:
     return row
 
 
-def measure(name: str, model: Path, out: Path, count: int, device: str) -> dict[str, Any]:
+def measure(name: str, model: Path, out: Path, count: int = PROMPTS, device: str = "cpu"
+            ) -> dict[str, Any]:
     """Measure a row on `count` prompts, and write its dump."""
     began, row = time.perf_counter(), ROWS[name]
     prompts, end = questions(model, count), end_of(model)
