@@ -104,18 +104,21 @@ def group():
         yield device
 
 
-def settings(micro: int, dtype: str = "bfloat16", checkpointing: bool = False) -> trainer.Config:
+def settings(micro: int, dtype: str = "bfloat16", checkpointing: bool = False,
+             packed: bool = False) -> trainer.Config:
     config = trainer.Config()
     config.rollout.samples = 4
     config.train = replace(config.train, micro_batch_size=micro)
-    config.policy = replace(config.policy, dtype=dtype, gradient_checkpointing=checkpointing)
+    config.policy = replace(config.policy, dtype=dtype, gradient_checkpointing=checkpointing,
+                            packed=packed)
     return config
 
 
 def make_run(config: trainer.Config, device) -> Any:
     """Return as much of a run as `trainer.update` needs."""
     policy = load_policy("model", 1.0, config.policy.dtype, device,
-                         gradient_checkpointing=config.policy.gradient_checkpointing)
+                         gradient_checkpointing=config.policy.gradient_checkpointing,
+                         packed=config.policy.packed)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
 
     def nonfinite(what, sentences):
@@ -234,10 +237,10 @@ def wait() -> float:
     return time.perf_counter()
 
 
-def update(dtype: str, micro: int, checkpointing: bool) -> None:
+def update(dtype: str, micro: int, checkpointing: bool, packed: bool = False) -> None:
     """Measure an update's tokens per second, its share of a @ b, its host waits and its memory."""
     with group() as device:
-        config, rows = settings(micro, dtype, checkpointing), 4 * micro
+        config, rows = settings(micro, dtype, checkpointing, packed), 4 * micro
         run, batch = make_run(config, device), make_batch(device, rows)
         options = PRESETS["decoupled_token_is"]()
         old = trainer.score(run.loaded.policy, batch, config)
@@ -252,8 +255,8 @@ def update(dtype: str, micro: int, checkpointing: bool) -> None:
         done = trainer.update(run, batch, options, given)
         seconds, tokens = wait() - began, int(batch.attention.sum())
         flops = 6 * sum(p.numel() for p in run.loaded.policy.parameters()) * tokens / seconds
-        row(f"update, {tokens} tokens, {dtype}, {'with' if checkpointing else 'without'} "
-            "gradient checkpointing",
+        row(f"update, {tokens} tokens, {dtype}, {'packed' if packed else 'padded'}, {micro} rows at "
+            f"a time, {'with' if checkpointing else 'without'} gradient checkpointing",
             f"{tokens / seconds:,.0f} tokens/s, {flops / 1e12:.3g} TFLOP/s, "
             f"{flops / matrix_rate(device, dtype):.2f} of a @ b, "
             f"gradient {done.metrics['grad_norm'].item():.3g}")
@@ -404,6 +407,8 @@ ROWS = {                                   # cheapest first
     "against the CPU": Row(against_cpu, 8, 1, left_out="there is nothing but the CPU"),
     "update in bfloat16": Row(update, 14, 1.5, dict(dtype="bfloat16", micro=16 if ON_GPU else 4,
                                                     checkpointing=True)),
+    "update of packed rows": Row(update, 14, 1.5, dict(
+        dtype="bfloat16", micro=64 if ON_GPU else 4, checkpointing=True, packed=True)),
     "update in float32": Row(update, 18, 1.5, dict(dtype="float32", micro=4, checkpointing=False)),
     "engine": Row(engine, 16, 3, dict(eager=True)),
     "engine with graphs": Row(engine, 16, 4, dict(eager=False), "graphs are a GPU's"),

@@ -64,7 +64,7 @@ class TokenLogProbs(torch.autograd.Function):
         they are in it. All slices reuse one buffer.
         """
         size = max(1, CHUNK * (1 if hidden.is_cpu else ON_GPU) // max(1, len(hidden)))
-        size -= size % 64 if size > 64 else 0
+        size -= size % 64 if size > 64 else 0      # unaligned rows of z get a GPU's slow kernels
         space = hidden.new_empty(len(hidden) * min(size, len(weight)),
                                  dtype=torch.promote_types(hidden.dtype, torch.float32))
         for first in range(0, len(weight), size):

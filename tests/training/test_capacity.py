@@ -144,7 +144,8 @@ def test_a_pass_has_a_row_at_least_and_a_ranks_mini_batch_at_most(given, same):
     """128 rows of a mini-batch, on two ranks."""
     of_step = ("rollout.prompts=64", "rollout.samples=8", "train.mini_batches=4")
     model = tables.qwen("0.5B")
-    found, expected = (memory(model, settings("gsm8k", *of_step, one), 2, LENGTH, 1)[0]
+    found, expected = (memory(model, settings("gsm8k", "policy.packed=false", *of_step, one), 2,
+                              LENGTH, 1)[0]
                        for one in (given, same))
     assert found["activations"] == expected["activations"] > 0
 
@@ -153,8 +154,8 @@ def test_packed_rows_meet_a_budget_of_tokens_and_have_no_mask():
     """Padded rows of 768 tokens use 1536 of 2000; a longer row than the budget runs alone."""
     model, budget = tables.qwen("0.5B"), "train.micro_batch_tokens=2000"
     padded, packed, alone = (memory(model, settings("gsm8k", *given), 1, LENGTH, 1)[0]
-                             for given in ([budget], [budget, "policy.packed=true"],
-                                           ["train.micro_batch_tokens=1", "policy.packed=true"]))
+                             for given in ([budget, "policy.packed=false"], [budget],
+                                           ["train.micro_batch_tokens=1"]))
     mask = 2 * LENGTH                                      # bytes a token of bfloat16
     of_token = packed["activations"] / 2000
     assert padded["activations"] == 2 * LENGTH * (of_token + mask)
@@ -268,7 +269,7 @@ def test_the_loras_configuration_for_24_gb_fits_and_states_its_figures():
 
 
 def test_the_arithmetic_beside_the_h100s_peak_is_that_of_its_gpu():
-    config, share = settings("gsm8k-lora-24gb"), 0.5 * 79.2 * GIB
+    config, share = settings("gsm8k-lora-24gb", "policy.packed=false"), 0.5 * 79.2 * GIB
     assert config.rollout.gpu_memory_utilization == 0.5
     found = memory(tables.qwen("1.5B", config.policy), config, 1, LENGTH, share)
     update, sampling = (sum(x.values()) / GIB for x in found)

@@ -328,6 +328,16 @@ def test_slices_of_the_vocabulary_change_nothing(
     assert sum(sizes) == 11 and max(sizes) == max(1, min(11, chunk // 7))
 
 
+@pytest.mark.parametrize("logits, widths", [(7 * 150, [128, 72]), (7 * 64, [64, 64, 64, 8]),
+                                            (7 * 63, [63, 63, 63, 11])])
+def test_slices_are_aligned_where_they_are_wider_than_64(logits, widths, monkeypatch):
+    """A GPU multiplies matrices whose rows are not aligned by slower kernels."""
+    monkeypatch.setattr("three_policies.training.heads.CHUNK", logits)
+    slices = TokenLogProbs.slices(torch.zeros(7, 2), torch.zeros(200, 2), None,
+                                  torch.zeros(7, 1, dtype=torch.long), 1.0, None)
+    assert [z.shape[1] for _, z, *_ in slices] == widths
+
+
 def replayed(policy, kept):
     """Return log π of every sequence of the oracle, [N, T], by the code that trains.
 
