@@ -255,8 +255,9 @@ def update(dtype: str, micro: int, checkpointing: bool, packed: bool = False) ->
         done = trainer.update(run, batch, options, given)
         seconds, tokens = wait() - began, int(batch.attention.sum())
         flops = 6 * sum(p.numel() for p in run.loaded.policy.parameters()) * tokens / seconds
-        row(f"update, {tokens} tokens, {dtype}, {'packed' if packed else 'padded'}, {micro} rows at "
-            f"a time, {'with' if checkpointing else 'without'} gradient checkpointing",
+        how = (f"{'packed' if packed else 'padded'}, {micro} rows at a time, "
+               f"{'with' if checkpointing else 'without'} gradient checkpointing")
+        row(f"update, {tokens} tokens, {dtype}, {how}",
             f"{tokens / seconds:,.0f} tokens/s, {flops / 1e12:.3g} TFLOP/s, "
             f"{flops / matrix_rate(device, dtype):.2f} of a @ b, "
             f"gradient {done.metrics['grad_norm'].item():.3g}")

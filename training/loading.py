@@ -72,7 +72,8 @@ def load(config: Config, device: torch.device) -> Loaded:
     with naming_the_model(config, path):
         texts = read_texts(config, task, path)
         sizes = Sizes.of(adapt(empty_model(path)))
-        remarks += texts.remarks + judge_room(config, sizes, texts.longest, device)
+        remarks += [*texts.remarks, *judge_device(config, device),
+                    *judge_room(config, sizes, texts.longest, device)]
         policy, reference = load_policies(config, path, adapt, device)
     optimizer = torch.optim.AdamW(
         [p for p in policy.parameters() if p.requires_grad], lr=config.train.lr, fused=True,
@@ -241,6 +242,15 @@ def check_ends(prompts: list[list[int]], ends: list[int], tokenizer: Any, vocabu
                 f"{tokenizer.convert_ids_to_tokens(prompts[0][-1])!r}, an end token, so a response "
                 "begins after its end; set add_eos_token to false in tokenizer_config.json"]
     return []
+
+
+def judge_device(config: Config, device: torch.device) -> list[str]:
+    """Return a remark on 16 bits on a CPU, which nobody may have asked for."""
+    if device.type != "cpu" or config.policy.dtype == "float32":
+        return []
+    return [f"policy.dtype={config.policy.dtype} rounds π_old and π_θ, which a CPU has no need to: "
+            "policy.dtype=float32. Without a FILE.yaml it comes from configs/gsm8k.yaml, as "
+            "policy.gradient_checkpointing=true does"]
 
 
 def judge_room(config: Config, sizes: Sizes, longest: int, device: torch.device) -> list[str]:

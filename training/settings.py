@@ -465,7 +465,9 @@ def default_settings(given: dict) -> dict:
             del base["task"][key]
         if kind == "reasoning_gym":
             del base["task"]["instruction"]    # its scorers take the whole response
-        del base["policy"]["path"]
+        # Not every model can be packed, and padded rows of a larger one may not fit.
+        del base["policy"]["path"], base["policy"]["packed"]
+        base["train"]["micro_batch_size"] = 16
         base["run"] = kind                     # what the run is named after, as a file is
     return base
 

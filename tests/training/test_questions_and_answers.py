@@ -8,10 +8,12 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from three_policies.checks import UserError
 from three_policies.training import answers, tasks
 from three_policies.training.answers import final_answer, is_right
+from three_policies.training.loading import judge_device
 from three_policies.training.rewards import last_number, own_reward, try_out
 from three_policies.training.remarks import remarks
 from three_policies.training.settings import load_config
@@ -354,6 +356,20 @@ def test_gsm8ks_instruction_is_named_when_a_user_has_not_written_it(tmp_path):
     assert said.startswith("task.instruction is that of configs/gsm8k.yaml, and ends every ques")
     assert not any("instruction" in x
                    for x in remarks(load_config([*given, "task.instruction=Think."])))
+
+
+def test_16_bits_on_a_cpu_are_named_with_their_file(tmp_path):
+    given, cpu = own_rows(tmp_path), torch.device("cpu")
+    [said] = judge_device(load_config(given), cpu)
+    assert said.startswith("policy.dtype=bfloat16 rounds") and "configs/gsm8k.yaml" in said
+    assert judge_device(load_config(given), torch.device("cuda")) == []
+    assert judge_device(load_config([*given, "policy.dtype=float32"]), cpu) == []
+
+
+def test_a_configuration_of_ones_own_model_is_not_packed_unasked(tmp_path):
+    """Not every model can be, and the user has not written it."""
+    policy = load_config(own_rows(tmp_path)).policy
+    assert not policy.packed and policy.gradient_checkpointing
 
 
 def test_rewards_of_0_with_right_last_numbers_are_named(monkeypatch, tmp_path):
