@@ -913,15 +913,19 @@ REPAIRS = (             # what is done, and the rows of studies/sizes.py before 
 
 
 def repairs(border=0.05):
-    """Write k3 with a cause and without it, and the longest responses that need no correction."""
+    """Write k3 with a cause and without it, and the longest responses that need no correction.
+
+    The repair that removes the largest k3 stands first.
+    """
     found = {name: float(row["k3_exact"]) for name, row in sizes.results().items()}
 
     def longest(k3):
         return "none" if k3 > border else f"{border / k3:.2g}" if k3 > border / 100 else (
             f"{round(border / k3, -1):.0f}" if k3 > 1e-7 else "any")
+    measured = [row for row in REPAIRS if found.keys() >= {*row[1:]}]
+    measured.sort(key=lambda row: found[row[2]] - found[row[1]])           # most is removed first
     lines = [[what, f"`{before}`", sizes.brief(found[before]), sizes.brief(found[after]),
-              longest(found[before]), longest(found[after])]
-             for what, before, after in REPAIRS if before in found and after in found]
+              longest(found[before]), longest(found[after])] for what, before, after in measured]
     return markdown(["repair", "row", "k3", "after it", "tokens without a correction", "after it"],
                     lines)
 
