@@ -25,7 +25,9 @@ def foot(number: int) -> str:
     for reader, stops in PATHS.items():
         if number in stops:
             at = stops.index(number) + 1
-            then = f"next, {link(stops[at])}" if at < len(stops) else "the last stop"
+            then = "the last stop"
+            if at < len(stops):                 # the chapter's own text names the next chapter
+                then = f"on this path the next stop is {link(stops[at])}"
             lines.append(f"*{reader}* ({at} of {len(stops)}): {then}.")
     return "\\\n".join(lines)
 
