@@ -13,10 +13,10 @@
 # %% [markdown]
 # # Three policies in forty minutes
 #
-# The policy that samples is never quite the policy that is trained. Here you see the
-# difference, measure it, and train with and without its correction.
-#
-# Forty minutes to read and try, five of them computing: one core, no GPU, no download.
+# In RL for language models, the policy that samples is never quite the policy that is
+# trained. Here you look at the difference, measure it, and train with and without a
+# correction. Of the forty minutes five are computing, on one core, without GPU or
+# download.
 #
 # `pip install -r requirements.txt -r requirements/notebook.txt`
 #
@@ -48,10 +48,10 @@ transformers.utils.logging.disable_progress_bar()
 # %% [markdown]
 # ## 1. Do two engines agree?
 #
-# A trainer and a sampler are given the same weights. Do they find the same probabilities?
+# Give a trainer and a sampler the same weights. Do they compute the same probabilities?
 #
-# To ask, we need a model: a tiny one is taught to sort eight digits. It knows the answers
-# only in part, which leaves something to learn. This takes about a minute.
+# To find out we need a model, so we teach a tiny one to sort eight digits. It learns only
+# some of the answers, which leaves something for RL to do. This takes about a minute.
 
 # %%
 from three_policies.training.faults import process_group
@@ -67,8 +67,8 @@ with process_group(), contextlib.redirect_stderr(io.StringIO()):
 print("asked:", task.train[0].question, "  right answer:", task.train[0].answer)
 
 # %% [markdown]
-# **The sampler** writes an answer to each of 512 questions, and records the probability of
-# every token that it drew: log μ. Its weights may be cast to 16 bits, or rounded to 4.
+# **The sampler** answers 512 questions, and records the log-probability of every token
+# that it draws: log μ. Its weights can be cast to 16 bits, or rounded to 4.
 
 # %%
 from three_policies.engines.choice import make_engine
@@ -85,8 +85,8 @@ def answers(dtype, bits):
                            eos_ids=[tokenizer.eos_token_id])
 
 # %% [markdown]
-# **The trainer** reads the same tokens with the same weights in float32, and computes its
-# own probability of each: log π.
+# **The trainer** reads the same tokens with the same weights, in float32, and computes
+# its own log-probability of each: log π.
 
 # %%
 from three_policies.training.shapes import pad_rows
@@ -111,15 +111,17 @@ for name, (log_mu, log_pi, mask) in sides.items():
     print(f"{name:24} {(log_pi - log_mu)[mask].abs().mean():.1e}")
 
 # %% [markdown]
-# They do not agree. In float32 only the order of additions differs, and with it the last
-# digits. In bfloat16 the difference can be seen. With 4-bit weights it is another policy.
+# They do not agree. In float32 the two add the same numbers in another order, so only the
+# last digits differ. In bfloat16 the difference is visible, and with 4-bit weights the
+# sampler is another policy.
 #
-# The sampled policy is **π_rollout**, short μ. What the trainer computes is **π_old**.
+# The policy that samples is called **π_rollout**, or μ for short. What the trainer
+# computes is **π_old**.
 
 # %% [markdown]
 # ## 2. What does the difference look like?
 #
-# One dot is one token. On the diagonal both sides agree. Where do you expect the dots?
+# Each dot is a token, and on the diagonal both sides agree. Where do you expect the dots?
 
 # %%
 def show(figure):
@@ -137,12 +139,13 @@ for axis, name in zip(figure.subplots(1, 2), ("bfloat16", "bfloat16, 4-bit weigh
 show(figure)
 
 # %% [markdown]
-# Two clouds: digits of which the model is sure, and mistakes that it was taught. The dots
-# far below the diagonal are tokens that the trainer finds much rarer than the sampler did.
+# There are two clouds: digits of which the model is sure, and mistakes that it was
+# taught. Dots far below the diagonal are tokens that the trainer finds much less likely
+# than the sampler did.
 #
-# Why are hardly any as far above? A token is drawn **because** μ likes it. A law follows,
-# with ρ = π/μ, if μ can draw whatever π can: over samples of μ, the mean of ρ is 1 and the
-# mean of log ρ at most 0.
+# Why are hardly any as far above? A token is drawn **because** μ likes it. For ρ = π/μ
+# this becomes a law: over samples of μ the mean of ρ is 1, if μ can draw whatever π can,
+# and the mean of log ρ is at most 0.
 
 # %%
 for name, (log_mu, log_pi, mask) in sides.items():
@@ -155,10 +158,11 @@ for name, (log_mu, log_pi, mask) in sides.items():
 # %% [markdown]
 # ## 3. Is it a bug?
 #
-# The law tells much of this. If the mean of ρ is not 1, then π is not a distribution over
-# what was sampled, and something is broken. The doctor tests that and more.
+# The law answers much of this. If the mean of ρ is not 1, then π is not a distribution
+# over what was sampled, and something is broken. The doctor tests that and more.
 #
-# First our 4-bit sampler. The doctor sees the two columns of log-probs, nothing else.
+# We begin with our 4-bit sampler. The doctor sees the two columns of log-probs and
+# nothing else.
 
 # %%
 from three_policies.doctor.dumps import response
@@ -175,8 +179,9 @@ log_pi = both_sides(rounded)[1]
 print(examine(dump(rounded, log_pi)))
 
 # %% [markdown]
-# π is a distribution, so weights can correct the difference. What makes it, two columns
-# do not always tell. With the model the doctor can try what it knows, one row at a time.
+# π is a distribution, so importance weights can correct the difference. Two columns do
+# not always show what causes it. Given the model as well, the doctor can try the causes
+# that it knows, one after the other.
 
 # %%
 from three_policies.doctor.rescore import rescore
@@ -184,26 +189,27 @@ from three_policies.doctor.rescore import rescore
 print(*rescore(path, [], dump(rounded, log_pi)[:64]).lines(), sep="\n")
 
 # %% [markdown]
-# Found: the sampler's weights are rounded to 4 bits.
+# It has found the cause: the sampler's weights are rounded to 4 bits.
 #
-# Now a mistake that really happens: the trainer's log-probs slip by one token, here with
-# the bfloat16 sampler. The loss stays finite. How would you notice?
+# Now for a mistake that people really make. The trainer's log-probs are off by one token,
+# here beside the bfloat16 sampler's. The loss stays finite. How would you notice?
 
 # %%
 slipped = both_sides(samples["bfloat16"])[1].roll(1, dims=1)
 print(examine(dump(samples["bfloat16"], slipped)))
 
 # %% [markdown]
-# Not a distribution, and named. A mistake is repaired, not corrected: no importance weight
-# makes up for it.
+# Now π is not a distribution, and the doctor names the reason. A mistake has to be
+# repaired, because no importance weight makes up for it.
 #
-# From here on there is no mistake, only two policies.
+# From here on there is no mistake, only a difference between two policies.
 
 # %% [markdown]
 # ## 4. What does the gradient lose?
 #
-# To see it without noise we take a policy so small that all it can say is listed: three
-# tokens, token 0 ends, at most three tokens. That gives fifteen responses y.
+# To see it without noise, we take a policy so small that we can list all it can say. It
+# has three tokens, of which token 0 ends a response, and a response has at most three of
+# them. That makes fifteen responses y.
 
 # %% tags=["exact"]
 from three_policies.oracle import Policy, expectation, grad_J, rewards, scores
@@ -216,10 +222,11 @@ for y, m, p, q, r in zip(old.tokens, old.mask, old.probs(), mu.probs(), R):
     print(f"{' '.join(map(str, y[m].tolist())):5} {p:6.3f} {q:6.3f} {r.item():6.3f}")
 
 # %% [markdown]
-# The trainer wants ∇J, the gradient of the expected reward under its own policy. It gets
-# samples of μ, and averages R(y) ∇log π_old(y) over them.
+# The trainer wants ∇J, the gradient of the expected reward under its own policy. But it
+# gets samples of μ, and averages R(y) ∇log π_old(y) over them.
 #
-# An average over endless samples is a sum over the fifteen rows.
+# Over infinitely many samples that average is a sum over the fifteen rows, so we can
+# compute it exactly.
 
 # %% tags=["exact"]
 def compare(name, gradient):
@@ -232,19 +239,20 @@ compare("samples of π_old", expectation(old, each))
 compare("samples of μ", expectation(mu, each))
 
 # %% [markdown] tags=["exact"]
-# The mean gradient is wrong by 74.3 % of the length of the right one.
+# The mean gradient misses the right one by 74.3 % of its length.
 #
-# More samples do not help: this is the mean over all of them. PPO's clip does not help
-# either. It holds the new policy near the old one, and knows nothing of μ.
+# More samples do not help, because this is already the mean over all of them. Nor does
+# PPO's clip: it holds the new policy near the old one, and knows nothing of μ.
 
 # %% [markdown]
 # ## 5. Three corrections
 #
-# Weigh each sample by how much likelier the trainer finds it: ρ = π_old/μ.
+# Weight each sample by how much likelier the trainer finds it than the sampler did, by ρ
+# = π_old/μ:
 #
-# * `decoupled_token_is`: each token by its own ρ, at most 2.
-# * `decoupled_seq_is`: a response by the product of its ρ, at most 2.
-# * the same without the limit.
+# * `decoupled_token_is` weights each token by its own ρ, at most 2.
+# * `decoupled_seq_is` weights a response by the product of its ρ, at most 2.
+# * `no limit` does the same without the 2.
 
 # %% tags=["exact"]
 from three_policies import RolloutCorrectionConfig, correct
@@ -263,8 +271,8 @@ def gradients(config):
 # %% [markdown]
 # Which of the three has the right mean? And why would anybody set a limit?
 #
-# Bias is how wrong the mean is. Noise is the standard deviation in a batch of 256
-# responses. Together they are the error that one step has to expect.
+# The bias says how wrong the mean is. The noise is the standard deviation in a batch of
+# 256 responses. Together they make the error that one step has to expect.
 
 # %% tags=["exact"]
 N = 256
@@ -279,37 +287,39 @@ for name, config in PRESETS.items():
     print(f"{name:22} {100 * bias:6.1f} {100 * noise:7.1f} {100 * together:10.1f}")
 
 # %% [markdown] tags=["exact"]
-# Without a limit the mean is exact: the bias is 0.0 %.
+# Without a limit the mean is exact, so the bias is 0.0 %.
 #
-# A limit of 2 on the product leaves a bias of 22.0 %, and lowers the noise from 32.7 to
-# 25.3 %. With three tokens the two come out nearly even: 32.7 and 33.6 % together.
+# A limit of 2 on the product leaves a bias of 22.0 %, but lowers the noise from 32.7 to
+# 25.3 %. With three tokens neither wins: together it is 33.6 % with the limit and 32.7 %
+# without.
 #
-# A token's own ρ corrects the token. It does not correct what came before it or follows.
+# A token's own ρ corrects for the token, but not for what came before it or follows.
 
 # %% [markdown]
-# Responses of language models are longer than three tokens. The product of many ρ varies
-# more and more, and few samples carry all the weight.
+# Responses of language models are much longer than three tokens. The more ratios are
+# multiplied, the more their product varies, until a few samples carry all the weight.
 #
-# Suppose the ratios are independent, and ρ of one token has the variance 0.02. Which share
-# of very many samples is effectively left?
+# Suppose that the ratios are independent, and that the ρ of one token has the variance
+# 0.02, which is a k3 of about 0.01. What share of very many samples is effectively left?
 
 # %% tags=["exact"]
 for tokens in (3, 9, 64, 256, 1024):
     print(f"{tokens:5} tokens: {1 / 1.02**tokens:7.2%} of the samples")
 
 # %% [markdown] tags=["exact"]
-# At 256 tokens that is one sample of 159. A batch always reports at least one, so a small
-# one looks better than it is. That is why products have a limit, and why long responses
-# often take a token's own ρ, with its bias.
+# At 256 tokens one sample of 159 is left. A batch always reports at least one, so a small
+# batch looks better than it is. That is why products have a limit, and why long responses
+# often get token weights instead, in spite of their bias.
 
 # %% [markdown]
 # ## 6. Train with and without
 #
-# The tiny model of part 1 now learns by reinforcement: 60 steps of 512 answers. A right
-# answer earns 1. The sampler's weights are rounded to 4 bits and 4 steps old.
+# Now the tiny model of part 1 learns by reinforcement, in 60 steps of 512 answers. A
+# right answer earns 1. The sampler's weights are rounded to 4 bits, and they are 4 steps
+# old.
 #
-# We train three times, about half a minute each. Only the correction differs. Before you
-# go on: which run will end where?
+# We train three times, for about half a minute each, and change only the correction.
+# Before you go on, guess: which run will end where?
 
 # %%
 from three_policies import trainer
@@ -339,8 +349,9 @@ for preset in METHODS:
 # %% [markdown]
 # ## 7. Read the figure
 #
-# Left: what was learned. Right: how far apart π_old and μ are, as k3, an estimate of the
-# KL divergence for each token. Which came first, the fall or the distance?
+# On the left is what was learned. On the right is how far apart π_old and μ are, measured
+# by k3, an estimate of the KL divergence per token. Which came first, the fall or the
+# distance?
 
 # %%
 figure = Figure(figsize=(8.5, 3.4), layout="constrained")
@@ -355,17 +366,18 @@ left.legend(frameon=False, fontsize=8)
 show(figure)
 
 # %% [markdown]
-# In the first steps all runs improve, and in all of them the distance grows: the sampler is
-# four steps old, and the policy moves.
+# In the first steps all runs improve, and in all of them the distance grows, because the
+# policy moves while the sampler stays four steps behind.
 #
-# Without correction it grows on, and the accuracy falls to less than half. Nothing tells
-# this run that its samples are another policy's. With weights the distance stays smaller.
+# Without a correction it keeps growing, and the accuracy falls to less than half, because
+# nothing in the loss accounts for samples that are another policy's. With weights the
+# distance stays smaller.
 
 # %% [markdown]
 # ## 8. Was it luck?
 #
-# Three runs are three anecdotes, and their seed, 3, was chosen because the collapse is
-# plain there. The study of chapter 11 ran the same setting with five seeds.
+# Three runs are three anecdotes, and their seed, 3, was chosen because it shows the
+# collapse so plainly. The study of chapter 11 ran the same setting with five seeds.
 
 # %% tags=["exact"]
 import csv
@@ -379,15 +391,15 @@ for name in ("naive", "decoupled_token_is", "decoupled_seq_is"):
     print(f"{name:26}", *(f"{x:.2f}" for x in found), f"  {sum(found) / 5:.2f}")
 
 # %% [markdown] tags=["exact"]
-# Without correction (`naive`) the mean is 0.39. With weights it is 0.64 and 0.78.
+# Without a correction (`naive`) the mean is 0.39. With weights it is 0.64 and 0.78.
 #
-# A seed decides much: with seed 5 a sequence weight ended at 0.54. So compare methods on
-# several seeds, and declare the comparison before the runs.
+# Much depends on the seed: with seed 5 sequence weights ended at 0.54. So compare methods
+# on several seeds, and declare the comparison before the runs.
 
 # %% [markdown]
 # ## Your turn
 #
-# * Set `rollout.staleness=0`, or `rollout.quantize=8`. What is left of the collapse?
+# * Set `rollout.staleness=0`, or `rollout.quantize=8`. How much of the collapse is left?
 # * Take another preset, such as `bypass_ppo_clip`. Chapter 6 lists them all.
 # * Give the doctor a dump of your own run: `three-policies doctor DUMP.jsonl`.
 #
