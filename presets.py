@@ -114,9 +114,8 @@ class RolloutCorrectionConfig:
             raise ValueError("score_centering needs metrics_only false: it centers the weighted "
                              "scores, and metrics_only applies no weight")
         if self.rollout_is not in (None, "token") or self.rollout_is_batch_normalize or criteria:
-            raise ValueError("score_centering lists the other tokens that might have been drawn, "
-                             "not other sequences or batches: it needs rollout_is null or token, "
-                             "no rollout_is_batch_normalize, and criteria token_*")
+            raise ValueError("score_centering works token by token: rollout_is must be null or "
+                             "token, rollout_is_batch_normalize false, each criterion a token_*")
 
     @property
     def of_whole_batches(self) -> bool:

@@ -68,7 +68,7 @@ class TaskConfig:
     chat_template: bool | None = setting(
         None, "put prompts into the model's chat template; null: if it has one")
     match: Literal["strict", "last_number"] = setting(
-        "strict", "what of a response is its answer: what answers.py takes, or its last number")
+        "strict", "how a response's answer is found: by answers.py, or as its last number")
     reward: str | None = setting(
         None, "FILE.py:FUNCTION, (question, answer, response) → float, in place of task.match")
 
@@ -113,7 +113,7 @@ class RolloutConfig:
         1.0, "sample from the fewest tokens of this mass; log-probs are renormalised to them", 0.01,
         1)
     top_k: int | None = setting(
-        None, "sample from this many likeliest tokens, likewise; null, 0 or -1: from all", -1)
+        None, "sample from the K likeliest tokens, likewise; null, 0 or -1: from all", -1)
     min_p: float = setting(
         0.0, "sample from tokens with at least this share of the largest probability, likewise", 0,
         1)
@@ -122,10 +122,10 @@ class RolloutConfig:
     quantize: str | int | None = setting(
         None, "how weights are rounded on their way to the engine: int8, int4, int4-group-32, "
         "int4-group-128, float8-e4m3, float8-e4m3-tensor, or 2 to 16 bits per channel")
-    staleness: int = setting(0, "number of weight syncs by which the engine is stale", 0)
+    staleness: int = setting(0, "how many weight syncs the engine lags behind", 0)
     update_every: int | None = setting(
-        None, "tokens of a response after which the engine takes its next weights, the stalest "
-        "first; null: weights stay for a response", 1)
+        None, "update the engine's weights every N tokens within a response, the oldest first; "
+        "null: only between responses", 1)
     recompute_cache: bool = setting(
         False, "with update_every: run earlier tokens again through the new weights")
     lora: Literal["merged", "merged-bfloat16", "apart"] = setting(
@@ -173,7 +173,7 @@ class TrainConfig:
     schedule: Literal["constant", "cosine"] = setting(
         "constant", "the learning rate after warm-up; cosine: it falls, to 0 after the last step")
     max_grad_norm: float = setting(
-        1.0, "largest norm of the gradient, which is scaled down to it; .inf: no limit", 1e-6,
+        1.0, "scale the gradient down to this norm if it is longer; .inf: never", 1e-6,
         math.inf)
     weight_decay: float = setting(0.0, "weight decay of AdamW", 0, 10)
     save_every: int = setting(50, "steps between checkpoints", 1)
@@ -558,9 +558,11 @@ def validate(config: Config) -> None:
 
 def check_task(config: Config) -> None:
     task, kind = config.task, config.task.kind
-    if (task.path is None) == (kind in FILE_KINDS):
-        raise UserError(f"task.path must be a file for task.kind=jsonl or parquet, and null for "
-                        f"the others, not {task.path!r} with task.kind={kind}")
+    if task.path is None and kind in FILE_KINDS:
+        raise UserError(f"task.kind={kind} needs task.path=FILE, the questions")
+    if task.path is not None and kind not in FILE_KINDS:
+        raise UserError(f"task.path must be null for task.kind={kind}, which makes its questions, "
+                        f"not {task.path!r}: for a file take task.kind=jsonl or parquet")
     if task.eval_path is not None and kind not in FILE_KINDS:
         raise UserError(f"task.eval_path must be null for task.kind={kind}, whose held-out "
                         f"problems are made as the others are, not {task.eval_path!r}")
