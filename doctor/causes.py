@@ -16,16 +16,16 @@ from torch import Tensor
 
 from three_policies.doctor.laws import (RECORD, Finding, barred, beyond, calibration, confident,
                                         is_broken, order, record, shift, sixteen_bits, slope_of)
-from three_policies.doctor.places import deeper, over_time, penalty, places
+from three_policies.doctor.places import decode, deeper, over_time, penalty, places
 from three_policies.doctor.tokens import (FLOOR, Tokens, floor, numerics, pairs, size_of,
                                           sorted_rows, z_of_rho)
 
 MOST, FEW = 3, 20       # most causes that are named; of so few tokens none is
-LAWS = (sixteen_bits, shift, order, penalty, record, slope_of, calibration)
+LAWS = (sixteen_bits, shift, order, penalty, decode, record, slope_of, calibration)
 # A cause that was found silences these besides itself: they would be what it leaves.
 RECORDS = {"temperature", "softcap", "raw", "cut"}
-SILENCED = {"shift": {"order"}, **dict.fromkeys(RECORDS, RECORDS),
-            "penalty": RECORDS | {"in-flight", "window"}}
+SILENCED = {"shift": {"order", "decode"}, "order": {"decode"}, **dict.fromkeys(RECORDS, RECORDS),
+            "penalty": RECORDS | {"in-flight", "window", "decode"}}
 
 
 def find_causes(x: Tokens, experts: bool | None = None) -> list[Finding]:
@@ -219,6 +219,10 @@ CAUSES = {
     "first-token": ("the first token alone differs",
                     "its log-prob comes from the prompt's last logits: check the slice there, and "
                     "that packed rows leave no gap and share no attention"),
+    "decode": ("the first token alone is right: what follows the prompt is computed wrongly",
+               "compare one request alone, with enforce_eager, another attention backend, no prefix "
+               "cache and none of keys and values in 8 bits; in the trainer look at position_ids, "
+               "mask or slice, if the first token has its own"),
     "eos": ("the end token alone differs",
             "the same end token, counted by both: no label −100 on it, no min_tokens, no ban"),
     "tool": ("tokens that nobody sampled are counted",

@@ -46,6 +46,7 @@ LIMITS = {
     "slope, alone": 1 / 0.9,            # the same, of what a constant leaves of both
     "slope of pairs": 10.0, "softcap": 5.5,     # nats of a line, and of a bend more
     "calibration": 3.7,                 # standard errors of E[−log π] from the entropy
+    "decode": 10.0, "decode, spread": 0.8,      # the gap over that of first tokens; over log-odds'
     "numerics": 1.0,                    # the gap over the largest that two kernels may have
     "loud": 0.005,                      # k3 without the rarest 3 %: an H100's 0.0045 is below it
     "flips": 12.0,                      # |e| of one token in 33 over that of the median

@@ -178,6 +178,32 @@ def _inner(places: Tensor) -> list[int]:
     return inner[::1 + len(inner) // 60].tolist()
 
 
+def decode(x: Tokens) -> Finding | None:
+    """Test whether the first token alone is right, and the gap is everywhere from the second on.
+
+    The prompt's pass gives the first token, and steps that read what it kept give the others. Any
+    law that acts on each token moves the first one, too. R first tokens of another size refute all
+    of these by R log(gap of the others/gap of the first) nats; equal ids count once. A stale prefix
+    cache leaves a part of the log-odds: it is not named so.
+    """
+    some, e = x.unsure(), x.e().abs()
+    first, early, later = (e[some & part] for part in (
+        x.t == 0, (x.t > 0) & (x.t < 3), x.t > 0))
+    if min(len(first), len(early)) < 3:
+        return None
+
+    right = size_of(first) + floor(e)
+    wrong = min(size for part in (early, later)         # one bad token is not enough
+                for size in (size_of(part), 1.5 * part.median().item()))
+    nats = len(x.ids[some & (x.t == 0)].unique()) * math.log(max(1.0, wrong / right))
+    if not (beyond("decode", wrong / right) and nats > 10
+            and beyond("decode, spread", wrong / max(1.0, log_odds(x.mu).std().item()))):
+        return None
+    return Finding("decode", RECORD / 2, f"the first tokens differ by {size_of(first):.3f} logits "
+                   f"({len(first)} tokens), all later ones by {size_of(later):.3f}, from the second "
+                   "on")
+
+
 # ---------------------------------------------------------------------- tokens that were seen
 
 def penalty(x: Tokens, easier: float = 1.0) -> Finding | None:

@@ -62,10 +62,11 @@ VARIANTS = {
     "in-flight": ("kept", "anew"), "penalty": ("repetition", "presence", "frequency"),
     "softcap": ("sampler", "trainer"), "scatter": ("dropout", "packed"), "flips": ("trainer",),
     "bf16-log-softmax": ("trainer", "sampler"), "stale": ("two", "three"), "weights": WEIGHTS,
-    "healthy": ("same", "bf16-sampler", "bf16-trainer", "bf16-both", "order", "peaked")}
+    "healthy": ("same", "bf16-sampler", "bf16-trainer", "bf16-both", "order", "peaked"),
+    "decode": ("forgets", "another")}         # the last, since a cause's place decides its seed
 PENALTIES = {"repetition": (1.05, 1.6), "presence": (0.2, 2), "frequency": (0.1, 1)}
 EDITED = ("shift", "eos", "tool", "retokenised", "first-token", "order")  # of columns, at the end
-OF_THE_TRAINER = ("trainer", "rows", "dropout", "packed")    # kinds that its side alone has
+OF_THE_TRAINER = ("trainer", "rows", "dropout", "packed", "another")    # kinds that its side alone has
 Row = dict[str, Any]
 SAMPLES = 8                             # responses to a prompt
 
@@ -256,6 +257,10 @@ def changes_of(of: Subject, cause: str, kind: str, severity: float, g: torch.Gen
             return {kind: size(*PENALTIES[kind]), "seen_prompt": kind == "repetition"}
         case "softcap", _:
             return {"softcap": logits_size(of) * size(1.5, 0.4)}
+        case "decode", "forgets":
+            return {"forgets": 1 + int(14 * severity)}
+        case "decode", _:
+            return {"another": SAMPLES}
         case "weights", "rotary":
             return {"stretch": size(0.1, 1)}
         case "weights", _:

@@ -6,7 +6,7 @@ doctor/plants.py makes faults of these: a side differs from the clean one in a f
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,8 @@ class Side:
     swapped: float = 0.0                # share of the rows that follow another row's prompt
     packed: bool = False                # a row sees the one before it
     dropped: int = 0                    # so many first tokens of the prompt are missing
+    forgets: int = 0                    # the response does not see so many of the prompt's last
+    another: int = 0                    # it sees the prompt of the row so many before its own
     before: "Any | None" = None         # weights that computed keys and values up to `until`
     until: int = 0                      # a token of the response; 0: the prompt alone
     kept_cache: bool = True             # False: after `until` all is computed anew
@@ -168,9 +170,14 @@ def seen_counts(side: Side, x: list[list[int]], rows: list[list[int]], width: in
 
 def logits(side: Side, x: list[list[int]], rows: list[list[int]], width: int) -> Tensor:
     """Return logits of each place of the responses: [B, width, V]; width ≥ longest response."""
+    if side.another:                    # but the first token is of its own prompt's pass
+        own, k = replace(side, another=0), side.another % len(x)
+        parts = logits(own, x, rows, width), logits(own, x[-k:] + x[:-k], rows, width)
+        return torch.cat([parts[0][:, :1], parts[1][:, 1:]], 1)
     ids, mask, longest = padded(side, x, rows, width)
     places = (mask.cumsum(-1) - 1).clamp(min=0)
     allowed = attention(side, mask, places)
+    allowed[:, longest:, max(0, longest - side.forgets):longest] = False
     places = places * (1 + side.stretch * places / 40) if side.stretch else places
     model = in_half(side.model) if side.half else side.model
     kind = torch.bfloat16 if side.half else torch.float32

@@ -24,7 +24,7 @@ CASES = [
     ("padding", "trainer"), ("window", "window"), ("context", "template"), ("in-flight", "anew"),
     ("penalty", "presence"), ("softcap", "sampler"), ("scatter", "dropout"), ("flips", "trainer"),
     ("bf16-log-softmax", "trainer"), ("stale", "two"), ("weights", "int4"),
-    ("first-token", "packed"), ("order", "blocks")]
+    ("first-token", "packed"), ("order", "blocks"), ("decode", "forgets")]
 
 
 @pytest.mark.made_here

@@ -1,10 +1,13 @@
 """Places of a gap: whole rows, the first token alone, blocks in another order, and depth."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from three_policies import doctor
 from three_policies.doctor import causes, laws, places
+from three_policies.doctor.dumps import read
 from three_policies.tests.support.margins import stands_clear
 from three_policies.tests.support.planted import MODELS, names, planted, shifted, tokens
 
@@ -32,11 +35,42 @@ def noise(n=1200):
 @pytest.mark.parametrize("cause, variant, severity, words", [
     ("context", "rows", 0.5, "whole responses of 80, from their first token on, as after another"),
     ("first-token", "packed", 0.7, "of the first tokens alone"),
+    ("decode", "forgets", 0.7, "from the second on"), ("decode", "another", 0.7, "from the second"),
     ("order", "blocks", 0.1, "blocks of log π change places"),
     ("order", "zigzag", 0.3, "blocks of log π change places")])
 def test_a_place_is_named_on_three_architectures(cause, variant, severity, words, architecture):
     report = examined(planted(cause, architecture, variant, severity=severity))
     assert names(report)[0] == cause and words in report.causes[0].evidence, str(report)
+
+
+def test_a_real_engine_whose_decode_is_broken_is_told_from_a_temperature():
+    """SmolLM2-135M, vLLM 0.32.0 with broken decode kernels on one GPU, 2026-11-28.
+
+    The prompt's pass is right. 24 of its 128 responses, their first 24 tokens, rounded.
+    """
+    rows = list(read(Path(__file__).parents[1] / "support/broken_decode.jsonl"))
+    for some in (rows, rows[:8]):
+        report = examined(some)
+        assert names(report) == ["decode"] and report.causes[0].confidence == "certain"
+
+
+@pytest.mark.parametrize("first, later, spread, named", [
+    (0.05, 6.0, 3.0, True), (0.6, 6.0, 3.0, False),     # the first is wrong too
+    (0.01, 1.0, 3.0, False)])                           # as a stale prefix cache leaves it
+def test_the_first_token_alone_is_right_if_the_others_know_nothing_of_the_engines(
+        first, later, spread, named):
+    """eq:gap-left: R log(ratio) nats, and a gap as large as the log-odds themselves."""
+    odds, by = noise()
+    of = grid()
+    sizes = torch.where(of["t"] == 0, first, later)
+    x = tokens(*shifted(spread * odds / 2, by * sizes), **of, ids=torch.arange(1200) % 97)
+    found = [f.cause for f in causes.find_causes(x)]
+    assert (found[:1] == ["decode"]) == named, found
+    late = torch.where(of["t"] < 5, first, later)           # a change at token 5 is in-flight
+    x = tokens(*shifted(spread * odds / 2, by * late), **of, ids=torch.arange(1200) % 97)
+    assert "decode" not in [f.cause for f in causes.find_causes(x)]
+    one = tokens(*shifted(spread * odds / 2, by * sizes), **of)     # one first token, drawn 60 times
+    assert not places.decode(one)
 
 
 @pytest.mark.made_here
@@ -154,7 +188,8 @@ def test_depth_is_a_gap_that_grows_in_prompts_of_each_length():
 
 @pytest.mark.made_here
 @pytest.mark.parametrize("cause, variant", [("context", "rows"), ("order", "zigzag"),
-                                            ("first-token", "packed"), ("scatter", "packed")])
+                                            ("first-token", "packed"), ("scatter", "packed"),
+                                            ("decode", "forgets")])
 def test_rows_names_and_masked_tokens_change_no_verdict(cause, variant):
     """Rows in another order, ids renamed, and a masked token after each response."""
     rows = planted(cause, "Qwen2", variant)
