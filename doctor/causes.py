@@ -220,9 +220,9 @@ CAUSES = {
                     "its log-prob comes from the prompt's last logits: check the slice there, and "
                     "that packed rows leave no gap and share no attention"),
     "decode": ("the first token alone is right: what follows the prompt is computed wrongly",
-               "compare one request alone, with enforce_eager, another attention backend, no prefix "
-               "cache and none of keys and values in 8 bits; in the trainer look at position_ids, "
-               "mask or slice, if the first token has its own"),
+               "compare one request alone, with enforce_eager, with another attention backend, and "
+               "with prefix caching and an 8-bit cache off; in the trainer look at position_ids, "
+               "mask and slice after the prompt"),
     "eos": ("the end token alone differs",
             "the same end token, counted by both: no label −100 on it, no min_tokens, no ban"),
     "tool": ("tokens that nobody sampled are counted",

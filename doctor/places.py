@@ -200,8 +200,8 @@ def decode(x: Tokens) -> Finding | None:
             and beyond("decode, spread", wrong / max(1.0, log_odds(x.mu).std().item()))):
         return None
     return Finding("decode", RECORD / 2, f"the first tokens differ by {size_of(first):.3f} logits "
-                   f"({len(first)} tokens), all later ones by {size_of(later):.3f}, from the second "
-                   "on")
+                   f"({len(first)} tokens), all later ones by {size_of(later):.3f}, from the "
+                   "second on")
 
 
 # ---------------------------------------------------------------------- tokens that were seen

@@ -66,7 +66,7 @@ VARIANTS = {
     "decode": ("forgets", "another")}         # the last, since a cause's place decides its seed
 PENALTIES = {"repetition": (1.05, 1.6), "presence": (0.2, 2), "frequency": (0.1, 1)}
 EDITED = ("shift", "eos", "tool", "retokenised", "first-token", "order")  # of columns, at the end
-OF_THE_TRAINER = ("trainer", "rows", "dropout", "packed", "another")    # kinds that its side alone has
+OF_THE_TRAINER = ("trainer", "rows", "dropout", "packed", "another")     # kinds of its side alone
 Row = dict[str, Any]
 SAMPLES = 8                             # responses to a prompt
 

@@ -69,7 +69,7 @@ def test_the_first_token_alone_is_right_if_the_others_know_nothing_of_the_engine
     late = torch.where(of["t"] < 5, first, later)           # a change at token 5 is in-flight
     x = tokens(*shifted(spread * odds / 2, by * late), **of, ids=torch.arange(1200) % 97)
     assert "decode" not in [f.cause for f in causes.find_causes(x)]
-    one = tokens(*shifted(spread * odds / 2, by * sizes), **of)     # one first token, drawn 60 times
+    one = tokens(*shifted(spread * odds / 2, by * sizes), **of)         # one first token, 60 times
     assert not places.decode(one)
 
 
