@@ -140,13 +140,12 @@ def consult(given: argparse.Namespace) -> "tuple[Report, Rescored | None]":
         responses = itertools.chain(few, responses)
 
     report = examine(responses, class_of(given))
-    if not report.tokens:
-        lost = f": {report.lost.line(0, report.responses)}" * bool(report.lost.tokens)
-        raise ValueError(f"the dump has no token that counts{lost}")
+    if not report.tokens and not report.lost.tokens:
+        raise ValueError("the dump has no token that counts")
     if rescored:
         report = report._replace(causes=explained(rescored, report.causes),
                                  rescored=rescored.guilty == "none")
-    if given.figure:
+    if given.figure and report.tokens:
         from three_policies.doctor.panels import save
         save(report.examined, given.figure)
     return report, rescored

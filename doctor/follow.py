@@ -4,8 +4,8 @@
     three-policies doctor --watch DUMPS [--idle MINUTES]  # a file or folder of dumps that grows
 
 This file decides what a step is: a line of metrics.jsonl, a new file of dumps, or the rows that one
-has gained. A file is read once it has stopped growing for a look, up to its last whole line. An
-alarm is the one of watch.py; of metrics, a sentence of `diagnose` that two steps running earn.
+has gained. A file is read once it has stopped growing for a look, up to its last whole line, and at
+the end whole. An alarm is the one of watch.py; of metrics, a sentence of `diagnose` that two steps running earn.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 from three_policies.doctor.dumps import Response, read, response
 from three_policies.doctor.health import diagnose
 from three_policies.doctor.normal import Class
-from three_policies.doctor.report import UNKNOWN
+from three_policies.doctor.report import UNKNOWN, VERDICTS
 from three_policies.doctor.watch import Judge, Verdict
 
 LOOK = 1.0                                  # seconds from one look to the next
@@ -33,8 +33,11 @@ class Grown:
     def __init__(self, path: Path):
         self.path, self.size, self.at, self.line = path, -1, 0, 0
 
-    def rows(self, at_once: bool) -> Iterator[tuple[int, Any]]:
-        """Yield each new line's number and its JSON, if the file has rested since the last look."""
+    def rows(self, at_once: bool, end: bool = False) -> Iterator[tuple[int, Any]]:
+        """Yield each new line's number and its JSON, if the file has rested since the last look.
+
+        end: also a last line that nothing ends, unless it is cut.
+        """
         size, self.size = self.size, self.path.stat().st_size
         if self.size < self.at:                                     # it was written anew
             self.at = self.line = 0
@@ -43,7 +46,7 @@ class Grown:
         with self.path.open("rb") as file:
             file.seek(self.at)
             for text in file:
-                if not text.endswith(b"\n"):
+                if not text.endswith(b"\n") and not (end and is_json(text)):
                     break
                 self.at, self.line = self.at + len(text), self.line + 1
                 try:
@@ -69,19 +72,19 @@ class Follower:
                  pair: Class = UNKNOWN):
         self.place, self.say, self.figure = place, say, figure
         self.judge, self.files = Judge(pair), dict[Path, Grown]()
-        self.named, self.steps, self.alarms = set[str](), 0, 0
+        self.named, self.steps, self.logged, self.alarms = set[str](), 0, 0, 0
 
-    def look(self, at_once: bool = False) -> int:
-        """Say what is new; return how many steps that was."""
+    def look(self, at_once: bool = False, end: bool = False) -> int:
+        """Say what is new; return how many steps that was. end: nothing is added any more."""
         new = 0
         log = self.place / "metrics.jsonl"
         if log.is_file():
-            for _, metrics in self.file(log).rows(at_once):
+            for _, metrics in self.file(log).rows(at_once, end):
                 self.step(metrics)
                 new += 1
         for path in self.dumps():
             file = self.file(path)
-            responses = ([response(line, row) for line, row in file.rows(at_once)]
+            responses = ([response(line, row) for line, row in file.rows(at_once, end)]
                          if path.suffix == ".jsonl" else [*file.whole(at_once)])
             if responses:
                 self.batch(path.stem, responses)
@@ -110,13 +113,15 @@ class Follower:
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Say a step's metrics and what looks wrong in them."""
-        self.steps = metrics.get("step", self.steps + 1)
+        self.steps, self.logged = metrics.get("step", self.steps + 1), self.logged + 1
         sentences = {x.split()[0]: x for x in diagnose(metrics)}
-        again = self.named & sentences.keys()
-        self.named, self.alarms = {*sentences}, self.alarms + bool(again)
+        lost = any(re.match(r"\S+ is -?(nan|inf)\b", x) for x in sentences.values())
+        alarm = lost or bool(self.named & sentences.keys())
+        self.named, self.alarms = {*sentences}, self.alarms + alarm
         numbers = [f"{name} {metrics[key]:.3g}" for key, name in SHOWN
                    if isinstance(metrics.get(key), int | float)]
-        self.say("; ".join([f"{'ALARM ' * bool(again)}step {self.steps}: {', '.join(numbers)}",
+        fault = ", a fault" * lost
+        self.say("; ".join([f"{'ALARM ' * alarm}step {self.steps}: {', '.join(numbers)}{fault}",
                             *sentences.values()]))
 
     def ended(self) -> bool:
@@ -127,6 +132,14 @@ class Follower:
         asked = re.search(r"^train:\n(?:[ #].*\n)*?  steps: (\d+)$",
                           settings.read_text(encoding="utf-8"), re.MULTILINE)
         return asked is not None and self.steps >= int(asked[1])
+
+
+def is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def in_order(path: Path) -> list[Any]:
@@ -146,8 +159,8 @@ def follow(name: str, say: Callable[[str], None], figure: str | None = None,
            idle: float | None = None, pair: Class = UNKNOWN) -> int:
     """Follow a place until Ctrl-C, the run's end, or `idle` minutes without news.
 
-    Return 1 after an alarm; else 3 if the last dump is not healthy, which may be by chance, or 0.
-    idle 0: say what is there, and end. Raises ValueError if there is nothing to read then.
+    Return the exit code of the worst answer, and 1 after an alarm. idle 0: say what is there, and
+    end. Raises ValueError if there is nothing to read then.
     """
     follower = Follower(place_of(name), say, figure, pair)
     seen, last = 0, time.monotonic()
@@ -162,7 +175,11 @@ def follow(name: str, say: Callable[[str], None], figure: str | None = None,
             time.sleep(LOOK)
     except KeyboardInterrupt:
         pass
+    seen += follower.look(at_once=True, end=True)
     if not seen:
         raise ValueError(f"{name} has no step and no dump so far: a folder of {', '.join(KINDS)}, "
                          "such a file, or a run's directory is followed")
-    return 1 if follower.alarms else 0 if follower.judge.verdict == "healthy" else 3
+    worst = follower.judge.worst
+    if not follower.logged and worst is None:
+        raise ValueError(f"{name} has no token that counts")
+    return 1 if follower.alarms else VERDICTS[worst or "healthy"][1]

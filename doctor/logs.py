@@ -62,6 +62,7 @@ class Log(NamedTuple):
     rows: list[Row]                     # by our names
     names: dict[str, str]               # our names, and the column that was read for each
     lost: Sequence[float] = ()          # the steps whose gap is NaN or ∞
+    files: Sequence[str] = ()           # of each row, if rows are dumps
 
     def column(self, name: str) -> list[float]:
         """Return a column by our name; NaN where a row lacks it."""
@@ -138,7 +139,7 @@ def named(rows: Sequence[dict[str, Any]], path: Path) -> Log:
     if len(runs) > 1:
         raise ValueError(f"{path} has {len(runs)} runs ({', '.join(sorted(runs)[:3])}): "
                          "export one")
-    names = {}
+    names = dict[str, str]()
     for ours, aliases in ALIASES.items():
         found = (name for alias in aliases for name in theirs
                  if plain[name] == alias and any(_value(row.get(name)) is not None for row in rows))
@@ -146,9 +147,10 @@ def named(rows: Sequence[dict[str, Any]], path: Path) -> Log:
             names[ours] = name
 
     by_step: dict[float, Row] = {}
-    lost = set[float]()
+    lost, sizes = set[float](), [name for ours in SIZES for name in theirs
+                                 if plain[name] in ALIASES[ours]]
     for row in rows:
-        if any(_broken(row.get(names[ours])) for ours in SIZES if ours in names):
+        if any(_broken(row.get(name)) for name in sizes):
             lost.add(_value(row.get(names.get("step", ""))) or 0.0)
         values = {ours: x for ours, name in names.items()
                   if (x := _value(row.get(name))) is not None}
@@ -238,24 +240,30 @@ class Lag(NamedTuple):
 def of_dumps(paths: Sequence[str | Path]) -> tuple[Log, list[Lag]]:
     """Read dumps in the order of their steps as a log, and split all their tokens by version.
 
-    The step is the number in a file's name, or its place if two files have one number. The lag of a
+    The step is the number in a file's name, or its place if two files have one number. A dump whose
+    log-probs are all not finite is a row of its step alone; one without a sampled token is left
+    out, and if all are, that is a ValueError. The lag of a
     token counts from the newest version that its dump has: a delay that all tokens share stays
     unseen there, and is `staleness` where versions are numbered as steps are.
     """
     steps = [_number(Path(path)) for path in paths]
     steps = steps if len(set(steps)) == len(steps) else [*range(1, len(paths) + 1)]
-    rows, lags = [], dict[int, list[float]]()
+    rows, files, lags = list[Row](), list[str](), dict[int, list[float]]()
     for step, path in sorted(zip(steps, map(str, paths))):
-        row, versions = _row(dumps.read(path), lags)
-        if not row:
-            raise ValueError(f"{path} has no token that counts")
+        responses = [*dumps.read(path)]
+        row, versions = _row(responses, lags)
+        if not row and not any(r.not_finite for r in responses):
+            continue
         rows.append({"step": float(step), **row})
+        files.append(path)
         if versions:
             rows[-1]["version"] = sum(versions) / len(versions)
+    if not rows:
+        raise ValueError(f"{', '.join(map(str, paths[:3]))}: no token that counts")
     names = {name: OF_DUMPS for row in rows for name in row}
     split = [Lag(lag, int(n), total / n, int(denied))
              for lag, (n, total, denied) in sorted(lags.items())]
-    return Log(f"{len(rows)} dumps", rows, names), split
+    return Log(f"{len(rows)} dumps", rows, names, files=files), split
 
 
 def _row(responses: Iterable[dumps.Response], lags: dict[int, list[float]]

@@ -47,6 +47,8 @@ PAIRS = (
     Pair("bf16", True, 0.002, 0.030, "35B-A3B of tinker 0.001 to 0.002; prime-rl 0.0015 to 0.030; "
          "miles 0.018"))
 
+BEYOND = MARGIN * max(p.most for p in PAIRS)        # k3: a fault of any class
+
 # What is rounded on purpose, and what faults leave, on SmolLM2-135M (studies/sizes): k3 and words.
 LIKE = ((0.0046, "weights in 8 bits"), (0.015, "weights in 7 bits"), (0.042, "weights in float8"),
         (0.063, "weights in 6 bits"), (0.21, "a layer left out"), (0.55, "weights in 4 bits"))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from three_policies.doctor.causes import BY_SIZE, CAUSES, find_causes
 from three_policies.doctor.laws import Finding, confident
-from three_policies.doctor.normal import Class, like
+from three_policies.doctor.normal import BEYOND, Class, like
 from three_policies.doctor.tokens import LOWEST, ROUNDING, Tokens, one_sided, undrawn
 
 LIMIT = 300_000         # most tokens, masked ones too, that are searched for causes
@@ -22,7 +22,11 @@ COSTS = (("prompt_ids", "temperature, penalty, padding and window are found less
 
 
 UNKNOWN = Class()
-VERDICTS = {"fault": "A fault:", "healthy": "Healthy:", "cannot tell": "Cannot tell:"}
+# From the best to the worst: the words that an answer begins with, and the command's exit code.
+# 2 is for what cannot be read. A script that stops at 1 goes on where nothing is known, and one
+# that wants to be sure asks for 0.
+VERDICTS = {"healthy": ("Healthy:", 0), "cannot tell": ("Cannot tell:", 3), "fault": ("A fault:", 1)}
+FEWEST = 100            # tokens: with fewer only what no pair of any class leaves is a fault
 
 
 class Lost(NamedTuple):
@@ -65,28 +69,48 @@ class Report(NamedTuple):
         and the trainer is not (eq:confident), if there are no experts: in 16 bits a token may go to
         another one, which moves logits by more than rounding. What is found by its size alone is a
         fault above what any healthy pair of its class left (normal.py). A pair is healthy below
-        what is usual in its class; one class more than another leaves room for doubt.
+        what is usual in its class; one class more than another leaves room for doubt. With fewer
+        than FEWEST tokens a law may be broken by chance.
         """
-        law = any(f.cause not in BY_SIZE or f.confidence != "suggested" for f in self.causes)
-        sure = bool(confident(self.examined)) and not self.rescored and not self.of.coarse
-        if law or (sure and self.of.experts is False) or self.proper is False or self.lost.tokens:
-            return "fault"
+        return self.decided[0]
+
+    @property
+    def decided(self) -> tuple[str, str]:
+        """Return the verdict, and what decided it, in words; "" if that was the size alone."""
+        law = next((f for f in self.causes if f.cause not in BY_SIZE or f.confidence != "suggested"
+                    ), None)
+        sure = 0 if self.rescored or self.of.coarse else confident(self.examined)
+        denied = f"of {sure} tokens μ is above ½ and π over 2 nats less"
+
+        if self.lost.tokens:
+            return "fault", f"{self.lost.tokens} log-probs are not finite"
+        if self.tokens < FEWEST and not self.rescored:
+            large = self.k3 > max(self.of.fault, BEYOND)
+            return ("fault", "") if large else ("cannot tell", f"{self.tokens} tokens are too few")
+        if law:
+            return "fault", CAUSES[law.cause][0]
+        if sure and self.of.experts is False:
+            return "fault", f"{denied}, as no noise is without experts"
+        if self.proper is False:
+            return "fault", "π is no distribution over what μ sampled"
         if self.rescored:
-            return "healthy"
+            return "healthy", "the model finds no fault in either column"
         if self.k3 > self.of.fault:
-            return "fault"
-        doubt = self.causes or self.copied or self.tokens < 100 or self.k3 > self.of.healthy or (
-            sure and self.of.experts is None)
-        return "cannot tell" if doubt else "healthy"
+            return "fault", ""
+        if sure and self.of.experts is None:
+            return "cannot tell", f"{denied}, a fault if the model has no experts"
+        if self.copied:
+            return "cannot tell", "both columns are equal to the last digit"
+        if self.k3 > self.of.healthy:
+            return "cannot tell", ""
+        if self.causes:
+            return "cannot tell", f"the size is usual, but there is a sign of {self.causes[0].cause}"
+        return "healthy", ""
 
     @property
     def exit_code(self) -> int:
-        """0 for healthy, 1 for a fault, 3 if the dump cannot tell.
-
-        2 is for what cannot be read. A script that stops at 1 goes on where nothing is known, and
-        one that wants to be sure asks for 0.
-        """
-        return {"healthy": 0, "fault": 1, "cannot tell": 3}[self.verdict]
+        """0 for healthy, 1 for a fault, 3 if the dump cannot tell."""
+        return VERDICTS[self.verdict][1]
 
     @property
     def copied(self) -> bool:
@@ -105,7 +129,7 @@ class Report(NamedTuple):
         at most 0.01. Far from 1, E[ρ] denies it, unless five errors reach 0: then a few tokens
         make up the mean, and its error is as unknown.  (eq:martingale, eq:affirmed)
         """
-        if self.tokens < 100:
+        if self.tokens < FEWEST:
             return None
         doubt = max(5 * self.error, ROUNDING)
         if abs(self.mean - 1) <= doubt:
@@ -150,6 +174,12 @@ class Report(NamedTuple):
             return "what differs is within the noise of two kernels"
         return f"the gap is {'more than' if self.faulty else 'not clearly'} noise of two kernels"
 
+    def answer(self) -> str:
+        """Return the verdict in a line: what decided it, and where k3 lies."""
+        verdict, why = self.decided
+        return " ".join([VERDICTS[verdict][0], *([f"{why}."] if why else []),
+                         *([self.normal()] if self.tokens else [])])
+
     def normal(self) -> str:
         """Say where the reader's k3 lies, what else looks like that, and what to give."""
         line = f"{self.of.place(self.k3)} (r.m.s. of log ρ {math.sqrt(self.square):.2g})."
@@ -165,7 +195,7 @@ class Report(NamedTuple):
         """Say whether π is a distribution, or what leaves that undecided."""
         found = f"E[ρ] = {self.mean:.4f} ± {self.error:.4f} (expected 1)"
         if self.proper is None:
-            why = ("fewer than 100 tokens cannot tell" if self.tokens < 100 else
+            why = (f"fewer than {FEWEST} tokens cannot tell" if self.tokens < FEWEST else
                    f"an error above {TELLS / 5:g} would hide a broken record"
                    if self.error > TELLS / 5 else
                    "tokens that were never drawn may make up the difference")
@@ -184,7 +214,7 @@ class Report(NamedTuple):
                          "output first.")
         lines += [f"Without {name}: {cost}." for name, cost in COSTS if name in self.missing]
         lines.append(self.on_rho())
-        lines.append(f"{VERDICTS[self.verdict]} {self.normal()}")
+        lines.append(self.answer())
 
         others = {f.other.cause for f in self.causes if f.other}
         for f in self.causes:

@@ -18,7 +18,7 @@ from three_policies.doctor import dumps
 from three_policies.doctor.growth import Law, Series, fitted, lag_of, room
 from three_policies.doctor.logs import OF_DUMPS, Lag, Log, Row, in_folder, is_log, of_dumps, read
 from three_policies.doctor.normal import Class
-from three_policies.doctor.report import Report, examine
+from three_policies.doctor.report import VERDICTS as ANSWERS, Report, examine
 
 FEWEST = 5              # rows that a trend needs
 SEEN = 6.0              # nats that a hypothesis must save
@@ -71,7 +71,8 @@ class Trend(NamedTuple):
     record: Sequence[str] = ()          # of RECORD
     lags: Sequence[Lag] = ()
     of: Class = Class()                 # what is known of the pair
-    last: Report | None = None          # of the last dump alone
+    worst: Report | None = None         # of one dump alone, and its file
+    where: str = ""
 
     @property
     def faulty(self) -> bool:
@@ -87,17 +88,36 @@ class Trend(NamedTuple):
     def exit_code(self) -> int:
         """0 if nothing is broken, 1 for a fault, 3 if this cannot tell.
 
-        A gap without a trend is judged by its size, that of the last dump by all that it shows.
+        A gap without a trend is judged by its size, that of dumps by all that the worst one shows.
         """
-        if self.faulty or self.log.lost or (self.last and self.last.faulty):
+        if self.faulty or self.log.lost or (self.worst and self.worst.faulty):
             return 1
         if self.verdict == "stale":
             return 0
-        if self.last and self.verdict != "undecided":
-            return self.last.exit_code
+        if self.worst and self.verdict != "undecided":
+            return self.worst.exit_code
         if self.verdict == "undecided" or self.k3 is None or self.of.healthy < self.k3:
             return 1 if self.k3 is not None and self.k3 > self.of.fault else 3
         return 0
+
+    @property
+    def answer(self) -> str:
+        """One of "fault", "healthy" and "cannot tell", as of a dump."""
+        return next(name for name, (_, code) in ANSWERS.items() if code == self.exit_code)
+
+    def why(self) -> str:
+        """Return in words what decided the answer."""
+        if lost := self.log.lost:
+            return f"the gap is NaN or ∞ at {len(lost)} steps, the first of them {lost[0]:g}"
+        if self.faulty:
+            return VERDICTS[self.verdict][0]
+        if self.worst and (self.worst.faulty or self.verdict not in ("stale", "undecided")):
+            return f"{self.where}, the worst of {self.log.source}: {self.worst.in_short()}"
+        if self.verdict == "stale":
+            return VERDICTS[self.verdict][0]
+        if self.k3 is None or (self.verdict == "undecided" and self.k3 <= self.of.healthy):
+            return [*self.evidence, VERDICTS[self.verdict][0]][0]
+        return self.of.place(self.k3)
 
     @property
     def room(self) -> str:
@@ -109,14 +129,15 @@ class Trend(NamedTuple):
         steps = self.log.column("step")
         return {"source": self.log.source, "columns": self.log.names, "rows": len(steps),
                 "lost": [*self.log.lost], "steps": [steps[0], steps[-1]], "gap": ends(self.log),
-                "verdict": self.verdict,
+                "verdict": self.answer, "trend": self.verdict, "worst": self.where or None,
                 "confidence": self.confidence, "evidence": [*self.evidence],
                 "remedy": VERDICTS[self.verdict][1], "record": [RECORD[x] for x in self.record],
                 "lags": [lag._asdict() for lag in self.lags], "ess": self.room}
 
     def __str__(self) -> str:
         steps, (what, remedy) = self.log.column("step"), VERDICTS[self.verdict]
-        lines = [f"{self.log.source}: {len(steps)} rows, steps {steps[0]:g} to {steps[-1]:g}."]
+        lines = [f"{self.log.source}: {len(steps)} rows, steps {steps[0]:g} to {steps[-1]:g}.",
+                 f"{ANSWERS[self.answer][0]} {self.why()}."]
         if self.log.names.get("k3") != OF_DUMPS:
             lines.append("Read    " + ", ".join(
                 f"{name} = {theirs}" for name, theirs in self.log.names.items()))
@@ -124,18 +145,15 @@ class Trend(NamedTuple):
             lines.append(f"Gap     {gap['name']} {gap['first']:.3g} at step {gap['at'][0]:g}, "
                          f"{gap['last']:.3g} at step {gap['at'][1]:g}; the largest is "
                          f"{gap['largest']:.3g}, at step {gap['at'][2]:g}")
-        if lost := self.log.lost:
-            lines.append(f"A fault: the gap is NaN or ∞ at {len(lost)} steps, the first of them "
-                         f"{lost[0]:g}")
         for lag in self.lags:
             denied = (f"; {lag.denied} of them have p ≥ 0.5 in the engine and 2 nats less in the "
                       "trainer" + ", which no staleness explains" * (lag.lag == 0)) * (
                           lag.denied > 0)
             lines.append(f"Lag {lag.lag:<4}k3 {lag.k3:.3g} over {lag.tokens} tokens{denied}")
-        lines.append(f"Verdict {what}" + f" ({self.verdict}): {self.confidence}" * bool(
+        lines.append(f"Trend   {what}" + f" ({self.verdict}): {self.confidence}" * bool(
             self.confidence))
         lines += [f"        {sentence}" for sentence in self.evidence]
-        if self.k3 is not None and self.last is None:
+        if self.k3 is not None and self.worst is None:
             lines.append(f"Size    {self.of.place(self.k3)}.")
         lines += [f"Do      {remedy}"] * bool(remedy)
         lines += [f"ESS     {self.room}"] * bool(self.room)
@@ -145,7 +163,8 @@ class Trend(NamedTuple):
 def of(paths: Sequence[str | Path], pair: Class = UNKNOWN) -> Trend:
     """Judge one log, or several dumps in the order of their steps; a folder stands for its files.
 
-    Of the first and of the last dump it says what the doctor finds in that dump alone.
+    Of the first and of the last dump, and of the worst, it says what the doctor finds in that dump
+    alone.
     """
     files = [file for path in paths for file in (in_folder(Path(path)) if Path(path).is_dir()
                                                  else [Path(path)])]
@@ -156,13 +175,19 @@ def of(paths: Sequence[str | Path], pair: Class = UNKNOWN) -> Trend:
     if logs := [str(file) for file in files if is_log(file)]:
         raise ValueError(f"{logs[0]} is a log: give one log, or dumps alone")
     log, lags = of_dumps(files)
-    steps = log.column("step")
-    alone = {step: examine(dumps.read(file), pair)
-             for step, file in dict(zip((steps[0], steps[-1]), (files[0], files[-1]))).items()}
-    trend, last = judge(log, lags), alone[steps[-1]]
-    evidence = [f"the dump of step {step:g} alone: {report.in_short()}"
-                for step, report in alone.items()]
-    return trend._replace(evidence=[*trend.evidence, *evidence], of=last.of, last=last)
+    steps, order = log.column("step"), [*ANSWERS].index
+    alone, worst = dict[float, str](), (-1, 0.0)
+    trend = judge(log, lags)
+
+    for step, file in zip(steps, log.files):            # one report at a time is kept
+        report = examine(dumps.read(file), pair)
+        bad = order(report.verdict), report.k3
+        if bad > worst:
+            worst, trend = bad, trend._replace(of=report.of, worst=report, where=file)
+        if step in (steps[0], steps[-1]):
+            alone[step] = report.in_short()
+    evidence = [f"the dump of step {step:g} alone: {words}" for step, words in alone.items()]
+    return trend._replace(evidence=[*trend.evidence, *evidence])
 
 
 def ends(log: Log) -> dict[str, Any] | None:

@@ -5,8 +5,9 @@
 
 This file decides three things. What the doctor costs: it examines at most EXAMINED tokens of a
 batch, always of the first FREE batches, and of others while it has used less than SHARE of the
-run's time (tools/watch_cost.py measures a batch). What an alarm is: a fault that is certain, or one
-that two batches running show, since one in many honest batches looks faulty by chance. And that a
+run's time (tools/watch_cost.py measures a batch). What an alarm is: a fault that is certain, as a
+log-prob that is not finite, or one that two batches running show, since one in many honest batches
+looks faulty by chance. And that a
 run never ends by it: an exception is one warning, and the doctor is silent from then on.
 `three-policies doctor --watch` is follow.py.
 """
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from three_policies.doctor.dumps import Response, append, response
 from three_policies.doctor.normal import Class
-from three_policies.doctor.report import UNKNOWN, Report, examine
+from three_policies.doctor.report import UNKNOWN, VERDICTS, Report, examine
 
 EXAMINED = 2 ** 13      # most tokens of a batch
 FREE = 8                # batches that are examined whatever that costs
@@ -41,7 +42,9 @@ class Verdict(NamedTuple):
     def line(self, step: int | str) -> str:
         if not self.report.tokens and not self.report.lost.tokens:
             return f"doctor, {step}: no token that counts"
-        return f"{'ALARM ' * self.alarm}doctor, {step}: k3 {self.k3:.1e}; {self.report.in_short()}"
+        fault = ", a fault" * self.report.faulty
+        return (f"{'ALARM ' * self.alarm}doctor, {step}: k3 {self.k3:.1e}{fault}; "
+                f"{self.report.in_short()}")
 
     def metrics(self) -> dict[str, float]:
         """Return what a trainer logs."""
@@ -54,8 +57,9 @@ class Judge:
     """A Judge remembers what was said of the last batch. `pair`: what is known of both sides."""
 
     def __init__(self, pair: Class = UNKNOWN) -> None:
-        self.pair, self.verdict, self.alarms = pair, "healthy", 0
+        self.pair, self.alarms = pair, 0
         self.last: str | None = None
+        self.worst: str | None = None           # of the verdicts; None: no batch had a token
 
     def of(self, responses: Iterable[Response]) -> Verdict:
         """Examine a batch, and compare it with the one before."""
@@ -65,10 +69,11 @@ class Judge:
         d = report.examined.d()
         first = report.causes[0] if report.causes else None
         found = first.cause if first else "a fault" if report.faulty else "none"
-        sure = first is not None and first.confidence == "certain"
+        sure = report.lost.tokens or (first is not None and first.confidence == "certain")
         changed, again = found != self.last, found == self.last
-        alarm = report.faulty and (sure or again)
-        self.last, self.alarms, self.verdict = found, self.alarms + alarm, report.verdict
+        alarm = bool(report.faulty and (sure or again))
+        self.last, self.alarms = found, self.alarms + alarm
+        self.worst = max(report.verdict, self.worst or "healthy", key=[*VERDICTS].index)
         k3 = (d.clamp(max=20).expm1() - d).mean().item() if len(d) else 0.0
         return Verdict(report, k3, changed, alarm)
 

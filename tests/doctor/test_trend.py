@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from three_policies.doctor.command import main
+from three_policies.doctor.dumps import append
 from three_policies.doctor.growth import room
 from three_policies.doctor.logs import Log, Row, of_dumps
 from three_policies.doctor.normal import Class
@@ -276,15 +277,56 @@ def test_a_run_whose_engine_gets_no_weights_is_named_from_log_and_dumps(run, mon
     found = {}
     for place in ("runs/x", "runs/x/dumps", "runs/y", "runs/y/dumps"):
         code = main([place, "--json"])
-        found[place] = code, json.loads(capsys.readouterr().out)["verdict"]
+        found[place] = code, json.loads(capsys.readouterr().out)["trend"]
     assert found == {"runs/x": (1, "failed-sync"), "runs/x/dumps": (1, "failed-sync"),
                      "runs/y": (0, "floor"), "runs/y/dumps": (0, "floor")}
     assert main(["runs/x"]) == 1 and "learning_rate" in capsys.readouterr().out
 
 
-def test_a_fault_of_the_last_dump_outweighs_staleness():
+def written(place, size, seed=0, n=400):
+    """Write a dump of a thousand tokens whose two kernels differ by noise of that size."""
+    g = torch.Generator().manual_seed(seed)
+    z = 2 * torch.randn(5 * n, 20, generator=g, dtype=torch.float64)
+    y = torch.multinomial(z.softmax(-1), 1, generator=g)
+    mu, pi = (x.log_softmax(-1).gather(-1, y).view(-1, 5).tolist() for x in (
+        z, z + size * torch.randn(z.shape, generator=g, dtype=torch.float64)))
+    append(place, [{"prompt_ids": [i], "token_ids": ids, "rollout_log_probs": a,
+                    "train_log_probs": b}
+                   for i, (ids, a, b) in enumerate(zip(y.view(-1, 5).tolist(), mu, pi))])
+
+
+@pytest.mark.parametrize("worst, code, begins", [
+    (0.005, 0, "Healthy: "), (0.05, 3, "Cannot tell: "), (0.6, 1, "A fault: ")])
+def test_the_worst_of_several_dumps_counts_and_its_file_is_named(
+        worst, code, begins, tmp_path, capsys):
+    """It may be any of them; and the answer begins as that of one dump does."""
+    for step in range(6):
+        written(tmp_path / f"step-{step}.jsonl", worst if step == 2 else 0.005, step)
+    assert main([str(tmp_path)]) == code
+    said = capsys.readouterr().out.splitlines()[1]
+    assert said.startswith(begins) and (code == 0 or "step-2.jsonl" in said), said
+    assert main([str(tmp_path), "--json"]) == code
+    told = json.loads(capsys.readouterr().out)
+    assert told["verdict"] == {0: "healthy", 3: "cannot tell", 1: "fault"}[code]
+    assert told["trend"] in ("floor", "undecided") and (
+        code == 0 or told["worst"].endswith("step-2.jsonl"))
+    assert main([str(tmp_path / "step-2.jsonl")]) == code
+
+
+@pytest.mark.parametrize("k3, rows, code, begins", [
+    (1e-4, 30, 0, "Healthy: k3 0.0001 a token"), (5.0, 30, 1, "A fault: k3 5 a token"),
+    (1e-4, 3, 3, "Cannot tell: 3 rows with a gap are too few")])
+def test_a_log_begins_with_one_of_three_answers(k3, rows, code, begins, tmp_path, capsys):
+    append(tmp_path / "log.jsonl", [{"step": n, "rollout_corr/k3_kl": k3, "train/lr": 0.0}
+                                    for n in range(1, rows + 1)])
+    given = [str(tmp_path / "log.jsonl"), "--precision", "bf16", "--no-experts"]
+    assert main(given) == code
+    assert capsys.readouterr().out.splitlines()[1].startswith(begins)
+
+
+def test_a_fault_of_a_dump_outweighs_staleness():
     """That the engine is behind explains no broken law of a dump."""
     stale = judge(log_of(lambda logits, t: logits[t], rates=(0.0,) * STEPS, floor=0.1))._replace(
         verdict="stale")
     assert stale.exit_code == 0
-    assert stale._replace(last=SimpleNamespace(faulty=True)).exit_code == 1
+    assert stale._replace(worst=SimpleNamespace(faulty=True)).exit_code == 1

@@ -4,6 +4,7 @@ Dumps are of planted models, or of log-probs written by hand.
 """
 
 import json
+import math
 import time
 
 import pytest
@@ -74,11 +75,11 @@ def test_a_fault_that_is_not_certain_is_an_alarm_when_two_batches_show_it(watch,
         False, False, False, True, False]
 
 
-def noisy(n=800, **more):
-    """Return rows whose log ρ is noise of two kernels: k3 0.001."""
+def noisy(n=800, size=0.05, **more):
+    """Return rows whose log ρ is noise of two kernels: k3 0.001, or 1e-5 if its size is 0.005."""
     g = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(2 * n, 40, generator=g, dtype=torch.float64)
-    other = logits + 0.05 * torch.randn(logits.shape, generator=g, dtype=torch.float64)
+    other = logits + size * torch.randn(logits.shape, generator=g, dtype=torch.float64)
     y = torch.multinomial(logits.softmax(-1), 1, generator=g)
     mu, pi = (x.log_softmax(-1).gather(-1, y).view(-1, 2).tolist() for x in (logits, other))
     return [{"prompt_ids": [i], "token_ids": ids, "rollout_log_probs": a, "train_log_probs": b}
@@ -268,6 +269,56 @@ def test_ctrl_c_and_long_silence_end_it_with_the_code_of_its_alarms(tmp_path, mo
     began = time.monotonic()
     monkeypatch.setattr(following.time, "monotonic", lambda: began + 60 * len(looks))
     assert main(["--watch", str(tmp_path), "--idle", "2"]) == 1 and looks
+
+
+NULLS = [row | {"rollout_log_probs": [None, None]} for row in HEALTHY[:30]]
+MASKED = [row | {"response_mask": [0, 0]} for row in HEALTHY[:30]]
+
+
+@pytest.mark.parametrize("first, code", [(NULLS, 1), (noisy(), 3), (MASKED, 0), (HOT, 1)])
+def test_it_ends_with_the_worst_answer_that_it_saw(first, code, tmp_path, capsys):
+    """A later dump without a fault takes nothing back; one without a token says nothing."""
+    append(tmp_path / "step-1.jsonl", first)
+    append(tmp_path / "step-2.jsonl", noisy(size=0.005))
+    assert main(["--watch", str(tmp_path), "--idle", "0"]) == code
+    line, last = capsys.readouterr().out.splitlines()
+    assert ("a fault" in line) == (code == 1) and "a fault" not in last
+    assert line.startswith("ALARM") == (code == 1)
+
+
+def test_a_last_line_without_its_end_is_read_at_the_end(tmp_path, capsys):
+    """Unless it is no whole row, as of a run that was stopped while it wrote."""
+    place = tmp_path / "dump.jsonl"
+    text = "".join(json.dumps(row) + "\n" for row in noisy(size=0.005))
+    place.write_text(text + json.dumps(NULLS[0]))
+    assert main(["--watch", str(place), "--idle", "0"]) == 1
+    assert "1 of 2 " not in (said := capsys.readouterr().out) and "a fault" in said
+    place.write_text(text + json.dumps(NULLS[0])[:-9])
+    assert main(["--watch", str(place), "--idle", "0"]) == 0
+    place.write_text(json.dumps(HEALTHY[0]))
+    assert main(["--watch", str(place), "--idle", "0"]) == 3        # two tokens cannot tell
+
+
+@pytest.mark.parametrize("rows, code, said", [
+    (NULLS, 1, "sampled tokens have no finite log-prob"), (MASKED, 2, "no token that counts")])
+def test_what_has_no_token_is_one_answer_in_each_mode(rows, code, said, tmp_path, capsys):
+    """A log-prob that is not finite is a fault; where nothing was sampled, nothing can be read."""
+    one, two = (str(tmp_path / f"step-{n}.jsonl") for n in (1, 2))
+    append(one, rows)
+    append(two, rows)
+    for given in ([one], [one, "--json"], [one, two], [str(tmp_path)],
+                  ["--watch", one, "--idle", "0"], ["--watch", str(tmp_path), "--idle", "0"]):
+        assert main(given) == code, given
+        found = capsys.readouterr()
+        assert "--json" in given or said in found.out + found.err, given
+
+
+def test_a_log_whose_gap_is_never_a_number_is_a_fault(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    append(path, [{"step": n, "rollout_corr/k3_kl": math.nan, "train/lr": 0.1} for n in range(1, 9)])
+    for given in ([str(path)], ["--watch", str(tmp_path), "--idle", "0"]):
+        assert main(given) == 1
+    assert "A fault: the gap is NaN or ∞ at 8 steps" in capsys.readouterr().out
 
 
 def test_step_10_comes_after_step_9(tmp_path):
