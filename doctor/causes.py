@@ -28,10 +28,11 @@ SILENCED = {"shift": {"order", "decode"}, "order": {"decode"}, **dict.fromkeys(R
             "penalty": RECORDS | {"in-flight", "window", "decode"}}
 
 
-def find_causes(x: Tokens, experts: bool | None = None) -> list[Finding]:
+def find_causes(x: Tokens, experts: bool | None = None, coarse: bool = False) -> list[Finding]:
     """Return at most three causes: what explains most of the gap, then what explains the rest.
 
-    experts: whether the model has some; None is not known.
+    experts: whether the model has some; None is not known. coarse: weights were rounded on purpose,
+    so that no token can be too sure.
     """
     x = sorted_rows(x)
     never = barred(x)                   # its few −∞ would decide all others
@@ -42,7 +43,7 @@ def find_causes(x: Tokens, experts: bool | None = None) -> list[Finding]:
 
     while len(found) < MOST and len(x.t) > FEW:
         ranked = by_share(candidates(x, silent, chosen))
-        first = ranked[0] if ranked else without_mark(x, found, chosen, experts)
+        first = ranked[0] if ranked else without_mark(x, found, chosen, experts, coarse)
         if first is None or first.cause in silent:
             break
 
@@ -107,11 +108,11 @@ def close_second(ranked: list[Finding]) -> Finding | None:
 
 
 def without_mark(x: Tokens, found: list[Finding], chosen: bool,
-                 experts: bool | None = None) -> Finding | None:
+                 experts: bool | None = None, coarse: bool = False) -> Finding | None:
     """Return what a gap without a place and a law is, unless the last cause leaves only noise."""
     if found and found[-1].enough:
         return None
-    first = texture(x, experts=experts)
+    first = texture(x, experts=experts, coarse=coarse)
     return None if chosen and first and first.cause in RECORDS else first
 
 
@@ -127,13 +128,14 @@ def with_seconds(found: list[Finding]) -> list[Finding]:
 
 # ------------------------------------------------------------------- a gap that is everywhere
 
-def texture(x: Tokens, alone: bool = False, experts: bool | None = None) -> Finding | None:
+def texture(x: Tokens, alone: bool = False, experts: bool | None = None,
+            coarse: bool = False) -> Finding | None:
     """Name a gap that is everywhere: by its randomness, its tail, how it fades, or not at all.
 
     Unless it is asked `alone`, a gap without a mark gets the likeliest other cause as its second.
     """
     limit, whole, z, lean = numerics(x), size_of(x.e()), z_of_rho(x.d()), x.d().mean().item()
-    sure = 0 if experts else confident(x)       # another expert moves logits by more than rounding
+    sure = 0 if experts or coarse else confident(x)     # another expert moves logits by more
     x = x.take(x.unsure())
     e = x.e()
     middle = e.abs().median().item()

@@ -5,7 +5,8 @@
 
 This file decides what a step is: a line of metrics.jsonl, a new file of dumps, or the rows that one
 has gained. A file is read once it has stopped growing for a look, up to its last whole line, and at
-the end whole. An alarm is the one of watch.py; of metrics, a sentence of `diagnose` that two steps running earn.
+the end whole. An alarm is the one of watch.py; of metrics, a number that is not finite, or a
+sentence of `diagnose` that two steps running earn.
 """
 
 import json

@@ -23,6 +23,7 @@ SPELLED = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp
            "float": "fp32", "float8": "fp8", "fp8_e4m3": "fp8", "float8-e4m3": "fp8"}
 
 
+NOT_ROUNDED = ("none", "null", "no", "false")       # words for no quantisation
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "int8", "int4")         # from fine to coarse
 
 
@@ -66,8 +67,9 @@ class Class(NamedTuple):
            quantize: Any = None) -> "Class":
         """Return the class of two sides, each in a precision; None is not known."""
         fine = [spelled(p) for p in precisions if p and known(p)]
+        rounded = quantize and str(quantize).lower() not in NOT_ROUNDED
         return cls(max(fine, key=PRECISIONS.index, default=None), experts,
-                   str(quantize) if quantize else None)
+                   str(quantize) if rounded else None)
 
     @classmethod
     def stated(cls, row: Any) -> "Class":

@@ -6,6 +6,7 @@ A dump has log μ and log π of sampled tokens. causes.py finds what made them d
 import math
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from three_policies.doctor.causes import BY_SIZE, CAUSES, find_causes
@@ -14,6 +15,7 @@ from three_policies.doctor.normal import BEYOND, Class, like
 from three_policies.doctor.tokens import LOWEST, ROUNDING, Tokens, one_sided, undrawn
 
 LIMIT = 300_000         # most tokens, masked ones too, that are searched for causes
+CHANCE = -25.0          # nats: a row less likely than e to it, twice to the last digit, is a copy
 EXACT = 1e-4            # logits: two kernels in float32 leave less in most tokens
 TELLS = 0.05            # E[ρ] is affirmed if its doubt is at most this: see `Report.proper`
 COSTS = (("prompt_ids", "temperature, penalty, padding and window are found less well or never"),
@@ -25,7 +27,8 @@ UNKNOWN = Class()
 # From the best to the worst: the words that an answer begins with, and the command's exit code.
 # 2 is for what cannot be read. A script that stops at 1 goes on where nothing is known, and one
 # that wants to be sure asks for 0.
-VERDICTS = {"healthy": ("Healthy:", 0), "cannot tell": ("Cannot tell:", 3), "fault": ("A fault:", 1)}
+VERDICTS = {"healthy": ("Healthy:", 0), "cannot tell": ("Cannot tell:", 3),
+            "fault": ("A fault:", 1)}
 FEWEST = 100            # tokens: with fewer only what no pair of any class leaves is a fault
 
 
@@ -60,6 +63,8 @@ class Report(NamedTuple):
     square: float = 0.0                 # E[(log ρ)²]
     of: Class = Class()                 # what is known of the pair
     rescored: bool = False              # whether the model found no fault in either column
+    copies: int = 0                     # rows that are left out, since they repeat others
+    pairs: int = 0                      # how many different pairs the rows state
 
     @property
     def verdict(self) -> str:
@@ -104,7 +109,7 @@ class Report(NamedTuple):
         if self.k3 > self.of.healthy:
             return "cannot tell", ""
         if self.causes:
-            return "cannot tell", f"the size is usual, but there is a sign of {self.causes[0].cause}"
+            return "cannot tell", f"its size is usual, but it looks like {self.causes[0].cause}"
         return "healthy", ""
 
     @property
@@ -144,8 +149,10 @@ class Report(NamedTuple):
         return self.verdict == "fault"
 
     def as_json(self) -> dict[str, Any]:
-        """Return what --json prints; `not_finite` is there if such tokens are."""
+        """Return what --json prints; some names are there if such rows are."""
         lost = {"not_finite": self.lost._asdict()} if self.lost.tokens else {}
+        lost |= {"copies": self.copies} if self.copies else {}
+        lost |= {"differing_pairs": self.pairs} if self.pairs > 1 else {}
         return {"verdict": self.verdict, "proper": self.proper, "e_rho": [self.mean, self.error],
                 "tokens": self.tokens, "k3": self.k3, "rms": math.sqrt(self.square),
                 "pair": self.of._asdict(), **lost,
@@ -212,6 +219,12 @@ class Report(NamedTuple):
         if self.lost.tokens:
             lines.append(f"{self.lost.line(self.tokens, self.responses)}. Look at the engine's "
                          "output first.")
+        if self.copies:
+            lines.append(f"{self.copies} rows more are copies of these to the last digit, and are "
+                         "left out.")
+        if self.pairs > 1:
+            lines.append(f"Rows state different pairs, {self.pairs} of them: what differs is taken "
+                         "as unknown. Split the dump by engine.")
         lines += [f"Without {name}: {cost}." for name, cost in COSTS if name in self.missing]
         lines.append(self.on_rho())
         lines.append(self.answer())
@@ -228,6 +241,58 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
+@dataclass
+class Sums:
+    """The Sums are what is added up over all rows of a dump, with one of each copied row."""
+
+    responses: int = 0
+    tokens: int = 0
+    copies: int = 0
+    total: float = 0.0                  # of ρ − 1, and its squares
+    squares: float = 0.0
+    k3: float = 0.0
+    square: float = 0.0                 # of log ρ
+    lost: Lost = field(default_factory=Lost)
+    lacking: set[str] = field(default_factory=set[str])
+    stated: set[Class] = field(default_factory=set[Class])
+    known: set[int] = field(default_factory=set[int])
+
+    def add(self, r: Any) -> bool:
+        """Add a row; return False for a copy, which is counted and nothing else."""
+        sampled = [(mu, pi) for mu, pi, counts in zip(
+            r.rollout_log_probs, r.train_log_probs, r.mask) if counts]
+        if sum(mu for mu, _ in sampled) < CHANCE:
+            content = hash((*map(tuple, (r.prompt_ids or (), r.token_ids, r.mask)), *sampled))
+            if content in self.known:
+                self.copies += 1
+                return False
+            self.known.add(content)
+
+        over = [math.expm1(min(20.0, pi - mu)) for mu, pi in sampled]               # ρ − 1
+        sizes = [min(max(pi - mu, LOWEST), 20.0) for mu, pi in sampled]
+        self.responses, self.tokens = self.responses + 1, self.tokens + len(over)
+        self.total, self.squares = self.total + sum(over), self.squares + sum(x * x for x in over)
+        self.k3, self.square = self.k3 + sum(over) - sum(sizes), self.square + sum(
+            x * x for x in sizes)
+        lost = r.not_finite > 0
+        self.lost = Lost(self.lost.tokens + r.not_finite, self.lost.responses + lost,
+                         self.lost.whole + (lost and not over))
+        self.lacking |= {name for name, x in (("prompt_ids", r.prompt_ids), ("entropy", r.entropy))
+                         if x is None and r.token_ids}
+        self.stated |= {Class.stated(r.pair)} - {UNKNOWN}
+        return True
+
+    def pair(self) -> Class:
+        """Return what all rows state that state something; what differs is open.
+
+        But if some are rounded on purpose, no size is a fault of the whole.
+        """
+        agreed = [values.pop() if len(values := {*column}) == 1 else None
+                  for column in zip(*self.stated)]
+        rounded = next((of.quantize for of in self.stated if of.quantize), None)
+        return Class(*agreed)._replace(quantize=rounded)
+
+
 def examine(dump: Iterable[Any], of: Class = UNKNOWN) -> Report:
     """Read responses (doctor.dumps.Response) once: E[ρ] is of all, the causes of a part.
 
@@ -239,24 +304,10 @@ def examine(dump: Iterable[Any], of: Class = UNKNOWN) -> Report:
     larger by itself, only a part stays.
     """
     kept: list[tuple[float, Any]] = []
-    share, held, responses, tokens = 1.0, 0, 0, 0
-    total, squares, k3, square = 0.0, 0.0, 0.0, 0.0
-    lacking, lost = set[str](), Lost()
-
+    share, held, sums = 1.0, 0, Sums()
     for r in dump:
-        columns = zip(r.rollout_log_probs, r.train_log_probs, r.mask)
-        over = [math.expm1(min(20.0, pi - mu)) for mu, pi, counts in columns if counts]   # ρ − 1
-        sizes = [min(max(pi - mu, LOWEST), 20.0) for mu, pi, counts in zip(
-            r.rollout_log_probs, r.train_log_probs, r.mask) if counts]
-        k3, square = k3 + sum(over) - sum(sizes), square + sum(x * x for x in sizes)
-        of = of.over(Class.stated(r.pair))
-        responses, tokens = responses + 1, tokens + len(over)
-        total, squares = total + sum(over), squares + sum(x * x for x in over)
-        lost = Lost(lost.tokens + r.not_finite, lost.responses + (r.not_finite > 0),
-                    lost.whole + (r.not_finite > 0 and not over))
-        lacking |= {name for name, x in (("prompt_ids", r.prompt_ids), ("entropy", r.entropy))
-                    if x is None and r.token_ids}
-
+        if not sums.add(r):
+            continue
         if (place := _place(r)) < share:
             kept.append((place, r))
             held += len(r.token_ids)
@@ -265,10 +316,12 @@ def examine(dump: Iterable[Any], of: Class = UNKNOWN) -> Report:
             kept = [(p, one) for p, one in kept if p < share] or kept[:len(kept) // 2]
             held = sum(len(one.token_ids) for _, one in kept)
 
-    mean, part, n = 1 + total / max(1, tokens), Tokens.of([r for _, r in kept]), max(1, tokens)
-    of = of.over(Class("fp32" if is_exact(part) else None))
-    return Report(responses, tokens, mean, math.sqrt(squares) / n, tuple(sorted(lacking)),
-                  find_causes(part, of.experts), part, lost, k3 / n, square / n, of)
+    part, n = Tokens.of([r for _, r in kept]), max(1, sums.tokens)
+    of = of.over(sums.pair()).over(Class("fp32" if is_exact(part) else None))
+    return Report(sums.responses, sums.tokens, 1 + sums.total / n, math.sqrt(sums.squares) / n,
+                  tuple(sorted(sums.lacking)), find_causes(part, of.experts, of.coarse), part,
+                  sums.lost, sums.k3 / n, sums.square / n, of, copies=sums.copies,
+                  pairs=len(sums.stated))
 
 
 def is_exact(x: Tokens) -> bool:

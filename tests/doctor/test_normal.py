@@ -10,7 +10,8 @@ from three_policies import doctor
 from three_policies.doctor import laws
 from three_policies.doctor.command import main
 from three_policies.doctor.dumps import response
-from three_policies.doctor.normal import MARGIN, PAIRS, Class, table
+from three_policies.doctor.normal import BEYOND, MARGIN, PAIRS, Class, table
+from three_policies.doctor.report import Lost
 from three_policies.doctor.tokens import Tokens
 from three_policies.oracle import Policy
 from three_policies.tests.support.certified import certifies
@@ -136,6 +137,89 @@ def test_a_pair_of_which_one_side_is_unknown_has_no_precision(lacks):
     """The coarser one counts, and that may be the other."""
     row = {"engine": "float32", "trainer": "float32", "experts": True} | lacks
     assert Class.stated(row) == Class(None, True)
+
+
+def answer(report):
+    return next(x for x in str(report).splitlines() if x.startswith(("A fault", "Cannot", "Heal")))
+
+
+def test_the_answer_leads_with_what_decided_it():
+    """k3 comes first only where the size is the reason."""
+    rows = pair(0.01)
+    lost = [rows[0]._replace(mask=[False] + [True] * 19, not_finite=1), *rows[1:]]
+    hot = [r._replace(train_log_probs=[x / 2 for x in r.train_log_probs]) for r in rows]
+    copied = [r._replace(train_log_probs=r.rollout_log_probs) for r in rows]
+    sure = [rows[0]._replace(rollout_log_probs=[-0.5] * 20, train_log_probs=[-2.6] * 20), *rows[1:]]
+    for of, begins in (
+            (lost, "A fault: 1 log-probs are not finite. k3 "),
+            (hot, "A fault: log μ is not of what was drawn"),
+            (copied, "Cannot tell: both columns are equal to the last digit. k3 0"),
+            (rows[:4], "Cannot tell: 80 tokens are too few. k3 "),
+            (pair(0.35), "A fault: k3 "), (rows, "Healthy: k3 ")):
+        assert answer(doctor.examine(of, DENSE)).startswith(begins), answer(doctor.examine(of))
+    assert "μ is above ½ and π over 2 nats less" in answer(doctor.examine(sure)) or (
+        doctor.examine(sure).causes)
+
+
+@pytest.mark.parametrize("size, verdict", [(0.2, "cannot tell"), (0.5, "fault")])
+@pytest.mark.parametrize("rows", [4, 8])
+def test_fewer_than_100_tokens_are_a_fault_only_beyond_any_class(rows, size, verdict):
+    """A law may be broken by chance there: these have E[log ρ] = +0.02 without a reason."""
+    report = doctor.examine(pair(size)[:rows], DENSE)
+    print(report.k3, BEYOND, report.verdict)
+    assert (report.k3 > BEYOND) == (verdict == "fault") and report.verdict == verdict
+    law = report._replace(causes=[laws.Finding("eos", 0.1, "a place")])
+    assert law.verdict == ("fault" if rows == 8 else verdict)
+    assert law._replace(lost=Lost(1, 1, 0)).verdict == "fault"
+
+
+def test_weights_that_were_rounded_on_purpose_break_no_law_by_a_sure_token():
+    """eq:confident is of one set of weights: four bits of them are another one."""
+    rows = pair(0.6)
+    mu, pi = [-0.5] * 20, [-2.9] * 20
+    denied = [rows[0]._replace(rollout_log_probs=mu, train_log_probs=pi), *rows[1:]]
+    for of, said in ((Class("bf16", False, "int4"), False), (DENSE, True)):
+        report = doctor.examine(denied, of)
+        assert any("as no noise is" in f.evidence for f in report.causes) == said
+        assert (report.verdict == "fault") == said
+    quiet = [denied[0], *pair(0.01)[1:]]
+    assert doctor.examine(quiet, Class("bf16", False, "int4")).causes == []
+
+
+def test_the_word_none_rounds_nothing():
+    for word in (None, "none", "None", "null", "no", False, ""):
+        assert Class.stated({"quantize": word}) == Class() and not Class.of(quantize=word).coarse
+    assert Class.stated({"quantize": "int4"}).coarse
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_rows_that_state_different_pairs_are_said_and_what_differs_is_open(turned):
+    """Whichever comes first: a class of one part is not that of the dump."""
+    rows = pair(0.05)
+    stated = [{"engine": p, "trainer": p, "experts": False} for p in ("float32", "bfloat16")]
+    mixed = [r._replace(pair=stated[(i % 2) ^ turned]) for i, r in enumerate(rows)]
+    report = doctor.examine(mixed)
+    assert report.of == Class(None, False) and report.verdict == "cannot tell"
+    assert "Rows state different pairs" in str(report) and report.as_json()["differing_pairs"] == 2
+    one = doctor.examine([r._replace(pair=stated[1]) for r in rows])
+    assert one.of == DENSE and "different pairs" not in str(one)
+    half = [r._replace(pair=stated[1] if i % 2 else None) for i, r in enumerate(rows)]
+    assert doctor.examine(half).of == DENSE                     # the others state nothing
+    assert doctor.examine(mixed, DENSE).verdict == "healthy"    # the user knows better
+
+
+def test_copies_of_rows_are_no_more_evidence():
+    """A row of 20 tokens is drawn twice once in e²⁵ at most: copies are left out, and counted."""
+    rows = pair(0.03, n=1000)
+    once, four = doctor.examine(rows, DENSE), doctor.examine(rows * 4, DENSE)
+    assert (four.responses, four.tokens, four.copies) == (50, 1000, 150)
+    assert (four.mean, four.error, four.verdict) == (once.mean, once.error, once.verdict)
+    assert [f.cause for f in four.causes] == [f.cause for f in once.causes]
+    assert "150 rows more are copies of these" in str(four) and four.as_json()["copies"] == 150
+    assert once.copies == 0 and "copies" not in str(once)
+    short = [response(i, {"prompt_ids": [1], "token_ids": [5], "rollout_log_probs": [-0.5],
+                          "train_log_probs": [-0.5]}) for i in range(200)]
+    assert doctor.examine(short).copies == 0                    # drawn so often by chance
 
 
 def test_a_model_that_knows_both_columns_overrules_the_size():

@@ -315,7 +315,7 @@ def test_what_has_no_token_is_one_answer_in_each_mode(rows, code, said, tmp_path
 
 def test_a_log_whose_gap_is_never_a_number_is_a_fault(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
-    append(path, [{"step": n, "rollout_corr/k3_kl": math.nan, "train/lr": 0.1} for n in range(1, 9)])
+    append(path, [{"step": n, "rollout_corr/k3_kl": math.nan} for n in range(1, 9)])
     for given in ([str(path)], ["--watch", str(tmp_path), "--idle", "0"]):
         assert main(given) == 1
     assert "A fault: the gap is NaN or ∞ at 8 steps" in capsys.readouterr().out
