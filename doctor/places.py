@@ -82,9 +82,10 @@ def log_choices(n: int, k: int) -> float:
 def _whole_rows(x: Tokens) -> Iterator[Part]:
     """Yield the rows whose gap is large, if it begins at their first token.
 
-    They are the k rows of the largest mean gap, where k saves most nats.
+    They are the k rows of the largest mean gap, where k saves most nats. One row may be a hard one,
+    so its gap must be more than two kernels leave anywhere.
     """
-    _, row = x.row.unique_consecutive(return_inverse=True)
+    number, row = x.row.unique_consecutive(return_inverse=True)
     e, n = x.e().abs() + floor(x.e()), row.bincount()
     mean = torch.zeros(len(n), dtype=e.dtype).index_add(0, row, e) / n
     at = mean.argsort(descending=True)
@@ -96,10 +97,12 @@ def _whole_rows(x: Tokens) -> Iterator[Part]:
         (total[-1] - total) / (count[-1] - count)).log())[:-1]
     k = int((nats + torch.tensor([log_choices(len(at), j) for j in range(1, len(at))])).argmin())
     dirty = torch.isin(row, at[:k + 1])
-    early, padded = e[dirty & (x.t < 3)], by_length(x, dirty)
-    if k and len(early) and early.median() > e[dirty].median() / 3 and not padded:
+    early, large = e[dirty & (x.t < (3 if k else 8))], mean[at[0]] > numerics(x)
+    plain = not by_length(x, dirty) if k else large         # of one row no length tells anything
+    if plain and len(early) and early.median() > e[dirty].median() / 3:
+        which = ", ".join(str(n + 1) for n in sorted(number[at[:k + 1]].tolist()))
         yield ("context", "rows", f"of {k + 1} whole responses of {len(at)}, from their first token"
-               " on, as after another prompt", dirty, dirty)
+               f" on, as after another prompt{f' (number {which})' * (k < 3)},", dirty, dirty)
 
 
 def by_length(x: Tokens, dirty: Tensor) -> bool:

@@ -303,20 +303,21 @@ def examine(dump: Iterable[Any], of: Class = UNKNOWN) -> Report:
     prompt. So memory is bounded, and tokens after one prefix stay together. Of a group that is
     larger by itself, only a part stays.
     """
-    kept: list[tuple[float, Any]] = []
+    kept: list[tuple[float, int, Any]] = []             # each with its place by hash and in order
     share, held, sums = 1.0, 0, Sums()
-    for r in dump:
+    for number, r in enumerate(dump):
         if not sums.add(r):
             continue
         if (place := _place(r)) < share:
-            kept.append((place, r))
+            kept.append((place, number, r))
             held += len(r.token_ids)
         while held > LIMIT and len(kept) > 1:
             share /= 2
-            kept = [(p, one) for p, one in kept if p < share] or kept[:len(kept) // 2]
-            held = sum(len(one.token_ids) for _, one in kept)
+            kept = [one for one in kept if one[0] < share] or kept[:len(kept) // 2]
+            held = sum(len(r.token_ids) for *_, r in kept)
 
-    part, n = Tokens.of([r for _, r in kept]), max(1, sums.tokens)
+    part = Tokens.of([r for *_, r in kept], [number for _, number, _ in kept])
+    n = max(1, sums.tokens)
     of = of.over(sums.pair()).over(Class("fp32" if is_exact(part) else None))
     return Report(sums.responses, sums.tokens, 1 + sums.total / n, math.sqrt(sums.squares) / n,
                   tuple(sorted(sums.lacking)), find_causes(part, of.experts, of.coarse), part,

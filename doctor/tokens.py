@@ -33,7 +33,7 @@ class Tokens(NamedTuple):
 
     mu: Tensor                          # log μ
     pi: Tensor                          # log π
-    row: Tensor                         # index of the response
+    row: Tensor                         # number of the response in the dump, from 0
     t: Tensor                           # position in the response
     start: Tensor                       # length of the prompt, −1 where it is not known
     ids: Tensor
@@ -46,8 +46,11 @@ class Tokens(NamedTuple):
     over: Tensor = torch.zeros(0, 2)    # [N, 2]: how far log μ and log π were above 0; or nothing
 
     @classmethod
-    def of(cls, responses: Sequence[Any]) -> "Tokens":
-        """Make the columns from responses as doctor/dumps.py reads them."""
+    def of(cls, responses: Sequence[Any], places: Sequence[int] | None = None) -> "Tokens":
+        """Make the columns from responses as doctor/dumps.py reads them.
+
+        places: where each stands in the dump, from 0; None: no other stands between them.
+        """
         rows: list[tuple[Any, ...]] = []
         over: list[tuple[float, float]] = []
         numbers: dict[int, int] = {}                    # of the prefixes
@@ -61,8 +64,8 @@ class Tokens(NamedTuple):
                 mu, pi = r.rollout_log_probs[t], r.train_log_probs[t]
                 over.append((max(0.0, mu), max(0.0, pi)))
                 rows.append((
-                    min(0.0, mu), NEVER if pi == -math.inf else min(0.0, max(LOWEST, pi)), i, t,
-                    start, v, v == end and t == len(r.token_ids) - 1,
+                    min(0.0, mu), NEVER if pi == -math.inf else min(0.0, max(LOWEST, pi)),
+                    places[i] if places else i, t, start, v, v == end and t == len(r.token_ids) - 1,
                     numbers.setdefault(prefix, len(numbers)), seen, known,
                     r.versions[t] if r.versions else 0, r.entropy[t] if r.entropy else math.nan))
 

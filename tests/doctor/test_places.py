@@ -7,7 +7,7 @@ import torch
 
 from three_policies import doctor
 from three_policies.doctor import causes, laws, places
-from three_policies.doctor.dumps import read
+from three_policies.doctor.dumps import read, response
 from three_policies.tests.support.margins import stands_clear
 from three_policies.tests.support.planted import MODELS, names, planted, shifted, tokens
 
@@ -105,6 +105,32 @@ def test_whole_rows_are_named_if_their_gap_is_far_above_the_others(share, gap, n
     x = tokens(*shifted(odds, by * torch.where(dirty, gap, 0.1)), **of)
     found = [f.cause for f in places.places(x)]
     assert found == ["context"] * named
+
+
+@pytest.mark.parametrize("gap, named", [(0.6, True), (0.12, False)])
+@pytest.mark.parametrize("place", [0, 7, 15])
+def test_one_wrong_row_of_16_is_named_with_its_number(gap, named, place):
+    """Its own gap is far above the others', and above what two kernels leave; k3 averages it."""
+    odds, by = noise(16 * 40)
+    of = grid(16, 40)
+    size = torch.where(of["row"] == place, gap, 0.02)
+    x = tokens(*shifted(odds, by * size), **of, start=4 + of["row"])
+    found = causes.find_causes(x)
+    assert [f.cause for f in found][:1] == ["context"] * named, found
+    assert not named or ("of 1 whole responses of 16" in found[0].evidence and
+                         f"(number {place + 1})" in found[0].evidence)
+
+
+def test_a_row_has_the_number_that_it_has_in_the_dump():
+    """Copies of a row before it are left out, and count."""
+    odds, by = noise(16 * 40)
+    of = grid(16, 40)
+    mu, pi = (x.view(16, 40).tolist() for x in shifted(odds, by * torch.where(
+        of["row"] == 9, 0.9, 0.02)))
+    rows = [response(i, {"prompt_ids": [i], "token_ids": [*range(40)], "rollout_log_probs": a,
+                         "train_log_probs": b}) for i, (a, b) in enumerate(zip(mu, pi))]
+    report = doctor.examine([*rows[:3], *rows[:3], *rows[3:]])
+    assert report.copies == 3 and "(number 13)" in report.causes[0].evidence, str(report)
 
 
 def test_rows_whose_gap_begins_later_are_not_whole():

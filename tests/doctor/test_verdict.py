@@ -204,9 +204,9 @@ def test_memory_is_bounded_and_the_identity_is_of_all_tokens(limit, most, least,
     stayed = []
     of = Tokens.of
 
-    def count(rows):
+    def count(rows, places):
         stayed.extend(rows)
-        return of(rows)
+        return of(rows, places)
     monkeypatch.setattr(Tokens, "of", count)
     stream = (response(i + 1, row(prompt_ids=[i // 8])) for i in range(4000))
     report = doctor.examine(stream)
