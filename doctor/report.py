@@ -88,7 +88,8 @@ class Report(NamedTuple):
         denied = f"of {sure} tokens μ is above ½ and π over 2 nats less"
 
         if self.lost.tokens:
-            return "fault", f"{self.lost.tokens} log-probs are not finite"
+            return "fault", (f"{self.lost.tokens} of {self.tokens + self.lost.tokens} sampled "
+                             "tokens have no finite log-prob")
         if self.tokens < FEWEST and not self.rescored:
             large = self.k3 > max(self.of.fault, BEYOND)
             return ("fault", "") if large else ("cannot tell", f"{self.tokens} tokens are too few")

@@ -151,7 +151,7 @@ def test_the_answer_leads_with_what_decided_it():
     copied = [r._replace(train_log_probs=r.rollout_log_probs) for r in rows]
     sure = [rows[0]._replace(rollout_log_probs=[-0.5] * 20, train_log_probs=[-2.6] * 20), *rows[1:]]
     for of, begins in (
-            (lost, "A fault: 1 log-probs are not finite. k3 "),
+            (lost, "A fault: 1 of 4001 sampled tokens have no finite log-prob. k3 "),
             (hot, "A fault: log μ is not of what was drawn"),
             (copied, "Cannot tell: both columns are equal to the last digit. k3 0"),
             (rows[:4], "Cannot tell: 80 tokens are too few. k3 "),
