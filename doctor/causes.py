@@ -135,7 +135,7 @@ def texture(x: Tokens, alone: bool = False, experts: bool | None = None,
     Unless it is asked `alone`, a gap without a mark gets the likeliest other cause as its second.
     """
     limit, whole, z, lean = numerics(x), size_of(x.e()), z_of_rho(x.d()), x.d().mean().item()
-    sure = 0 if experts or coarse else confident(x)     # another expert moves logits by more
+    sure = confident(x) * (not (experts or coarse))     # another expert moves logits by more
     x = x.take(x.unsure())
     e = x.e()
     middle = e.abs().median().item()

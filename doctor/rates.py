@@ -33,7 +33,8 @@ JUDGED = """\
 Judged on dumps of three models, with seeds from 71000, on which no rule was written. The rules were
 committed before. The dumps of Qwen3 had been judged once before two of them, which came of a test
 and of a real model: that a jump of the order costs 2 log T, and that a slope must explain more than
-a constant does.
+a constant does. All but those of `decode` had been judged once before the law of `decode` and that
+of a single row, which came of a real engine and of a test.
 """
 LIMITED = """\
 How far values lie from the limits of laws.py that were set by hand, at 128 rows. A cause may be
