@@ -82,8 +82,9 @@ class Report(NamedTuple):
     @property
     def decided(self) -> tuple[str, str]:
         """Return the verdict, and what decided it, in words; "" if that was the size alone."""
-        law = next((f for f in self.causes if f.cause not in BY_SIZE or f.confidence != "suggested"
-                    ), None)
+        first = self.causes[:1]                # of what comes after it a suggestion is no law
+        law = next((f for f in self.causes if f.confidence != "suggested"
+                    or (f in first and f.cause not in BY_SIZE)), None)
         sure = 0 if self.rescored or self.of.coarse else confident(self.examined)
         denied = f"of {sure} tokens μ is above ½ and π over 2 nats less"
 

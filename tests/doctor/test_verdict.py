@@ -196,6 +196,16 @@ def test_a_line_and_json_begin_with_the_first_cause():
         "E[ρ] = 1.0000 ± 0.0078; no cause found: what differs is within the noise of two kernels")
 
 
+def test_a_suggestion_after_the_first_is_no_broken_law():
+    """Weights that are rounded on purpose look a little like another temperature, too."""
+    one, other = laws.Finding("weights", 1.0, "a size"), laws.Finding("temperature", 1.0, "a slope")
+    report = doctor.Report(7, 1000, 1.0, 0.0078125, (), [one, other], Tokens.of([]))
+    assert one.confidence == other.confidence == "suggested" and report.verdict != "fault"
+    assert report._replace(causes=[other, one]).verdict == "fault"
+    likely = other._replace(left=0.5)
+    assert report._replace(causes=[one, likely]).verdict == "fault"
+
+
 @pytest.mark.parametrize("limit, most, least", [(900, 900, 300), (12_000, 12_000, 12_000),
                                                 (11_999, 11_999, 4000)])
 def test_memory_is_bounded_and_the_identity_is_of_all_tokens(limit, most, least, monkeypatch):
