@@ -148,7 +148,7 @@ def table(split: str, cache: Path) -> str:
              "|---|---|---|---|---|---|---|"]
 
     count, missed = judge(split, cache, 128)
-    for cause in [*plants.VARIANTS, PAIR]:
+    for cause in [*(c for c in plants.VARIANTS if c != "healthy"), "healthy", PAIR]:
         cells = [str(count[cause, x]) for x in ("n", "first", "second", *VERDICTS)]
         if cause == "healthy":
             cells[1:3] = "", ""
