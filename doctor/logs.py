@@ -150,11 +150,11 @@ def named(rows: Sequence[dict[str, Any]], path: Path) -> Log:
     lost, sizes = set[float](), [name for ours in SIZES for name in theirs
                                  if plain[name] in ALIASES[ours]]
     for row in rows:
-        if any(_broken(row.get(name)) for name in sizes):
+        if broken := any(_broken(row.get(name)) for name in sizes):
             lost.add(_value(row.get(names.get("step", ""))) or 0.0)
         values = {ours: x for ours, name in names.items()
                   if (x := _value(row.get(name))) is not None}
-        if "step" in values and len(values) > 1:
+        if "step" in values and (broken or len(values) > 1):
             by_step.setdefault(values["step"], {}).update(values)
     if not by_step:
         raise ValueError(f"{path} has no column of steps ({', '.join(ALIASES['step'])}) beside "

@@ -151,7 +151,7 @@ def test_the_answer_leads_with_what_decided_it():
     copied = [r._replace(train_log_probs=r.rollout_log_probs) for r in rows]
     sure = [rows[0]._replace(rollout_log_probs=[-0.5] * 20, train_log_probs=[-2.6] * 20), *rows[1:]]
     for of, begins in (
-            (lost, "A fault: 1 of 4001 sampled tokens have no finite log-prob. k3 "),
+            (lost, "A fault: 1 of 4000 sampled tokens have no finite log-prob. k3 "),
             (hot, "A fault: log μ is not of what was drawn"),
             (copied, "Cannot tell: both columns are equal to the last digit. k3 0"),
             (rows[:4], "Cannot tell: 80 tokens are too few. k3 "),
@@ -177,15 +177,20 @@ def test_fewer_than_100_tokens_are_a_fault_only_beyond_any_class(rows, size, ver
 
 def test_weights_that_were_rounded_on_purpose_break_no_law_by_a_sure_token():
     """eq:confident is of one set of weights: four bits of them are another one."""
-    rows = pair(0.6)
-    mu, pi = [-0.5] * 20, [-2.9] * 20
-    denied = [rows[0]._replace(rollout_log_probs=mu, train_log_probs=pi), *rows[1:]]
+    def put(column, i, value):
+        return [value if t == 7 * i % 20 else x for t, x in enumerate(column)]
+    def with_denied(rows):
+        return [r._replace(rollout_log_probs=put(r.rollout_log_probs, i, -0.5),
+                           train_log_probs=put(r.train_log_probs, i, -2.9)) if i < 20 else r
+                for i, r in enumerate(rows)]
+    denied = with_denied(pair(0.6))
     for of, said in ((Class("bf16", False, "int4"), False), (DENSE, True)):
         report = doctor.examine(denied, of)
         assert any("as no noise is" in f.evidence for f in report.causes) == said
         assert (report.verdict == "fault") == said
-    quiet = [denied[0], *pair(0.01)[1:]]
-    assert doctor.examine(quiet, Class("bf16", False, "int4")).causes == []
+    quiet = [doctor.examine(with_denied(pair(0.01)), of) for of in (
+        Class("bf16", False, "int4"), DENSE)]
+    assert [bool(report.causes) for report in quiet] == [False, True]
 
 
 def test_the_word_none_rounds_nothing():
