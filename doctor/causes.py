@@ -264,8 +264,8 @@ CAUSES = {
               "token weights (correction.preset=decoupled_token_is)"),
     "weights": ("the weights differ: stale, rounded, partly synchronised, or another LoRA",
                 "sync all weights before a rollout, unrounded; three-policies doctor DUMP "
-                "--model DIR tells which differ; until then token weights "
-                "(correction.preset=decoupled_token_is)"),
+                "--model DIR tells which differ; until then sequence weights "
+                "(correction.preset=decoupled_seq_is)"),
     "depth": ("the gap grows with the position",
               "one rope scaling and base on both sides, positions in whole numbers or float32, and "
               "no cache of keys and values in 8 bits; until then token weights "
