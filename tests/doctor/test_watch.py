@@ -321,6 +321,15 @@ def test_a_log_whose_gap_is_never_a_number_is_a_fault(tmp_path, capsys):
     assert "A fault: the gap is NaN or ∞ at 8 steps" in capsys.readouterr().out
 
 
+def test_one_step_whose_gap_is_no_number_is_an_alarm(tmp_path, capsys):
+    append(tmp_path / "metrics.jsonl", [
+        {"step": n, "rollout_corr/k3_kl": math.nan if n == 2 else 1e-4} for n in range(1, 5)])
+    assert main(["--watch", str(tmp_path), "--idle", "0"]) == 1
+    alarmed = [n for n, line in enumerate(capsys.readouterr().out.splitlines(), 1)
+               if line.startswith("ALARM") and "a fault" in line]
+    assert alarmed == [2]
+
+
 def test_step_10_comes_after_step_9(tmp_path):
     names = ["step-10.jsonl", "step-9.jsonl", "a.pt", "9_1.pt", "10_0.pt"]
     found = sorted((tmp_path / name for name in names), key=in_order)
