@@ -390,11 +390,11 @@ def test_centering_of_padding_is_nothing(there):
 
 @pytest.mark.parametrize("options, words", [
     (dict(loss_type="ppo_clip"), "score_centering needs loss_type reinforce"),
-    (dict(rollout_is="sequence"), "rollout_is null or token"),
-    (dict(rollout_is="prefix"), "rollout_is null or token"),
-    (dict(rollout_is="token", rollout_is_batch_normalize=True), "no rollout_is_batch_normalize"),
-    (dict(rollout_rs={"seq_mean_k3": 0.1}), "criteria token_*"),
-    (dict(rollout_rs={"second_moment": 0.1}), "criteria token_*"),
+    (dict(rollout_is="sequence"), "rollout_is must be null or token"),
+    (dict(rollout_is="prefix"), "rollout_is must be null or token"),
+    (dict(rollout_is="token", rollout_is_batch_normalize=True), "rollout_is_batch_normalize false"),
+    (dict(rollout_rs={"seq_mean_k3": 0.1}), "each criterion a token_*"),
+    (dict(rollout_rs={"second_moment": 0.1}), "each criterion a token_*"),
     (dict(score_centering="yes"), "score_centering must be true or false")])
 def test_what_cannot_be_centered_is_one_sentence(options, words):
     settings = dict(bypass_mode=True, loss_type="reinforce", score_centering=True) | options

@@ -169,7 +169,7 @@ QUOTED = [
      lambda share: f"comes within {100 - 100 * float(share):.1f} % of the bound"),
     ("3-importance-weights", r"(\S+) ± \S+ (\S+) ± \S+ (\S+) ± \S+",
      "bias is {}, {} and {} of".format),
-    ("3-importance-weights", r"'\S+ \+ (\S+), \S+'", "gives the rest, {} in".format),
+    ("3-importance-weights", r"'\S+ \+ (\S+), \S+'", "gives the missing mass, {} in".format),
     ("16-versions", r"(\S+) ± \S+ \*\*0\*\*",
      lambda left: f"{100 * float(left):.0f} % of the gradient fits no"),
     ("17-turns-and-tools", r"True (0\.[1-9]\d) (\S+)",
