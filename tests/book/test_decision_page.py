@@ -62,7 +62,7 @@ def test_every_cause_of_the_doctor_has_its_answer(path):
     """Those that lead on are the ones for which the doctor itself names a correction."""
     bug, honest = (one.causes for one in path[0].answers)
     assert sorted([*bug, *honest]) == sorted(CAUSES)
-    named = {name for name, (_, remedy) in CAUSES.items() 
+    named = {name for name, (_, remedy) in CAUSES.items()
              if re.search("(token|sequence) weights", remedy)}
     assert set(honest) == named - {"flips"} | {"numerics"}, "flips: replay the routing first"
     assert path[0].answers[0].take == "repair" and path[0].answers[1].then
