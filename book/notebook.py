@@ -412,13 +412,13 @@ with (ROOT / "studies/real-card/results.csv").open() as file:
     rows = [row for row in csv.DictReader(file) if row["regime"] == "coarse"]
 real = {arm: [row for row in rows if row["method"] == arm] for arm in ARMS}
 
-def mean(arm, column):
+def average(arm, column):
     return sum(float(row[column]) for row in real[arm]) / len(real[arm])
 
 print("means of ten seeds         k3   reward of the samples: first, last")
 for arm in ARMS:
-    print(f"{arm:20} {mean(arm, 'k3'):8.2f} {mean(arm, 'first_reward'):23.2f}"
-          f" {mean(arm, 'last_reward'):7.2f}")
+    print(f"{arm:20} {average(arm, 'k3'):8.2f} {average(arm, 'first_reward'):23.2f}"
+          f" {average(arm, 'last_reward'):7.2f}")
 
 # %%
 figure = Figure(figsize=(6, 3.2), layout="constrained")
@@ -455,9 +455,9 @@ import textwrap
 
 from three_policies.doctor.command import main as doctor
 
-dump = str(ROOT / "studies/sizes/int6.jsonl")
+recorded = str(ROOT / "studies/sizes/int6.jsonl")
 with contextlib.redirect_stdout(io.StringIO()) as said:
-    status = doctor([dump, "--precision", "bf16", "--no-experts"])
+    status = doctor([recorded, "--precision", "bf16", "--no-experts"])
 for line in said.getvalue().splitlines():
     print(textwrap.fill(line, 88, subsequent_indent="        "))
 print("exit status:", status)

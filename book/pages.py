@@ -773,6 +773,11 @@ def plain(text, formulas):
     return " ".join(re.sub("\x02(.*?)\x03", read, text).split())
 
 
+def without_rows_of_numbers(text):
+    """Return a text without the numbers that stand four or more in a row: nobody looks for them."""
+    return re.sub(r"(?:(?<=\s)|^)(?:[±−+\-\d.,/%e*]+(?:\s+|$)){4,}", "", text)
+
+
 def search_entries(chapters, formulas):
     """Return [address, title, text] of sections, metrics, exhibits, functions, labelled tests."""
     of_row = defaultdict(list)
@@ -786,7 +791,7 @@ def search_entries(chapters, formulas):
     parts_of = [*(part for file in FILES for part in parts(file)), *proofs]
     return [[f'{c.page}#{s["id"]}',
              " · ".join({plain(link, formulas): 0 for link in (c.sections[0]["link"], s["link"])}),
-             plain(s["text"], formulas)]
+             without_rows_of_numbers(plain(s["text"], formulas))]
             for c in chapters for s in c.sections] + measured + bugs + [
         [f"{page_of(part.file)}#L{part.first}", f"{part.name} ({part.file})",
          part.summary.replace("`", "")] for part in parts_of]

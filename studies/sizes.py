@@ -131,7 +131,7 @@ ROWS = {
 
 def load(model: Path, dtype: str = "float32", device: str = "cpu") -> Any:
     from transformers import AutoModelForCausalLM
-    found = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    found: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
     return found.to(device).eval()
 
 

@@ -38,8 +38,8 @@ ROOT = HERE.parent
 def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
     """Train a cell, and return its line of the table from the run's metrics."""
     from three_policies import trainer
+    from three_policies.training import checkpoints, run
     from three_policies.training.files import read_metrics
-    from three_policies.training.run import directory_of
     config = config_of(study, regime, method, seed)
     log = Path("runs") / ".study" / f"{config.run}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -50,12 +50,12 @@ def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
     if config.policy.path is None:
         warm_start(config, log.with_name(f"{study['name']}-{seed}.lock"))
     plant(method, trainer)
-    write_no_weights()
+    write_no_weights(checkpoints, run)
     shares = watch(trainer)
     if study.get("evaluator") == "float32":
         trainer.evaluate = in_float32(trainer.evaluate)
     trainer.start(config)
-    lines = read_metrics(directory_of(config) / "metrics.jsonl")
+    lines = read_metrics(run.directory_of(config) / "metrics.jsonl")
     recorded = {"steps": judged(lines[:study["record"]])} if "record" in study else {}
     return {"regime": regime, "method": method, "seed": seed, **summary(lines), **shares,
             **recorded,
@@ -81,12 +81,10 @@ def warm_start(config, lock: Path) -> None:
         make_demo_model(config, make_task(config.task, config.seed))
 
 
-def write_no_weights() -> None:
+def write_no_weights(checkpoints, run) -> None:
     """Let a run write no checkpoint and no model, 2 GB of the real one: metrics are read alone."""
-    from three_policies.training.checkpoints import Checkpoints
-    from three_policies.training.run import Run
-    Checkpoints.save = lambda *_: None
-    Run.write_models = lambda *_: None
+    checkpoints.Checkpoints.save = lambda *_: None
+    run.Run.write_models = lambda *_: None
 
 
 def in_float32(evaluate):

@@ -68,9 +68,11 @@ def attend_in_rows(query: Tensor, key: Tensor, value: Tensor, packing: Packing,
     """
     grouped = query.shape[1] != key.shape[1]
     if has_kernel(query, value):
-        longest, flat = max(packing.lengths), (x[0].transpose(0, 1) for x in (query, key, value))
-        return varlen_attn(*flat, packing.starts, packing.starts, longest, longest, scale=scale,
-                           window_size=(-1, 0), enable_gqa=grouped)[None]          # (-1, 0): causal
+        longest = max(packing.lengths)
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        found: Any = varlen_attn(q, k, v, packing.starts, packing.starts, longest, longest,
+                                 scale=scale, window_size=(-1, 0), enable_gqa=grouped)    # causal
+        return found[None]
     rows = zip(*(x.split(packing.lengths, 2) for x in (query, key, value)))
     return torch.cat([F.scaled_dot_product_attention(*row, is_causal=True, scale=scale,
                                                      enable_gqa=grouped) for row in rows],
