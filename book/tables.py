@@ -1202,14 +1202,14 @@ def study_real_contrasts():
     lines = []
     for x in judge([study], runs("real-card"), study["seeds"]):
         if len(x.rows) == 2 and len(x.rows[0]) >= 3:
-            verdict = ("not all seeds yet" if x.p is None else
-                       "separable" if x.separable else "not separable")
+            verdict = "not all seeds yet" if x.p is None else (
+                f"{'separable' if x.separable else 'not separable'}, {x.adjusted:.3f}")
             lines.append([f"`{x.regime}`", f"`{x.arm}` − `{x.other}`", len(x.rows[0]),
                           *("{:+.3f} ± {:.3f}".format(*x.difference(name))
                             for name in REAL_ENDPOINTS), verdict])
     return markdown(["regime", "contrast", "seeds",
                      *(f"{name}, difference, 95 %" for name in ("area", "rollouts' reward")),
-                     "verdict on the area"], lines)
+                     "verdict on the area, Holm's p"], lines)
 
 
 def study_lora():

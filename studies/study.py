@@ -51,6 +51,8 @@ def run_cell(study: dict, regime: str, method: str, seed: int) -> dict:
         warm_start(config, log.with_name(f"{study['name']}-{seed}.lock"))
     plant(method, trainer)
     write_no_weights(checkpoints, run)
+    # A run that ended and lost its line is made again: it has left no model to end with.
+    (run.directory_of(config) / "finished.json").unlink(missing_ok=True)
     shares = watch(trainer)
     if study.get("evaluator") == "float32":
         trainer.evaluate = in_float32(trainer.evaluate)
