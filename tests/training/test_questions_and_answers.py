@@ -196,6 +196,19 @@ def test_questions_are_seeded_disjoint_and_scored_by_their_family(gym):
     assert task.reward(first, "so it is x") < 1
 
 
+def test_held_out_questions_of_a_small_family_are_like_the_others(gym):
+    """Sums of one digit are drawn first, and most are among the first of 900 questions."""
+    task = gym("task.options={min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 2}",
+               "task.questions=900", "task.eval_size=100")
+    short = [sum(len(p.question) == min(len(q.question) for q in task.train) for p in part)
+             for part in (task.held_out, task.train)]
+    # Of n held out among N, a share p is short: a hypergeometric count, here within 5 of its sigmas.
+    n, N = 100, 900
+    p = sum(short) / N
+    assert sum(short) > 30
+    assert abs(short[0] - n * p) < 5 * math.sqrt(n * p * (1 - p) * (N - n) / (N - 1))
+
+
 @pytest.mark.parametrize("match, right", [("strict", False), ("last_number", True)])
 def test_a_familys_scorer_gets_what_the_match_takes(match, right, gym):
     task = gym(f"task.match={match}")
