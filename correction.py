@@ -135,21 +135,22 @@ def correct(train_log_prob: Tensor, rollout_log_prob: Tensor | None, response_ma
                response_mask=response_mask)
     if response_mask.ndim != 2:
         raise ValueError(f"response_mask {tuple(response_mask.shape)} must have the shape [B, T]")
-    rollout_log_prob, level = rollout_log_prob.detach(), config.rollout_is
+    rollout_log_prob, drawn = rollout_log_prob.detach(), response_mask.bool()             # [B, T]
+    level = config.rollout_is
 
-    log_rho = masked_log_ratio(train_log_prob.detach(), rollout_log_prob, response_mask)  # [B, T]
+    log_rho = masked_log_ratio(train_log_prob.detach(), rollout_log_prob, drawn)          # [B, T]
     weights = truncated = None
     if level is not None and not config.metrics_only:
-        weights = truncated = importance_weights(log_rho, response_mask, level,
+        weights = truncated = importance_weights(log_rho, drawn, level,
                                                  config.rollout_is_threshold)            # [B, T]
         if config.rollout_is_batch_normalize:
-            weights = batch_normalize(truncated, response_mask, level, group)
+            weights = batch_normalize(truncated, drawn, level, group)
 
-    seen = Evidence(log_rho, response_mask.bool(), advantages, rollout_log_prob, group)
+    seen = Evidence(log_rho, drawn, advantages, rollout_log_prob, group)
     verdicts = judge_all(seen, config.rollout_rs)
-    kept, mask = seen.mask, response_mask
+    kept, mask = drawn, response_mask
     if verdicts and not config.metrics_only:
-        kept = keep_all_agree(seen.mask, verdicts)                                       # [B, T]
+        kept = keep_all_agree(drawn, verdicts)                                           # [B, T]
         mask = response_mask * kept
 
     return Correction(weights, mask, Grounds(

@@ -81,10 +81,11 @@ class Counted(NamedTuple):
             return Moments.of_rows(x.detach().squeeze(-1), self.n)
         x, n = widen(x.detach()), self.n.clamp(min=1)
         mean = torch.where(self.mask, x, 0.0).sum(-1) / n.to(x.dtype)
-        finite = self.mask & mean.isfinite()[:, None]       # ∞ − ∞ would be NaN
-        apart = torch.where(finite, x - mean[:, None], 0.0)                              # [B, T]
+        apart = torch.where(self.mask, x - mean[:, None], 0.0)                           # [B, T]
+        rest, squares = (torch.where(mean.isfinite(), total, 0.0)       # ∞ − ∞ is NaN
+                         for total in (apart.sum(-1), apart.square().sum(-1)))
         mean, rest, squares, top, bottom = (column.double() for column in (
-            mean, apart.sum(-1), apart.square().sum(-1), *(ends or extremes(x, self.mask))))
+            mean, rest, squares, *(ends or extremes(x, self.mask))))
         return Moments(self.n, mean + rest / n, squares - rest.square() / n, top, bottom)
 
     def count_rows(self, found: Tensor) -> Tensor:
@@ -238,8 +239,7 @@ def _summaries(prefix: str, x: Moments, apart: Moments,
                reductions: dict[str, str]) -> list[Quantity]:
     """Summarise x over all tokens, and the means of x over sequences.
 
-    `apart` is x less its center. Standard deviations are computed from it: beside a mean of 1, a
-    spread of 1e-8 would drown in Σx².
+    `apart` is x less its center, for spreads: one of 1e-8 would drown in Σx² beside a mean of 1.
     """
     rows = (x.n > 0).double()
     of_rows, rows_apart = (Moments.of_rows(of.mean, rows) for of in (x, apart))
