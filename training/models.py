@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import cached_file
 
 from three_policies.checks import UserError
+from three_policies.training.fetch import MODELS
 from three_policies.training.packing import Packing, attend_in_rows
 from three_policies.training.settings import PolicyConfig
 
@@ -35,6 +36,9 @@ def require_place(path: str, key: str = "policy.path=") -> None:
     if place.is_dir():
         if not (place / "config.json").is_file():
             raise UserError(f"{key}{path} is no model: it has no config.json")
+    elif place.name in MODELS:
+        raise UserError(f"{key}{path} is no directory here; three-policies fetch {place.name} "
+                        f"{path} writes it")
     elif not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path, re.ASCII):
         raise UserError(f"{key}{path} is no directory, and no name on the hub, such as "
                         "Qwen/Qwen2.5-0.5B-Instruct")
