@@ -1,61 +1,94 @@
 """Ask the doctor about dumps of a real model, whose causes are known: SmolLM2-135M-Instruct.
 
     python studies/sizes.py --model DIR --out SIZES                     # hours: makes the dumps
-    python doctor/real_rates.py SIZES [--write doctor/real-rates.txt]
+    python studies/sizes.py --model DIR --out LARGER --prompts 128 --first 16 --tokens 64
+    python doctor/real_rates.py SIZES LARGER [--write doctor/real-rates.txt]
 
-Each dump is one row of studies/sizes.py: 16 responses of at most 256 tokens. It is asked about at
-16, 8 and 4 of them, with the class of the pair stated, and once without.
+Each dump is one row of studies/sizes.py: in SIZES 16 responses of at most 256 tokens, in LARGER 128
+to other questions, of at most 64. A second cause is planted into some of LARGER by moving log π by
+one token. A dump is asked about whole and in part, with the class of the pair stated, and once
+without.
 """
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from three_policies import doctor
-from three_policies.doctor.dumps import read
+from three_policies.doctor.dumps import Response, read
 from three_policies.doctor.normal import Class
 
-ROWS = (16, 8, 4)
-# Each dump, the precision of its pair, and the cause that is right; None is a healthy pair. What is
-# rounded is stated as bf16, which a user would say who does not know of the rounding.
-DUMPS = {"float32": ("fp32", None), "fp16": ("fp16", None), "head-bf16": ("bf16", None),
-         "bf16": ("bf16", None), "bf16-head-bf16": ("bf16", None), "vllm-bf16": ("bf16", None),
-         "int8": ("bf16", "weights"), "int7": ("bf16", "weights"),
-         "float8-e4m3": ("bf16", "weights"), "int6": ("bf16", "weights"),
-         "temperature": ("bf16", "temperature"), "layer-left-out": ("bf16", "weights"),
-         "int4-group-32": ("bf16", "weights"), "int4": ("bf16", "weights")}
+ROWS = {16: (16, 8, 4), 128: (128, 64, 16)}             # of a dump: how many are asked about
+SHIFTED = " and a shift"
+
+
+class Known(NamedTuple):
+    """The precision of a pair, as a user states it, and all right causes: none if it is healthy."""
+
+    precision: str
+    causes: tuple[str, ...] = ()
+
+
+# What is rounded is stated as bf16, which a user would say who does not know of the rounding.
+DUMPS = {"float32": Known("fp32"), "fp16": Known("fp16"), "head-bf16": Known("bf16"),
+         "bf16": Known("bf16"), "bf16-head-bf16": Known("bf16"), "vllm-bf16": Known("bf16"),
+         **dict.fromkeys(("int8", "int7", "float8-e4m3", "int6"), Known("bf16", ("weights",))),
+         "temperature": Known("bf16", ("temperature",)),
+         **dict.fromkeys(("layer-left-out", "int4-group-32", "int4"), Known("bf16", ("weights",)))}
+TWO = ("bf16", "int6", "temperature")                   # of LARGER, with a shift
+
+
+def shifted(response: Response) -> Response:
+    """Return the response with each log π one token late, as a wrong slice leaves it."""
+    late = response.train_log_probs
+    return response._replace(train_log_probs=[late[0], *late[:-1]])
+
+
+def dumps(folder: Path) -> Iterator[tuple[str, Known, list[Response]]]:
+    """Yield each dump that the folder has, and of 128 responses those with a second cause."""
+    for name, known in DUMPS.items():
+        if (path := folder / f"{name}.jsonl").exists():
+            responses = list(read(path))
+            yield name, known, responses
+            if len(responses) == max(ROWS) and name in TWO:
+                yield (name + SHIFTED, known._replace(causes=("shift", *known.causes)),
+                       [shifted(one) for one in responses])
 
 
 def table(folder: Path) -> str:
     """Return a row for each dump, and a sentence that counts them."""
-    lines = ["| dump | class | k3 | named | 16 rows | 8 rows | 4 rows | 16 rows, class open |",
-             "|---|---|---|---|---|---|---|---|"]
-    named, alarms, silent, faults = 0, 0, 0, 0
-    for name, (precision, cause) in DUMPS.items():
-        responses = list(read(folder / f"{name}.jsonl"))
-        reports = [doctor.examine(responses[:n], Class(precision, experts=False)) for n in ROWS]
+    lines, rows = list[str](), ROWS[16]
+    named, alarms, silent, healthy = 0, 0, 0, 0
+    for name, (precision, right), responses in dumps(folder):
+        rows = ROWS[len(responses)]
+        reports = [doctor.examine(responses[:n], Class(precision, experts=False)) for n in rows]
         verdicts = [report.verdict for report in reports]
-        causes = " > ".join(f.cause for f in reports[0].causes) or "nothing"
-        lines.append(f"| {name} | {precision}, dense | {reports[0].k3:.2g} | {causes} | "
-                     f"{' | '.join(verdicts)} | {doctor.examine(responses).verdict} |")
-        first = [f.cause for f in reports[0].causes][:1]
-        named += cause is not None and first == [cause]
-        faults += cause is not None
-        silent += cause is not None and "healthy" in verdicts
-        alarms += cause is None and "fault" in verdicts
-    return "\n".join([*lines, "", f"{named} of {faults} faults are named first at 16 rows. At any "
-                      f"size {silent} are called healthy, and {alarms} of {len(DUMPS) - faults} "
-                      "healthy pairs raise an alarm."])
+        found = [f.cause for f in reports[0].causes]
+        lines.append(f"| {name} | {precision}, dense | {reports[0].k3:.2g} | "
+                     f"{' > '.join(found) or 'nothing'} | {' | '.join(verdicts)} | "
+                     f"{doctor.examine(responses).verdict} |")
+
+        named += bool(found) and found[0] in right
+        silent += bool(right) and "healthy" in verdicts
+        healthy += not right
+        alarms += not right and "fault" in verdicts
+    return "\n".join([
+        "| dump | class | k3 | named | " + " | ".join(f"{n} rows" for n in rows)
+        + f" | {rows[0]} rows, class open |", "|---|---|---|---|---|---|---|---|", *lines, "",
+        f"{named} of {len(lines) - healthy} faults are named first at {rows[0]} rows. At any size "
+        f"{silent} are called healthy, and {alarms} of {healthy} healthy pairs raise an alarm."])
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path, metavar="SIZES")
+    parser.add_argument("folders", type=Path, nargs="+", metavar="SIZES")
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    text = f"# The doctor on a real model\n\n{table(given.folder)}\n"
+    text = "\n\n".join(["# The doctor on a real model", *map(table, given.folders)]) + "\n"
     print(text)
     if given.write:
         given.write.write_text(text)

@@ -38,13 +38,15 @@ class Skipped(nn.Module):
 
 @torch.inference_mode()
 def draw(model: Any, head: Tensor, prompts: list[list[int]], end: list[int], limit: int,
-         temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> list[Drawn]:
+         first: int = 0, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+         ) -> list[Drawn]:
     """Sample token by token from a cache, as engines do; a prompt has the same noise in each call.
 
-    `head`: the weight [V, hidden] that makes logits, in a dtype of its own.
+    `head`: the weight [V, hidden] that makes logits, in a dtype of its own. `first`: the number of
+    the first prompt, from which its noise comes.
     """
     device, last = head.device, torch.tensor(end, device=head.device)
-    noise = [torch.Generator(device).manual_seed(i) for i in range(len(prompts))]
+    noise = [torch.Generator(device).manual_seed(first + i) for i in range(len(prompts))]
     ids, attention = (x.to(device) for x in pad_rows(prompts, "left"))
     places, cache = (attention.cumsum(-1) - 1).clamp(min=0), None
     open_ = torch.arange(len(prompts), device=device)

@@ -13,6 +13,7 @@ which makes KL and moments lower bounds.
     python studies/sizes.py --model smollm2 --out runs/sizes --row int8           # one row
     python studies/sizes.py --model smollm2 --out runs/sizes                      # all of them
     python studies/sizes.py --model smollm2 --out runs/gpu --device cuda --prompts 128
+    python studies/sizes.py --model smollm2 --out runs/larger --prompts 128 --first 16 --tokens 64
 
 OUT/results.csv gets a line for each row, and a row that stands there is not measured again;
 OUT/ROW.jsonl is the row's dump: `three-policies doctor OUT/ROW.jsonl`. The published table is
@@ -193,13 +194,24 @@ def lora(model: Path, out: Path) -> Path:
     return out / "lora"
 
 
-def questions(model: Path, count: int = PROMPTS) -> list[list[int]]:
+@dataclass(frozen=True)
+class Asked:
+    """Which questions are asked, by their place in the family, and how long an answer may be."""
+
+    count: int = PROMPTS
+    first: int = 0
+    tokens: int = TOKENS
+
+
+def questions(model: Path, asked: Asked) -> list[list[int]]:
     """Return the prompts: held-out questions of the family that the steps train on."""
     from transformers import AutoTokenizer
+    last = asked.first + asked.count
     task = make_task(TaskConfig(kind="reasoning_gym", name="gsm_symbolic", questions=400,
-                                eval_size=max(100, count)), SEED)
+                                eval_size=max(100, last)), SEED)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    return [tokenizer(prompt_of(task, one, CHAT)).input_ids for one in task.held_out[:count]]
+    return [tokenizer(prompt_of(task, one, CHAT)).input_ids
+            for one in task.held_out[asked.first:last]]
 
 
 def end_of(model: Path) -> list[int]:
@@ -242,14 +254,14 @@ def numbers(drawn: list[Drawn], found: list[Compared]) -> dict[str, float]:
     return row
 
 
-def measure(name: str, model: Path, out: Path, count: int = PROMPTS, device: str = "cpu"
+def measure(name: str, model: Path, out: Path, asked: Asked = Asked(), device: str = "cpu"
             ) -> dict[str, Any]:
-    """Measure a row on `count` prompts, and write its dump."""
+    """Measure a row, and write its dump."""
     began, row = time.perf_counter(), ROWS[name]
-    prompts, end = questions(model, count), end_of(model)
+    prompts, end = questions(model, asked), end_of(model)
     policy = load(model, row.trainer, device)
     if row.engine == "vllm":
-        drawn = draw_with_vllm(model, row.dtype, prompts, end, TOKENS, device)
+        drawn = draw_with_vllm(model, row.dtype, prompts, end, asked.tokens, device)
     else:
         sampler = load(model, device=device)
         own, ours = row.weights(model, out) if row.weights else ({}, {})
@@ -260,7 +272,7 @@ def measure(name: str, model: Path, out: Path, count: int = PROMPTS, device: str
             sampler.model.layers[row.without] = Skipped()
         sampler = sampler.to(getattr(torch, row.dtype))
         head = sampler.get_output_embeddings().weight.to(getattr(torch, row.head))
-        drawn = draw(sampler, head, prompts, end, TOKENS, **row.sampled)
+        drawn = draw(sampler, head, prompts, end, asked.tokens, asked.first, **row.sampled)
 
     found = list(score(policy, prompts, drawn))
     write_dump(out / f"{name}.jsonl", prompts, drawn, found)
@@ -331,6 +343,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--row", action="append", choices=ROWS,
                         help="one row; default: all that this device has")
     parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--first", type=int, default=0, help="the first question's number")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of an answer, at most")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     given = parser.parse_args(argv)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -340,7 +354,8 @@ def main(argv: list[str] | None = None) -> None:
         if name in results(table):
             print(f"{name} is in {table} already")
             continue
-        row = measure(name, given.model.resolve(), given.out, given.prompts, given.device)
+        row = measure(name, given.model.resolve(), given.out,
+                      Asked(given.prompts, given.first, given.tokens), given.device)
         add(table, row)
         print(*(f"{key}={value}" for key, value in row.items()), flush=True)
 

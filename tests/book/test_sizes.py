@@ -21,13 +21,12 @@ PROMPTS = [[3, 5, 7, 2], [9, 4], [1, 8, 6], [5, 5]]
 @pytest.fixture
 def measured(tiny_model, tmp_path, monkeypatch):
     """Return a function that measures a row on the tiny model: its numbers and its dump."""
-    monkeypatch.setattr(sizes, "TOKENS", 24)
     monkeypatch.setattr(sizes, "LENGTHS", (4, 8, 24))
-    monkeypatch.setattr(sizes, "questions", lambda model, count: PROMPTS * 8)
+    monkeypatch.setattr(sizes, "questions", lambda model, asked: PROMPTS * 8)
 
     def measure(name, **changes):
         monkeypatch.setitem(sizes.ROWS, name, replace(sizes.ROWS[name], **changes))
-        row = sizes.measure(name, tiny_model, tmp_path)
+        row = sizes.measure(name, tiny_model, tmp_path, sizes.Asked(tokens=24))
         numbers = {key: float(x) for key, x in row.items() if key != "row"}
         return numbers, list(read(tmp_path / f"{name}.jsonl"))
     return measure
@@ -122,7 +121,7 @@ def test_steps_and_responses_agree_on_ess():
 def test_a_row_that_stands_is_not_measured_again(tmp_path, monkeypatch, capsys):
     asked = []
 
-    def measure(name, model, out, count, device):
+    def measure(name, model, out, asked_of, device):
         asked.append(name)
         return {"row": name, "k3": "0.5"}
     monkeypatch.setattr(sizes, "measure", measure)
