@@ -143,7 +143,7 @@ def task_of_gym(config: TaskConfig, seed: int) -> Task:
 
     problems = [Problem(question, str(entry["answer"]), f"{config.name}: {question[:60]!r}")
                 for question, entry in entries.items()]
-    if drawn > len(problems):          # likely questions are drawn first, and often they are easy
+    if drawn > 1.01 * len(problems):   # likely questions are drawn first, and often they are easy
         random.Random(seed_of(seed, "task", "order")).shuffle(problems)
 
     size = config.eval_size or max(1, min(EVAL_SIZE, len(problems) // 10))
