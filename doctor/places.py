@@ -44,6 +44,8 @@ def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
 
         if cause not in ("tool", "retokenised"):            # one bad token is not enough
             size = min(size, 1.5 * e[dirty].abs().median().item())
+        if cause == "first-token":                          # alone: not what fades from there on
+            rest = max(rest, size_of(e[(x.t[some] > 0) & (x.t[some] < 4)]))
         if size < 5 * least or not beyond(limit, easier * size / max(rest, 1e-9)):
             continue
         if cause == "tool" and share < 0.5:                 # by hand; else π is merely wrong there

@@ -11,6 +11,7 @@ without.
 """
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from three_policies.doctor.dumps import Response, read
 from three_policies.doctor.normal import Class
 
 ROWS = {16: (16, 8, 4), 128: (128, 64, 16)}             # of a dump: how many are asked about
+TIMES = 4               # a fault of at most so many times k3 of bfloat16 is not asked to be named
 SHIFTED = " and a shift"
 
 
@@ -33,9 +35,11 @@ class Known(NamedTuple):
 
 
 # What is rounded is stated as bf16, which a user would say who does not know of the rounding.
-DUMPS = {"float32": Known("fp32"), "fp16": Known("fp16"), "head-bf16": Known("bf16"),
-         "bf16": Known("bf16"), "bf16-head-bf16": Known("bf16"), "vllm-bf16": Known("bf16"),
-         **dict.fromkeys(("int8", "int7", "float8-e4m3", "int6"), Known("bf16", ("weights",))),
+DUMPS = {"float32": Known("fp32"), "fp16": Known("fp16"),
+         **dict.fromkeys(("head-bf16", "bf16", "bf16-head-bf16", "vllm-bf16"), Known("bf16")),
+         **dict.fromkeys(("below-the-grid", "stale-1", "stale-4", "lora-merged", "stale-8", "int8",
+                          "int7", "float8-e4m3", "int6"), Known("bf16", ("weights",))),
+         **dict.fromkeys(("top-p", "top-k"), Known("bf16", ("cut",))),
          "temperature": Known("bf16", ("temperature",)),
          **dict.fromkeys(("layer-left-out", "int4-group-32", "int4"), Known("bf16", ("weights",)))}
 TWO = ("bf16", "int6", "temperature")                   # of LARGER, with a shift
@@ -60,10 +64,12 @@ def dumps(folder: Path) -> Iterator[tuple[str, Known, list[Response]]]:
 
 def table(folder: Path) -> str:
     """Return a row for each dump, and a sentence that counts them."""
-    lines, rows = list[str](), ROWS[16]
-    named, alarms, silent, healthy = 0, 0, 0, 0
-    for name, (precision, right), responses in dumps(folder):
-        rows = ROWS[len(responses)]
+    every = [*dumps(folder)]
+    rows = ROWS[len(every[0][2])]
+    least = TIMES * next(doctor.examine(x).k3 for name, _, x in every if name == "bf16")
+    lines, counts = list[str](), Counter[str]()
+
+    for name, (precision, right), responses in every:
         reports = [doctor.examine(responses[:n], Class(precision, experts=False)) for n in rows]
         verdicts = [report.verdict for report in reports]
         found = [f.cause for f in reports[0].causes]
@@ -71,15 +77,19 @@ def table(folder: Path) -> str:
                      f"{' > '.join(found) or 'nothing'} | {' | '.join(verdicts)} | "
                      f"{doctor.examine(responses).verdict} |")
 
-        named += bool(found) and found[0] in right
-        silent += bool(right) and "healthy" in verdicts
-        healthy += not right
-        alarms += not right and "fault" in verdicts
+        kind = "healthy" if not right else "large" if reports[0].k3 > least else "small"
+        counts[kind] += 1
+        counts["named"] += kind == "large" and found[:1] != [] and found[0] in right
+        counts["silent"] += kind == "large" and "healthy" in verdicts
+        counts["alarms"] += kind == "healthy" and "fault" in verdicts
+        counts["misnamed"] += kind != "large" and bool({*found} - {*right})
     return "\n".join([
         "| dump | class | k3 | named | " + " | ".join(f"{n} rows" for n in rows)
         + f" | {rows[0]} rows, class open |", "|---|---|---|---|---|---|---|---|", *lines, "",
-        f"{named} of {len(lines) - healthy} faults are named first at {rows[0]} rows. At any size "
-        f"{silent} are called healthy, and {alarms} of {healthy} healthy pairs raise an alarm."])
+        f"Of {counts['large']} faults above {TIMES} times the k3 of bf16, {counts['named']} are "
+        f"named first at {rows[0]} rows, and {counts['silent']} are called healthy at some size. "
+        f"Of {counts['small']} smaller ones and {counts['healthy']} healthy pairs, "
+        f"{counts['misnamed']} get a wrong cause; {counts['alarms']} healthy pairs are alarmed."])
 
 
 if __name__ == "__main__":

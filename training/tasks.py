@@ -135,15 +135,16 @@ def gym_dataset(config: TaskConfig, seed: int, size: int) -> Any:
 def task_of_gym(config: TaskConfig, seed: int) -> Task:
     """Return questions of reasoning-gym, each once, and its own scorer, from 0 to 1."""
     most = 20 * config.questions       # drawn at most: small families repeat themselves
-    dataset, entries, drawn = gym_dataset(config, seed, most), dict[str, dict](), 0
-    for drawn, entry in enumerate(itertools.islice(dataset, most), 1):
+    dataset, entries, again = gym_dataset(config, seed, most), dict[str, dict](), 0
+    for entry in itertools.islice(dataset, most):
+        again += entry["question"] in entries
         entries.setdefault(entry["question"], entry)
         if len(entries) == config.questions:
             break
 
     problems = [Problem(question, str(entry["answer"]), f"{config.name}: {question[:60]!r}")
                 for question, entry in entries.items()]
-    if drawn > 1.01 * len(problems):   # likely questions are drawn first, and often they are easy
+    if again > len(problems) / 100:    # likely questions are drawn first, and often they are easy
         random.Random(seed_of(seed, "task", "order")).shuffle(problems)
 
     size = config.eval_size or max(1, min(EVAL_SIZE, len(problems) // 10))
