@@ -82,8 +82,8 @@ def test_where_training_changes_most_is_no_fault_of_one_token(at, near, named):
     And 0.121 at the end token, 0.009 elsewhere.
     """
     odds, by = noise()
-    of = grid()
-    last, later = of["t"] == 19, (of["t"] > 3) & (of["t"] < 19)
+    of = grid(12, 100)
+    last, later = of["t"] == 99, (of["t"] > 3) & (of["t"] < 99)
     sizes = torch.where(of["t"] == 0, 0.118, near if at == "first-token" else 0.041)
     sizes[later] = 0.009
     sizes[last] = near if at == "eos" else 0.009
