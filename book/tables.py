@@ -1352,8 +1352,8 @@ def real_run_summary():
     first = mean_of(arms["disabled"], "first_reward")
     return f"""\
 *SmolLM2-135M learns to add, while the engine's weights have six bits (k3 {mean_of(arms["disabled"], "k3"):.2f} a token). In the first step the engine's
-answers earn {first:.2f}. Averaged over the last five of twenty steps they earn {ends["disabled"]} without a correction, {ends["decoupled_token_is"]} with token weights,
-and {ends["bypass_ppo_clip"]} with `bypass_ppo_clip`, verl's default in bypass mode. Means over {min(map(len, arms.values()))} seeds ([chapter 12][12]).*"""  # noqa: E501
+answers earn {first:.2f}. Averaged over the last five of twenty steps they earn {ends["disabled"]} without a correction, {ends["decoupled_token_is"]} with token
+weights, and {ends["bypass_ppo_clip"]} with `bypass_ppo_clip`, verl's default in bypass mode. Means over {min(map(len, arms.values()))} seeds ([chapter 12][12]).*"""  # noqa: E501
 
 
 def mean_area(regime, arm):
@@ -1410,8 +1410,8 @@ def advice_rows():
          f"four bits: {mean_area('int4_fast', seq)} against {mean_area('int4_fast', 'naive')}"],
         ["a few steps stale, small learning rate", f"`{bypass}`, the cheapest",
          f"four steps: {mean_area(late, bypass)} against {mean_area(late, 'naive')}"],
-        ["many steps stale", "a smaller learning rate, and any of these three presets",
-         f"eight steps, both at that rate: {min(small):.2f} or more against "
+        ["many steps stale", "a smaller learning rate, and any of these presets",
+         f"eight steps, at that rate: {min(small):.2f} against "
          f"{mean_final('staleness_8', 'small_steps')}"],
         ["coarse and stale", f"`{seq}`",
          f"four bits, four steps: {mean_area(both, seq)} against {mean_area(both, 'naive')}"],
