@@ -1350,10 +1350,11 @@ def real_run_summary():
     arms = runs("real-card")["coarse"]
     ends = {arm: f"{mean_of(rows, 'last_reward'):.2f}" for arm, rows in arms.items()}
     first = mean_of(arms["disabled"], "first_reward")
+    float8 = float(sizes.results()["float8-e4m3"]["k3_exact"])
     return f"""\
-*SmolLM2-135M learns to add, while the engine's weights have six bits (k3 {mean_of(arms["disabled"], "k3"):.2f} a token). In the first step the engine's
-answers earn {first:.2f}. Averaged over the last five of twenty steps they earn {ends["disabled"]} without a correction, {ends["decoupled_token_is"]} with token
-weights, and {ends["bypass_ppo_clip"]} with `bypass_ppo_clip`, verl's default in bypass mode. Means over {min(map(len, arms.values()))} seeds ([chapter 12][12]).*"""  # noqa: E501
+*SmolLM2-135M learns to add; its engine's weights have six bits (k3 {mean_of(arms["disabled"], "k3"):.2f} a token; float8: {float8:.2f}). The engine's answers
+earn {first:.2f} in the first step and, over the last five of twenty, {ends["matched"]} without rounding, {ends["disabled"]} uncorrected, {ends["decoupled_token_is"]}
+with token weights, and {ends["bypass_ppo_clip"]} with `bypass_ppo_clip`, verl's default in bypass mode. Means over {min(map(len, arms.values()))} seeds ([12]).*"""  # noqa: E501
 
 
 def mean_area(regime, arm):
@@ -1419,8 +1420,8 @@ def advice_rows():
          f"six bits: {mean_area('int6', token)} against {mean_area('int6', 'naive')}"]]
     headers = ["your situation", "take", "accuracy, against no correction (`disabled`)"]
     return markdown(headers, rows) + (
-        "\n\nAccuracy is averaged over training, on answers of 64 tokens; for eight steps it is the "
-        "final one, on nine tokens.")
+        "\n\nAccuracy is averaged over training, on answers of 64 tokens; for eight steps it is "
+        "the final one, on nine tokens.")
 
 
 def rates(name, which=0):
