@@ -69,8 +69,13 @@ def pytest_cmdline_main(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
-    """Hand a worker the `forks` of all workers: one process imports the trainer for them."""
+    """Hand a worker the `forks` of all workers: one process imports the trainer for them.
+
+    There is none where long tests are left out, since every test that asks for it is long.
+    """
     config = node.config
+    if leaves_out(config) and os.environ.get(LONG) != "only":
+        return
     if SERVED not in config.stash:
         until_the_end = contextlib.ExitStack()
         config.add_cleanup(until_the_end.close)
