@@ -284,15 +284,21 @@ def _of_each_id(ids: Tensor, old: Tensor, e: Tensor) -> tuple[float, float]:
 
 def fit_sizes(total: Tensor, count: Tensor, *columns: Tensor) -> tuple[float, list[float]]:
     """Fit log E|e| = a + Σ b·column to sums of |e| over so many tokens; return log L, (a, b …)."""
-    matrix = torch.stack([torch.ones_like(total), *columns], -1)
-    beta, ratio = torch.zeros(len(columns) + 1, dtype=total.dtype), total
-    beta[0] = (total.sum() / count.sum()).log()
+    nats, beta = fits(total, count, *columns)
+    return nats.item(), beta.tolist()
+
+
+def fits(total: Tensor, count: Tensor, *columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log L and (a, b …) of P fits at once, [P] and [P, k]: a column is [n] or [P, n]."""
+    matrix = torch.stack(torch.broadcast_tensors(torch.ones_like(total), *columns), -1)
+    beta, ratio = matrix.new_zeros(*matrix.shape[:-2], matrix.shape[-1], 1), total   # [P, k, 1]
+    beta[..., 0, 0] = (total.sum() / count.sum()).log()
     for _ in range(20):
-        ratio = total * (-matrix @ beta).exp()
-        weight = torch.maximum(ratio, count)[:, None] * matrix
-        beta += torch.linalg.solve(weight.T @ matrix + 1e-6 * torch.eye(len(beta)),
-                                   matrix.T @ (ratio - count))
-    return -(count @ matrix @ beta + ratio.sum()).item(), beta.tolist()
+        ratio = total * (-matrix @ beta).squeeze(-1).exp()                              # [P, n]
+        weight = torch.maximum(ratio, count)[..., None] * matrix
+        beta += torch.linalg.solve(weight.mT @ matrix + 1e-6 * torch.eye(beta.shape[-2]),
+                                   matrix.mT @ (ratio - count)[..., None])
+    return -((matrix @ beta).squeeze(-1) @ count + ratio.sum(-1)), beta.squeeze(-1)
 
 
 def within(x: Tokens) -> float:
@@ -402,16 +408,17 @@ def deeper(x: Tokens) -> Finding | None:
 def _best_step(total: Tensor, count: Tensor, age: Tensor, late: Tensor, places: list[int]
                ) -> tuple[float, int]:
     """Return log L of the likeliest step, −∞ if the gap falls nowhere, and the token it is at."""
-    best, at = -math.inf, 0
-    for place in places:
-        after = (age >= place).double()
-        since = ((age + 8) / (place + 8)).clamp(min=1).log()
-        nats, (_, jump, falls) = fit_sizes(total, count, after, since)
-        more, (_, _, _, step) = fit_sizes(total, count, late, late.square(), after)
-        nats = max(nats if jump < 0.3 and jump + falls * math.log(2) < -0.6 else -math.inf,
-                   more - 3 if step < 0 else -math.inf)
-        best, at = max((best, at), (nats, place))
-    return best, at
+    place = torch.tensor(places).view(-1, 1)                                            # [P, 1]
+    after = (age >= place).double()
+    since = ((age + 8) / (place + 8)).clamp(min=1).log()
+    alone, of_step = fits(total, count, after, since)
+    smooth, of_both = fits(total, count, late, late.square(), after)
+    (_, jump, falls), step = of_step.unbind(-1), of_both[:, -1]
+
+    nats = torch.maximum(
+        alone.where((jump < 0.3) & (jump + falls * math.log(2) < -0.6), -math.inf),
+        (smooth - 3).where(step < 0, -math.inf))
+    return max(zip(nats.tolist(), places), default=(-math.inf, 0))
 
 
 def _padding_or_context(x: Tokens, fading: Finding, falling: Finding | None
