@@ -30,14 +30,14 @@ def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
     found: dict[str, Finding] = {}
     some = x.unsure()
     e = x.e()[some]
-    least = floor(e)
+    least, rows = floor(e), len(x.row.unique())
 
     for cause, limit, where, part, drop in parts_of(x):
         dirty = part[some]
         if dirty.sum() < 3 or (~dirty).sum() < 10:
             continue
         size, rest = size_of(e[dirty]), size_of(e[~dirty])
-        chosen, rows = len(x.row[part].unique()), len(x.row.unique())
+        chosen = len(x.row[part].unique())
         cost = {"retokenised": 4 * chosen, "in-flight": 3,
                 "context": log_choices(rows, chosen)}.get(cause, 0)
         share = gap_left(e, dirty, ~dirty, least=least) * math.exp(cost / len(e))   # nats: a choice

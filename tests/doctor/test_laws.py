@@ -289,9 +289,11 @@ def world(kind):
 
 
 def dump(drawn, log_mu, log_pi, h):
-    """Return the tokens of a dump, one drawn in each state."""
+    """Return the tokens of a dump, one drawn in each state, in responses of 24."""
     y = torch.multinomial(drawn.exp(), 1, generator=torch.Generator().manual_seed(1))
-    return tokens(*(x.gather(-1, y)[:, 0] for x in (log_mu, log_pi)), entropy=h)
+    at = torch.arange(len(y))
+    return tokens(*(x.gather(-1, y)[:, 0] for x in (log_mu, log_pi)), entropy=h, t=at % 24,
+                  row=at // 24)
 
 
 @pytest.mark.parametrize("kind", ["many", "one"])
