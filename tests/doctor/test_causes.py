@@ -15,7 +15,7 @@ from three_policies.doctor.dumps import Response, response
 from three_policies.doctor.tokens import LOWEST, NEVER, Tokens, gap_left, log_odds, z_of
 from three_policies.estimators import sampling_log_probs
 from three_policies.tests.support.margins import stands_clear, stays_below
-from three_policies.tests.support.planted import MODELS, names, planted, shifted, tokens
+from three_policies.tests.support.planted import MODELS, in_rows, names, planted, shifted, tokens
 
 CASES = [
     ("temperature", "sampler"), ("temperature", "trainer"), ("temperature", "after"),
@@ -148,17 +148,18 @@ def test_a_nearly_sure_policy_without_a_rare_token_is_no_fault():
                   for top in (0.999, 0.9985))
         if not rare.any():
             assert abs(z_of((pi - mu).expm1())) > 15
-        assert "cut" not in [found.cause for found in causes.find_causes(tokens(mu, pi))]
+        assert "cut" not in [found.cause for found in causes.find_causes(tokens(mu, pi, **in_rows(320, 20)))]
         entropy = torch.full_like(mu, -0.999 * math.log(0.999) - 0.001 * math.log(1e-6))
-        assert not causes.find_causes(tokens(mu, mu, entropy=entropy))
+        assert not causes.find_causes(tokens(mu, mu, entropy=entropy, **in_rows(320, 20)))
 
 
 def test_what_undrawn_tokens_cannot_explain_is_a_fault():
     """20 000 tokens draw a mass of 0.0005: a cut of 0.001 is seen, and so is a cold draw."""
     g = torch.Generator().manual_seed(0)
     mu = -0.5 * torch.rand(20_000, generator=g, dtype=torch.float64) - 0.1
-    cut = [x.cause for x in causes.find_causes(tokens(mu, mu + math.log(0.999)))]
-    cold = [x.cause for x in causes.find_causes(tokens(mu, mu, entropy=torch.full_like(mu, 1.5)))]
+    rows, warm = in_rows(20_000, 20), torch.full_like(mu, 1.5)
+    cut = [x.cause for x in causes.find_causes(tokens(mu, mu + math.log(0.999), **rows))]
+    cold = [x.cause for x in causes.find_causes(tokens(mu, mu, entropy=warm, **rows))]
     assert cut == ["cut"] and cold == ["raw"]
 
 
@@ -299,7 +300,7 @@ def test_a_record_with_a_little_noise_is_not_of_what_was_drawn(noise, found):
     other = whole + 0.01 * torch.randn(whole.shape, generator=g, dtype=torch.float64)
     mu, pi = (x.log_softmax(-1).gather(-1, drawn)[:, 0]
               for x in ((recorded, whole) if noise else (whole, other)))
-    named = causes.find_causes(tokens(mu, pi))
+    named = causes.find_causes(tokens(mu, pi, **in_rows(50_000, 50)))
     assert [f.cause for f in named] == found
     assert all(f.confidence == "suggested" and "not of what was drawn" in f.evidence for f in named)
 
@@ -404,6 +405,7 @@ def test_a_policy_that_is_no_distribution_blames_no_sampler():
     mu, d = torch.randn(2, 40_000, generator=g, dtype=torch.float64)
     d = 0.1 * (d - d.mean()) - 1e-4
     mu = 2 * mu.clamp(-1.5, 1.5) - 4
-    x = tokens(mu, mu + d)
+    rows = in_rows(40_000, 40)
+    x = tokens(mu, mu + d, **rows)
     assert d.exp().mean() > 1 and causes.texture(x) is None
-    assert causes.texture(tokens(mu, mu + d + 2e-4)).cause == "raw"       # E[log ρ] > 0
+    assert causes.texture(tokens(mu, mu + d + 2e-4, **rows)).cause == "raw"       # E[log ρ] > 0

@@ -19,7 +19,7 @@ from three_policies.doctor.tokens import FLOOR, Tokens, gap_left, log_odds, nume
 from three_policies.estimators import sampling_log_probs
 from three_policies.oracle import Policy, close, expectation, kl
 from three_policies.tests.support.certified import certifies
-from three_policies.tests.support.planted import model, planted, shifted, tokens
+from three_policies.tests.support.planted import in_rows, model, planted, shifted, tokens
 
 
 # ------------------------------------------------------------------------------- the laws
@@ -291,9 +291,8 @@ def world(kind):
 def dump(drawn, log_mu, log_pi, h):
     """Return the tokens of a dump, one drawn in each state, in responses of 24."""
     y = torch.multinomial(drawn.exp(), 1, generator=torch.Generator().manual_seed(1))
-    at = torch.arange(len(y))
-    return tokens(*(x.gather(-1, y)[:, 0] for x in (log_mu, log_pi)), entropy=h, t=at % 24,
-                  row=at // 24)
+    return tokens(*(x.gather(-1, y)[:, 0] for x in (log_mu, log_pi)), entropy=h,
+                  **in_rows(len(y), 24))
 
 
 @pytest.mark.parametrize("kind", ["many", "one"])

@@ -40,6 +40,11 @@ def tokens(mu, pi, **columns):
     return Tokens(mu, pi, **given | columns)
 
 
+def in_rows(n, length):
+    """Return the columns of n tokens in responses of one length; by default they are one."""
+    return {"t": torch.arange(n) % length, "row": torch.arange(n) // length}
+
+
 def shifted(odds, by):
     """Return log-probs of two columns whose log-odds are these, and that much more."""
     return [torch.nn.functional.logsigmoid(x) for x in (odds, odds + by)]
