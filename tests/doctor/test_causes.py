@@ -141,6 +141,7 @@ def test_rounding_of_one_sign_is_no_cause():
 
 def test_a_nearly_sure_policy_without_a_rare_token_is_no_fault():
     """E[ρ] and E[−log π] are off then by what was not drawn, and no error shows it."""
+    rows = in_rows(320, 20)
     for seed in range(20):
         g = torch.Generator().manual_seed(seed)
         rare = torch.rand(320, generator=g, dtype=torch.float64) < 0.001     # of 1000 other tokens
@@ -148,9 +149,9 @@ def test_a_nearly_sure_policy_without_a_rare_token_is_no_fault():
                   for top in (0.999, 0.9985))
         if not rare.any():
             assert abs(z_of((pi - mu).expm1())) > 15
-        assert "cut" not in [found.cause for found in causes.find_causes(tokens(mu, pi, **in_rows(320, 20)))]
+        assert "cut" not in [found.cause for found in causes.find_causes(tokens(mu, pi, **rows))]
         entropy = torch.full_like(mu, -0.999 * math.log(0.999) - 0.001 * math.log(1e-6))
-        assert not causes.find_causes(tokens(mu, mu, entropy=entropy, **in_rows(320, 20)))
+        assert not causes.find_causes(tokens(mu, mu, entropy=entropy, **rows))
 
 
 def test_what_undrawn_tokens_cannot_explain_is_a_fault():

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from three_policies.doctor.command import main
-from three_policies.doctor.dumps import Response, append
+from three_policies.doctor.dumps import append, read
 from three_policies.doctor.hypotheses import COARSE, Scorer
 from three_policies.doctor.rescore import ARRIVED, Grid, rescore
 from three_policies.doctor.rescore_rates import in_bfloat16, sample, score
@@ -52,7 +52,7 @@ def trained(first, step, steps=8):
 
 
 def pair(tmp_path, engine, trainer, *older):
-    """Return what rescoring says of the engine's samples, and the arguments of the command."""
+    """Dump the engine's samples; return the command's arguments, and rounding over kernels."""
     torch.manual_seed(2)
     drawn = sample(engine, PROMPTS, 24, plain)
     mu, pi = (score(model, PROMPTS, drawn) for model in (engine, trainer))
@@ -64,22 +64,24 @@ def pair(tmp_path, engine, trainer, *older):
             for p, y, a, b in zip(PROMPTS, drawn, mu, pi)]
     (tmp_path / "dump.jsonl").unlink(missing_ok=True)
     append(tmp_path / "dump.jsonl", rows)
-    responses = [Response(n, r["token_ids"], r["rollout_log_probs"], r["train_log_probs"],
-                          r["prompt_ids"], [True] * len(r["token_ids"]))
-                 for n, r in enumerate(rows)]
     rounding, kernels = Scorer(trainer, [], [(p, y) for p, y in zip(PROMPTS, drawn)]).grid
     print(f"rounding the weights moves a token by {rounding:.4f}, kernels by {kernels:.4f}: "
           f"{rounding / kernels:.2f}, limit {COARSE}")
-    given = [str(tmp_path / "dump.jsonl"), "--model", paths[0]]
-    return rescore(paths[0], paths[1:], responses), [
-        *given, *(["--older", *paths[1:]] if older else [])], rounding / kernels
+    return [str(tmp_path / "dump.jsonl"), "--model", paths[0],
+            *(["--older", *paths[1:]] if older else [])], rounding / kernels
+
+
+def rescored(dump, _, model, *older):
+    """Return what rescoring says, given the command's arguments."""
+    return rescore(model, older[1:], read(dump))
 
 
 def test_an_update_below_the_grid_is_named_with_the_share_that_is_still_the_first(
         tmp_path, capsys):
     first = first_model()
     now = trained(first, 7e-6)
-    found, given, ratio = pair(tmp_path, in_bfloat16(now), now, first)
+    given, ratio = pair(tmp_path, in_bfloat16(now), now, first)
+    found = rescored(*given)
     grid = found.rollout.grid
     assert ratio > 2 * COARSE and grid.arrived < 0.7 * ARRIVED
     assert (found.guilty, found.rollout.cause, found.train.cause) == ("rollout", "below-grid", None)
@@ -103,7 +105,8 @@ def test_an_update_below_the_grid_is_named_with_the_share_that_is_still_the_firs
 def test_without_an_older_model_the_rounding_is_named_and_what_would_tell(tmp_path, capsys):
     first = first_model()
     now = trained(first, 7e-6)
-    found, given, ratio = pair(tmp_path, in_bfloat16(now), now)
+    given, ratio = pair(tmp_path, in_bfloat16(now), now)
+    found = rescored(*given)
     assert ratio > 2 * COARSE and found.rollout.cause == "weights"
     capsys.readouterr()
     assert main([*given, "--json"]) == 1
@@ -113,13 +116,17 @@ def test_without_an_older_model_the_rounding_is_named_and_what_would_tell(tmp_pa
 
 
 @pytest.mark.parametrize("step", [0, 1e-9])
-def test_a_pair_in_order_is_not_accused_though_nearly_all_weights_are_the_first(tmp_path, step):
+def test_a_pair_in_order_is_not_accused_though_nearly_all_weights_are_the_first(
+        tmp_path, capsys, step):
     """Nothing was trained, or so little that the gap is of kernels alone."""
     first = first_model()
     now = trained(first, step)
-    found, given, ratio = pair(tmp_path, in_bfloat16(now), now, first)
-    assert ratio < COARSE / 4 and found.guilty == "none" and found.rollout.grid is None
-    assert main(given) == 0
+    given, ratio = pair(tmp_path, in_bfloat16(now), now, first)
+    assert ratio < COARSE / 4
+    capsys.readouterr()
+    assert main([*given, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["model"]
+    assert told["guilty"] == "none" and "grid" not in told["rollout"]
     same = torch.cat([(a.bfloat16() == b.bfloat16()).flatten()
                       for a, b in zip(now.parameters(), first.parameters())])
     assert same.double().mean() > 0.99
@@ -133,7 +140,8 @@ def test_updates_far_above_the_grid_arrive(tmp_path):
         for w in now.parameters():
             w += 0.01 * w.std().nan_to_num(0) * torch.randn(w.shape, generator=torch.Generator(
                 ).manual_seed(3))
-    found, _, ratio = pair(tmp_path, in_bfloat16(now), now, first)
+    given, ratio = pair(tmp_path, in_bfloat16(now), now, first)
+    found = rescored(*given)
     assert ratio < 0.75 * COARSE and found.guilty == "none"
 
 
@@ -142,7 +150,8 @@ def test_weights_that_were_not_synchronised_are_stale_and_not_below_the_grid(tmp
     """The engine still has the first weights, though many have moved on its grid, too."""
     first = first_model()
     now = trained(first, step)
-    found, _, _ = pair(tmp_path, in_bfloat16(first), now, first)
+    given, _ = pair(tmp_path, in_bfloat16(first), now, first)
+    found = rescored(*given)
     assert (found.guilty, found.rollout.cause) == ("rollout", "weights")
     assert found.rollout.name == "1 updates stale" and found.rollout.grid is None
 
@@ -154,7 +163,8 @@ def test_where_the_whole_update_is_lost_a_sync_would_bring_nothing(tmp_path):
         for w in first.parameters():                    # far from 0, where the grid is coarse
             w.copy_((w.sign() + (w == 0)) * w.abs().clamp(min=1.25 * 2 ** -6))
     now = trained(first, 7e-6)
-    found, _, ratio = pair(tmp_path, in_bfloat16(first), now, first)
+    given, ratio = pair(tmp_path, in_bfloat16(first), now, first)
+    found = rescored(*given)
     assert ratio > 2 * COARSE and found.rollout.cause == "below-grid"
     assert found.rollout.grid.same > 0.999 and abs(found.rollout.grid.arrived) < 0.01
 
