@@ -130,22 +130,31 @@ class Scorer:
         return (self.plain / self.temperature).softmax(-1).sort(-1, descending=True).values
 
     @cached_property
+    def mass(self) -> Tensor:
+        """Return the mass up to each of `ordered`, with it: [N, V]."""
+        return self.ordered.cumsum(-1)
+
+    @cached_property
     def before(self) -> Tensor:
         """Return the mass before each of `ordered`: [N, V]."""
-        return self.ordered.cumsum(-1) - self.ordered
+        return self.mass - self.ordered
+
+    @cached_property
+    def rank(self) -> tuple[Tensor, Tensor]:
+        """Return the tokens' probabilities, and how many of `ordered` are larger: [N, 1] each."""
+        p = (self.plain / self.temperature).softmax(-1).gather(-1, self.tokens[:, None])
+        return p, (self.ordered > p).sum(-1, keepdim=True)
 
     def cut(self, inside: Callable[[float], Tensor]) -> Tensor:
         """Return log-probs over the likeliest tokens alone: [N].
 
         inside: given how far noise moves logits, says which of `ordered` are kept: [N, V].
         """
-        p = (self.plain / self.temperature).softmax(-1).gather(-1, self.tokens[:, None])
-        rank = (self.ordered > p).sum(-1)
+        p, rank = self.rank
         # A token outside the edge by no more than noise was inside for the sampler.
-        count = torch.maximum(inside(0.0).sum(-1), rank + 1)
-        mass = self.ordered.cumsum(-1).gather(-1, count[:, None] - 1)
-        kept = rank < inside(self.slack).sum(-1)
-        return torch.where(kept, (p / mass).log().squeeze(-1), EXCLUDED)
+        count = torch.maximum(inside(0.0).sum(-1, keepdim=True), rank + 1)
+        kept = rank < inside(self.slack).sum(-1, keepdim=True)
+        return torch.where(kept, (p / self.mass.gather(-1, count - 1)).log(), EXCLUDED).squeeze(-1)
 
     @cached_property
     def counts(self) -> Tensor:
