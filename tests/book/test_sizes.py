@@ -4,6 +4,7 @@ A tiny model stands in for the real one: its rows are measured here, from its we
 """
 
 import csv
+import itertools
 import math
 from dataclasses import replace
 
@@ -110,8 +111,9 @@ def test_steps_and_responses_agree_on_ess():
     m, p = (torch.tensor([x], dtype=torch.float64).log() for x in ([0.5, 0.5], [0.6, 0.4]))
     generator = torch.Generator().manual_seed(0)
     y = torch.randint(0, 2, (n, T), generator=generator).tolist()
-    drawn = [drawn_of(m.expand(T, 2), row) for row in y]
-    row = sizes.numbers(drawn, [both_sides.compared(one, p.expand(T, 2)) for one in drawn])
+    each = {row: drawn_of(m.expand(T, 2), [*row]) for row in itertools.product((0, 1), repeat=T)}
+    compared = {row: both_sides.compared(one, p.expand(T, 2)) for row, one in each.items()}
+    row = sizes.numbers(*([of[tuple(row)] for row in y] for of in (each, compared)))
     left = 1 / (0.6 ** 2 / 0.5 + 0.4 ** 2 / 0.5) ** T
     assert row["ess_steps_256"] == pytest.approx(left, rel=1e-12)
     assert row["ess_256"] == pytest.approx(left, abs=0.007)
