@@ -63,7 +63,8 @@ def configuration(path: str) -> tuple[Any, dict[str, float]]:
              if re.search("drop|jitter", key) and type(x) in (int, float) and x > 0}
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     attention = {"attn_implementation": "eager"} if capped else {}
-    return load(**dict.fromkeys(drawn, 0.0), **attention), drawn
+    changed = {**dict.fromkeys(drawn, 0.0), **attention}
+    return load(**changed) if changed else config, drawn
 
 
 def digest_of(path: str) -> str:
