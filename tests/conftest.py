@@ -29,8 +29,8 @@ LONGEST = ["demo", "lora", "ranks", "labels_and_tables", "page_elements", "pages
            "nonfinite", "dumps", "memory_and_speed"]     # longest first
 LONG = "THREE_POLICIES_LONG"
 OPENING = {"browser", "book", "forks"}     # fixtures that open Chromium, or start a trainer
-GUARDED = ("slow tables, pages in a browser, recipes, reports, torch.compile, and runs in "
-           "processes of their own")
+GUARDED = ("slow tables, pages in a browser, recipes, reports, torch.compile, further cases of the "
+           "doctor's, and runs in processes of their own")
 SERVED = pytest.StashKey[list[str]]()
 WORKERS = 4                            # more would have nothing left to do
 

@@ -296,7 +296,7 @@ def dump(drawn, log_mu, log_pi, h):
 
 
 @pytest.mark.parametrize("kind", ["many", "one"])
-@pytest.mark.parametrize("tau", [0.7, 0.85])
+@pytest.mark.parametrize("tau", [0.7, pytest.param(0.85, marks=pytest.mark.long)])
 @pytest.mark.parametrize("of", range(3))
 def test_a_division_is_no_cut_whatever_the_entropy_is_of(kind, tau, of):
     """eq:which-entropy: with that of the undivided logits, surprisal is below it in one world."""

@@ -30,8 +30,11 @@ def noise(n=1200):
 
 # ----------------------------------------------------------------- on models of three architectures
 
+FURTHER = [pytest.param(name, marks=pytest.mark.long) for name in MODELS if name != "Qwen2"]
+
+
 @pytest.mark.made_here
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("architecture", ["Qwen2", *FURTHER])
 @pytest.mark.parametrize("cause, variant, severity, words", [
     ("context", "rows", 0.5, "whole responses of 80, from their first token on, as after another"),
     ("first-token", "packed", 0.7, "of the first tokens alone"),
