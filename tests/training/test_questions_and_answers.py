@@ -202,7 +202,7 @@ def test_held_out_questions_of_a_small_family_are_like_the_others(gym):
                "task.questions=900", "task.eval_size=100")
     short = [sum(len(p.question) == min(len(q.question) for q in task.train) for p in part)
              for part in (task.held_out, task.train)]
-    # Of n held out among N, a share p is short: a hypergeometric count, here within 5 of its sigmas.
+    # Of n held out among N, a share p is short: a hypergeometric count, here within 5 sigmas.
     n, N = 100, 900
     p = sum(short) / N
     assert sum(short) > 30
