@@ -14,14 +14,16 @@ import math
 
 from torch import Tensor
 
-from three_policies.doctor.laws import (RECORD, Finding, barred, beyond, calibration, confident,
+from three_policies.doctor.laws import (RECORD, Finding, barred, beyond, calibration,
                                         is_broken, order, record, shift, sixteen_bits, slope_of)
 from three_policies.doctor.places import decode, deeper, over_time, penalty, places
-from three_policies.doctor.tokens import (FLOOR, Tokens, floor, numerics, pairs, size_of,
-                                          sorted_rows, z_of_rho)
+from three_policies.doctor.tokens import (FLOOR, Tokens, confident, evenness, floor, numerics,
+                                          pairs, scatter, size_of, sorted_rows, z_of_rho)
 
 MOST, FEW = 3, 20       # most causes that are named; of so few tokens none is
 LAWS = (sixteen_bits, shift, order, penalty, decode, record, slope_of, calibration)
+# Parts where π is another distribution: they do not make log ρ one number after each prefix.
+OF_ANOTHER = {"context", "padding", "window", "in-flight", "stale"}
 # A cause that was found silences these besides itself: they would be what it leaves.
 RECORDS = {"temperature", "softcap", "raw", "cut"}
 SILENCED = {"shift": {"order", "decode"}, "order": {"decode"}, **dict.fromkeys(RECORDS, RECORDS),
@@ -64,7 +66,8 @@ def candidates(x: Tokens, silent: set[str], chosen: bool) -> list[Finding]:
         laws = [f for f in laws if f.cause != "order"]
     if "penalty" not in silent | {f.cause for f in laws}:
         laws += hidden_penalty(x, parts)
-    if chosen or any(is_whole(f.rest) for f in parts):
+    if chosen or any(is_whole(f.rest) for f in parts if not (
+            f.cause in OF_ANOTHER and beyond("even", evenness(x)))):
         laws = [f for f in laws if f.left != RECORD]        # few tokens made π improper
     return parts + laws
 
@@ -168,18 +171,20 @@ def random_gap(x: Tokens, e: Tensor, limit: float, quiet: bool, evidence: str,
     """
     middle, rare = e.abs().median().item(), e.abs().quantile(0.97).item()
     _, _, k, m = pairs(x)
-    again = (e[k] - e[m]).abs()
-    scatter = size_of(again) / (size_of(e[k]) + size_of(e[m]) + FLOOR)
-    random = len(k) >= 5 and beyond("scatter", scatter)
-    drawn = (f"; drawn again after the same prefix ({len(k)} times), a token scatters by "
-             f"{scatter:.0%}")
+    again, (nats, size, n) = (e[k] - e[m]).abs(), scatter(x)
+    drawn = (f"; drawn again after the same prefix ({n} times), a token's gap is another one by "
+             f"{size:.3f}")
+    scatters = n >= 5 and beyond("scatter, nats", nats)
+    rarely = n >= 5 and again.median() < numerics(x)        # most tokens keep their gap
 
-    few = random and beyond("rare scatter", size_of(again) / max(again.median().item(), 1e-9))
-    if experts is not False and rare > 0.2 and (
+    part = size / (size_of(e[k]) + size_of(e[m]) + FLOOR)
+    few = rarely and beyond("scatter", part) and beyond(
+        "rare scatter", size / max(again.median().item(), 1e-9))
+    if experts is not False and rare > 0.2 and (rarely or not scatters) and (
             beyond("flips", rare / (middle + floor(e))) or few):
         return Finding("flips", 1.0, f"{evidence}; half of the tokens are below {middle:.3f}, one "
-                       f"in 33 above {rare:.3f}" + drawn * random)
-    if random and not quiet and beyond("numerics", size_of(again) / min(limit, 0.06)):
+                       f"in 33 above {rare:.3f}" + drawn * (n > 0))
+    if scatters:
         return Finding("scatter", 1.0, evidence + drawn,
                        other=Finding("dropout", 1.0, evidence + drawn))
     return None

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from three_policies.doctor.tokens import (FLOOR, LOWEST, NEVER, ROUNDING, Tokens, floor,
+from three_policies.doctor.tokens import (FLOOR, LOWEST, NEVER, ROUNDING, Tokens, evenness, floor,
                                           least_squares, log_odds, numerics, pairs, share_of,
                                           size_of, undrawn, z_of, z_of_rho)
 
@@ -39,6 +39,7 @@ LIMITS = {
     "order": 0.17,                      # nats that another order saves, over those it leaves
     "penalty": 10.0,                    # standard errors of seen tokens less new ones
     "E[ρ]": 5.0,                        # standard errors from 1
+    "even": 10.0,                       # nats of log ρ being one number after each prefix
     "cut": 0.6, "raw": 1.2,             # −E[d]/Var[d] and E[d]/Var[d]: a small honest gap has ½, −½
     "tail": 8.0,                        # standard errors of E[−log μ] below the entropy
     "division": 1 / 0.35,               # 1 over the spread of gap over entropy
@@ -52,9 +53,10 @@ LIMITS = {
     "flips": 12.0,                      # |e| of one token in 33 over that of the median
     "scatter": 0.3,                     # of a token drawn again, over the gap
     "rare scatter": 1.65,               # its mean over its median
+    "scatter, nats": 10.0,              # beyond what two kernels leave of a token drawn again
     "context": 0.4, "context, nats": 10.0,      # how fast the gap fades, and how surely
     "depth": 0.3, "depth, nats": 10.0,  # how fast it grows with the position, and how surely
-    "padding, share": 0.55,             # of what own sizes for each length save, by the length
+    "padding, chance": 2.3,             # −log of the chance that sizes follow the length so well
     "step": 14.0}                       # nats of a step more than those of any smooth change
 _watching: list[list[tuple[str, float]]] = []
 
@@ -150,6 +152,7 @@ def shift(x: Tokens) -> Finding | None:
 
 
 SWITCH = 8.0            # nats of a jump at least; of T places, it is at one and to one: 2 log T
+FEW_ROWS = 0.35         # of the responses: so many are tokenised again, and more in another order
 SQUARE = 2 ** 22        # at most: T² of all responses whose order is tried, T at most its root
 
 
@@ -166,8 +169,9 @@ def order(x: Tokens) -> Finding | None:
     if n <= 20 or now < 0.1 * size_of(mu[there] - mu[there].median()) + FLOOR:
         return None
 
-    left, jumps, moved = min(shortest_path(mu, pi, there, b) for b in (0.02, 0.1))
-    if not 2.5 * jumps < moved or not beyond("order", 1 / max(left, FLOOR) - 1):
+    left, jumps, moved, rows = min(shortest_path(mu, pi, there, b) for b in (0.02, 0.1))
+    if rows <= FEW_ROWS or not 2.5 * jumps < moved or not beyond(
+            "order", 1 / max(left, FLOOR) - 1):
         return None                                                     # or few tokens are wild
     return Finding("order", RECORD * left / 100, f"if blocks of log π change places, with "
                    f"{jumps / len(mu):.1f} jumps a response, {left:.0%} is left of what does not "
@@ -187,8 +191,11 @@ def grid(x: Tokens) -> tuple[Tensor, Tensor, Tensor]:
     return mu, pi, there
 
 
-def shortest_path(mu: Tensor, pi: Tensor, there: Tensor, b: float) -> tuple[float, int, int]:
-    """Return the share of nats that the likeliest path s leaves, its jumps, and how many s ≠ t.
+def shortest_path(mu: Tensor, pi: Tensor, there: Tensor, b: float
+                  ) -> tuple[float, int, int, float]:
+    """Return the share of nats that the likeliest s leaves, its jumps, how many s ≠ t, in how many.
+
+    The last is a share of the responses.
 
     b: the scale of what is left. A path begins at token 0, or jumps. A token costs at most −log q
     nats, where q is the share of all log μ that are within b of its log π.
@@ -218,9 +225,10 @@ def shortest_path(mu: Tensor, pi: Tensor, there: Tensor, b: float) -> tuple[floa
             (nats, jumps, apart + (places != t)), before))
 
     best = nats.argmin(1, keepdim=True)
-    total, count, moved = (y.gather(1, best).sum().item() for y in (nats, jumps, apart))
+    total, count, moved = (y.gather(1, best) for y in (nats, jumps, apart))
     unmoved = ((pi - mu).abs() / b).minimum(most)[there].sum().item()
-    return total / max(unmoved, FLOOR), int(count), int(moved)
+    return (total.sum().item() / max(unmoved, FLOOR), int(count.sum()), int(moved.sum()),
+            share_of(moved > 0))
 
 
 # ---------------------------------------------------------------- π is no distribution over μ's
@@ -260,15 +268,17 @@ def record(x: Tokens) -> Finding | None:
 
     Then something was cut, or the record is wrong. If μ alone is cut, log ρ is the log of the mass
     kept; if the record leaves the cut out, log ρ is minus that. Dividing by τ after the softmax
-    leaves log Σp^{1/τ} = (1 − 1/τ)·H_{1/τ}, where H is Rényi's entropy. A cut takes
+    leaves log Σp^{1/τ} = (1 − 1/τ)·H_{1/τ}, where H is Rényi's entropy. All are one number after
+    one prefix, which shows a mass that is too small for E[ρ]. A cut takes
     the least likely tokens, so that E[−log π] ≤ H(π). If it replays the cut, π is what was drawn,
     and E[−log π] = H(π). A division obeys one of `division`'s laws.
     """
-    d, h = x.d(), x.entropy
-    z, lean = z_of_rho(d), (d.mean() / d.var().clamp(min=1e-12)).item()
+    d, h, even = x.d(), x.entropy, beyond("even", evenness(x))
+    z = z_of(d.expm1()) if even else z_of_rho(d)
+    lean = (d.mean() / d.var().clamp(min=1e-12)).item()
     tail = beyond("tail", z_of(x.mu + h)) and beyond("E[ρ]", -z) and lean >= -0.8 and d.mean() > -3
     heavy = 2 * abs(z) < z_of((-d).expm1())           # a few tokens decide E[ρ]
-    leans = beyond("E[ρ]", abs(z)) and not heavy and z * lean >= 0 and (
+    leans = (even or beyond("E[ρ]", abs(z))) and not heavy and z * lean >= 0 and (
         beyond("raw", lean) if z > 0 else beyond("cut", -lean))
     if not (tail or leans):
         return None
@@ -291,9 +301,9 @@ def record(x: Tokens) -> Finding | None:
 def _kept_or_divided(x: Tokens, z: float, kept: Finding, surely: float, of: str) -> Finding:
     """Return what made log ρ have one sign: a mass that was kept, or a division by τ.
 
-    surely and of: as `division` returns them. If π is above μ, d must also be as even as the
-    entropy. Where the entropy itself is even, d is so whatever the cause: the quotient must be more
-    even.
+    surely and of: as `division` returns them; where they do not decide, d must be as even as the
+    entropy, and if π is above μ always. Where the entropy itself is even, d is so whatever the
+    cause: the quotient must be more even.
     """
     spread, own = _spread_over_entropy(x.d(), x.entropy)
     excess = z_of(-x.pi - x.entropy) * (1 if z < 0 else -1)
@@ -302,7 +312,8 @@ def _kept_or_divided(x: Tokens, z: float, kept: Finding, surely: float, of: str)
     divided = kept._replace(cause="temperature", evidence=f"{kept.evidence}{even}; divided by τ "
                             f"after the softmax, with an entropy as of {of}")
 
-    if (surely > 0 or excess > 5) if z < 0 else (surely > SURE and abs(excess) > 5):
+    if (surely > SURE * (not flat) or excess > 5) if z < 0 else (
+            surely > SURE and abs(excess) > 5):
         sure = surely > SURE or excess > 5 or spread <= 0.1
         return divided._replace(other=None if sure else kept)
     if z > 0 and flat and (excess > 5 or (spread < min(0.15, own / 2) and excess > -5)):
@@ -359,7 +370,7 @@ def slope_of(x: Tokens, sure: bool = True) -> Finding | None:
     i, j, _, _ = pairs(x)
     moved = (x.mu[i] != x.mu[j]) & (x.pi[i] != x.pi[j])
     if moved.sum() >= 8:                                # the pairs decide alone
-        line = _line_of_pairs(x, i[moved], j[moved], least, sure, line.evidence)
+        line = _line_of_pairs(x, i[moved], j[moved], least, sure, line)
     if not line.fits:
         return None
 
@@ -370,22 +381,23 @@ def slope_of(x: Tokens, sure: bool = True) -> Finding | None:
                    Finding(other, 1.0, f"or this: {evidence}") if other else None)
 
 
-def _line_of_pairs(x: Tokens, i: Tensor, j: Tensor, least: float, sure: bool,
-                   evidence: str) -> Line:
-    """Fit a line to the differences of pairs, and see whether they are bent."""
+def _line_of_pairs(x: Tokens, i: Tensor, j: Tensor, least: float, sure: bool, of: Line) -> Line:
+    """Fit a line to the differences of pairs, and see whether they are bent.
+
+    of: the line of all tokens. If that fits, pairs need to save half as many nats.
+    """
     a, b = x.mu[i] - x.mu[j], x.pi[i] - x.pi[j]
     (factor,), rest = least_squares(b, a)
     gain, rest_of_bend = bend(x, i, j, least)
     gain += 3 * (not 0.4 < factor < 2.5)                # such a temperature is rare
 
     left = (size_of(rest) + least) / (size_of(b - a) + least)
-    fits = left < 0.9 and beyond("slope of pairs", -len(i) * math.log(left)) if sure else (
-        left < 0.95)
+    nats = -len(i) * math.log(left) * (1 + (of.fits and sure))
+    fits = left < 0.9 and beyond("slope of pairs", nats) if sure else left < 0.95
     enough = min(size_of(rest), size_of(rest_of_bend)) < numerics(x)
     fits = fits and (enough or left < 0.7 or not sure)  # else weights explain more
-    evidence += (f"; {len(i)} pairs of tokens after one prefix: Δ log π = {factor.item():.3f} "
-                 f"· Δ log μ, {left:.0%} of the gap left")
-    return Line(left, fits, enough, evidence, gain)
+    return Line(left, fits, enough, f"{of.evidence}; {len(i)} pairs of tokens after one prefix: "
+                f"Δ log π = {factor.item():.3f} · Δ log μ, {left:.0%} of the gap left", gain)
 
 
 def bend(x: Tokens, i: Tensor, j: Tensor, least: float) -> tuple[float, Tensor]:
@@ -430,15 +442,6 @@ def calibration(x: Tokens) -> Finding | None:
         return None
     return Finding("raw", 0.9, "both sides agree, but neither is what was drawn: E[ρ(−log π − H)] "
                    f"= {excess.mean().item():+.3f}, {abs(z):.1f} standard errors from 0")
-
-
-def confident(x: Tokens) -> int:
-    """Count tokens that μ gave one half or more, and π two nats less, under one set of weights.
-
-    (eq:confident) No noise of kernels does that: see chapter 8.
-    """
-    one = x.version == x.version[:1].expand_as(x.version) if len(x.t) else x.last
-    return int((one.all() & (x.mu >= math.log(0.5)) & (x.d() < -2)).sum())
 
 
 def is_broken(x: Tokens) -> bool:

@@ -15,11 +15,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from three_policies.doctor.laws import LIMITS, RECORD, Finding, beyond
+from three_policies.doctor.laws import FEW_ROWS, LIMITS, RECORD, Finding, beyond
 from three_policies.doctor.tokens import (FLOOR, Tokens, floor, gap_left, log_odds, numerics,
-                                          share_of, size_of)
+                                          own_sizes, scatter, share_of, size_of)
 
 TEN_NATS = math.exp(-10)            # a likelihood ratio that is not chance
+SPREAD = 8              # tokens: the first t + 8 doubles over so many, and over fewer hardly varies
 Part = tuple[str, str, str, Tensor, Tensor]         # as `parts_of` yields it
 
 
@@ -31,16 +32,21 @@ def places(x: Tokens, easier: float = 1.0) -> list[Finding]:
     some = x.unsure()
     e = x.e()[some]
     least, rows = floor(e), len(x.row.unique())
+    lengths = len(x.start.unique())                         # any of them may be the clean one
 
     for cause, limit, where, part, drop in parts_of(x):
         dirty = part[some]
-        if dirty.sum() < 3 or (~dirty).sum() < 10:
+        if dirty.sum() < 2 or (~dirty).sum() < 10:
             continue
         size, rest = size_of(e[dirty]), size_of(e[~dirty])
         chosen = len(x.row[part].unique())
-        cost = {"retokenised": 4 * chosen, "in-flight": 3,
+        cost = {"retokenised": 4 * chosen, "in-flight": 3, "padding": math.log(lengths),
                 "context": log_choices(rows, chosen)}.get(cause, 0)
-        share = gap_left(e, dirty, ~dirty, least=least) * math.exp(cost / len(e))   # nats: a choice
+        sizes = [dirty, ~dirty]
+        if cause == "stale":                                # each version is as far off as it is
+            sizes = [x.version[some] == v for v in x.version.unique()]
+            cost = 0.5 * (len(sizes) - 2)
+        share = gap_left(e, *sizes, least=least) * math.exp(cost / len(e))      # nats: a choice
 
         if cause not in ("tool", "retokenised"):            # one bad token is not enough
             size = min(size, 1.5 * e[dirty].abs().median().item())
@@ -101,10 +107,24 @@ def _whole_rows(x: Tokens) -> Iterator[Part]:
     dirty = torch.isin(row, at[:k + 1])
     early, large = e[dirty & (x.t < (3 if k else 8))], mean[at[0]] > numerics(x)
     plain = not by_length(x, dirty) if k else large         # of one row no length tells anything
-    if plain and len(early) and early.median() > e[dirty].median() / 3:
+    if plain and len(early) and early.median() > e[dirty].median() / 3 and of_rows(x, row, dirty):
         which = ", ".join(str(n + 1) for n in sorted(number[at[:k + 1]].tolist()))
         yield ("context", "rows", f"of {k + 1} whole responses of {len(at)}, from their first token"
                f" on, as after another prompt{f' (number {which})' * (k < 3)},", dirty, dirty)
+
+
+def of_rows(x: Tokens, row: Tensor, dirty: Tensor) -> bool:
+    """True if rows explain the gap better than prompts do, and what is outside them does not scatter.
+
+    Prompts differ in the size of their gap, whatever the cause. So sizes of P prompts compete with
+    those of k rows of n and of all others, at three nats a size and log C(n, k) of the choice.
+    """
+    first = torch.cat([row.new_ones(1), row.diff()]).bool()
+    _, prompt = x.prefix[first].unique(return_inverse=True)         # of each row
+    e, n, prompts = x.e().abs() + floor(x.e()), int(first.sum()), int(prompt.max()) + 1
+    chosen = log_choices(n, int((first & dirty).sum()))
+    return own_sizes(e, dirty.long()) + chosen < own_sizes(e, prompt[row]) + 3 * (prompts - 2) and (
+        scatter(x.take(~dirty))[0] <= 10)
 
 
 def by_length(x: Tokens, dirty: Tensor) -> bool:
@@ -130,7 +150,7 @@ def _retokenised(x: Tokens) -> Iterator[Part]:
     rows, first = y.row[wild].unique(), wild.clone()
     first[1:] &= ~wild[:-1] | (y.row[1:] != y.row[:-1])
     whole = torch.isin(x.row, rows)
-    if 0 < len(rows) <= 0.35 * len(x.row.unique()) and y.d()[first].median() < -3:
+    if 0 < len(rows) <= FEW_ROWS * len(x.row.unique()) and y.d()[first].median() < -3:
         yield ("retokenised", "retokenised", f"of {len(rows)} responses, each from some token on",
                dirty, whole)
 
@@ -162,8 +182,10 @@ def _padded(x: Tokens) -> Iterator[Part]:
     sizes = [size_of(y.e()[y.start == length]) for length in each]
     ranks = torch.tensor([(-each).tolist(), sizes]).argsort().argsort().double()
     grows = len(each) > 5 and torch.corrcoef(ranks)[0, 1] > 0.85
-    yield ("padding", "padding, growing" if grows else "padding",
-           "after prompts shorter than the longest", short, short)
+    clean = x.e()[some & ~short].abs()
+    if grows or (len(clean) and clean.median() < numerics(x)):
+        yield ("padding", "padding, growing" if grows else "padding",
+               "after prompts shorter than the longest", short, short)
 
 
 def _from_a_place_on(x: Tokens) -> Iterator[Part]:
@@ -305,19 +327,18 @@ def within(x: Tokens) -> float:
     """Return the nats that a fading as a power of t + 8 saves between prompts of one length."""
     e, late = x.e().abs() + FLOOR, (x.t + 8.0).double().log()
     _, length = x.start.unique(return_inverse=True)
-    count = length.bincount().double()
 
     def nats(slope: float) -> float:
-        total = torch.zeros_like(count).index_add(0, length, e * (slope * late).exp())
-        return (slope * late.sum() - count @ (total / count).log()).item()
+        return slope * late.sum().item() - own_sizes(e * (slope * late).exp(), length)
     return max(nats(k / 20) for k in range(61)) - nats(0)
 
 
 def lacking(x: Tokens) -> tuple[float, float, float]:
     """Return by how many nats a gap is one of padding, not of context, and how it grows by length.
 
-    The third is the share of the nats that a size of its own for each length would save: prompts
-    differ in size by chance, and a line through a few of them saves some of that.
+    The third is how unlikely that is by chance, in nats. A size of its own for each of m lengths
+    saves more than a line does. If lengths differ by chance, the line's share of that is above s
+    with a chance of at most (1 − s)^((m − 2)/2), as of a Beta distribution.
 
     Before token t there are start + t tokens. So a gap of context falls with both alike, or with t
     alone. Padding is what a prompt lacks to the longest, so it falls with the prompt's length, too,
@@ -333,11 +354,11 @@ def lacking(x: Tokens) -> tuple[float, float, float]:
     nats, (_, slope, grows) = fit_sizes(e, each, age.log(), start)
     nats -= (context := max(fit_sizes(e, each, y.log())[0] for y in (age, age + x.start)))
 
-    _, length = x.start.unique(return_inverse=True)
-    count, ratio = length.bincount().double(), e * (-slope * age.log()).exp()
-    total = torch.zeros_like(count).index_add(0, length, ratio)
-    own = -slope * age.log().sum() - count @ (total / count).log() - len(e) - context
-    return nats, grows, nats / max(own.item(), FLOOR)
+    each, length = x.start.unique(return_inverse=True)
+    fading = slope * age.log()
+    own = -fading.sum().item() - own_sizes(e * (-fading).exp(), length) - len(e) - context
+    share = min(0.999, max(0.0, nats / max(own, FLOOR)))
+    return nats, grows, -(len(each) - 2) / 2 * math.log(1 - share)
 
 
 def over_time(x: Tokens) -> tuple[Finding | None, Finding | None]:
@@ -354,7 +375,7 @@ def over_time(x: Tokens) -> tuple[Finding | None, Finding | None]:
     The second result is what explains the gap almost as well as the first, or a suggestion.
     """
     x = x.take(x.unsure() & (x.t > 0))      # the first token is recomputed after a prefix cache hit
-    if len(x.t) < 20:
+    if len(x.t) < 20 or x.t.max() < SPREAD:
         return None, None
     e, count = x.e().abs(), x.t.bincount()
     rare = e.clamp(max=e.quantile(0.98))    # a few tokens must not make a step
@@ -424,10 +445,10 @@ def _best_step(total: Tensor, count: Tensor, age: Tensor, late: Tensor, places: 
 def _padding_or_context(x: Tokens, fading: Finding, falling: Finding | None
                         ) -> tuple[Finding, Finding | None]:
     """Return which of both a gap that fades is, and what else it may be."""
-    nats, grows, share = lacking(x)
+    nats, grows, unlikely = lacking(x)
     padded = Finding("padding", fading.left, f"{fading.evidence}; and with the prompt's length by "
                      f"{1 - math.exp(grows):.1%} a token, {nats:.0f} nats better than with any "
                      "context")
-    if grows < 0 and beyond("context, nats", nats) and beyond("padding, share", share):
+    if grows < 0 and beyond("context, nats", nats) and beyond("padding, chance", unlikely):
         return padded, fading
     return fading, padded if grows < 0 and nats > 3 else falling

@@ -1,8 +1,8 @@
 """Count how often the doctor names the planted cause, on models that its rules never saw.
 
 The rules of laws.py, places.py and causes.py were written while looking at dumps of other models,
-and at those of earlier judgements: seeds below 42000. They are judged on models with seeds from
-71000, whose dumps no rule was written on. doctor/rates.txt is the output.
+and at what earlier judgements missed: seeds below 72000. They are judged on models with seeds from
+81000, whose dumps no rule was written on. doctor/rates.txt is the output.
 
     python doctor/rates.py --cache DIR [--split judged] [--write doctor/rates.txt]
 
@@ -28,13 +28,12 @@ from three_policies.doctor.places import places
 from three_policies.doctor.tokens import Tokens
 
 SPLITS = {"written": ("Llama", "Qwen2", "Mixtral"), "judged": ("Qwen3", "Gemma2", "Qwen2Moe")}
-FIRST_SEED = {"written": 41000, "judged": 71000}
+FIRST_SEED = {"written": 41000, "judged": 81000}
 JUDGED = """\
-Judged on dumps of three models, with seeds from 71000, on which no rule was written. The rules were
-committed before. The dumps of Qwen3 had been judged once before two of them, which came of a test
-and of a real model: that a jump of the order costs 2 log T, and that a slope must explain more than
-a constant does. All but those of `decode` had been judged once before the law of `decode` and that
-of a single row, which came of a real engine and of a test.
+Judged on dumps of three models, with seeds from 81000, that were looked at by nobody before: they
+were judged once, after the last change of a rule. The rules were written on dumps of other models
+with seeds below 52000, of these three architectures and three others. The misses of an earlier
+judgement, with seeds from 71000, were known as this file listed them, by name and size.
 """
 LIMITED = """\
 How far values lie from the limits of laws.py that were set by hand, at 128 rows. A cause may be
@@ -189,8 +188,9 @@ FOR = {"E[ρ]": ("cut", "raw"), "tail": ("cut",), "division": ("temperature",),
        "slope, alone": ("temperature", "raw", "softcap"),
        "slope of pairs": ("temperature", "softcap"),
        "calibration": ("raw",), "numerics": ("weights", "scatter"), "loud": ("weights", "scatter"),
-       "scatter": ("flips", "scatter"), "rare scatter": ("flips",), "step": ("in-flight",),
-       "rows": ("context",), "depth": ("weights",)}
+       "scatter": ("flips", "scatter"), "rare scatter": ("flips",),
+       "scatter, nats": ("scatter",), "step": ("in-flight",), "rows": ("context",),
+       "depth": ("weights",), "even": ("cut", "raw")}
 
 
 def met(x: Tokens) -> dict[str, float]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from three_policies.doctor.causes import BY_SIZE, CAUSES, find_causes
-from three_policies.doctor.laws import Finding, confident
+from three_policies.doctor.laws import Finding
 from three_policies.doctor.normal import BEYOND, Class, like
-from three_policies.doctor.tokens import LOWEST, ROUNDING, Tokens, one_sided, undrawn
+from three_policies.doctor.tokens import LOWEST, ROUNDING, Tokens, confident, one_sided, undrawn
 
 LIMIT = 300_000         # most tokens, masked ones too, that are searched for causes
 CHANCE = -25.0          # nats: a row less likely than e to it, twice to the last digit, is a copy

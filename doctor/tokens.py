@@ -211,6 +211,53 @@ def gap_left(e: Tensor, *parts: Tensor, least: float = FLOOR) -> float:
     return math.exp(nats / max(1, len(e))) / (size_of(e) + least)
 
 
+def own_sizes(e: Tensor, part: Tensor) -> float:
+    """Return the nats of gaps e > 0 if each part has its own size, but for a constant.
+
+    (eq:gap-left). part: the number of each gap's part, [N].
+    """
+    count = part.bincount().double()
+    total = torch.zeros_like(count).index_add(0, part, e)[count > 0]
+    return (count[count > 0] * (total / count[count > 0]).log()).sum().item()
+
+
+def scatter(x: Tokens) -> tuple[float, float, int]:
+    """Return by how many nats tokens drawn again scatter more than kernels, how far, how many.
+
+    After one prefix a token has one gap, but for noise: twice that of `numerics`' two kernels,
+    so its √2. A Laplace distribution of the size s instead of the limit l saves s/l − 1 − log(s/l)
+    a draw, if s > l.
+    """
+    _, _, k, m = pairs(x)
+    e, limit = x.e(), math.sqrt(2) * numerics(x) if len(x.t) > 1 else 1.0
+    size = size_of(e[k] - e[m])
+    more = max(1.0, size / limit)
+    return len(k) * (more - 1 - math.log(more)), size, len(k)
+
+
+def evenness(x: Tokens) -> float:
+    """Return by how many nats log ρ is one number after each prefix; −∞ if by no more than noise.
+
+    After a cut or another normaliser the log ρ of two tokens after one prefix are equal, while
+    other causes move each token by itself.  (eq:same-prefix, eq:gap-left)
+    """
+    i, j, _, _ = pairs(x)
+    d = x.d()
+    apart, size = size_of(d[i] - d[j]), size_of(d[torch.cat([i, j])])
+    if not len(i) or apart > numerics(x):
+        return -math.inf
+    return len(i) * math.log((size + FLOOR) / (apart + FLOOR))
+
+
+def confident(x: Tokens) -> int:
+    """Count tokens that μ gave one half or more, and π two nats less, under one set of weights.
+
+    (eq:confident) No noise of kernels does that: see chapter 8.
+    """
+    one = x.version == x.version[:1].expand_as(x.version) if len(x.t) else x.last
+    return int((one.all() & (x.mu >= math.log(0.5)) & (x.d() < -2)).sum())
+
+
 def numerics(x: Tokens) -> float:
     """Return the largest mean gap, in logits, that two kernels with the same weights may have.
 

@@ -191,7 +191,7 @@ def test_log_probs_of_minus_infinity_are_no_numbers_of_16_bits():
 
 def test_drawn_again_a_flip_mostly_agrees_and_scatter_never():
     g = torch.Generator().manual_seed(0)
-    odds = torch.randn(300, generator=g, dtype=torch.float64).repeat_interleave(2)
+    odds = 3 * torch.randn(300, generator=g, dtype=torch.float64).repeat_interleave(2)
     prefix = torch.arange(300).repeat_interleave(2)
     noise = torch.randn(600, generator=g, dtype=torch.float64)
     rare = torch.rand(600, generator=g) < 0.12
@@ -232,8 +232,8 @@ def test_a_gap_fades_within_prompts():
 
 
 def test_a_fall_that_is_at_no_token_is_not_named():
-    """Six tokens leave no place for a step, and −∞ nats are no evidence."""
-    g, t = torch.Generator().manual_seed(0), torch.arange(6).repeat(666)
+    """Six places leave none for a step, and −∞ nats are no evidence."""
+    g, t = torch.Generator().manual_seed(0), torch.tensor([0, 2, 4, 6, 9, 12]).repeat(666)
     noise = -torch.rand(len(t), generator=g, dtype=torch.float64).log()
     odds = torch.randn(len(t), generator=g, dtype=torch.float64)
     first, second = places.over_time(tokens(*shifted(odds, 8 / (t + 8.0) * noise), t=t))
@@ -244,7 +244,7 @@ def test_a_fall_that_is_at_no_token_is_not_named():
 def test_padding_is_what_a_prompt_lacks_to_the_longest(most, named):
     """Both fade along the response; padding ends at a length that no prompt here reaches."""
     g = torch.Generator().manual_seed(0)
-    t, start = torch.arange(30).repeat(120), torch.tensor([4, 8, 12]).repeat_interleave(1200)
+    t, start = torch.arange(30).repeat(120), torch.tensor([4, 6, 8, 10, 12]).repeat_interleave(720)
     before = t + start + 8.0
     size = 20 / before if most == math.inf else 2 * (most - start) / (t + most + 8.0)
     noise = -torch.rand(len(t), generator=g).log().double()

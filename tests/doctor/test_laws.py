@@ -15,7 +15,8 @@ from three_policies import doctor
 from three_policies.doctor import causes, laws, places, plants
 from three_policies.doctor.dumps import response
 from three_policies.doctor.sides import log_probs
-from three_policies.doctor.tokens import FLOOR, Tokens, gap_left, log_odds, numerics, pairs, z_of
+from three_policies.doctor.tokens import (FLOOR, Tokens, evenness, gap_left, log_odds, numerics,
+                                          own_sizes, pairs, scatter, size_of, z_of, z_of_rho)
 from three_policies.estimators import sampling_log_probs
 from three_policies.oracle import Policy, close, expectation, kl
 from three_policies.tests.support.certified import certifies
@@ -204,6 +205,88 @@ def test_pairs_are_of_one_prefix():
     i, j, k, m = pairs(x)
     assert len(i) > 20 and (x.prefix[i] == x.prefix[j]).all() and (x.ids[i] != x.ids[j]).all()
     assert (x.prefix[k] == x.prefix[m]).all() and (x.ids[k] == x.ids[m]).all()
+
+
+@certifies("float64")
+def test_own_sizes_are_the_nats_of_the_share_left():
+    """eq:gap-left: the nats of parts less those of one size are n log of the share they leave."""
+    g = torch.Generator().manual_seed(0)
+    e, part = torch.rand(90, generator=g, dtype=torch.float64), torch.arange(90) % 3 * 2
+    left = gap_left(e, *(part == k for k in (0, 2, 4)), least=0)
+    one = own_sizes(e, torch.zeros_like(part))
+    assert own_sizes(e, part) - one == pytest.approx(90 * math.log(left), rel=1e-12)
+
+
+@certifies("float64")
+def test_a_token_drawn_again_saves_nats_beyond_what_kernels_leave():
+    """s/l − 1 − log(s/l) a draw for a scatter s above √2 of two kernels' l, and nothing below."""
+    odds = torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat_interleave(20)
+    for size in (0.01, 0.5):
+        by = size * torch.tensor([0.0, 1.0], dtype=torch.float64).repeat(20)
+        x = tokens(*shifted(odds, by), prefix=torch.arange(40) // 2)
+        nats, far, n = scatter(x)
+        s = size_of(x.e()[1::2] - x.e()[::2]) / (math.sqrt(2) * numerics(x))
+        assert n == 20 and far == pytest.approx(s * math.sqrt(2) * numerics(x), rel=1e-12)
+        assert nats == pytest.approx(20 * (s - 1 - math.log(s)) if size > 0.1 else 0, rel=1e-12)
+
+
+def twice(rows=60, length=20):
+    """Return the columns of rows, two after each prompt, with other tokens at each place."""
+    g = torch.Generator().manual_seed(0)
+    n = torch.arange(rows * length)
+    row, t = n // length, n % length
+    mu = -2 * torch.rand(len(n), generator=g, dtype=torch.float64) - 0.2
+    return mu, {"row": row, "t": t, "prefix": row // 2 * length + t, "ids": row % 2}
+
+
+@pytest.mark.parametrize("named", ["cut", "raw"])
+def test_a_mass_too_small_for_the_mean_of_rho_is_seen_where_log_rho_is_even(named):
+    """eq:same-prefix: 60 tokens may miss a mass of 1/12, but both tokens after a prefix show it."""
+    mu, of = twice(6, 10)
+    mass = 0.02 + 0.01 * (of["prefix"] % 3)
+    d = (-mass).log1p() if named == "cut" else -(-mass).log1p()
+    x = tokens(mu, mu + d, **of)
+    assert z_of_rho(x.d()) == 0 and evenness(x) > 10
+    assert [f.cause for f in causes.find_causes(x)][:1] == [named]
+    apart = x._replace(pi=(mu + d * (2 * of["ids"])).clamp(max=0))      # of one of both alone
+    assert evenness(apart) < 10 and not {f.cause for f in causes.find_causes(apart)} & {named}
+
+
+def test_another_distribution_in_a_part_does_not_make_log_rho_even():
+    """From token 10 on log ρ is one number after each prefix: a record, and no other weights."""
+    mu, of = twice()
+    x = tokens(mu, mu + torch.where(of["t"] >= 10, 0.15, 0.0), **of)
+    assert "in-flight" in [f.cause for f in places.places(x)]
+    assert causes.find_causes(x)[0].cause == "raw"
+
+
+@pytest.mark.parametrize("even, cause", [(True, "temperature"), (False, "cut")])
+def test_where_means_do_not_decide_a_division_is_as_even_as_the_entropy(even, cause):
+    g = torch.Generator().manual_seed(0)
+    h, other = torch.rand(2, 800, generator=g, dtype=torch.float64) + 0.1
+    mu = -torch.rand(800, generator=g, dtype=torch.float64) - 0.1
+    d = -0.2 * (h if even else torch.where(h > 0.6, other ** 4, 0.01))
+    x = tokens(mu, mu + d, entropy=h)
+    kept = laws.Finding("cut", laws.RECORD, "", x)
+    assert laws._kept_or_divided(x, -8.0, kept, 0.5, "μ").cause == cause
+    assert laws._kept_or_divided(x, -8.0, kept, 1.5, "μ").cause == "temperature"
+
+
+@pytest.mark.parametrize("rest, named", [(1.3, True), (1.0, False)])
+def test_few_pairs_and_all_other_tokens_agree_on_a_slope(rest, named):
+    """eq:same-prefix: pairs that save 5 to 10 nats decide if the line of all tokens fits, too."""
+    g = torch.Generator().manual_seed(0)
+    odds, by = torch.randn(2, 600, generator=g, dtype=torch.float64)
+    pairs_of = torch.arange(600) < 24
+    slope = torch.where(pairs_of, 1.3, rest)
+    mu, pi = shifted(2 * odds, (slope - 1) * 2 * odds + by * torch.where(pairs_of, 0.4, 0.05))
+    x = tokens(mu, pi, prefix=torch.where(pairs_of, torch.arange(600) // 2, torch.arange(600)),
+               ids=torch.arange(600) % 2)
+    with laws.watched() as held:
+        found = laws.slope_of(x)
+    nats = [value for name, value in held if name == "slope of pairs"]
+    print(nats, found)
+    assert bool(found) == named and 5 < nats[0] / (1 + named) < 10
 
 
 LOGITS = Policy(5, 3, seed=0).logits.detach()                               # [states, 5]

@@ -12,7 +12,7 @@ from three_policies.doctor.command import main
 from three_policies.doctor.dumps import response
 from three_policies.doctor.normal import BEYOND, MARGIN, PAIRS, Class, table
 from three_policies.doctor.report import Lost
-from three_policies.doctor.tokens import Tokens
+from three_policies.doctor.tokens import Tokens, confident
 from three_policies.oracle import Policy
 from three_policies.tests.support.certified import certifies
 
@@ -103,9 +103,9 @@ def test_one_sure_token_that_the_trainer_denies_is_a_fault_of_one_set_of_weights
     assert verdicts == ["fault", "cannot tell", "healthy"]     # a token may go to another expert
     report = doctor.examine([denied, *rows[1:]], DENSE)
     assert report.verdict == "fault" and report.causes[0].evidence.startswith("of 1 tokens μ is")
-    assert laws.confident(report.examined) == 1
+    assert confident(report.examined) == 1
     older = [r._replace(versions=[int(r is denied)] * 20) for r in [denied, *rows[1:]]]
-    assert laws.confident(Tokens.of(older)) == 0               # older weights may be sure of others
+    assert confident(Tokens.of(older)) == 0               # older weights may be sure of others
 
 
 def test_the_dump_states_its_pair_and_the_command_has_the_last_word(tmp_path, capsys):

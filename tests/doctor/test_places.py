@@ -215,7 +215,7 @@ def test_the_shortest_path_is_the_best_of_all():
     paths = torch.cartesian_prod(*[torch.arange(4)] * 4)
     jumps = (paths[:, 0] != 0).int() + (paths.diff() != 1).sum(1)
     total = cost[:, torch.arange(4), paths].sum(-1) + laws.SWITCH * jumps   # [R, paths]
-    left, count, _ = laws.shortest_path(mu, pi, there, b)
+    left, count, *_ = laws.shortest_path(mu, pi, there, b)
     unmoved = cost.diagonal(dim1=1, dim2=2).sum()
     assert left == pytest.approx((total.min(1).values.sum() / unmoved).item(), rel=1e-9)
     assert count == jumps[total.argmin(1)].sum() > 0
@@ -229,6 +229,101 @@ def test_depth_is_a_gap_that_grows_in_prompts_of_each_length():
         assert bool(found) == named
     assert "the gap grows with the position" in places.deeper(
         tokens(*shifted(odds, by * (of["t"] + 8.0)), **of)).evidence
+
+
+@pytest.mark.parametrize("sizes", [(0.6, 0.6), (0.3, 1.5)])
+def test_recorded_versions_explain_a_gap_before_padding_does(sizes):
+    """eq:gap-left: each version has its own size; any length may be the clean one by chance."""
+    odds, by = noise()
+    of = grid()
+    prompt = of["row"] // 15
+    size = torch.tensor([0.02, sizes[0], sizes[1], sizes[0]])[prompt]
+    x = tokens(*shifted(odds, by * size), version=torch.tensor([9, 7, 5, 7])[prompt],
+               start=12 - 2 * prompt, **of)
+    stale, padding = (next(f for f in places.places(x) if f.cause == cause)
+                      for cause in ("stale", "padding"))
+    assert stale.left < padding.left and causes.find_causes(x)[0].cause == "stale"
+
+
+@pytest.mark.parametrize("wrong, found", [(1, []), (2, ["eos"])])
+def test_two_wrong_end_tokens_are_enough_where_all_others_agree(wrong, found):
+    odds, _ = noise()
+    last = torch.arange(1200) % 600 == 599
+    by = torch.where(last & (torch.arange(1200) >= 1200 - 600 * wrong), 5.0, 0.0)
+    x = tokens(*shifted(odds, by), last=by > 0, **grid())
+    assert [f.cause for f in places.places(x) if f.cause == "eos"] == found
+
+
+@pytest.mark.parametrize("rows, named", [(12, "retokenised"), (60, "order")])
+def test_few_rows_that_shift_after_a_token_are_tokenised_again(rows, named):
+    """A token became two in them: what splits a context over devices acts on most responses."""
+    odds, by = noise(60 * 24)
+    mu, pi = (x.view(60, 24) for x in shifted(2 * odds, 0.02 * by))
+    pi = pi.clone()
+    pi[:rows, 9:] = pi[:rows, 8:-1].clone()
+    pi[:rows, 8] = -20
+    x = tokens(mu.flatten(), pi.flatten(), **grid(60, 24))
+    assert [f.cause for f in causes.find_causes(x)][:1] == [named]
+
+
+@pytest.mark.parametrize("whole, named", [(True, []), (False, ["context"])])
+def test_rows_that_are_those_of_some_prompts_are_not_named(whole, named):
+    """Prompts differ in the size of their gap: ten sizes explain as much as a choice of 30 rows."""
+    odds, by = noise()
+    of = grid()
+    prompt = of["row"] // 6
+    dirty = (prompt if whole else of["row"]) % 2 == 0
+    x = tokens(*shifted(odds, by * torch.where(dirty, 0.6, 0.08)), **of,
+               prefix=torch.where(of["t"] == 0, prompt, 60 + torch.arange(1200)),
+               ids=torch.arange(1200))
+    assert [f.cause for f in places.places(x) if f.cause == "context"] == named
+
+
+@pytest.mark.parametrize("again, named", [(True, []), (False, ["context"])])
+def test_rows_are_not_named_where_a_token_drawn_again_has_another_gap_elsewhere(again, named):
+    """What is outside the rows is not clean then: something outside the prefix acts on all."""
+    odds, by = noise()
+    of = grid()
+    x = tokens(*shifted(odds, by * torch.where(of["row"] % 4 == 0, 2.4, 0.4)), **of,
+               prefix=torch.where(of["t"] == 0, of["row"] // 2, 60 + torch.arange(1200)),
+               ids=torch.zeros(1200).long() if again else torch.arange(1200))
+    assert [f.cause for f in places.places(x) if f.cause == "context"] == named
+
+
+@pytest.mark.parametrize("clean, named", [(0.02, ["padding"]), (0.2, [])])
+def test_the_longest_prompt_has_no_padding_and_so_no_gap(clean, named):
+    odds, by = noise()
+    of = grid()
+    start = 4 + of["row"] // 15
+    x = tokens(*shifted(odds, by * torch.where(start < 7, 1.2, clean)), start=start, **of)
+    assert [f.cause for f in places.places(x) if f.cause == "padding"] == named
+
+
+def test_a_line_through_few_lengths_is_chance():
+    """Of lengths whose sizes are random one in twenty meets the limit of `padding`, at most."""
+    met, t = 0, torch.arange(20).repeat(60)
+    for seed in range(60):
+        g = torch.Generator().manual_seed(seed)
+        sizes = torch.randn(5, generator=g, dtype=torch.float64).exp()
+        kind = torch.arange(1200) // 240
+        by = torch.randn(1200, generator=g, dtype=torch.float64) * sizes[kind]
+        _, grows, unlikely = places.lacking(
+            tokens(*shifted(torch.zeros(1200).double(), by), t=t, start=4 + 2 * kind))
+        met += grows < 0 and unlikely > laws.LIMITS["padding, chance"]
+    print(f"{met} of 60")
+    assert met <= 8                                         # 3 expected at most
+    two = tokens(*shifted(torch.zeros(1200).double(), by), t=t, start=4 + 2 * (kind // 3))
+    assert places.lacking(two)[2] == 0                      # two lengths lie on a line
+
+
+@pytest.mark.parametrize("length, named", [(4, None), (20, "context")])
+def test_a_gap_fades_over_more_than_a_few_tokens(length, named):
+    """Over four tokens t + 8 hardly varies, and first tokens differ from others in any answer."""
+    odds, by = noise(4000)
+    t = torch.arange(4000) % length
+    first, _ = places.over_time(tokens(*shifted(odds, by * (t + 1.0) ** -0.7), t=t,
+                                       row=torch.arange(4000) // length))
+    assert (first and first.cause) == named
 
 
 # ------------------------------------------------------------------------- what changes no verdict
