@@ -12,7 +12,8 @@ import torch
 from three_policies import doctor
 from three_policies.doctor import causes, laws, places, plants
 from three_policies.doctor.dumps import Response, response
-from three_policies.doctor.tokens import LOWEST, NEVER, Tokens, gap_left, log_odds, z_of
+from three_policies.doctor.tokens import (LOWEST, NEVER, Tokens, gap_left, log_odds,
+                                          numerics, z_of)
 from three_policies.estimators import sampling_log_probs
 from three_policies.tests.support.margins import stands_clear, stays_below
 from three_policies.tests.support.planted import MODELS, in_rows, names, planted, shifted, tokens
@@ -195,13 +196,26 @@ def test_drawn_again_a_flip_mostly_agrees_and_scatter_never():
     prefix = torch.arange(300).repeat_interleave(2)
     noise = torch.randn(600, generator=g, dtype=torch.float64)
     rare = torch.rand(600, generator=g) < 0.12
-    for apart, cause in ((2 * noise, "scatter"),
+    for apart, cause in ((2 * noise, "scatter"), (2 * noise.abs() ** 3 * noise, "scatter"),
                          (0.2 * noise.abs() * noise + 2 * noise * rare, "flips")):
         x = tokens(*shifted(odds, apart), prefix=prefix)
         found = causes.texture(x)
         assert found and found.cause == cause and "drawn again" in found.evidence
         dense = causes.texture(x, experts=False)                # flips only where there are experts
         assert dense and dense.cause == "scatter" and dense.other.cause == "dropout"
+
+
+def test_of_few_draws_that_disagree_a_little_no_flip_is_named():
+    """Six tokens drawn again: their median is above two kernels' noise, their mean twice that."""
+    odds, g = torch.zeros(212, dtype=torch.float64), torch.Generator().manual_seed(0)
+    odds[12:] = torch.randn(200, generator=g, dtype=torch.float64)
+    limit = numerics(tokens(*shifted(odds, odds * 0)))
+    apart = torch.full_like(odds, 0.3)
+    apart[:12] = 0
+    apart[1:12:2] = limit * torch.tensor([1.1, 1.1, 1.1, 1.1, 2, 8]).double()
+    prefix = torch.where(torch.arange(212) < 12, torch.arange(212) // 2, torch.arange(212))
+    found = causes.texture(tokens(*shifted(odds, apart), prefix=prefix), alone=True)
+    assert found and found.cause == "weights"
 
 
 def test_a_token_drawn_again_must_scatter_by_more_than_two_kernels():

@@ -242,7 +242,8 @@ def test_recorded_versions_explain_a_gap_before_padding_does(sizes):
                start=12 - 2 * prompt, **of)
     stale, padding = (next(f for f in places.places(x) if f.cause == cause)
                       for cause in ("stale", "padding"))
-    assert stale.left < padding.left and causes.find_causes(x)[0].cause == "stale"
+    assert stale.left < padding.left * (1 if sizes[0] == sizes[1] else 0.95)
+    assert causes.find_causes(x)[0].cause == "stale"
 
 
 @pytest.mark.parametrize("wrong, found", [(1, []), (2, ["eos"])])
