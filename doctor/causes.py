@@ -18,7 +18,8 @@ from three_policies.doctor.laws import (RECORD, Finding, barred, beyond, calibra
                                         is_broken, order, record, shift, sixteen_bits, slope_of)
 from three_policies.doctor.places import decode, deeper, over_time, penalty, places
 from three_policies.doctor.tokens import (FLOOR, Tokens, confident, evenness, floor, numerics,
-                                          pairs, scatter, size_of, sorted_rows, z_of_rho)
+                                          off_median, pairs, scatter, size_of, sorted_rows,
+                                          z_of_rho)
 
 MOST, FEW = 3, 20       # most causes that are named; of so few tokens none is
 LAWS = (sixteen_bits, shift, order, penalty, decode, record, slope_of, calibration)
@@ -175,7 +176,7 @@ def random_gap(x: Tokens, e: Tensor, limit: float, quiet: bool, evidence: str,
     drawn = (f"; drawn again after the same prefix ({n} times), a token's gap is another one by "
              f"{size:.3f}")
     scatters = n >= 5 and beyond("scatter, nats", nats)
-    rarely = n >= 5 and again.median() < numerics(x)        # most tokens keep their gap
+    rarely = n >= 5 and off_median(e, k, m).median() < numerics(x)      # most keep their gap
 
     part = size / (size_of(e[k]) + size_of(e[m]) + FLOOR)
     few = rarely and beyond("scatter", part) and beyond(

@@ -235,6 +235,18 @@ def scatter(x: Tokens) -> tuple[float, float, int]:
     return len(k) * (more - 1 - math.log(more)), size, len(k)
 
 
+def off_median(e: Tensor, k: Tensor, m: Tensor) -> Tensor:
+    """Return how far draws of one token after one prefix are from their median, but the nearest.
+
+    k, m: as `pairs` returns them. If a few draws are far off, most of these are near 0.
+    """
+    draws: dict[int, list[int]] = {}
+    for again, first in zip(k.tolist(), m.tolist()):
+        draws.setdefault(first, [first]).append(again)
+    return torch.cat([e.new_zeros(0), *((e[y] - e[y].median()).abs().sort().values[1:]
+                                        for y in draws.values())])
+
+
 def evenness(x: Tokens) -> float:
     """Return by how many nats log ρ is one number after each prefix; −∞ if by no more than noise.
 
