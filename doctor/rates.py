@@ -30,10 +30,12 @@ from three_policies.doctor.tokens import Tokens
 SPLITS = {"written": ("Llama", "Qwen2", "Mixtral"), "judged": ("Qwen3", "Gemma2", "Qwen2Moe")}
 FIRST_SEED = {"written": 41000, "judged": 81000}
 JUDGED = """\
-Judged on dumps of three models, with seeds from 81000, that were looked at by nobody before: they
-were judged once, after the last change of a rule. The rules were written on dumps of other models
-with seeds below 52000, of these three architectures and three others. The misses of an earlier
-judgement, with seeds from 71000, were known as this file listed them, by name and size.
+Judged on dumps of three models, with seeds from 81000, on which no rule was written: the rules were
+written on dumps of six other models with seeds below 52000, of these three architectures and three
+others. The misses of an earlier judgement, with seeds from 71000, were known by name and size.
+After the judgement a test changed one rule, of tokens drawn again: what a draw is compared with. It
+tells `flips` from `scatter`, so the seven dumps of these two were judged again. One of them is
+named now, at 32 rows.
 """
 LIMITED = """\
 How far values lie from the limits of laws.py that were set by hand, at 128 rows. A cause may be
