@@ -248,7 +248,7 @@ def off_median(e: Tensor, k: Tensor, m: Tensor) -> Tensor:
 
 
 def evenness(x: Tokens) -> float:
-    """Return by how many nats log ρ is one number after each prefix; −∞ if by no more than noise.
+    """Return by how many nats log ρ is one number after each prefix; 0 if it is not, up to noise.
 
     After a cut or another normaliser the log ρ of two tokens after one prefix are equal, while
     other causes move each token by itself.  (eq:same-prefix, eq:gap-left)
@@ -257,8 +257,8 @@ def evenness(x: Tokens) -> float:
     d = x.d()
     apart, size = size_of(d[i] - d[j]), size_of(d[torch.cat([i, j])])
     if not len(i) or apart > numerics(x):
-        return -math.inf
-    return len(i) * math.log((size + FLOOR) / (apart + FLOOR))
+        return 0.0
+    return max(0.0, len(i) * math.log((size + FLOOR) / (apart + FLOOR)))
 
 
 def confident(x: Tokens) -> int:
