@@ -56,7 +56,7 @@ LIMITS = {
     "scatter, nats": 10.0,              # beyond what two kernels leave of a token drawn again
     "context": 0.4, "context, nats": 10.0,      # how fast the gap fades, and how surely
     "depth": 0.3, "depth, nats": 10.0,  # how fast it grows with the position, and how surely
-    "padding, chance": 2.3,             # −log of the chance that sizes follow the length so well
+    "padding, share": 0.55,             # of what own sizes for each length save, by the length
     "step": 14.0}                       # nats of a step more than those of any smooth change
 _watching: list[list[tuple[str, float]]] = []
 

@@ -336,9 +336,9 @@ def within(x: Tokens) -> float:
 def lacking(x: Tokens) -> tuple[float, float, float]:
     """Return by how many nats a gap is one of padding, not of context, and how it grows by length.
 
-    The third is how unlikely that is by chance, in nats. A size of its own for each of m lengths
-    saves more than a line does. If lengths differ by chance, the line's share of that is above s
-    with a chance of at most (1 − s)^((m − 2)/2), as of a Beta distribution.
+    The third is the share of the nats that a size of its own for each length would save: prompts
+    differ in size by chance, and a line through a few of them saves some of that. Through two it
+    saves all, which shows nothing, so the share is 0.
 
     Before token t there are start + t tokens. So a gap of context falls with both alike, or with t
     alone. Padding is what a prompt lacks to the longest, so it falls with the prompt's length, too,
@@ -357,8 +357,7 @@ def lacking(x: Tokens) -> tuple[float, float, float]:
     each, length = x.start.unique(return_inverse=True)
     fading = slope * age.log()
     own = -fading.sum().item() - own_sizes(e * (-fading).exp(), length) - len(e) - context
-    share = min(0.999, max(0.0, nats / max(own, FLOOR)))
-    return nats, grows, -(len(each) - 2) / 2 * math.log(1 - share)
+    return nats, grows, nats / max(own, FLOOR) if len(each) > 2 else 0.0
 
 
 def over_time(x: Tokens) -> tuple[Finding | None, Finding | None]:
@@ -445,10 +444,10 @@ def _best_step(total: Tensor, count: Tensor, age: Tensor, late: Tensor, places: 
 def _padding_or_context(x: Tokens, fading: Finding, falling: Finding | None
                         ) -> tuple[Finding, Finding | None]:
     """Return which of both a gap that fades is, and what else it may be."""
-    nats, grows, unlikely = lacking(x)
+    nats, grows, share = lacking(x)
     padded = Finding("padding", fading.left, f"{fading.evidence}; and with the prompt's length by "
                      f"{1 - math.exp(grows):.1%} a token, {nats:.0f} nats better than with any "
                      "context")
-    if grows < 0 and beyond("context, nats", nats) and beyond("padding, chance", unlikely):
+    if grows < 0 and beyond("context, nats", nats) and beyond("padding, share", share):
         return padded, fading
     return fading, padded if grows < 0 and nats > 3 else falling
