@@ -166,15 +166,16 @@ def test_what_undrawn_tokens_cannot_explain_is_a_fault():
 
 
 @pytest.mark.parametrize("times, named", [(1, False), (4, True)])
-def test_three_end_tokens_may_be_chance_and_twelve_are_not(times, named):
+def test_three_old_tokens_may_be_chance_and_twelve_are_not(times, named):
     """eq:gap-left: three of 13 gaps are five times the others, which saves less than ten nats."""
     n = 13 * times
-    last = torch.arange(n) % 13 < 3
+    old = torch.arange(n) % 13 < 3
     odds = torch.zeros(n, dtype=torch.float64)
-    x = tokens(*shifted(odds, torch.where(last, 0.5, 0.1)), last=last, t=torch.zeros(n).long())
-    left = gap_left(x.e(), last, ~last)
+    x = tokens(*shifted(odds, torch.where(old, 0.5, 0.1)), version=(~old).long(),
+               t=torch.zeros(n).long())
+    left = gap_left(x.e(), old, ~old)
     assert (-n * math.log(left) > 10) == named
-    assert [found.cause for found in places.places(x)] == ["eos"] * named
+    assert [found.cause for found in places.places(x)] == ["stale"] * named
 
 
 def test_a_shift_leaves_little_of_the_gap():
