@@ -547,7 +547,7 @@ def equation_table():
 def promised(path):
     """Return what a chapter says a reader will be able to do."""
     opening = re.sub(r"^# .*", "", path.read_text()).split("\n## ")[0]
-    found = re.search(r"After this\s+chapter you can\s(.*?[.?])(?=\s)", opening, re.DOTALL)
+    found = re.search(r"After\s+this\s+chapter\s+you\s+can\s(.*?[.?])(?=\s)", opening, re.DOTALL)
     assert found, path                     # each chapter has this sentence
     said = " ".join(found[1].split())
     return markdown("math").renderInline(said[0].upper() + said[1:])
