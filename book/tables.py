@@ -1436,7 +1436,8 @@ def rates(name, which=0):
 
 TABLES = {"doctor-rates": lambda: rates("rates.txt", 0),
           "doctor-sizes": lambda: rates("rates.txt", 1),
-          "real-rates": lambda: rates("real-rates.txt"),
+          "real-rates": lambda: rates("real-rates.txt", 0),
+          "real-rates-trained": lambda: rates("real-rates.txt", 1),
           "rescore-rates": lambda: rates("rescore-rates.txt"),
           "real-run-summary": real_run_summary, "advice": advice,
           "advice-rows": advice_rows, "study-64-findings": study_64_findings,
