@@ -114,7 +114,7 @@ def _whole_rows(x: Tokens) -> Iterator[Part]:
 
 
 def of_rows(x: Tokens, row: Tensor, dirty: Tensor) -> bool:
-    """True if rows explain the gap better than prompts do, and what is outside them does not scatter.
+    """True if rows explain the gap better than prompts do, and what is outside does not scatter.
 
     Prompts differ in the size of their gap, whatever the cause. So sizes of P prompts compete with
     those of k rows of n and of all others, at three nats a size and log C(n, k) of the choice.

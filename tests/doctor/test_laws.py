@@ -217,9 +217,8 @@ def test_own_sizes_are_the_nats_of_the_share_left():
     assert own_sizes(e, part) - one == pytest.approx(90 * math.log(left), rel=1e-12)
 
 
-@certifies("float64")
 def test_a_token_drawn_again_saves_nats_beyond_what_kernels_leave():
-    """s/l − 1 − log(s/l) a draw for a scatter s above √2 of two kernels' l, and nothing below."""
+    """A draw saves s/l − 1 − log(s/l) nats if its scatter s is above √2 of two kernels' l."""
     odds = torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat_interleave(20)
     for size in (0.01, 0.5):
         by = size * torch.tensor([0.0, 1.0], dtype=torch.float64).repeat(20)
@@ -255,7 +254,7 @@ def test_a_mass_too_small_for_the_mean_of_rho_is_seen_where_log_rho_is_even(name
 
 
 def test_another_distribution_in_a_part_does_not_make_log_rho_even():
-    """From token 10 on log ρ is one number after each prefix: a record, and no other weights."""
+    """Log ρ is one number after each prefix from token 10 on: a record, and no other weights."""
     mu, of = twice()
     x = tokens(mu, mu + torch.where(of["t"] >= 10, 0.15, 0.0), **of)
     assert "in-flight" in [f.cause for f in places.places(x)]

@@ -301,7 +301,7 @@ def test_the_longest_prompt_has_no_padding_and_so_no_gap(clean, named):
 
 
 def test_lengths_whose_sizes_are_random_are_no_padding():
-    """Of twelve, a line's share is above 0.55 with a chance of at most 0.45⁵, about one in fifty."""
+    """A line's share of twelve is above 0.55 with a chance of at most 0.45⁵, one in fifty."""
     met, t = 0, torch.arange(20).repeat(60)
     for seed in range(60):
         g = torch.Generator().manual_seed(seed)

@@ -171,9 +171,10 @@ QUOTED = [
      "bias is {}, {} and {} of".format),
     ("3-importance-weights", r"'\S+ \+ (\S+), \S+'", "gives the missing mass, {} in".format),
     ("16-versions", r"(\S+) ± \S+ \*\*0\*\*",
-     lambda left: f"{100 * float(left):.0f} % of the gradient fits no"),
+     lambda left: f"no $b$ explains {100 * float(left):.0f} % of"),
     ("17-turns-and-tools", r"True (0\.[1-9]\d) (\S+)",
-     lambda away, mean: f"E[ρ] is {mean} below, and the gradient {away} away"),
+     lambda away, mean: (f"below, E[ρ] is {mean}, and the gradient is off by "
+                         f"{100 * float(away):.0f} %")),
     ("17-turns-and-tools", r"True 0\.[1-9]\d (\S+)", "the E[ρ] of {} above".format)]
 
 
