@@ -149,7 +149,7 @@ def texture(x: Tokens, alone: bool = False, experts: bool | None = None,
     evidence = (f"of {sure} tokens μ is above ½ and π over 2 nats less, as no noise is without "
                 "experts; ") * (sure > 0) + f"mean gap {size_of(e):.3f} logits"
 
-    if random := random_gap(x, e, limit, quiet, evidence, experts):
+    if random := random_gap(x, e, evidence, experts):
         return random
     clear, vague = over_time(x)
     if clear and (not quiet or clear.left < math.exp(-25 / len(e))):
@@ -162,13 +162,11 @@ def texture(x: Tokens, alone: bool = False, experts: bool | None = None,
     return Finding("weights", 1.0, evidence, other=min(weak, key=lambda f: f.left, default=None))
 
 
-def random_gap(x: Tokens, e: Tensor, limit: float, quiet: bool, evidence: str,
-               experts: bool | None) -> Finding | None:
+def random_gap(x: Tokens, e: Tensor, evidence: str, experts: bool | None) -> Finding | None:
     """Test whether a few tokens have most of the gap, or a token drawn again has another one.
 
     Only what is outside the prefix makes it another one: dropout, a neighbour in a packed row, the
-    batch. Where experts change, most tokens keep theirs. limit: the largest mean gap of two
-    kernels. quiet: the gap is not above it.
+    batch. Where experts change, most tokens keep theirs.
     """
     middle, rare = e.abs().median().item(), e.abs().quantile(0.97).item()
     _, _, k, m = pairs(x)

@@ -124,7 +124,7 @@ def of_rows(x: Tokens, row: Tensor, dirty: Tensor) -> bool:
     e, n, prompts = x.e().abs() + floor(x.e()), int(first.sum()), int(prompt.max()) + 1
     chosen = log_choices(n, int((first & dirty).sum()))
     return own_sizes(e, dirty.long()) + chosen < own_sizes(e, prompt[row]) + 3 * (prompts - 2) and (
-        scatter(x.take(~dirty))[0] <= 10)
+        scatter(x.take(~dirty))[0] <= LIMITS["scatter, nats"])
 
 
 def by_length(x: Tokens, dirty: Tensor) -> bool:

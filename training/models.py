@@ -36,9 +36,8 @@ def require_place(path: str, key: str = "policy.path=") -> None:
     if place.is_dir():
         if not (place / "config.json").is_file():
             raise UserError(f"{key}{path} is no model: it has no config.json")
-    elif place.name in MODELS:
-        raise UserError(f"{key}{path} is no directory here; three-policies fetch {place.name} "
-                        f"{path} writes it")
+    elif path in MODELS:
+        raise UserError(f"{key}{path} is no directory here; three-policies fetch {path} writes it")
     elif not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path, re.ASCII):
         raise UserError(f"{key}{path} is no directory, and no name on the hub, such as "
                         "Qwen/Qwen2.5-0.5B-Instruct")

@@ -286,7 +286,6 @@ def test_few_pairs_and_all_other_tokens_agree_on_a_slope(rest, named):
     with laws.watched() as held:
         found = laws.slope_of(x)
     nats = [value for name, value in held if name == "slope of pairs"]
-    print(nats, found)
     assert bool(found) == named and 5 < nats[0] / (1 + named) < 10
 
 

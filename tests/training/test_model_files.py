@@ -156,7 +156,7 @@ def test_a_token_beyond_the_vocabulary_is_named(
     ("", "is no model: it has no config.json"),
     ("nowhere/at-all", "is no directory here, and the hub did not return it"),
     ("empty", "is no model: it has no config.json"),
-    ("on/smollm2", "is no directory here; three-policies fetch smollm2 on/smollm2 writes it")])
+    ("smollm2", "is no directory here; three-policies fetch smollm2 writes it")])
 def test_a_place_without_a_model_is_asked_for_once(path, said, tmp_path, monkeypatch):
     """There are no retries: huggingface_hub makes a single request."""
     monkeypatch.chdir(tmp_path)
